@@ -1,0 +1,56 @@
+"""Every error mpitrain raises on purpose, and the only list of exit codes.
+
+    MpitrainError            exit 1   something failed while running
+    |- NonFiniteError        exit 1   a loss or gradient is NaN or infinite and the job says stop
+    |- WireError             exit 1   a message arrived damaged, short, or out of order
+    |- DeadlockError         exit 1   virtual world: everybody waits and nothing is under way
+    |- AgreedError           exit n   some rank failed at start-up; already reported once, all ranks leave
+    together `- UsageError            exit 2   the user's input is wrong (also a ValueError)
+       `- DataError          exit 2   a shard is missing, truncated or disagrees with the others
+
+`UsageError` and its children are for users: the message says what was given, what exists and what to do. Our
+own mistakes are `assert`s. This file imports nothing, so every floor may use it.
+"""
+
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_TARGET_MISSED = 3
+EXIT_PREFLIGHT_FAILED = 4
+EXIT_REQUEUE = 75
+
+
+class MpitrainError(Exception):
+    """Base of all deliberate errors; `exit_code` is what the process ends with."""
+
+    exit_code = EXIT_ERROR
+
+
+class NonFiniteError(MpitrainError):
+    """A NaN or infinite loss or gradient under `on_nonfinite="stop"`."""
+
+
+class WireError(MpitrainError):
+    """A message failed its checksum, byte count or sequence stamp."""
+
+
+class DeadlockError(MpitrainError):
+    """Virtual time cannot advance: every rank waits for a message that nobody has sent."""
+
+
+class AgreedError(MpitrainError):
+    """Raised on all ranks together after rank 0 has printed what went wrong and where."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_ERROR):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class UsageError(MpitrainError, ValueError):
+    """The input is wrong: an option, a job file, a strategy text."""
+
+    exit_code = EXIT_USAGE
+
+
+class DataError(UsageError):
+    """The data is wrong; names the file, the dataset and the way out."""

@@ -1,0 +1,20 @@
+"""Synchronous data parallelism without a server: w <- w - eta * mean over all workers of g_i.
+
+The work is torch's own DistributedDataParallel over our process group, so this value only names it; there is
+nothing to decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpitrain.rules.base import Strategy
+from mpitrain.text import register
+
+
+@register("strategy", "allreduce")
+@dataclass(frozen=True, repr=False)
+class AllReduce(Strategy):
+    """Every rank is a worker; gradients are averaged in buckets while backward still runs (Li et al.,
+    "PyTorch Distributed", VLDB 2020).
+    """

@@ -1,0 +1,29 @@
+"""Asynchronous SGD: every push is an update, and only the pusher is answered.
+
+    w <- w - eta * c(tau) * g        version <- version + 1
+
+tau is the server's version at the update minus the version the gradient was computed on; with N workers and
+one read each in flight its mean is N - 1 whatever the workers' speeds (`reference/algorithms.md` section 4).
+Downpour SGD, Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.rules.base import Push, ServerStrategy, Verdict
+from mpitrain.text import register
+
+
+@register("strategy", "async")
+@dataclass(frozen=True, repr=False)
+class Async(ServerStrategy):
+    """Apply each gradient on arrival and let its worker go on at once; nobody waits for anybody."""
+
+    def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
+        return {}
+
+    def on_push(self, state: dict[str, Any], push: Push) -> Verdict:
+        weight = self.damping.weight(push.version - push.read)  # type: ignore[attr-defined]
+        return Verdict(weight, flush=weight > 0, release=(push.worker,))

@@ -1,0 +1,107 @@
+"""The integer counts of one shard, and the identity they must satisfy.
+
+Every update adds one to the staleness of every read that is in flight and not consumed by it. So after any
+number of updates
+
+    sum(tau applied) + sum(tau dropped) + sum(tau unused) + sum(tau in flight)  ==  sum over updates of the
+    reads it left in flight
+
+exactly, for any speeds; with N workers that always have one read in flight the right side is T(N - 1)
+(`reference/algorithms.md` section 4). `identity()` returns both sides; a run in which they differ has lost or
+doubled a gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+
+class Ledger:
+    """Counts pushes by fate, keeps the staleness histogram, and knows which versions are being computed
+    on.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.accepted = self.dropped = self.skipped = self.late = 0
+        self.samples_accepted = self.samples_dropped = 0
+        self.pushed_bytes = self.replied_bytes = 0
+        self.staleness: Counter[int] = Counter()
+        self.reads: dict[int, int] = {}
+        self._tau_lost = 0
+        self._left_in_flight = 0
+
+    def read(self, worker: int, num_bytes: int) -> None:
+        """`worker` is sent the present version and will compute on it."""
+        self.reads[worker] = self.version
+        self.replied_bytes += num_bytes
+
+    def push(self, worker: int, num_samples: int, num_bytes: int, weight: float, finite: bool = True) -> int:
+        """A push ends its worker's read; returns its staleness."""
+        staleness = self.version - self.reads.pop(worker)
+        self.pushed_bytes += num_bytes
+        if finite and weight > 0:
+            self.accepted += 1
+            self.samples_accepted += num_samples
+            self.staleness[staleness] += 1
+        else:
+            self.samples_dropped += num_samples
+            self._tau_lost += staleness
+            self.dropped, self.skipped = (
+                self.dropped + (1 if finite else 0),
+                self.skipped + (0 if finite else 1),
+            )
+        return staleness
+
+    def update(self) -> None:
+        """What was gathered has been applied: a new version."""
+        self.version += 1
+        self._left_in_flight += len(self.reads)
+
+    def leave(self, worker: int) -> None:
+        """`worker` will not push again; the version it read last goes unused."""
+        if worker in self.reads:
+            self._tau_lost += self.version - self.reads.pop(worker)
+
+    def identity(self) -> tuple[int, int]:
+        """Both sides of the staleness identity; equal, or something was lost."""
+        applied = sum(tau * count for tau, count in self.staleness.items())
+        in_flight = sum(self.version - read for read in self.reads.values())
+        return applied + self._tau_lost + in_flight, self._left_in_flight
+
+    def staleness_mean(self) -> float:
+        """Mean staleness of the accepted gradients; 0 when there are none."""
+        return sum(tau * count for tau, count in self.staleness.items()) / max(1, self.accepted)
+
+    def summary(self) -> dict[str, Any]:
+        """What goes into `result.json`."""
+        left, right = self.identity()
+        return {
+            "version": self.version,
+            "accepted": self.accepted,
+            "late": self.late,
+            "dropped": self.dropped,
+            "skipped": self.skipped,
+            "samples_accepted": self.samples_accepted,
+            "samples_dropped": self.samples_dropped,
+            "pushed_bytes": self.pushed_bytes,
+            "replied_bytes": self.replied_bytes,
+            "staleness_mean": self.staleness_mean(),
+            "staleness_max": max(self.staleness, default=0),
+            "staleness_histogram": {str(tau): self.staleness[tau] for tau in sorted(self.staleness)},
+            "staleness_identity": [left, right],
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Everything, JSON-able."""
+        fields = dict(vars(self))
+        fields["staleness"] = {str(tau): count for tau, count in self.staleness.items()}
+        fields["reads"] = {str(worker): version for worker, version in self.reads.items()}
+        return fields
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        vars(self).update(state)
+        self.staleness = Counter({int(tau): count for tau, count in state["staleness"].items()})
+        self.reads = {int(worker): version for worker, version in state["reads"].items()}

@@ -1,0 +1,71 @@
+"""Which rank plays which role: a pure function of (number of ranks, node of every rank, number of servers).
+
+Law of this file: any rank can compute everybody's role without a message. On one node the servers are ranks
+0..s-1. Over several nodes they are spread one per node, from the last local rank of each node, so that no
+node's link carries two servers while another carries none and rank 0 stays a worker only when there are fewer
+servers than nodes. The lowest worker validates and owns the BatchNorm buffers; the lowest server deals the
+data.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpitrain.errors import UsageError
+
+
+class Roles(NamedTuple):
+    """Ranks by role; `servers[i]` owns shard i."""
+
+    servers: tuple[int, ...]
+    workers: tuple[int, ...]
+
+    @property
+    def validator(self) -> int:
+        """The rank that validates and saves the model: the lowest worker."""
+        return self.workers[0]
+
+    @property
+    def dealer(self) -> int:
+        """The rank that deals batches: the lowest server."""
+        return self.servers[0]
+
+    def of(self, rank: int) -> str:
+        """`"server"` or `"worker"`."""
+        return "server" if rank in self.servers else "worker"
+
+
+def assign(nodes: tuple[int, ...], num_servers: int) -> Roles:
+    """Deal out the roles.
+
+    Args:
+        nodes: node index of every rank; its length is the world's size.
+        num_servers: how many ranks serve.
+
+    Raises:
+        UsageError: no rank would be left to work.
+    """
+    num_ranks = len(nodes)
+    if num_servers >= num_ranks:
+        raise UsageError(
+            f"{num_servers} server(s) on {num_ranks} rank(s) leave no worker: start at least "
+            f"{num_servers + 1} ranks or lower servers="
+        )
+    servers = tuple(range(num_servers)) if len(set(nodes)) == 1 else _spread(nodes, num_servers)
+    return Roles(servers, tuple(rank for rank in range(num_ranks) if rank not in servers))
+
+
+def _spread(nodes: tuple[int, ...], num_servers: int) -> tuple[int, ...]:
+    """Round-robin over the nodes, taking each node's highest free rank, and never a node's only rank while
+    another has more.
+    """
+    by_node: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    taken: list[int] = []
+    while len(taken) < num_servers:
+        richest = max(len(ranks) for ranks in by_node.values())
+        for ranks in by_node.values():
+            if len(ranks) == richest and len(taken) < num_servers:
+                taken.append(ranks.pop())
+    return tuple(sorted(taken))

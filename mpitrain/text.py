@@ -1,0 +1,186 @@
+"""Values that print as the text that makes them, and the parser that reads that text back.
+
+Law of this file: text is parsed into registered frozen dataclasses and literals; nothing is ever evaluated.
+`str(value)` is command-line text without blanks (`async(servers=2)`), `repr(value)` the Python that makes it
+(`Async(servers=2)`); both round-trip, and both leave out fields that have their default. A name or argument
+that does not exist is answered with the nearest one and the list.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import io
+import tokenize
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from mpitrain.errors import UsageError
+
+_registry: dict[str, type[Value]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """Base of everything that can stand in a strategy text. Subclasses are frozen dataclasses whose fields
+    are literals or other values.
+    """
+
+    name: ClassVar[str] = ""
+    kind: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(self, field)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `UsageError` when the values of the fields make no sense together. Subclasses override it."""
+
+    def _changed(self) -> list[tuple[str, Any]]:
+        pairs = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return [(field.name, value) for field, value in pairs if value != field.default]
+
+    def __str__(self) -> str:
+        return f"{self.name}({','.join(f'{key}={_plain(value)}' for key, value in self._changed())})"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self._changed())})"
+
+
+V = TypeVar("V", bound=type[Value])
+
+
+def register(kind: str, name: str) -> Callable[[V], V]:
+    """Class decorator: make a `Value` dataclass known to the parser as `name`, usable where a `kind` is
+    expected.
+
+    Also keeps dataclass from replacing the short `repr`, so apply it outside `@dataclass(frozen=True,
+    repr=False)`.
+    """
+
+    def enter(cls: V) -> V:
+        assert name not in _registry, f"{name} is registered twice"
+        cls.name, cls.kind = name, kind
+        _registry[name] = cls
+        return cls
+
+    return enter
+
+
+def names(kind: str) -> list[str]:
+    """Names registered for `kind`, sorted."""
+    return sorted(name for name, cls in _registry.items() if cls.kind == kind)
+
+
+def registered(kind: str) -> list[type[Value]]:
+    """Classes registered for `kind`, by name."""
+    return [_registry[name] for name in names(kind)]
+
+
+def nearest(word: str, choices: list[str]) -> str:
+    """`; did you mean 'x'?` or nothing, then the list: the tail of every 'unknown name' message."""
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{hint} Known: {', '.join(choices) or 'none'}"
+
+
+def parse(text: str, kind: str) -> Value:
+    """Read `name(argument=literal or value, ...)`, or a bare `name`, into the value registered under that
+    name.
+
+    Raises:
+        UsageError: the text does not parse, or names something that is not registered as a `kind`.
+    """
+    try:
+        tree = ast.parse(_free_async(text.strip()), mode="eval").body
+    except (SyntaxError, ValueError, tokenize.TokenError) as error:
+        example = f"{names(kind)[0]}(...)" if names(kind) else "name(...)"
+        raise UsageError(f"cannot read {kind} text {text!r}: expected something like {example}") from error
+    value = _build(tree, text)
+    if not isinstance(value, Value) or value.kind != kind:
+        raise UsageError(f"{text!r} is not a {kind}{nearest(getattr(value, 'name', ''), names(kind))}")
+    return value
+
+
+def _free_async(text: str) -> str:
+    """`async` is a Python keyword: spell it `async_` for `ast`, leaving string literals alone."""
+    tokens = [
+        (token.type, "async_" if token.type == tokenize.NAME and token.string == "async" else token.string)
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+    ]
+    return tokenize.untokenize(tokens).strip()
+
+
+def _build(node: ast.expr, text: str) -> Any:
+    if isinstance(node, ast.Name):
+        return _make(node.id, [], [], text)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise UsageError(f"cannot read {text!r}: ** is not allowed")
+        keywords = [(str(keyword.arg), _build(keyword.value, text)) for keyword in node.keywords]
+        return _make(node.func.id, [_build(argument, text) for argument in node.args], keywords, text)
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise UsageError(
+            f"cannot read {ast.unparse(node)!r} in {text!r}: arguments are literals or registered values"
+        ) from error
+
+
+def _make(name: str, positional: list[Any], keywords: list[tuple[str, Any]], text: str) -> Value:
+    cls = _registry.get("async" if name == "async_" else name)
+    if cls is None:
+        raise UsageError(f"unknown name {name!r} in {text!r}{nearest(name, sorted(_registry))}")
+    fields = [field.name for field in dataclasses.fields(cls)]
+    if len(positional) > len(fields):
+        raise UsageError(
+            f"{cls.name} takes at most {len(fields)} arguments ({', '.join(fields)}), got {len(positional)}"
+        )
+    arguments = dict(zip(fields, positional, strict=False))
+    for key, value in keywords:
+        if key not in fields:
+            raise UsageError(f"{cls.name} has no argument {key!r}{nearest(key, fields)}")
+        if key in arguments:
+            raise UsageError(f"{cls.name}: argument {key!r} is given twice")
+        arguments[key] = value
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.name not in arguments
+    ]
+    if missing:
+        raise UsageError(f"{cls.name} needs {', '.join(missing)}: write {cls.name}({missing[0]}=...)")
+    return cls(**arguments)
+
+
+_LITERALS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+}
+
+
+def _check_type(value: Value, field: dataclasses.Field[Any]) -> None:
+    """Hold a field to its annotation: a literal's type, or the `kind` of a value named in the field's
+    metadata.
+    """
+    given = getattr(value, field.name)
+    label = f"{value.name or type(value).__name__}: {field.name}"
+    if kind := field.metadata.get("kind"):
+        if not (isinstance(given, Value) and given.kind == kind):
+            raise UsageError(f"{label} must be a {kind}, got {given!r}. Known: {', '.join(names(kind))}")
+        return
+    options = str(field.type).replace(" ", "").split("|")
+    if given is None and "None" in options:
+        return
+    allowed = tuple(t for option in options for t in _LITERALS.get(option, ()))
+    assert allowed, f"{label} has a type that no text can spell: {field.type}"
+    if not isinstance(given, allowed) or (isinstance(given, bool) and bool not in allowed):
+        raise UsageError(f"{label} must be {' or '.join(options)}, got {given!r}")
+
+
+def _plain(value: Any) -> str:
+    return str(value) if isinstance(value, Value) else repr(value).replace(" ", "")

@@ -1,0 +1,86 @@
+"""Leases: every sample of every epoch dealt once, whoever asks when; a saved position continues exactly."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpitrain.rules import Dealer
+from mpitrain.rules.dealing import share_out
+
+SIZES = {"num_samples": st.integers(1, 60), "num_epochs": st.integers(1, 4), "batch_size": st.integers(1, 70)}
+
+
+def drain(dealer, asking):
+    leases = []
+    while (lease := dealer.deal(next(asking))) is not None:
+        leases.append(lease)
+    return leases
+
+
+def workers(data):
+    return iter(lambda: data.draw(st.integers(0, 3)), None)
+
+
+@given(**SIZES, data=st.data())
+def test_each_epoch_is_covered_exactly_once_and_in_order(num_samples, num_epochs, batch_size, data):
+    leases = drain(Dealer(num_samples, num_epochs, batch_size), workers(data))
+    covered = [
+        (lease.epoch, position)
+        for lease in leases
+        for position in range(lease.start, lease.start + lease.num_samples)
+    ]
+    assert covered == [(epoch, position) for epoch in range(num_epochs) for position in range(num_samples)]
+    assert all(0 < lease.num_samples <= batch_size for lease in leases)
+
+
+@given(**SIZES, data=st.data())
+def test_drop_last_leaves_out_less_than_a_batch_an_epoch_and_counts_it(
+    num_samples, num_epochs, batch_size, data
+):
+    dealer = Dealer(num_samples, num_epochs, batch_size, drop_last=True)
+    leases = drain(dealer, workers(data))
+    dealt = sum(lease.num_samples for lease in leases)
+    assert dealt + dealer.num_left_out == num_samples * num_epochs
+    if num_samples >= batch_size:
+        assert all(lease.num_samples == batch_size for lease in leases)
+        assert dealer.num_left_out == (num_samples % batch_size) * num_epochs
+
+
+@given(**SIZES, num_batches=st.integers(1, 40))
+def test_a_limit_in_batches_is_exact_and_crosses_epochs(num_samples, num_epochs, batch_size, num_batches):
+    leases = drain(Dealer(num_samples, num_epochs, batch_size, num_batches), iter(lambda: 0, None))
+    assert len(leases) == num_batches
+
+
+@given(**SIZES, cut=st.integers(0, 30))
+def test_state_restores_the_position(num_samples, num_epochs, batch_size, cut):
+    dealer = Dealer(num_samples, num_epochs, batch_size)
+    for _ in range(cut):
+        dealer.deal(1)
+    again = Dealer(num_samples, num_epochs, batch_size)
+    again.restore(json.loads(json.dumps(dealer.state())))
+    assert drain(again, iter(lambda: 2, None)) == drain(dealer, iter(lambda: 2, None))
+    assert again.outstanding == dealer.outstanding
+
+
+def test_settling_takes_the_oldest_lease_of_that_worker():
+    dealer = Dealer(10, 1, 2)
+    first, second = dealer.deal(7), dealer.deal(7)
+    dealer.deal(8)
+    assert dealer.settle(7) == first and dealer.outstanding[7] == [second]
+
+
+def test_closing_ends_the_dealing():
+    dealer = Dealer(10, 1, 2)
+    dealer.deal(0)
+    dealer.close()
+    assert dealer.deal(0) is None
+
+
+@given(start=st.integers(0, 99), count=st.integers(0, 99), num_workers=st.integers(1, 9))
+def test_shares_of_a_global_batch_are_contiguous_and_even(start, count, num_workers):
+    shares = [share_out(start, count, num_workers, worker) for worker in range(num_workers)]
+    covered = [position for first, size in shares for position in range(first, first + size)]
+    assert covered == list(range(start, start + count))
+    assert max(size for _, size in shares) - min(size for _, size in shares) <= 1

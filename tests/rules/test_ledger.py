@@ -1,0 +1,106 @@
+"""The staleness identity, for any order of joins, pushes, drops and departures."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpitrain.errors import UsageError
+from mpitrain.rules import Async, Ledger, Push, assign
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from(["push", "push", "push", "drop", "bad", "gather", "leave"])),
+    max_size=80,
+)
+
+
+def play(ledger, events):
+    for worker, what in events:
+        if worker not in ledger.reads:
+            ledger.read(worker, 8)
+        elif what == "leave":
+            ledger.leave(worker)
+        else:
+            ledger.push(worker, 3, 8, weight=0.0 if what == "drop" else 0.5, finite=what != "bad")
+            if what == "push":
+                ledger.update()
+            ledger.read(worker, 8)
+
+
+@given(EVENTS)
+def test_both_sides_agree_after_every_event(events):
+    ledger = Ledger()
+    for event in events:
+        play(ledger, [event])
+        left, right = ledger.identity()
+        assert left == right
+
+
+@given(EVENTS, st.integers(0, 80))
+def test_state_restores_everything(events, cut):
+    ledger, again = Ledger(), Ledger()
+    play(ledger, events[:cut])
+    again.restore(json.loads(json.dumps(ledger.state())))
+    for each in (ledger, again):
+        play(each, events[cut:])
+    assert again.summary() == ledger.summary() and again.identity() == ledger.identity()
+
+
+def test_a_lost_gradient_breaks_the_identity():
+    """The identity has teeth: forget one push and the sides differ."""
+    ledger = Ledger()
+    for worker in range(3):
+        ledger.read(worker, 8)
+    for worker in (0, 1, 0, 2):
+        ledger.push(worker, 1, 8, 1.0)
+        ledger.update()
+        ledger.read(worker, 8)
+    ledger.staleness[1] -= 1
+    left, right = ledger.identity()
+    assert left != right
+
+
+def test_async_applies_and_releases_the_pusher_alone():
+    rule = Async()
+    verdict = rule.on_push(rule.start((1, 2)), Push(2, 0, read=3, version=9, now_s=0.0, held={2}))
+    assert verdict == (1.0, True, (2,))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_servers", "servers"),
+    [
+        ((0, 0, 0, 0), 1, (0,)),
+        ((0,) * 5, 2, (0, 1)),
+        ((0, 0, 1, 1), 0, ()),
+        ((0, 0, 0, 1, 1, 1), 2, (2, 5)),
+        ((0, 0, 0, 1, 1, 1), 1, (2,)),
+        ((0, 1, 1, 1), 2, (2, 3)),
+        ((0, 1, 0, 1), 2, (2, 3)),
+    ],
+)
+def test_roles_are_a_function_of_the_node_map(nodes, num_servers, servers):
+    roles = assign(nodes, num_servers)
+    assert roles.servers == servers
+    assert sorted(roles.servers + roles.workers) == list(range(len(nodes)))
+    assert roles.validator == min(roles.workers)
+
+
+@pytest.mark.parametrize("num_servers", [2, 3])
+def test_no_worker_left_is_refused(num_servers):
+    with pytest.raises(UsageError, match="start at least"):
+        assign((0, 0), num_servers)
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=12), st.integers(1, 11))
+def test_servers_are_spread_evenly_over_nodes_of_equal_size(homes, num_servers):
+    nodes = tuple(sorted(homes))
+    if num_servers >= len(nodes):
+        return
+    left = [
+        sum(node == home for rank, node in enumerate(nodes) if rank in assign(nodes, num_servers).workers)
+        for home in set(nodes)
+    ]
+    sizes = [nodes.count(home) for home in set(nodes)]
+    if len(set(nodes)) > 1 and len(set(sizes)) == 1:
+        assert max(left) - min(left) <= 1

@@ -1,0 +1,149 @@
+"""Small jobs for tests: data in memory, models whose gradients are known, and what serial training makes of
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+import mpitrain as mt
+from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
+from mpitrain.model.replica import seed_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """A data source in memory: sample i of array `x` is a seeded draw on a dyadic grid, `y` a linear
+    function of it.
+    """
+
+    num_samples: int = 48
+    num_features: int = 5
+
+    def scan(self):
+        arrays = {"x": ArraySpec((self.num_features,), "float32"), "y": ArraySpec((1,), "float32")}
+        return Catalogue((ShardInfo("memory", self.num_samples, self.num_samples),), arrays, 1)
+
+    def reader(self, catalogue, seed):
+        return MemoryReader(self)
+
+
+class MemoryReader:
+    def __init__(self, source):
+        generator = torch.Generator().manual_seed(7)
+        # multiples of 1/8 with |x| <= 1: products and short sums are exact in float32
+        self.x = torch.randint(-8, 9, (source.num_samples, source.num_features), generator=generator) / 8.0
+        self.y = self.x.sum(1, keepdim=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def batch(self, epoch, start, count):
+        return {"x": self.x[start : start + count].clone(), "y": self.y[start : start + count].clone()}
+
+    def prefetch(self, epoch, start, count):
+        pass
+
+    def sequential(self, batch_size):
+        yield {"x": self.x, "y": self.y}
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.25), nn.Linear(7, 1))
+
+
+def square_loss(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def two_groups(parameters):
+    first, *rest = list(parameters)
+    return torch.optim.AdamW(
+        [{"params": rest}, {"params": [first], "lr": 0.003, "weight_decay": 0.1}], lr=0.01
+    )
+
+
+def make_job(**changes):
+    return mt.Job(
+        **{
+            "model": perceptron,
+            "loss": square_loss,
+            "optimizer": sgd,
+            "data": Memory(),
+            "epochs": 2,
+            "batch_size": 6,
+        }
+        | changes
+    )
+
+
+def serial(job, rank):
+    """What one process makes of the job: the same leases, the same randomness as worker `rank`, torch's own
+    loop.
+    """
+    torch.manual_seed(job.seed)
+    module = job.model()
+    optimizer = job.optimizer(module.parameters())
+    reader = job.data.reader(None, job.seed)
+    step = 0
+    for epoch in range(job.epochs):
+        for start in range(0, job.data.num_samples, job.batch_size):
+            seed_step(job.seed, rank, step)
+            optimizer.zero_grad(set_to_none=True)
+            job.loss(
+                module, reader.batch(epoch, start, min(job.batch_size, job.data.num_samples - start))
+            ).backward()
+            optimizer.step()
+            step += 1
+    return module.state_dict()
+
+
+def linear_float64():
+    """y = x w with dyadic weights: three steps of squared loss stay exact in float64."""
+    module = nn.Linear(5, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(5) / 16.0)
+    return module
+
+
+def square_loss_float64(model, batch):
+    return ((model(batch["x"].double()) - batch["y"].double()) ** 2).mean()
+
+
+def linear_float32():
+    module = nn.Linear(5, 4)
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) / 16.0 - index / 8.0)
+    return module
+
+
+def linear_loss(model, batch):
+    """Linear in the parameters: gradients are means of dyadic numbers, however far the parameters have
+    gone.
+    """
+    return model(batch["x"]).mean()
+
+
+def dyadic_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=2.0**-4, momentum=0.5)
+
+
+DYADIC = {
+    "quadratic in float64": {"model": linear_float64, "loss": square_loss_float64, "optimizer": dyadic_sgd},
+    "linear in float32": {"model": linear_float32, "loss": linear_loss, "optimizer": dyadic_sgd},
+}  # fmt: skip
