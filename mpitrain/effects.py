@@ -1,0 +1,89 @@
+"""The vocabulary between roles and worlds.
+
+A role is a generator. It yields what it wants and is sent the answer; it never calls MPI, a clock or torch,
+so the same role runs under `mpirun` and in virtual time. A worker, in full, would be:
+
+    def worker(server, replica):
+        yield Send(server, Message(Kind.JOIN))                       # never blocks
+        while True:
+            source, reply = yield Recv()                              # waits; next message from anyone, in
+            order per source replica.load(reply.payload)
+            gradient = yield Compute(replica.gradient)                # real work; virtual time charges for it
+            yield Send(server, Message(Kind.PUSH, version=reply.version, payload=gradient))
+
+`Now()` answers the world's clock in seconds. Payloads are opaque here. A world keeps a payload until it has
+been sent, then calls its `release()`; what a role receives it must release itself when it is done with it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, Protocol
+
+
+class Kind(enum.IntEnum):
+    """What a message is. Numbers travel on the wire: append, never renumber."""
+
+    JOIN = 1  # worker -> server: I am here, send me the model
+    REPLY = 2  # server -> worker: the model's present version, and leases from the dealer
+    PUSH = 3  # worker -> server: a gradient
+    DONE = 4  # worker -> server: I will not push again; `stop` set: send me the final model
+    FINAL = 5  # server -> worker: the model after the last update
+    NOTE = 6  # worker -> server: something for the run's report, as JSON text
+
+
+class Payload(Protocol):
+    """Bytes that a message carries beside its header."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire."""
+
+    def release(self) -> None:
+        """The holder no longer needs the bytes."""
+
+
+class Message(NamedTuple):
+    """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples`
+    in the batch or accepted in all, `loss` of the batch, `finite` of the whole gradient, `stop` no more work,
+    `leases` as (epoch, start, count), `text` a note."""
+
+    kind: Kind
+    version: int = 0
+    step: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    finite: bool = True
+    stop: bool = False
+    leases: tuple[tuple[int, int, int], ...] = ()
+    text: str = ""
+    payload: Payload | None = None
+
+
+class Send(NamedTuple):
+    """Start sending; answered at once."""
+
+    to: int
+    message: Message
+
+
+class Recv(NamedTuple):
+    """Answered with `(source, message)` when the next message is here."""
+
+
+class Compute(NamedTuple):
+    """Run `task()` and answer its result. `what` tells a virtual world what to charge: "gradient", "apply"
+    or "validate".
+    """
+
+    task: Callable[[], Any]
+    what: str = "gradient"
+
+
+class Now(NamedTuple):
+    """Answered with the world's clock in seconds."""
+
+
+Effect = Send | Recv | Compute | Now
+Role = Generator[Effect, Any, Any]

@@ -1,0 +1,212 @@
+"""The trainable parameters as one flat vector, cut into contiguous shards.
+
+Law of this file: the order of the vector is the order of the optimizer's parameter groups, so every shard is
+at most one slice per group and a server's optimizer keeps the groups intact. The layout is a pure function of
+names, shapes and the number of shards: all ranks compute the same.
+
+A model that takes part keeps its parameters *in* the shards' frames (each is a view), so what arrives from a
+server is in the model without a copy. Only a parameter that straddles two shards, or is not contiguous, keeps
+storage of its own and is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mpitrain.errors import UsageError
+from mpitrain.model.frame import Frame, FramePool
+
+WIRE_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything is in the flat vector, in elements.
+
+    names, shapes, starts: of each parameter; group_ends: where each parameter group ends; cuts: shard i is
+    [cuts[i], cuts[i + 1]).
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    group_ends: tuple[int, ...]
+    cuts: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_shards(self) -> int:
+        """One a server."""
+        return len(self.cuts) - 1
+
+    def size(self, shard: int) -> int:
+        """Elements of a shard."""
+        return self.cuts[shard + 1] - self.cuts[shard]
+
+    def group_slices(self, shard: int) -> list[tuple[int, int, int]]:
+        """(group, start, stop) of every parameter group's share of a shard, relative to the shard."""
+        low, high = self.cuts[shard], self.cuts[shard + 1]
+        begins = (0, *self.group_ends[:-1])
+        shares = [
+            (group, max(low, b), min(high, e))
+            for group, (b, e) in enumerate(zip(begins, self.group_ends, strict=True))
+        ]
+        return [(group, start - low, stop - low) for group, start, stop in shares if start < stop]
+
+    def pieces(self, shard: int) -> list[tuple[int, int, int, int]]:
+        """(parameter, start and stop inside the parameter, start inside the shard) of everything in a
+        shard.
+        """
+        low, high = self.cuts[shard], self.cuts[shard + 1]
+        found = []
+        for index, (start, shape) in enumerate(zip(self.starts, self.shapes, strict=True)):
+            first, last = max(low, start), min(high, start + _numel(shape))
+            if first < last:
+                found.append((index, first - start, last - start, first - low))
+        return found
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def trainable(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter, int]]:
+    """(name, parameter, group) of what the optimizer updates, in the order of its groups.
+
+    Raises:
+        UsageError: a parameter that is not the module's, or nothing to train.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found = []
+    for group, options in enumerate(optimizer.param_groups):
+        for parameter in options["params"]:
+            if id(parameter) not in names:
+                raise UsageError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is "
+                    "not in the model"
+                )
+            if parameter.requires_grad:
+                found.append((names[id(parameter)], parameter, group))
+    if not found:
+        raise UsageError("the optimizer holds no parameter that requires a gradient: nothing to train")
+    return found
+
+
+def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int) -> Layout:
+    """The layout of `module`'s trainable parameters over `num_shards` balanced shards (sizes differ by at
+    most one element).
+
+    Raises:
+        UsageError: more shards than elements, or dtypes that are mixed or not for the wire.
+    """
+    entries = trainable(module, optimizer)
+    dtypes = {parameter.dtype for _, parameter, _ in entries}
+    if len(dtypes) > 1 or not dtypes <= set(WIRE_DTYPES):
+        listed = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise UsageError(
+            f"a parameter server needs all trainable parameters in float32 or all in float64, got {listed}"
+        )
+    shapes = tuple(tuple(parameter.shape) for _, parameter, _ in entries)
+    ends, total = [], 0
+    for shape in shapes:
+        total += _numel(shape)
+        ends.append(total)
+    if num_shards > total:
+        raise UsageError(f"{num_shards} servers for {total} parameters: use at most {total}")
+    group_ends = []
+    for group in range(len(optimizer.param_groups)):
+        group_ends.append(
+            max((end for end, entry in zip(ends, entries, strict=True) if entry[2] <= group), default=0)
+        )
+    cuts = tuple(total * shard // num_shards for shard in range(num_shards + 1))
+    starts = (0, *ends[:-1])
+    return Layout(
+        tuple(name for name, _, _ in entries), shapes, starts, tuple(group_ends), cuts, entries[0][1].dtype
+    )
+
+
+class FlatModel:
+    """A module whose trainable parameters live in one frame a shard.
+
+    Args:
+        module: its parameters' values are kept; their storage moves into the frames (host memory only: a
+            model on a device keeps its own storage and is copied to and from pinned frames).
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, num_shards: int):
+        self.module = module
+        self.layout = make_layout(module, optimizer, num_shards)
+        self.parameters = [parameter for _, parameter, _ in trainable(module, optimizer)]
+        self.device = self.parameters[0].device
+        pin = self.device.type == "cuda"
+        self.frames = [Frame(self.layout.size(i), self.layout.dtype, pin=pin) for i in range(num_shards)]
+        self._pools = [FramePool(self.layout.size(i), self.layout.dtype, pin) for i in range(num_shards)]
+        self._copied: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.frames]
+        for shard in range(num_shards):
+            for index, start, stop, at in self.layout.pieces(shard):
+                self._place(shard, self.parameters[index], start, stop, at)
+
+    @torch.no_grad()
+    def _place(self, shard: int, parameter: nn.Parameter, start: int, stop: int, at: int) -> None:
+        home = self.frames[shard].body[at : at + stop - start]
+        home.copy_(parameter.detach().reshape(-1)[start:stop])
+        if self.device.type == "cpu" and stop - start == parameter.numel() and parameter.is_contiguous():
+            parameter.data = home.view(parameter.shape)
+        else:
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+            self._copied[shard].append((parameter.data.view(-1)[start:stop], home))
+
+    def install(self, shard: int, source: Frame | None = None) -> None:
+        """Make the module use what stands in `source` (default: the shard's own frame, where most of it
+        already is).
+        """
+        frame = self.frames[shard]
+        if source is not None and source is not frame:
+            frame.body.copy_(source.body)
+        for target, home in self._copied[shard]:
+            target.copy_(home, non_blocking=True)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the frames hold what the parameters hold, after somebody wrote into the parameters."""
+        for pairs in self._copied:
+            for source, home in pairs:
+                home.copy_(source)
+
+    def push_frames(self) -> list[Frame]:
+        """Frames of the shards' sizes that nobody else holds, for gradients."""
+        return [pool.take() for pool in self._pools]
+
+    def gather_gradients(self, frames: list[Frame]) -> bool:
+        """Copy every gradient into the frames (a missing one counts as zero); returns whether all of it is
+        finite.
+        """
+        targets, sources, missing = [], [], []
+        for shard, frame in enumerate(frames):
+            for index, start, stop, at in self.layout.pieces(shard):
+                gradient = self.parameters[index].grad
+                target = frame.body[at : at + stop - start]
+                if gradient is None:
+                    missing.append(target)
+                else:
+                    targets.append(target)
+                    sources.append(gradient.reshape(-1)[start:stop])
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        if missing:
+            torch._foreach_zero_(missing)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return all_finite([frame.body for frame in frames])
+
+
+def all_finite(tensors: list[torch.Tensor]) -> bool:
+    """Whether no tensor holds a NaN or an infinity: one pass, and a second only where a square overflows."""
+    if bool(torch.isfinite(torch.stack(torch._foreach_norm(tensors))).all()):
+        return True
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

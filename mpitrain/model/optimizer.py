@@ -1,0 +1,73 @@
+"""Rebuilding a torch optimizer over slices of a flat vector.
+
+Law of this file: a server may only run an optimizer whose update of one element looks at no other element,
+for then any slicing gives the same bits. What needs a whole layer (norms, matrices, line searches) is refused
+with the reason, never approximated.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mpitrain.errors import UsageError
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "ASGD",
+    "Rprop",
+)
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot run on slices.
+
+    Raises:
+        UsageError: its class is not one of torch's elementwise optimizers and does not declare itself
+            `elementwise = True`.
+    """
+    cls = type(optimizer)
+    known = cls.__module__.startswith("torch.optim") and cls.__name__ in ELEMENTWISE
+    if not known and not getattr(cls, "elementwise", False):
+        raise UsageError(
+            f"optimizer {cls.__name__} cannot run on a parameter server: a server owns slices that "
+            "cut through layers, so only "
+            f"elementwise optimizers keep their meaning there ({', '.join(ELEMENTWISE)}). Use "
+            "strategy allreduce, or set "
+            f"`{cls.__name__}.elementwise = True` if each element's update depends on that element alone"
+        )
+
+
+def rebuild(prototype: Optimizer, slices: list[tuple[int, nn.Parameter]]) -> Optimizer:
+    """A new optimizer of the prototype's class over `slices` of (parameter group index, 1-D parameter), with
+    each group's options.
+    """
+    accepted = inspect.signature(type(prototype).__init__).parameters
+    defaults = {key: value for key, value in prototype.defaults.items() if key in accepted}
+    groups = [{**_options(prototype.param_groups[group]), "params": [piece]} for group, piece in slices]
+    return type(prototype)(groups, **defaults)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()
+    }
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give every parameter group this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate

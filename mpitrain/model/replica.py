@@ -1,0 +1,131 @@
+"""A worker's copy of the model: takes over parameters, turns a lease into a gradient, and measures itself on
+the validation data.
+
+Law of this file: one batch's randomness (dropout and the like) is keyed by (seed, worker, step), so it does
+not depend on timing. Several virtual workers may share one module: each then brings its own parameters and
+buffers with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from mpitrain.model.flat import FlatModel
+from mpitrain.model.frame import Frame
+
+Batch = dict[str, torch.Tensor]
+
+
+class Gradient(NamedTuple):
+    """Loss and gradient of one batch; `payloads` are frames, one a shard; `finite` covers the loss and every
+    element.
+    """
+
+    loss: float
+    samples: int
+    finite: bool
+    payloads: list[Frame]
+
+
+def seed_step(seed: int, worker: int, step: int) -> None:
+    """Seed torch for one step of one worker."""
+    digest = hashlib.blake2b(f"{seed}/{worker}/{step}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class Replica:
+    """One worker's model and data.
+
+    Args:
+        model: the flat model; loss: `loss(module, batch) -> scalar tensor`, the mean over the batch.
+        fetch: `fetch(epoch, start, count) -> batch`; prefetch: the same arguments, a hint.
+        seed, worker: key of the randomness.
+        measure: returns the validation metrics of the module, or nothing.
+        shared: other replicas use the same module in between.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        loss: Callable[[Any, Batch], torch.Tensor],
+        fetch: Callable[[int, int, int], Batch],
+        prefetch: Callable[[int, int, int], None],
+        seed: int,
+        worker: int,
+        measure: Callable[[], dict[str, float]] | None = None,
+        shared: bool = False,
+    ):
+        self.model, self.loss, self.fetch, self._prefetch = model, loss, fetch, prefetch
+        self.seed, self.worker, self.measure, self.shared = seed, worker, measure, shared
+        self._pulled: list[Frame | None] = [None] * model.layout.num_shards
+        buffers = [buffer for buffer in model.module.buffers() if buffer is not None] if shared else []
+        self._module_buffers = buffers
+        self._buffers = [buffer.clone() for buffer in buffers]
+
+    def load(self, shard: int, payload: Any) -> None:
+        """Take over one shard's parameters; a frame of the model itself needs no copy."""
+        if payload is self.model.frames[shard]:
+            self.model.install(shard)
+            payload.release()
+            return
+        held, self._pulled[shard] = self._pulled[shard], payload
+        if held is not None:
+            held.release()
+
+    def prefetch(self, lease: Any) -> None:
+        """Start reading the batch."""
+        self._prefetch(lease.epoch, lease.start, lease.num_samples)
+
+    def gradient(self, lease: Any, step: int) -> Gradient:
+        """Forward and backward over the lease's batch, on the parameters loaded last."""
+        self._enter()
+        batch = {
+            name: tensor.to(self.model.device, non_blocking=True)
+            for name, tensor in self.fetch(lease.epoch, lease.start, lease.num_samples).items()
+        }
+        seed_step(self.seed, self.worker, step)
+        self.model.module.train()
+        for parameter in self.model.parameters:
+            parameter.grad = None
+        loss = self.loss(self.model.module, batch)
+        loss.backward()
+        gradient = self.collect(float(loss.detach()), lease.num_samples)
+        self._leave()
+        return gradient
+
+    def collect(self, loss: float, num_samples: int) -> Gradient:
+        """Gather the gradients that backward left on the parameters into frames."""
+        frames = self.model.push_frames()
+        finite = self.model.gather_gradients(frames) and loss - loss == 0.0
+        return Gradient(loss, num_samples, finite, frames)
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of the parameters loaded last."""
+        if self.measure is None:
+            return {}
+        self._enter()
+        metrics = self.measure()
+        self._leave()
+        return metrics
+
+    def take_module(self) -> Any:
+        """The module, holding the parameters loaded last and this worker's buffers."""
+        self._enter()
+        return self.model.module
+
+    @torch.no_grad()
+    def _enter(self) -> None:
+        for shard, frame in enumerate(self._pulled):
+            if frame is not None:
+                self.model.install(shard, frame)
+        for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
+            buffer.copy_(own)
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
+            own.copy_(buffer)

@@ -1,0 +1,8 @@
+"""What a rank does, written once for both worlds: generators that yield effects. No MPI, no torch, no clock
+in here.
+"""
+
+from mpitrain.roles.server import Server
+from mpitrain.roles.worker import Worker
+
+__all__ = ["Server", "Worker"]

@@ -1,0 +1,130 @@
+"""The world in virtual time: a heap of (time, serial, what happens), one thread, any number of ranks.
+
+Law of this file: nothing here knows a rule or a role; it answers effects. Ties are broken by the order in
+which events were made, every random draw is keyed by (seed, rank, number of the draw), so a run is a pure
+function of its inputs. When the heap is empty and a rank still waits, that is a deadlock and is reported with
+the names of those who wait. Gradients are computed for real, at the moment the task starts. The design
+follows SimPy's environment (processes that yield what they wait for).
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from typing import Any
+
+from mpitrain.effects import Compute, Effect, Now, Recv, Role, Send
+from mpitrain.errors import DeadlockError
+from mpitrain.virtual.compute import ComputeLaw
+from mpitrain.virtual.network import Links, NetworkLaw
+
+HEADER_BYTES = 128  # what a message costs on the wire beside its payload: the size of mpi/wire.py's header
+
+
+class _Process:
+    def __init__(self, rank: int, role: Role):
+        self.rank, self.role = rank, role
+        self.inbox: deque[tuple[int, Any]] = deque()
+        self.waiting = False
+        self.num_draws = 0
+        self.finished = False
+        self.result: Any = None
+
+
+class VirtualWorld:
+    """Runs roles in virtual time.
+
+    Args:
+        compute: law of the time one gradient takes; applying and validating take none.
+        network: law of the time a message takes.
+        seed: key of every draw.
+    """
+
+    def __init__(self, compute: ComputeLaw, network: NetworkLaw, seed: int = 0):
+        self.compute, self.network, self.seed = compute, network, seed
+        self.now_s = 0.0
+        self.num_events = 0
+        self._links = Links()
+        self._heap: list[tuple[float, int, _Process, Any]] = []
+        self._serial = 0
+        self._processes: dict[int, _Process] = {}
+
+    def run(self, roles: dict[int, Role]) -> dict[int, Any]:
+        """Run every role to its end; returns what each returned, by rank.
+
+        Raises:
+            DeadlockError: somebody waits for a message that nobody will send.
+        """
+        self._processes = {rank: _Process(rank, role) for rank, role in roles.items()}
+        for process in self._processes.values():
+            self._schedule(self.now_s, process, None)
+        while self._heap:
+            self.now_s, _, process, event = heapq.heappop(self._heap)
+            self.num_events += 1
+            if isinstance(event, tuple):
+                self._deliver(process, event)
+            else:
+                self._advance(process, event)
+        waiting = [process.rank for process in self._processes.values() if not process.finished]
+        if waiting:
+            raise DeadlockError(
+                f"deadlock at t={self.now_s:.3f} s: ranks {waiting} wait for a message that nobody has sent"
+            )
+        return {rank: process.result for rank, process in self._processes.items()}
+
+    def _schedule(self, time_s: float, process: _Process, event: Any) -> None:
+        self._serial += 1
+        heapq.heappush(self._heap, (time_s, self._serial, process, event))
+
+    def _deliver(self, process: _Process, message: tuple[int, Any]) -> None:
+        process.inbox.append(message)
+        if process.waiting:
+            process.waiting = False
+            self._advance(process, process.inbox.popleft())
+
+    def _advance(self, process: _Process, answer: Any) -> None:
+        """Run a role until it has to wait for a message or for time to pass."""
+        answer = answer.result if isinstance(answer, _Computed) else answer
+        while True:
+            try:
+                effect: Effect = process.role.send(answer)
+            except StopIteration as end:
+                process.finished, process.result = True, end.value
+                return
+            answer = None
+            if isinstance(effect, Send):
+                self._send(process.rank, effect)
+            elif isinstance(effect, Now):
+                answer = self.now_s
+            elif isinstance(effect, Compute):
+                result = effect.task()
+                if effect.what == "gradient":
+                    self._schedule(self.now_s + self._draw(process), process, _Computed(result))
+                    return
+                answer = result
+            elif isinstance(effect, Recv):
+                if not process.inbox:
+                    process.waiting = True
+                    return
+                answer = process.inbox.popleft()
+            else:
+                raise AssertionError(f"rank {process.rank} yielded {effect!r}, which is no effect")
+
+    def _send(self, source: int, effect: Send) -> None:
+        payload = effect.message.payload
+        num_bytes = HEADER_BYTES + (payload.num_bytes if payload is not None else 0)
+        arrival_s = self.network.arrival_s(self._links, self.now_s, source, effect.to, num_bytes)
+        self._schedule(arrival_s, self._processes[effect.to], (source, effect.message))
+
+    def _draw(self, process: _Process) -> float:
+        stream = random.Random(f"{self.seed}/{process.rank}/{process.num_draws}")
+        process.num_draws += 1
+        return self.compute.seconds(stream)
+
+
+class _Computed:
+    """Wraps a result so that it is not taken for a message."""
+
+    def __init__(self, result: Any):
+        self.result = result
