@@ -1,0 +1,42 @@
+"""mpitrain: train PyTorch models over MPI, with every update rule behind one door.
+
+Names are loaded on first use, so `import mpitrain` (and `mpitrain --help`) imports neither torch nor MPI nor
+h5py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from mpitrain.mpi.register import register_backend_lazily
+
+__version__ = "0.1.0"
+
+_home = {
+    "AllReduce": "mpitrain.rules",
+    "Async": "mpitrain.rules",
+    "Keep": "mpitrain.rules",
+    "Job": "mpitrain.job",
+    "Shards": "mpitrain.data",
+    "Synthetic": "mpitrain.data",
+    "simulate": "mpitrain.simulation",
+    "train": "mpitrain.training",
+    "finish": "mpitrain.wrapping",
+    "num_workers": "mpitrain.wrapping",
+    "worker_index": "mpitrain.wrapping",
+    "wrap": "mpitrain.wrapping",
+}
+
+__all__ = sorted(_home)  # noqa: PLE0605
+
+
+register_backend_lazily()  # `import mpitrain` is all that init_process_group("mpi4py") needs
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _home:
+        raise AttributeError(f"module 'mpitrain' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_home[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,162 @@
+"""What is to be trained: a job is one frozen value, and a job file is Python that ends in a `job`.
+
+Law of this file: a job knows nothing of ranks or MPI. Command-line options override its fields by making
+another job, never in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mpitrain.rules
+from mpitrain.errors import UsageError
+from mpitrain.rules import AllReduce, Strategy
+from mpitrain.text import nearest, parse
+
+if TYPE_CHECKING:
+    import torch
+
+ON_NONFINITE = ("stop", "skip")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A training job.
+
+    Args:
+        model: makes the module (called on every rank under the job's seed), or the module itself.
+        loss: `loss(model, batch) -> scalar tensor`, the mean over the batch; a batch is a dict of tensors.
+        optimizer: makes the torch optimizer from the parameters. Its rate multiplies the mean gradient and is
+            never scaled behind your back.
+        data: training samples (`Shards` or `Synthetic`); validate: samples to validate on, or None.
+        metrics: `metrics(model, batch) -> {name: mean over the batch}`; the loss is always measured.
+        epochs: passes over the data; batch_size: samples per worker and step.
+        strategy: how workers agree; `AllReduce()` if None.
+        target: metrics that validation must reach, such as `{"accuracy": 0.97}`; missing one is `status=fail`
+            and exit code 3.
+        seed: key of initialisation, order and every other draw.
+        on_nonfinite: "stop" at the first NaN or infinite gradient, or "skip" such batches and count them.
+        drop_last: leave an incomplete last batch of an epoch out.
+        synthetic: samples for `--synthetic`, which needs no files.
+        name: for the run directory; the job file's name if None.
+    """
+
+    model: Callable[[], Any] | torch.nn.Module
+    loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
+    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer]
+    data: Any
+    validate: Any = None
+    metrics: Callable[[Any, dict[str, torch.Tensor]], Mapping[str, Any]] | None = None
+    epochs: int = 1
+    batch_size: int = 32
+    strategy: Strategy | None = None
+    target: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    on_nonfinite: str = "stop"
+    drop_last: bool = False
+    synthetic: Any = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("epochs", "batch_size"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"Job: {key} must be a whole number of at least 1, got {value!r}")
+        for key in ("loss", "optimizer"):
+            if not callable(getattr(self, key)):
+                raise UsageError(f"Job: {key} must be callable, got {getattr(self, key)!r}")
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise UsageError(
+                "Job: "
+                f"on_nonfinite={self.on_nonfinite!r}{nearest(str(self.on_nonfinite), list(ON_NONFINITE))}"
+            )
+        if self.strategy is not None and not isinstance(self.strategy, Strategy):
+            raise UsageError(
+                "Job: strategy must be a strategy value such as mpitrain.Async(servers=1), got "
+                f"{self.strategy!r}"
+            )
+        if self.target and self.validate is None:
+            raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
+
+
+@dataclasses.dataclass(frozen=True)
+class Overrides:
+    """What the command line changes; None leaves the job's own value."""
+
+    strategy: str | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    seed: int | None = None
+    run_dir: str | None = None
+    synthetic: bool = False
+    steps: int | None = None
+    quiet: bool = False
+
+    def check(self) -> None:
+        """Refuse values that no run can have.
+
+        Raises:
+            UsageError: names the option and the value.
+        """
+        for key in ("epochs", "batch_size", "steps"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise UsageError(f"--{key.replace('_', '-')} must be at least 1, got {value}")
+        if self.lr is not None and not 0 <= self.lr < float("inf"):
+            raise UsageError(f"--lr must be finite and not negative, got {self.lr}")
+
+
+def apply_overrides(job: Job, overrides: Overrides) -> Job:
+    """The job with the command line's options in place; `job.strategy` is set afterwards."""
+    overrides.check()
+    changes: dict[str, Any] = {
+        key: value
+        for key in ("epochs", "batch_size", "seed")
+        if (value := getattr(overrides, key)) is not None
+    }
+    if overrides.strategy is not None:
+        changes["strategy"] = parse(overrides.strategy, "strategy")
+    elif job.strategy is None:
+        changes["strategy"] = AllReduce()
+    if overrides.synthetic:
+        if job.synthetic is None:
+            raise UsageError(
+                "--synthetic: the job has no synthetic=mpitrain.Synthetic(...) to draw samples from"
+            )
+        changes |= {"data": job.synthetic, "validate": None, "target": {}}
+    return dataclasses.replace(job, **changes)
+
+
+def load_job(path: str) -> Job:
+    """Run a job file and return its `job`.
+
+    Raises:
+        UsageError: no such file, or it does not define `job = mpitrain.Job(...)`.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UsageError(f"no job file {path!r} (looked in {Path.cwd()})")
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        names = runpy.run_path(str(file), run_name="mpitrain_job")
+    finally:
+        sys.path.pop(0)
+    job = names.get("job")
+    if not isinstance(job, Job):
+        found = "no 'job'" if job is None else f"'job' is {type(job).__name__}"
+        raise UsageError(
+            f"{path}: {found}; a job file ends in `job = mpitrain.Job(model=..., loss=..., "
+            "optimizer=..., data=...)`"
+        )
+    return job if job.name else dataclasses.replace(job, name=file.stem)
+
+
+assert (
+    mpitrain.rules.AllReduce.name == "allreduce"
+)  # importing the rules registers every strategy before a text is parsed

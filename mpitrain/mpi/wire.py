@@ -1,0 +1,70 @@
+"""The header of a message: 128 bytes, the same on every machine.
+
+Law of this file: a header is believed only when its magic number, its checksum and its place in the
+sequence are right (DESIGN 4.11). It is small enough to travel eagerly; what follows it (a payload, or a
+note's text) has its exact length in it.
+
+    magic 4s | kind u8 | finite, stop u8 | leases u8 | - | sequence, version, step, samples i64 | loss f64 |
+    payload bytes i64 | text bytes i64 | 2 x (epoch, start, count) i64 | crc32 u32 | zeros up to 128
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+from mpitrain.effects import Kind, Message
+from mpitrain.errors import WireError
+
+HEADER_BYTES = 128
+MAX_TEXT_BYTES = 1 << 20
+_MAGIC = b"mpt1"
+_FIELDS = struct.Struct("<4sBBBxqqqqdqq6q")
+_CHECKSUM = struct.Struct("<I")
+_MAX_LEASES = 2
+assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
+
+
+def encode(message: Message, sequence: int) -> bytearray:
+    """The header of `message`, the `sequence`-th from this rank to that one."""
+    assert len(message.leases) <= _MAX_LEASES, message.leases
+    leases = [number for lease in message.leases for number in lease]
+    payload_bytes = message.payload.num_bytes if message.payload is not None else 0
+    header = bytearray(HEADER_BYTES)
+    _FIELDS.pack_into(
+        header, 0, _MAGIC, message.kind, message.finite | message.stop << 1, len(message.leases), sequence,
+        message.version, message.step, message.samples, message.loss, payload_bytes, len(message.text.encode()),
+        *leases, *[0] * (3 * _MAX_LEASES - len(leases)),
+    )  # fmt: skip
+    _CHECKSUM.pack_into(header, _FIELDS.size, zlib.crc32(memoryview(header)[: _FIELDS.size]))
+    return header
+
+
+def decode(header: bytearray, sequence: int, source: int) -> tuple[Message, int, int]:
+    """The message without its payload, the payload's bytes and the text's bytes.
+
+    Raises:
+        WireError: damaged, foreign, out of order, or of a kind this version does not know.
+    """
+    view = memoryview(header)[: _FIELDS.size]
+    (magic, kind, flags, num_leases, got, version, step, samples, loss, payload_bytes, text_bytes, *rest) = (
+        _FIELDS.unpack(view)
+    )
+    (checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
+    if magic != _MAGIC or checksum != zlib.crc32(view):
+        raise WireError(
+            f"rank {source} sent a damaged header (magic {magic!r}, checksum {checksum:#010x}): "
+            f"{bytes(header).hex()}"
+        )
+    if got != sequence:
+        raise WireError(
+            f"rank {source} sent message {got} where {sequence} was due: one was lost or came twice"
+        )
+    if kind not in Kind._value2member_map_ or num_leases > _MAX_LEASES or text_bytes > MAX_TEXT_BYTES:
+        raise WireError(
+            f"rank {source} sent kind {kind} with {num_leases} leases and {text_bytes} bytes of "
+            "text: another version?"
+        )
+    leases = tuple((rest[3 * i], rest[3 * i + 1], rest[3 * i + 2]) for i in range(num_leases))
+    message = Message(Kind(kind), version, step, samples, loss, bool(flags & 1), bool(flags & 2), leases)
+    return message, payload_bytes, text_bytes

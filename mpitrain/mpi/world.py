@@ -1,0 +1,202 @@
+"""The world on a cluster: answers a role's effects over nonblocking Isend/Irecv.
+
+Law of this file: one role a rank, driven by the thread that owns MPI; the role is never blocked by a send.
+From each peer one header receive is always listening (directed, never ANY_SOURCE: a dead peer must be
+tellable); what the header announces is then received into the frame that `frame_for` provides, and only
+after that the next header, so messages of one peer keep their order. A payload whose length or whose stamps
+at the two ends are not what its header says is an error, never an update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send
+from mpitrain.errors import WireError
+from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.op import Op
+from mpitrain.mpi.wire import HEADER_BYTES, decode, encode
+
+HEADER_TAG, PAYLOAD_TAG = 11, 12
+
+
+class _Peer:
+    """What is known of one other rank: how many messages went each way."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.num_sent = self.num_received = 0
+        self.header = bytearray(HEADER_BYTES)
+
+
+class MpiWorld:
+    """Runs one role on this rank.
+
+    Args:
+        engine: the process's progress engine, driven inline.
+        peers: ranks this role exchanges messages with.
+        frame_for: `frame_for(source) -> frame` to receive the next payload of that rank into.
+        on_step: told the role's step as it changes, for error messages.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        peers: tuple[int, ...],
+        frame_for: Callable[[int], Any],
+        on_step: Callable[[int], None] = lambda step: None,
+    ):
+        self.engine, self.frame_for, self.on_step = engine, frame_for, on_step
+        self._peers = {rank: _Peer(rank) for rank in peers}
+        self._inbox: deque[tuple[int, Message]] = deque()
+        self._listening: list[Op] = []
+        self._num_unsent = 0
+        self._error: BaseException | None = None
+        self._start_s = time.monotonic()
+        for peer in self._peers.values():
+            self._listen(peer)
+
+    def run(self, role: Role) -> Any:
+        """Run `role` to its end, wait until everything it sent has left, and return what it returned."""
+        answer = None
+        while True:
+            effect = self.advance(role, answer)
+            if effect is None:
+                return self._returned
+            answer = effect.task()
+
+    def advance(self, role: Role, answer: Any) -> Compute | None:
+        """Run `role` up to its next `Compute`, which the caller carries out; None at its end."""
+        while True:
+            try:
+                effect = role.send(answer)
+            except StopIteration as end:
+                self._returned = end.value
+                self._leave()
+                return None
+            if isinstance(effect, Compute):
+                return effect
+            answer = self._answer(effect)
+
+    def _answer(self, effect: Effect) -> Any:
+        if isinstance(effect, Send):
+            self._send(self._peers[effect.to], effect.message)
+            return None
+        if isinstance(effect, Recv):
+            if not self._inbox:
+                self.engine.poll()
+            if not self._inbox:
+                self.engine.wait_any(lambda: self._inbox or self._error)
+            self._raise_error()
+            return self._inbox.popleft()
+        assert isinstance(effect, Now), f"{effect!r} is no effect"
+        return time.monotonic() - self._start_s
+
+    def _send(self, peer: _Peer, message: Message) -> None:
+        self.on_step(
+            message.version if message.kind == Kind.REPLY else message.step + (message.kind == Kind.PUSH)
+        )
+        header = encode(message, peer.num_sent)
+        peer.num_sent += 1
+        self._isend(header, peer.rank, HEADER_TAG)
+        if message.text:
+            self._isend(bytearray(message.text.encode()), peer.rank, PAYLOAD_TAG)
+        payload: Any = message.payload
+        if payload is not None:
+            payload.stamp(_stamp(message))
+            self._isend(payload.raw, peer.rank, PAYLOAD_TAG, payload.release)
+
+    def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> None:
+        self._num_unsent += 1
+
+        def on_done(op: Op) -> None:
+            self._num_unsent -= 1
+            self._error = self._error or op.error
+            sent()
+
+        self.engine.isend(buffer, rank, tag).then(on_done)
+
+    def _listen(self, peer: _Peer) -> None:
+        op = self.engine.irecv(peer.header, peer.rank, HEADER_TAG, passive=True)
+        self._listening = [other for other in self._listening if not other.done] + [op]
+        op.then(lambda op: self._on_header(peer, op))
+
+    def _on_header(self, peer: _Peer, op: Op) -> None:
+        if op.cancelled:
+            return
+        if op.error is not None:
+            self._error = self._error or op.error
+            return
+        try:
+            message, payload_bytes, text_bytes = decode(peer.header, peer.num_received, peer.rank)
+            peer.num_received += 1
+            if text_bytes:
+                self._receive_text(peer, message, text_bytes)
+            elif payload_bytes:
+                self._receive_payload(peer, message, payload_bytes)
+            else:
+                self._arrived(peer, message)
+        except WireError as error:
+            self._error = self._error or error
+
+    def _receive_text(self, peer: _Peer, message: Message, num_bytes: int) -> None:
+        text = bytearray(num_bytes)
+        op = self.engine.irecv(text, peer.rank, PAYLOAD_TAG)
+        op.then(lambda op: self._checked(peer, op, num_bytes, lambda: message._replace(text=text.decode())))
+
+    def _receive_payload(self, peer: _Peer, message: Message, num_bytes: int) -> None:
+        frame = self.frame_for(peer.rank)
+        if num_bytes != frame.num_bytes:
+            raise WireError(
+                f"rank {peer.rank} announces {num_bytes} bytes for a shard of {frame.num_bytes}: "
+                "other model or cut?"
+            )
+
+        def unpack() -> Message:
+            stamp = _stamp(message)
+            if frame.stamps() != (stamp, stamp):
+                raise WireError(
+                    f"payload of rank {peer.rank} is torn: stamps {frame.stamps()}, expected "
+                    f"{stamp} at both ends"
+                )
+            return message._replace(payload=frame)
+
+        self.engine.irecv(frame.raw, peer.rank, PAYLOAD_TAG).then(
+            lambda op: self._checked(peer, op, num_bytes, unpack)
+        )
+
+    def _checked(self, peer: _Peer, op: Op, num_bytes: int, unpack: Callable[[], Message]) -> None:
+        error = op.error
+        if error is None and op.status_bytes != num_bytes:
+            error = WireError(f"rank {peer.rank} announced {num_bytes} bytes and sent {op.status_bytes}")
+        if error is None:
+            try:
+                self._arrived(peer, unpack())
+                return
+            except WireError as failure:
+                error = failure
+        self._error = self._error or error
+
+    def _arrived(self, peer: _Peer, message: Message) -> None:
+        self._inbox.append((peer.rank, message))
+        self._listen(peer)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _leave(self) -> None:
+        """Everything sent has left; nobody listens any more."""
+        self.engine.wait_any(lambda: not self._num_unsent or self._error)
+        self._raise_error()
+        for op in self._listening:
+            if not op.done:
+                self.engine.cancel(op)
+        self.engine.wait_any(lambda: all(op.done for op in self._listening))
+
+
+def _stamp(message: Message) -> int:
+    return message.step if message.kind == Kind.PUSH else message.version

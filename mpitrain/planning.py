@@ -1,0 +1,135 @@
+"""`mpitrain train JOB --dry-run`: who would do what, and what would travel, without MPI.
+
+Law of this file: it asks the same pure functions that the run asks (roles, layout, dealing), so what it
+prints is what will happen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpitrain.errors import EXIT_OK, UsageError
+from mpitrain.job import Job, Overrides, apply_overrides, load_job
+from mpitrain.rules import AllReduce, Roles, assign
+
+
+def dry_run_command(path: str, overrides: Overrides, num_ranks: int, num_nodes: int) -> int:
+    """`--dry-run`: prints the plan; returns the exit code."""
+    job = apply_overrides(load_job(path), overrides)
+    print(describe(job, overrides, num_ranks, num_nodes))
+    return EXIT_OK
+
+
+def block_nodes(num_ranks: int, num_nodes: int) -> tuple[int, ...]:
+    """Node of every rank when ranks fill the nodes in blocks that differ by at most one, the way Slurm and
+    `mpirun --map-by` do.
+
+    Raises:
+        UsageError: fewer ranks than nodes.
+    """
+    if not 1 <= num_nodes <= num_ranks:
+        raise UsageError(
+            f"{num_ranks} ranks cannot fill {num_nodes} nodes: every node needs at least one rank"
+        )
+    return tuple(rank * num_nodes // num_ranks for rank in range(num_ranks))
+
+
+def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> str:
+    """The whole plan as text, at most 80 columns where names allow.
+
+    Raises:
+        UsageError: the run would refuse to start.
+    """
+    import torch
+
+    from mpitrain.training.measure import build
+
+    assert job.strategy is not None
+    nodes = block_nodes(num_ranks, num_nodes)
+    roles = assign(nodes, job.strategy.num_servers())
+    catalogue = job.data.scan()
+    if catalogue.num_samples < len(roles.workers):
+        raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")
+    module, optimizer = build(job, overrides.lr, torch.device("cpu"))
+    lines = [
+        f"job         {job.name}, {job.epochs} epochs, batch {job.batch_size} per worker, seed {job.seed}",
+        f"strategy    {job.strategy}  =  {job.strategy!r}",
+        f"world       {num_ranks} ranks on {num_nodes} node(s)",
+        "",
+        *_placement(roles, nodes),
+        "",
+        *_data(job, overrides, catalogue, roles),
+        "",
+        *_messages(job, roles, module, optimizer),
+    ]
+    return "\n".join(lines)
+
+
+def _placement(roles: Roles, nodes: tuple[int, ...]) -> list[str]:
+    lines = [f"{'node':>5}  {'ranks':<12} roles"]
+    for node in sorted(set(nodes)):
+        ranks = [rank for rank, home in enumerate(nodes) if home == node]
+        servers = [rank for rank in ranks if rank in roles.servers]
+        shards = ", ".join(f"rank {rank} serves shard {roles.servers.index(rank)}" for rank in servers)
+        workers = len(ranks) - len(servers)
+        text = f"{workers} worker(s)" + (f"; {shards}" if shards else "")
+        lines.append(f"{node:>5}  {f'{ranks[0]}-{ranks[-1]}':<12} {text}")
+    lines.append(
+        f"       rank {roles.validator} validates and saves the model"
+        + (f"; rank {roles.dealer} deals batches" if roles.servers else "")
+    )
+    return lines
+
+
+def _data(job: Job, overrides: Overrides, catalogue: Any, roles: Roles) -> list[str]:
+    num_workers = len(roles.workers)
+    batches = -(-catalogue.num_samples // job.batch_size)
+    files = len(getattr(catalogue, "files", ()))
+    lines = [f"data        {catalogue.num_samples} samples in {files} shard file(s)"]
+    if isinstance(job.strategy, AllReduce):
+        steps = overrides.steps or job.epochs * -(-catalogue.num_samples // (job.batch_size * num_workers))
+        lines.append(
+            f"            {steps} steps of {num_workers} x {job.batch_size} samples; each worker "
+            "reads its share of every shard"
+        )
+    else:
+        pushes = overrides.steps * num_workers if overrides.steps else job.epochs * batches
+        lines.append(
+            f"            {pushes} batches dealt as leases, about {pushes / num_workers:.0f} a "
+            "worker; any worker may read any shard"
+        )
+    return lines
+
+
+def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
+    num_bytes = sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    )
+    numbers = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    lines = [f"model       {numbers:,} trainable numbers, {_size(num_bytes)}"]
+    if not roles.servers:
+        num = len(roles.workers)
+        least = _size(2 * (num - 1) / num * num_bytes)
+        return [*lines, f"messages    allreduce of {_size(num_bytes)} a step; at least {least} sent per rank"]
+    from mpitrain.model import check_elementwise
+    from mpitrain.model.flat import make_layout
+
+    check_elementwise(optimizer)
+    layout = make_layout(module, optimizer, len(roles.servers))
+    for shard, rank in enumerate(roles.servers):
+        size = layout.size(shard) * layout.dtype.itemsize
+        lines.append(
+            f"messages    shard {shard} (rank {rank}): push {_size(size)}, reply {_size(size)} per batch"
+        )
+    lines.append(f"            each worker sends and receives {_size(num_bytes)} per batch")
+    return lines
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError

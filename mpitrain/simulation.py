@@ -1,0 +1,246 @@
+"""Rehearse a job in virtual time: the very roles of the cluster, real gradients, seeded times, one process.
+
+Law of this file: it composes like `training`, with the virtual world in place of MPI. All virtual workers
+share one module, each with its own parameters and buffers. What it prints in seconds is virtual; only ratios
+of virtual times mean something until a law has been fitted to a measurement.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpitrain.effects import Role
+from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.job import Job, Overrides, apply_overrides, load_job
+from mpitrain.model import FlatModel, Replica, ShardStore
+from mpitrain.report import NullReport, Report, default_run_dir
+from mpitrain.roles import Server, Worker
+from mpitrain.rules import Dealer, Roles, ServerStrategy, Strategy, assign
+from mpitrain.text import names, parse, registered
+from mpitrain.training.measure import MODEL_FILE, build, make_measure, save_model
+from mpitrain.training.session import say_end
+from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
+
+
+def simulate(
+    job: Job,
+    strategy: Strategy | None = None,
+    workers: int = 4,
+    compute: ComputeLaw = Constant(),  # noqa: B008 - frozen
+    network: NetworkLaw = Ideal(),  # noqa: B008 - frozen
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Train `job` with `workers` virtual workers (servers come on top) and return what `result.json` holds.
+
+    Raises:
+        UsageError: a strategy that has no roles to run in virtual time, or a wrong option.
+    """
+    if strategy is not None:
+        overrides["strategy"] = str(strategy)
+    options = Overrides(**overrides)
+    return _Simulation(apply_overrides(job, options), options, workers, compute, network).run()
+
+
+def simulate_command(path: str, overrides: Overrides, num_workers: int, compute: str, network: str) -> int:
+    """`mpitrain simulate`: the exit code of the rehearsal."""
+    compute_law, network_law = parse(compute, "compute"), parse(network, "network")
+    assert isinstance(compute_law, ComputeLaw) and isinstance(network_law, NetworkLaw)
+    job = apply_overrides(load_job(path), overrides)
+    result = _Simulation(job, overrides, num_workers, compute_law, network_law).run()
+    return int(result["exit_code"])
+
+
+class _Simulation:
+    def __init__(
+        self, job: Job, options: Overrides, num_workers: int, compute: ComputeLaw, network: NetworkLaw
+    ):
+        if not isinstance(job.strategy, ServerStrategy):
+            served = [
+                name
+                for name, cls in zip(names("strategy"), registered("strategy"), strict=True)
+                if issubclass(cls, ServerStrategy)
+            ]
+            raise UsageError(
+                f"{job.strategy} has no server or worker roles to rehearse in virtual time; choose "
+                f"with --strategy one of: {', '.join(served)}"
+            )
+        if num_workers < 1:
+            raise UsageError(f"--workers must be at least 1, got {num_workers}")
+        self.job, self.strategy, self.options, self.num_workers = job, job.strategy, options, num_workers
+        self.compute, self.network = compute, network
+        num_servers = self.strategy.num_servers()
+        self.roles: Roles = assign((0,) * (num_workers + num_servers), num_servers)
+        self.catalogue = job.data.scan()
+        if self.catalogue.num_samples < num_workers:
+            raise UsageError(
+                f"{num_workers} workers for {self.catalogue.num_samples} training samples: use at "
+                "most as many workers"
+            )
+        self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
+
+    def run(self) -> dict[str, Any]:
+        job = self.job
+        num_batches = None if self.options.steps is None else self.options.steps * self.num_workers
+        planned = (
+            self.catalogue.num_samples * job.epochs if num_batches is None else num_batches * job.batch_size
+        )
+        device = torch.device("cpu")
+        module, optimizer = build(job, self.options.lr, device)
+        model = FlatModel(module, optimizer, len(self.roles.servers))
+        world = VirtualWorld(self.compute, self.network, job.seed)
+        report = Report(self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs)
+        log = VirtualLog(report, world, math.ceil(planned / job.batch_size), self.options.quiet)
+        dealer = Dealer(self.catalogue.num_samples, job.epochs, job.batch_size, num_batches, job.drop_last)
+        started_s = time.monotonic()
+        with job.data.reader(self.catalogue, job.seed) as reader:
+            measure = None
+            if job.validate is not None:
+                measure = make_measure(
+                    job, module, job.validate.reader(job.validate.scan(), job.seed), device
+                )
+            servers = [
+                Server(
+                    self.strategy, ShardStore(model.layout, shard, model.frames[shard].body, optimizer),
+                    self.roles.workers, log if shard == 0 else NullReport(), dealer if shard == 0 else None, job.on_nonfinite,
+                )
+                for shard in range(len(self.roles.servers))
+            ]  # fmt: skip
+            replicas = {rank: self._replica(rank, model, reader, measure) for rank in self.roles.workers}
+            roles = {rank: server.run() for rank, server in zip(self.roles.servers, servers, strict=True)}
+            returned = world.run(
+                roles | {rank: self._worker(rank, replica) for rank, replica in replicas.items()}
+            )
+            validator = replicas[self.roles.validator]
+            metrics = validator.validate()
+            save_model(validator.take_module(), self.run_dir / MODEL_FILE, {"strategy": str(self.strategy)})
+        result = self._result(returned, metrics, log, time.monotonic() - started_s, world)
+        log.finish(result)
+        return result
+
+    def _replica(self, rank: int, model: FlatModel, reader: Any, measure: Any) -> Replica:
+        measures = measure if rank == self.roles.validator else None
+        return Replica(
+            model, self.job.loss, reader.batch, _no_prefetch, self.job.seed, rank, measures, shared=True
+        )  # fmt: skip
+
+    def _worker(self, rank: int, replica: Replica) -> Role:
+        return Worker(rank, self.roles, replica, NullReport(), wants_final=rank == self.roles.validator).run()
+
+    def _result(
+        self,
+        returned: dict[int, Any],
+        metrics: dict[str, float],
+        log: VirtualLog,
+        wall_s: float,
+        world: VirtualWorld,
+    ) -> dict[str, Any]:
+        counts = dict(returned[self.roles.dealer])
+        failure = counts.pop("failure")
+        missed = {
+            name: goal
+            for name, goal in self.job.target.items()
+            if not metrics.get(name, float("-inf")) >= goal
+        }
+        failure = failure or ", ".join(
+            f"{name} {metrics.get(name)} is below {goal}" for name, goal in missed.items()
+        )
+        samples = counts["samples_accepted"]
+        return {
+            **counts,
+            **metrics,
+            "metrics": metrics,
+            "samples_per_second": samples / world.now_s if world.now_s else 0.0,
+            "samples": samples,
+            "steps": counts["version"],
+            "status": "fail" if failure else "ok",
+            "exit_code": (EXIT_TARGET_MISSED if missed else 1) if failure else EXIT_OK,
+            "failure": failure,
+            "strategy": str(self.strategy),
+            "strategy_python": repr(self.strategy),
+            "workers": len(self.roles.workers),
+            "servers": len(self.roles.servers),
+            "nodes": 1,
+            "virtual": True,
+            "virtual_s": world.now_s,
+            "compute": str(self.compute),
+            "network": str(self.network),
+            "num_events": world.num_events,
+            "wall_s": wall_s,
+            "loss_curve": log.curve,
+            "shards": [returned[rank] for rank in self.roles.servers],
+            "run_dir": str(self.run_dir),
+            "model": str(self.run_dir / MODEL_FILE),
+            "seed": self.job.seed,
+            "batch_size": self.job.batch_size,
+        }
+
+
+def _no_prefetch(epoch: int, start: int, count: int) -> None:
+    """Virtual time waits for no disk."""
+
+
+class VirtualLog:
+    """Loss against virtual time: the mean loss of each twentieth of the run, and at the end the staleness
+    histogram.
+    """
+
+    def __init__(self, report: Report, world: VirtualWorld, num_pushes: int, quiet: bool):
+        self.report, self.world, self.quiet = report, world, quiet
+        self.curve: list[dict[str, float]] = []
+        self._every = max(1, num_pushes // 20)
+        self._losses: list[float] = []
+
+    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None:
+        """One push was taken."""
+        self.report.progress(samples, step, epoch, loss, virtual_s=self.world.now_s, **fields)
+        self._losses.append(loss)
+        if len(self._losses) == self._every:
+            mean = sum(self._losses) / len(self._losses)
+            self.curve.append({"virtual_s": self.world.now_s, "samples": samples, "loss": mean})
+            self._losses.clear()
+
+    def event(self, name: str, **fields: Any) -> None:
+        """A validation or another note."""
+        self.report.event(name, virtual_s=self.world.now_s, **fields)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Print the curve and the histogram, write `result.json`, print the FOM line."""
+        if not self.quiet:
+            say_end(self.report, result)
+            print(
+                render(self.curve, result["staleness_histogram"], result["staleness_mean"]), file=sys.stderr
+            )
+        self.report.finish(result)
+
+
+def render(curve: list[dict[str, float]], histogram: dict[str, int], mean: float) -> str:
+    """The two tables that `mpitrain simulate` prints, at most 80 columns wide."""
+    top = max((point["loss"] for point in curve if math.isfinite(point["loss"])), default=1.0) or 1.0
+    lines = [f"{'virtual s':>10} {'samples':>9} {'loss':>9}"]
+    for point in curve:
+        bar = "#" * round(40 * point["loss"] / top) if math.isfinite(point["loss"]) else "not finite"
+        lines.append(f"{point['virtual_s']:10.2f} {point['samples']:9.0f} {point['loss']:9.4f} {bar}")
+    lines += ["", f"{'staleness':>10} {'pushes':>9}   mean {mean:.3f}"]
+    most = max(histogram.values(), default=1)
+    lines += [
+        f"{tau:>10} {count:9d} {'#' * max(1, round(40 * count / most))}" for tau, count in _folded(histogram)
+    ]
+    return "\n".join(lines)
+
+
+def _folded(histogram: dict[str, int], num_rows: int = 24) -> list[tuple[str, int]]:
+    """The histogram with neighbouring values put together until it fits on a screen."""
+    values = sorted((int(tau), count) for tau, count in histogram.items())
+    if not values or values[-1][0] - values[0][0] < num_rows:
+        return [(str(tau), count) for tau, count in values]
+    width = -(-(values[-1][0] + 1) // num_rows)
+    rows: dict[int, int] = {}
+    for tau, count in values:
+        rows[tau // width] = rows.get(tau // width, 0) + count
+    return [(f"{row * width}-{row * width + width - 1}", count) for row, count in sorted(rows.items())]

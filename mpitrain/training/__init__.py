@@ -1,0 +1,70 @@
+"""Train under MPI: `mt.train(job, strategy)` from Python, `mpitrain train JOB` from the shell; the same run
+either way.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from mpitrain.errors import AgreedError
+from mpitrain.job import Job, Overrides, load_job
+from mpitrain.rules import Strategy
+
+__all__ = ["train", "train_command"]
+
+
+def train(job: Job, strategy: Strategy | None = None, **overrides: Any) -> dict[str, Any]:
+    """Train `job` on all ranks of the MPI world this process belongs to.
+
+    Args:
+        strategy: replaces the job's own.
+        overrides: fields of `Overrides`, as on the command line (`epochs=`, `batch_size=`, `lr=`, `seed=`,
+            `run_dir=`, `steps=`, ...).
+
+    Returns:
+        On every rank, what `result.json` holds; `exit_code` is what the command line would end with.
+
+    Raises:
+        AgreedError: the input is wrong on some rank; rank 0 has said which and why. Any other exception ends
+            the whole job.
+    """
+    if strategy is not None:
+        overrides["strategy"] = str(strategy)
+    return _train(lambda: job, Overrides(**overrides))
+
+
+def train_command(path: str, overrides: Overrides) -> int:
+    """`mpitrain train`: the exit code of the run."""
+    from mpitrain.mpi.runtime import start
+
+    runtime = start()
+    try:
+        code = int(_train(lambda: load_job(path), overrides)["exit_code"])
+    except AgreedError as error:
+        code = error.exit_code
+    except BaseException as error:
+        runtime.end_job(error)
+    sys.stdout.flush()
+    runtime.finish()
+    return code
+
+
+def _train(make_job: Any, overrides: Overrides) -> dict[str, Any]:
+    """One run from start to finish; an exception other than an agreed one ends the whole job."""
+    from mpitrain.mpi.runtime import start
+    from mpitrain.rules import AllReduce
+    from mpitrain.training.session import prepare
+
+    runtime = start()
+    try:
+        session = prepare(runtime, make_job, overrides)
+        if isinstance(session.strategy, AllReduce):
+            from mpitrain.training.allreduce import run_allreduce as run
+        else:
+            from mpitrain.training.servers import run_servers as run
+        return session.finish(run(session))
+    except AgreedError:
+        raise
+    except BaseException as error:
+        runtime.end_job(error)

@@ -1,0 +1,184 @@
+"""The synchronous run: torch's DistributedDataParallel over our process group.
+
+Law of this file: all ranks take the same steps in the same order; whether a step is finite is read off the
+reduced gradient, which is the same bits everywhere, so no extra message decides it. The global order of the
+samples is cut into global batches and each worker takes its contiguous share; an incomplete last batch is
+shared evenly and weighted so that it, too, is the mean over its samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mpitrain.model.flat import all_finite, trainable
+from mpitrain.model.replica import seed_step
+from mpitrain.mpi.process_group import init_default_group
+from mpitrain.rules.dealing import share_out
+from mpitrain.training.measure import (
+    MODEL_FILE,
+    Meter,
+    build,
+    make_measure,
+    num_warmup,
+    pick_device,
+    save_model,
+    share_module,
+)
+from mpitrain.training.session import Session, attempt
+
+
+def run_allreduce(session: Session) -> dict[str, Any]:
+    """Train synchronously; returns what this rank knows of the run."""
+    runtime, job = session.runtime, session.job
+    device = pick_device(runtime.local_rank)
+    module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, device))
+    shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters()]
+    runtime.compare({"parameters": shapes})
+    share_module(runtime, module)
+    init_default_group(runtime)
+    with job.data.reader(session.catalogue, job.seed) as reader:
+        trainer = _Trainer(session, module, optimizer, reader, device)
+        trainer.run()
+    outcome = trainer.outcome()
+    torch.distributed.destroy_process_group()
+    runtime.engine.stop()  # from here on this thread owns MPI again
+    return outcome
+
+
+class _Trainer:
+    def __init__(
+        self,
+        session: Session,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        reader: Any,
+        device: torch.device,
+    ):
+        self.session, self.module, self.optimizer, self.reader, self.device = (
+            session,
+            module,
+            optimizer,
+            reader,
+            device,
+        )
+        self.rank, self.num_workers = session.runtime.rank, session.runtime.size
+        self.parallel = data_parallel(module)
+        self.gradients = [parameter for _, parameter, _ in trainable(module, optimizer)]
+        job = session.job
+        per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_workers))
+        self.num_steps = session.overrides.steps or per_epoch * job.epochs
+        self.meter = Meter(session.report, num_warmup(self.num_steps))
+        self.measure = None
+        if self.rank == 0 and session.validation is not None:
+            self.measure = make_measure(
+                job, module, job.validate.reader(session.validation, job.seed), device
+            )
+        self.step = self.samples = self.skipped = self.left_out = 0
+        self.compute_s = 0.0
+        self.failure = ""
+
+    def run(self) -> None:
+        """Epochs until all are done, `--steps` is reached or a step is not finite."""
+        epoch = 0
+        limited = self.session.overrides.steps is not None
+        while not self.failure and (
+            self.step < self.num_steps if limited else epoch < self.session.job.epochs
+        ):
+            self._epoch(epoch, limited)
+            epoch += 1
+            if not self.failure and not limited and epoch < self.session.job.epochs:
+                self._validate(epoch - 1)
+
+    def _epoch(self, epoch: int, limited: bool) -> None:
+        num_samples, job = self.session.catalogue.num_samples, self.session.job
+        batch = job.batch_size * self.num_workers
+        cursor = 0
+        while cursor < num_samples and not self.failure and not (limited and self.step >= self.num_steps):
+            count = min(batch, num_samples - cursor)
+            if count < self.num_workers or (count < batch and job.drop_last):
+                self.left_out += count
+                return
+            following = min(batch, num_samples - cursor - count)
+            if following >= self.num_workers:
+                self.reader.prefetch(
+                    epoch, *share_out(cursor + count, following, self.num_workers, self.rank)
+                )
+            self._one_step(epoch, cursor, count)
+            cursor += count
+
+    def _one_step(self, epoch: int, cursor: int, count: int) -> None:
+        job, runtime = self.session.job, self.session.runtime
+        runtime.step = self.step
+        start, share = share_out(cursor, count, self.num_workers, self.rank)
+        batch = {
+            name: tensor.to(self.device, non_blocking=True)
+            for name, tensor in self.reader.batch(epoch, start, share).items()
+        }
+        seed_step(job.seed, self.rank, self.step)
+        self.module.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        began_s = time.monotonic()
+        loss = job.loss(self.parallel, batch)
+        value = float(loss.detach())
+        weight = share * self.num_workers / count
+        if value - value != 0.0:
+            weight = float(
+                "nan"
+            )  # a NaN or infinite loss poisons the reduced gradient, so that every rank sees it
+        (loss if weight == 1.0 else loss * weight).backward()
+        self.compute_s += time.monotonic() - began_s
+        if not all_finite([p.grad for p in self.gradients if p.grad is not None]):
+            self._refuse(value)
+        else:
+            self.optimizer.step()
+            self.samples += count
+        self.step += 1
+        self.meter.progress(self.samples, self.step, epoch + 1, value)
+
+    def _refuse(self, value: float) -> None:
+        self.skipped += 1
+        if self.session.job.on_nonfinite == "stop":
+            whose = f"rank {self.rank} (worker, step {self.step})"
+            here = f"{whose}: loss is {value:g}" if value - value != 0.0 else ""
+            self.failure = here or f"step {self.step}: the averaged gradient is not finite"
+
+    def _validate(self, epoch: int) -> None:
+        if self.measure is not None:
+            began_s = time.monotonic()
+            self.meter.event("validation", epoch=epoch + 1, samples=self.samples, **self.measure())
+            self.meter.pause(time.monotonic() - began_s)
+
+    def outcome(self) -> dict[str, Any]:
+        """Counts of this rank; rank 0 adds the metrics and saves the model, whatever happened."""
+        detail = {"rank": self.rank, "role": "worker", "steps": self.step, "compute_s": self.compute_s}
+        outcome: dict[str, Any] = {"detail": detail, "failure": self.failure}
+        if self.rank == 0:
+            path = self.session.run_dir / MODEL_FILE
+            save_model(
+                self.module,
+                path,
+                {"strategy": str(self.session.strategy), "job": self.session.job.name or ""},
+            )
+            counts = {
+                "accepted": self.step - self.skipped,
+                "skipped": self.skipped,
+                "samples_left_out": self.left_out,
+            }
+            metrics = self.measure() if self.measure else {}
+            outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": str(path)}
+        return outcome
+
+
+def data_parallel(module: nn.Module) -> DistributedDataParallel:
+    """DDP around a module that all ranks already share. Running statistics stay the validator's own: they are
+    not used while training, so broadcasting them every step, torch's default, buys nothing."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    renamed = "forward_sync_buffers" in known  # in torch 2.13
+    off: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    return DistributedDataParallel(module, init_sync=False, gradient_as_bucket_view=True, **off)

@@ -1,0 +1,151 @@
+"""What both kinds of run share: building the model, validating it, saving it, and measuring throughput.
+
+Law of this file: a trained model is always saved, as safetensors, written beside and renamed. Throughput
+leaves out the first steps, in which buffers are allocated and connections made.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.job import Job
+from mpitrain.model.optimizer import set_learning_rate
+
+MODEL_FILE = "model.safetensors"
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The GPU of this worker by its rank on the node, or the host."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The job's module and optimizer, made under the job's seed so that every rank gets the same."""
+    torch.manual_seed(job.seed)
+    module = job.model if isinstance(job.model, nn.Module) else job.model()
+    module = module.to(device)
+    optimizer = job.optimizer(module.parameters())
+    if lr is not None:
+        set_learning_rate(optimizer, lr)
+    return module, optimizer
+
+
+def share_module(runtime: Any, module: nn.Module) -> None:
+    """Everybody starts from rank 0's parameters and buffers."""
+    from mpitrain.mpi.broadcast import broadcast_tensors
+
+    broadcast_tensors(runtime, [*module.parameters(), *module.buffers()])
+
+
+def make_measure(
+    job: Job, module: nn.Module, reader: Any, device: torch.device
+) -> Callable[[], dict[str, float]]:
+    """A function that measures `module` on the whole validation set: `validation_loss` and the job's
+    metrics, means over the samples.
+    """
+
+    def measure() -> dict[str, float]:
+        sums: dict[str, float] = {}
+        num_samples = 0
+        was_training = module.training
+        module.eval()
+        with torch.no_grad():
+            for batch in reader.sequential(max(256, job.batch_size)):
+                batch = {name: tensor.to(device) for name, tensor in batch.items()}
+                count = len(next(iter(batch.values())))
+                means = {
+                    "validation_loss": job.loss(module, batch),
+                    **(job.metrics(module, batch) if job.metrics else {}),
+                }
+                for name, mean in means.items():
+                    sums[name] = sums.get(name, 0.0) + float(mean) * count
+                num_samples += count
+        module.train(was_training)
+        return {name: total / num_samples for name, total in sums.items()}
+
+    return measure
+
+
+def save_model(module: nn.Module, path: Path, metadata: dict[str, str]) -> None:
+    """Write the module's `state_dict()` as safetensors: beside, fsynced, renamed.
+
+    Every name is stored with a copy of its own (tied weights twice), so
+    `module.load_state_dict(load_file(path))` reads it back anywhere.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {
+        name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()
+    }
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file(tensors, str(beside), metadata=metadata)
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+class Meter:
+    """Passes progress on and measures samples per second from the end of the warm-up to the last step, pauses
+    left out.
+
+    Args:
+        report: where progress goes.
+        num_warmup: calls of `progress` that belong to the warm-up.
+    """
+
+    def __init__(self, report: Any, num_warmup: int):
+        self.report, self.num_warmup = report, num_warmup
+        self.num_calls = self.first_samples = self.last_samples = self.step = 0
+        self.first_s = self.last_s = self.begin_s = time.monotonic()
+        self.paused_s = 0.0
+        self.metrics: dict[str, Any] = {}
+
+    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None:
+        """One step was taken; `samples` in all."""
+        now_s = time.monotonic()
+        self.num_calls += 1
+        if self.num_calls <= self.num_warmup:
+            self.first_s, self.first_samples, self.paused_s = now_s, samples, 0.0
+        self.last_s, self.last_samples, self.step = now_s, samples, step
+        self.report.progress(samples, step, epoch, loss, **fields)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Something to put on record."""
+        self.report.event(name, **fields)
+
+    def pause(self, seconds: float) -> None:
+        """So much time since the last step went into something that is not training."""
+        self.paused_s += seconds
+
+    def result(self) -> dict[str, Any]:
+        """`samples_per_second` and what it was taken from."""
+        spent_s = self.last_s - self.first_s - self.paused_s
+        samples = self.last_samples - self.first_samples
+        if samples <= 0 or spent_s <= 0:  # nothing but warm-up: take it all
+            spent_s, samples = max(1e-9, self.last_s - self.begin_s), self.last_samples
+        return {
+            "samples_per_second": samples / spent_s,
+            "samples": self.last_samples,
+            "steps": self.step,
+            "warmup_steps": min(self.num_warmup, self.num_calls),
+            "train_s": self.last_s - self.begin_s,
+        }
+
+
+def num_warmup(num_steps: int) -> int:
+    """A tenth of the steps, at most 10."""
+    return min(10, num_steps // 10)

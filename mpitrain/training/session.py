@@ -1,0 +1,232 @@
+"""What every run has, whatever its strategy: an agreed start, roles, data, a run directory and an agreed end.
+
+Law of this file: before the first step all ranks have loaded the same job with the same options and found the
+same parameters, or all leave together with one message. Rank 0 alone looks at the shards and tells the
+others. The end is a gathering too: every rank hands its counts to rank 0, which writes `result.json` last,
+and all ranks leave with the same exit code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpitrain.data import Catalogue
+from mpitrain.environment import collect
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.job import Job, Overrides, apply_overrides
+from mpitrain.report import NullReport, Report, default_run_dir
+from mpitrain.rules import Roles, Strategy, assign
+
+
+@dataclasses.dataclass
+class Session:
+    """One run on one rank."""
+
+    runtime: Any
+    job: Job
+    overrides: Overrides
+    roles: Roles
+    catalogue: Any
+    validation: Any
+    run_dir: Path
+    report: Any
+    started_s: float
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        assert self.job.strategy is not None
+        return self.job.strategy
+
+    @property
+    def role(self) -> str:
+        """What this rank is."""
+        return self.roles.of(self.runtime.rank)
+
+    def num_batches(self) -> int | None:
+        """Batches to deal when the run is limited by `--steps`: so many for every worker."""
+        return None if self.overrides.steps is None else self.overrides.steps * len(self.roles.workers)
+
+    def total_samples(self) -> int:
+        """Samples the run will take, for the progress line."""
+        batches = self.num_batches()
+        planned = self.catalogue.num_samples * self.job.epochs
+        return planned if batches is None else batches * self.job.batch_size
+
+    def finish(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        """Gather every rank's `outcome`, judge the run, write `result.json` and print the FOM line on rank
+        0; returns the result.
+        """
+        gathered = self.runtime.gather(outcome)
+        result = None
+        if gathered is not None:
+            result = judge(self, gathered)
+            say_end(self.report, result)
+            self.report.finish(result)
+        return dict(self.runtime.share(result))
+
+
+def prepare(runtime: Any, make_job: Callable[[], Job], overrides: Overrides) -> Session:
+    """Bring all ranks to the same start line.
+
+    Raises:
+        AgreedError: something is wrong on some rank; rank 0 has reported it.
+    """
+    started_s = time.monotonic()
+    job = attempt(runtime, lambda: apply_overrides(make_job(), overrides))
+    strategy = job.strategy
+    runtime.compare({**_options(job), "lr": overrides.lr, "steps": overrides.steps})
+    roles = attempt(runtime, lambda: assign(runtime.nodes, strategy.num_servers()))
+    runtime.role = roles.of(runtime.rank)
+    catalogue = _look_at_data(runtime, job.data)
+    validation = None if job.validate is None else _look_at_data(runtime, job.validate)
+    attempt(runtime, lambda: _enough_samples(catalogue.num_samples, roles))
+    run_dir = Path(runtime.share(attempt(runtime, lambda: _run_dir(runtime, job, overrides))))
+    runtime.run_dir = run_dir
+    session = Session(runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s)
+    environment = runtime.gather(
+        {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
+    )
+    if runtime.rank == 0:
+        session.report = Report(
+            run_dir, session.total_samples(), quiet=overrides.quiet, num_epochs=job.epochs
+        )
+        text = json.dumps({**collect(), "ranks": environment}, indent=2, sort_keys=True, default=str)
+        (run_dir / "env.json").write_text(text + "\n")
+        _describe_start(session)
+    return session
+
+
+def attempt(runtime: Any, action: Callable[[], Any]) -> Any:
+    """Do `action` on this rank; if it failed on any rank, all leave together."""
+    error, value = None, None
+    try:
+        value = action()
+    except Exception as failure:
+        error = failure
+    runtime.agree(error)
+    return value
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """What must be equal on all ranks, as JSON: values in full, functions by name and code."""
+    return {
+        field.name: _fingerprint(getattr(job, field.name))
+        for field in dataclasses.fields(job)
+        if field.name not in ("name",)
+    }
+
+
+def _fingerprint(value: Any) -> Any:
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        digest = hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:12]
+        return f"{value.__qualname__}@{digest}"
+    if isinstance(value, int | float | str | bool | type(None)):
+        return value
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
+def _look_at_data(runtime: Any, source: Any) -> Any:
+    """Rank 0 scans the source and tells the others: one look at the file system, however many ranks."""
+    catalogue = attempt(runtime, lambda: source.scan() if runtime.rank == 0 else None)
+    text = runtime.share(catalogue.to_json() if catalogue is not None else None)
+    return Catalogue.from_json(text)
+
+
+def _enough_samples(num_samples: int, roles: Roles) -> None:
+    if num_samples < len(roles.workers):
+        raise UsageError(
+            f"{len(roles.workers)} workers for {num_samples} training samples: start at most "
+            f"{num_samples} workers"
+        )
+
+
+def _run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:
+    """Rank 0 names and makes it; everybody sees it through the shared file system."""
+    path = None
+    if runtime.rank == 0:
+        path = Path(overrides.run_dir) if overrides.run_dir else default_run_dir(job.name or "job")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the run directory {path}: {error}; choose another with --run-dir"
+            ) from error
+    return str(path.resolve()) if path else ""
+
+
+def _describe_start(session: Session) -> None:
+    session.report.event(
+        "start",
+        job=session.job.name,
+        strategy=str(session.strategy),
+        workers=len(session.roles.workers),
+        servers=len(session.roles.servers),
+        samples=session.catalogue.num_samples,
+        batch_size=session.job.batch_size,
+        run_dir=str(session.run_dir),
+    )
+
+
+def say_end(report: Any, result: dict[str, Any]) -> None:
+    """The last lines for eyes: how it ended, what was measured, where the model is."""
+    told = {"status": result["status"], "samples": result["samples"], **result["metrics"]}
+    if result["failure"]:
+        told["failure"] = result["failure"]
+    report.event("end", **told, model=result["model"])
+
+
+def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put the ranks' outcomes together: figures, validation metrics, and whether the run did what it was
+    asked to.
+    """
+    merged: dict[str, Any] = {}
+    for outcome in gathered:
+        merged |= outcome.get("result", {})
+    failures = sorted(
+        (outcome["failure"] for outcome in gathered if outcome.get("failure")),
+        key=lambda text: not text.startswith("rank"),
+    )
+    missed = {
+        name: goal
+        for name, goal in session.job.target.items()
+        if not merged["metrics"].get(name, float("-inf")) >= goal
+    }  # `not >=` so that NaN misses
+    code = EXIT_ERROR if failures else EXIT_TARGET_MISSED if missed else EXIT_OK
+    result = {
+        **merged,
+        **merged["metrics"],
+        "strategy": str(session.strategy),
+        "strategy_python": repr(session.strategy),
+        "workers": len(session.roles.workers),
+        "servers": len(session.roles.servers),
+        "nodes": session.runtime.num_nodes,
+        "status": "ok" if code == EXIT_OK else "fail",
+        "exit_code": code,
+        "failure": failures[0] if failures else "",
+        "target": dict(session.job.target),
+        "target_missed": missed,
+        "seed": session.job.seed,
+        "batch_size": session.job.batch_size,
+        "epochs": session.job.epochs,
+        "run_dir": str(session.run_dir),
+        "fault_tolerance": session.runtime.fault_tolerance,
+        "ranks": [outcome["detail"] for outcome in gathered],
+        "wall_s": time.monotonic() - session.started_s,
+    }
+    if missed:
+        result["failure"] = ", ".join(
+            f"{name} {merged['metrics'].get(name, 'was not measured')} is below {goal}"
+            for name, goal in missed.items()
+        )
+    return result

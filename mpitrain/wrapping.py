@@ -1,0 +1,212 @@
+"""Keep your own training loop: `model, optimizer = mt.wrap(model, optimizer, mt.Async(servers=1))` under
+`mpirun` or `srun`.
+
+Law of this file: nothing of the user's is touched except that everybody starts from rank 0's parameters and
+buffers. `wrap` returns on workers only: a server serves inside it and then leaves the process. The loop is
+the worker role turned inside out: where the role asks for a gradient the user's loop runs, and
+`optimizer.step()` hands the gradient in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.errors import NonFiniteError, UsageError
+from mpitrain.report import NullReport
+from mpitrain.roles import Server, Worker
+from mpitrain.rules import AllReduce, Roles, ServerStrategy, Strategy, assign
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclasses.dataclass
+class _Wrapped:
+    """What `worker_index`, `num_workers` and `finish` speak about."""
+
+    roles: Roles
+    rank: int
+    optimizer: Any
+
+
+_wrapped: _Wrapped | None = None
+
+
+def wrap(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = None) -> tuple[Any, Any]:
+    """Make a model and its optimizer train together with those of all other ranks.
+
+    Args:
+        model, optimizer: as for one process. Their values are kept (rank 0's are broadcast); learning rates
+            are not scaled.
+        strategy: `AllReduce()` if None; server strategies take their server ranks out of the world.
+
+    Returns:
+        On workers, the model and optimizer to go on with. Under a server strategy the optimizer lives on the
+        servers: `step()` pushes the gradients and brings the new parameters, and its options stay as they
+            were at this call.
+
+    Raises:
+        UsageError (AgreedError under MPI): an optimizer or dtype that a server cannot hold, too few ranks, or
+        a second `wrap`.
+    """
+    global _wrapped
+    from mpitrain.mpi.runtime import start
+
+    strategy = strategy or AllReduce()
+    runtime = start()
+    if _wrapped is not None:
+        raise UsageError("mpitrain.wrap was called before in this process; one model per run")
+    if isinstance(strategy, AllReduce):
+        from mpitrain.mpi.process_group import init_default_group
+        from mpitrain.training.allreduce import data_parallel
+        from mpitrain.training.measure import share_module
+
+        runtime.role = "worker"
+        share_module(runtime, model)
+        init_default_group(runtime)
+        _wrapped = _Wrapped(Roles((), tuple(range(runtime.size))), runtime.rank, None)
+        return data_parallel(model), optimizer
+    assert isinstance(strategy, ServerStrategy), strategy
+    remote = _join(runtime, model, optimizer, strategy)
+    _wrapped = _Wrapped(remote.roles, runtime.rank, remote)
+    return model, remote
+
+
+def worker_index() -> int:
+    """This worker's number, 0 to `num_workers() - 1`: which part of the data is yours. The lowest worker
+    saves and prints.
+    """
+    return _current().roles.workers.index(_current().rank)
+
+
+def num_workers() -> int:
+    """How many workers there are; servers do not count."""
+    return len(_current().roles.workers)
+
+
+def finish() -> None:
+    """Wait until every worker has taken its last step; the model then holds the final parameters on each of
+    them.
+    """
+    if _current().optimizer is not None:
+        _current().optimizer.finish()
+
+
+def _current() -> _Wrapped:
+    if _wrapped is None:
+        raise UsageError("call mpitrain.wrap(model, optimizer, strategy) first")
+    return _wrapped
+
+
+def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: ServerStrategy) -> Any:
+    """Set up the roles; on a server, serve and leave."""
+    from mpitrain.model import FlatModel, ShardStore, check_elementwise
+    from mpitrain.mpi.world import MpiWorld
+    from mpitrain.training.measure import share_module
+    from mpitrain.training.session import attempt
+
+    roles = attempt(runtime, lambda: assign(runtime.nodes, strategy.num_servers()))
+    runtime.role = roles.of(runtime.rank)
+    attempt(runtime, lambda: check_elementwise(optimizer))
+    flat = attempt(runtime, lambda: FlatModel(model, optimizer, len(roles.servers)))
+    runtime.compare(
+        {
+            "strategy": str(strategy),
+            "parameters": [f"{n} {s}" for n, s in zip(flat.layout.names, flat.layout.shapes, strict=True)],
+        }
+    )
+    share_module(runtime, model)
+    flat.refresh()
+
+    def on_step(step: int) -> None:
+        runtime.step = step
+
+    if runtime.role == "server":
+        shard = roles.servers.index(runtime.rank)
+        store = ShardStore(flat.layout, shard, flat.frames[shard].body, optimizer)
+        server = Server(strategy, store, roles.workers, NullReport())
+        MpiWorld(runtime.engine, roles.workers, lambda source: store.frame(), on_step).run(server.run())
+        runtime.finish()
+        sys.exit(0)
+    world = MpiWorld(
+        runtime.engine, roles.servers, lambda source: flat.frames[roles.servers.index(source)].hold(), on_step
+    )
+    return _make_remote(runtime, roles, flat, optimizer, world)
+
+
+def _make_remote(runtime: Any, roles: Roles, flat: Any, optimizer: Optimizer, world: Any) -> Any:
+    from torch.optim import Optimizer as TorchOptimizer
+
+    from mpitrain.model import Replica
+
+    class RemoteOptimizer(TorchOptimizer):
+        """An optimizer whose state lives on the servers: `step()` pushes gradients and brings back
+        parameters.
+        """
+
+        def __init__(self) -> None:
+            self.__dict__.update(
+                optimizer.__dict__
+            )  # the same groups and parameters, so that zero_grad and schedulers find them
+            self.roles = roles
+            self._options = _options(optimizer)
+            self._replica = Replica(flat, _no_loss, _no_fetch, _no_fetch, 0, runtime.rank)
+            self._worker = Worker(runtime.rank, roles, self._replica, NullReport(), leased=False)
+            self._role = self._worker.run()
+            self._active = world.advance(self._role, None) is not None
+            atexit.register(self._leave)
+
+        def step(self, closure: Any = None) -> Any:
+            """Push the gradients, wait for the answer; the model then holds the servers' parameters. Returns
+            the closure's loss.
+
+            Raises:
+                NonFiniteError: the gradient holds a NaN or an infinity; it was not applied and the run is
+                    over.
+                UsageError: an option of a parameter group was changed: the servers would not see it.
+            """
+            loss = closure() if closure is not None else None
+            if _options(self) != self._options:
+                raise UsageError(
+                    "a learning rate or other option was changed on a worker; under a server "
+                    "strategy the servers hold them"
+                )
+            if not self._active:
+                raise UsageError("step() after finish(): this worker has left the servers")
+            gradient = self._replica.collect(float(loss) if loss is not None else 0.0, 1)
+            self._active = world.advance(self._role, gradient) is not None
+            if not self._active:
+                raise NonFiniteError(
+                    f"{runtime.where()}: training stopped: this gradient or another worker's is not finite"
+                )
+            return loss
+
+        def finish(self) -> None:
+            """Push no more; wait for the others and take the final parameters."""
+            self._worker.wants_final = True
+            self._leave()
+
+        def _leave(self) -> None:
+            if self._active:
+                self._active = False
+                world.advance(self._role, None)
+
+    return RemoteOptimizer()
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _no_loss(model: Any, batch: Any) -> Any:
+    raise AssertionError("the loop is the user's own")
+
+
+def _no_fetch(epoch: int, start: int, count: int) -> Any:
+    raise AssertionError("the data is the user's own")
