@@ -181,8 +181,10 @@ class Server:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from what `state` returned: the workers join anew, so what they were computing on goes unused."""
         self.memory, self.failure = state["memory"], state["failure"]
         self.ledger.restore(state["ledger"])
+        for worker in list(self.ledger.reads):
+            self.ledger.leave(worker)
         if self.dealer and state["dealer"]:
             self.dealer.restore(state["dealer"])

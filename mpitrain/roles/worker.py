@@ -97,6 +97,14 @@ class Worker:
             "wait_s": self.wait_s,
         }
 
+    def state(self) -> dict[str, Any]:
+        """The worker's own counts, JSON-able: its step keys the randomness of its next batch."""
+        return {"step": self.step, "samples": self.samples}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned; parameters and leases come from the servers."""
+        self.step, self.samples = state["step"], state["samples"]
+
     def _one_batch(self, lease: Lease | None, epoch: int) -> Generator[Effect, Any, bool]:
         started_s = yield Now()
         gradient = yield Compute(lambda: self.replica.gradient(lease, self.step), "gradient")

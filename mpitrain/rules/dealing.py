@@ -49,17 +49,20 @@ class Dealer:
         self.num_batches, self.drop_last = num_batches, drop_last and num_samples >= batch_size
         self.epoch = self.cursor = self.num_dealt = self.num_left_out = 0
         self.closed = False
+        self.returned: list[Lease] = []
         self.outstanding: dict[int, list[Lease]] = {}
 
     def deal(self, worker: int) -> Lease | None:
-        """The next lease for `worker`, or None when everything has been dealt."""
+        """The next lease for `worker`, or None when everything has been dealt; what came back goes out first."""
+        if self.returned and not self.closed:
+            self.outstanding.setdefault(worker, []).append(self.returned.pop(0))
+            return self.outstanding[worker][-1]
         if self.closed or (self.num_batches is not None and self.num_dealt >= self.num_batches):
             return None
         if self.cursor >= self.num_samples or self._tail_is_dropped():
             self.num_left_out += max(0, self.num_samples - self.cursor)
             self.epoch, self.cursor = self.epoch + 1, 0
         if self.num_batches is None and self.epoch >= self.num_epochs:
-            self.closed = True
             return None
         lease = Lease(self.epoch, self.cursor, min(self.batch_size, self.num_samples - self.cursor))
         self.cursor += lease.num_samples
@@ -74,6 +77,10 @@ class Dealer:
         """`worker` has handed in the gradient of its oldest lease."""
         return self.outstanding[worker].pop(0)
 
+    def take_back(self, worker: int) -> None:
+        """`worker` will hand in nothing more: its leases are dealt again, earliest first."""
+        self.returned = sorted(self.returned + self.outstanding.pop(worker, []))
+
     def close(self) -> None:
         """Deal nothing more."""
         self.closed = True
@@ -86,15 +93,15 @@ class Dealer:
             "num_dealt": self.num_dealt,
             "num_left_out": self.num_left_out,
             "closed": self.closed,
+            "returned": [list(lease) for lease in self.returned],
             "outstanding": {
                 str(worker): [list(lease) for lease in leases] for worker, leases in self.outstanding.items()
             },
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from what `state` returned; whoever held leases then has to be dealt new ones."""
         self.epoch, self.cursor, self.num_dealt = state["epoch"], state["cursor"], state["num_dealt"]
         self.num_left_out, self.closed = state["num_left_out"], state["closed"]
-        self.outstanding = {
-            int(worker): [Lease(*lease) for lease in held] for worker, held in state["outstanding"].items()
-        }
+        held = [*state["returned"], *(lease for leases in state["outstanding"].values() for lease in leases)]
+        self.returned, self.outstanding = sorted(Lease(*lease) for lease in held), {}

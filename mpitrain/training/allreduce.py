@@ -175,10 +175,13 @@ class _Trainer:
         return outcome
 
 
-def data_parallel(module: nn.Module) -> DistributedDataParallel:
-    """DDP around a module that all ranks already share. Running statistics stay the validator's own: they are
-    not used while training, so broadcasting them every step, torch's default, buys nothing."""
+def data_parallel(module: nn.Module, group: Any = None) -> DistributedDataParallel:
+    """DDP over `group` (default: all ranks) around a module that its ranks already share. Running statistics
+    stay the validator's own: they are not used while training, so broadcasting them every step, torch's
+    default, buys nothing."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     renamed = "forward_sync_buffers" in known  # in torch 2.13
     off: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    return DistributedDataParallel(module, init_sync=False, gradient_as_bucket_view=True, **off)
+    return DistributedDataParallel(
+        module, process_group=group, init_sync=False, gradient_as_bucket_view=True, **off
+    )

@@ -97,7 +97,7 @@ def prepare(runtime: Any, make_job: Callable[[], Job], overrides: Overrides) -> 
         session.report = Report(
             run_dir, session.total_samples(), quiet=overrides.quiet, num_epochs=job.epochs
         )
-        text = json.dumps({**collect(), "ranks": environment}, indent=2, sort_keys=True, default=str)
+        text = json.dumps({**collect(runtime), "ranks": environment}, indent=2, sort_keys=True, default=str)
         (run_dir / "env.json").write_text(text + "\n")
         _describe_start(session)
     return session
@@ -157,7 +157,7 @@ def _run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:
     if runtime.rank == 0:
         path = Path(overrides.run_dir) if overrides.run_dir else default_run_dir(job.name or "job")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
                 f"cannot make the run directory {path}: {error}; choose another with --run-dir"

@@ -1,0 +1,232 @@
+"""How long does one training step take on two workers, by each way of making them one job?
+
+    mpitrain launch -n 3 benchmarks/step_time.py [--rounds 36] [--model mlp|cnn]
+
+Ranks 0 and 1 train; rank 2 serves when it is the asynchronous strategy's turn and sleeps otherwise. A step is zero_grad, forward,
+backward, exchange, SGD with momentum, on a fixed batch, one torch thread a rank. The ways take turns in blocks of a few steps:
+
+    one process     rank 0 alone: no exchange (the bound, as long as cores are free)
+    gloo            torch's DDP over gloo: the peer
+    allreduce       torch's DDP over our process group
+    bare mpi4py     backward, then one flat blocking Allreduce
+    async           push to and pull from the server every step; both workers at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import machine, median_ratio, table, write_row
+from mpitrain.model import FlatModel, Replica, ShardStore
+from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.runtime import start
+from mpitrain.mpi.world import MpiWorld
+from mpitrain.report import NullReport
+from mpitrain.roles import Server, Worker
+from mpitrain.rules import Async, Roles
+from mpitrain.training.allreduce import data_parallel
+
+runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
+from mpi4py import MPI  # noqa: E402
+
+ROLES = Roles(servers=(2,), workers=(0, 1))
+BATCH = 64
+
+
+def mlp() -> nn.Module:
+    """6.3 million parameters in three layers."""
+    return nn.Sequential(
+        nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)
+    )
+
+
+def cnn() -> nn.Module:
+    """0.4 million parameters, most of the time in convolutions."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(128, 128, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2048, 80), nn.ReLU(), nn.Linear(80, 10),
+    )  # fmt: skip
+
+
+MODELS = {"mlp": (mlp, (1024,)), "cnn": (cnn, (3, 32, 32))}
+
+
+class Contestant:
+    """A model of its own with its optimizer; `step()` is one training step."""
+
+    def __init__(self, make, shape):
+        torch.manual_seed(0)
+        self.module = make()
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01, momentum=0.9)
+        self.x, self.y = torch.randn(BATCH, *shape), torch.randint(0, 10, (BATCH,))
+
+    def backward(self, module):
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.cross_entropy(module(self.x), self.y)
+        loss.backward()
+        return loss
+
+    def step(self):
+        self.backward(self.module)
+        self.optimizer.step()
+
+
+class Parallel(Contestant):
+    """torch's DDP over the given group."""
+
+    def __init__(self, make, shape, wrap):
+        super().__init__(make, shape)
+        self.parallel = wrap(self.module)
+
+    def step(self):
+        self.backward(self.parallel)
+        self.optimizer.step()
+
+
+class Bare(Contestant):
+    """One flat Allreduce after backward, by hand."""
+
+    def __init__(self, make, shape, comm):
+        super().__init__(make, shape)
+        self.comm = comm
+        parameters = list(self.module.parameters())
+        self.flat = torch.zeros(sum(p.numel() for p in parameters))
+        self.views = [
+            v.view_as(p)
+            for v, p in zip(self.flat.split([p.numel() for p in parameters]), parameters, strict=True)
+        ]
+
+    def step(self):
+        self.backward(self.module)
+        gradients = [parameter.grad for parameter in self.module.parameters()]
+        torch._foreach_copy_(self.views, gradients)
+        self.comm.Allreduce(MPI.IN_PLACE, [self.flat.numpy(), MPI.FLOAT])
+        self.flat.div_(2)
+        torch._foreach_copy_(gradients, self.views)
+        self.optimizer.step()
+
+
+class Asynchronous(Contestant):
+    """Our worker against the server on rank 2, driven as `mt.wrap` drives it."""
+
+    def __init__(self, make, shape, engine):
+        super().__init__(make, shape)
+        flat = FlatModel(self.module, self.optimizer, 1)
+        self.replica = Replica(flat, None, None, None, 0, runtime.rank)
+        self.world = MpiWorld(engine, ROLES.servers, lambda source: flat.frames[0].hold())
+        self.role = Worker(runtime.rank, ROLES, self.replica, NullReport(), leased=False).run()
+        self.world.advance(self.role, None)
+
+    def step(self):
+        loss = self.backward(self.module)
+        self.world.advance(self.role, self.replica.collect(float(loss.detach()), BATCH))
+
+
+def serve(make, shape, engine):
+    contestant = Contestant(make, shape)
+    flat = FlatModel(contestant.module, contestant.optimizer, 1)
+    store = ShardStore(flat.layout, 0, flat.frames[0].body, contestant.optimizer)
+    server = Server(Async(), store, ROLES.workers, NullReport())
+    MpiWorld(engine, ROLES.workers, lambda source: store.frame()).run(server.run())
+
+
+def sleep_until(request):
+    while not request.Test():
+        time.sleep(0.0005)
+
+
+def measure(name, options, groups, pair, engine):
+    make, shape = MODELS[name]
+    if runtime.rank == 2:
+        serve(make, shape, engine)
+        return None
+    ours, gloo = groups
+    asynchronous = Asynchronous(make, shape, engine)
+    contestants = {
+        "one process": Contestant(make, shape) if runtime.rank == 0 else None,
+        "gloo": Parallel(make, shape, lambda m: DistributedDataParallel(m, process_group=gloo)),
+        "allreduce": Parallel(make, shape, lambda m: data_parallel(m, ours)),
+        "bare mpi4py": Bare(make, shape, pair),
+        "async": asynchronous,
+    }
+    seconds = {key: [] for key in contestants}
+    for _ in range(options.rounds + 2):
+        for key, contestant in contestants.items():
+            sleep_until(pair.Ibarrier())
+            began_s = time.perf_counter()
+            for _ in range(options.block if contestant else 0):
+                contestant.step()
+            seconds[key].append((time.perf_counter() - began_s) / options.block)
+            sleep_until(pair.Ibarrier())  # the other one may not have finished: rank 0 alone, or async
+    asynchronous.world.advance(asynchronous.role, None)
+    return {key: values[2:] for key, values in seconds.items()}
+
+
+def show(name, seconds, options):
+    lines = [("way", "median ms", "ratio to gloo", "95 % interval")]
+    ratios = {}
+    for key, values in seconds.items():
+        ratios[key] = middle, low, high = median_ratio(values, seconds["gloo"])
+        lines.append(
+            (key, f"{statistics.median(values) * 1e3:.1f}", f"{middle:.3f}", f"{low:.3f} - {high:.3f}")
+        )
+    numbers = sum(parameter.numel() for parameter in MODELS[name][0]().parameters())
+    print(
+        f"\n{name}: {numbers / 1e6:.2f} million parameters, batch {BATCH}, {options.rounds} rounds of {options.block} steps"
+    )
+    print(table(lines), flush=True)
+    medians = {key: statistics.median(values) * 1e3 for key, values in seconds.items()}
+    row = {
+        "model": name,
+        "rounds": options.rounds,
+        "block": options.block,
+        "median_ms": medians,
+        "ratio_to_gloo": ratios,
+    }
+    print(f"written to {write_row('step_time', row | {'mpi': runtime.library})}")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=36)
+    parser.add_argument("--block", type=int, default=3)
+    parser.add_argument("--model", choices=sorted(MODELS), default=None)
+    options = parser.parse_args()
+    assert runtime.size == 3, "start with 3 ranks"
+    torch.set_num_threads(1)
+    pair = runtime.comm.Split(0 if runtime.rank < 2 else MPI.UNDEFINED, runtime.rank)
+    engine = Engine(runtime.comm.Dup())  # driven inline; the process group's own engine sleeps meanwhile
+    port = runtime.share(_free_port() if runtime.rank == 0 else None)
+    store = dist.TCPStore("127.0.0.1", port, 3, runtime.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=3)
+    groups = dist.new_group([0, 1], backend="mpi4py"), dist.new_group([0, 1], backend="gloo")
+    if runtime.rank == 0:
+        print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank")
+    for name in [options.model] if options.model else ["mlp", "cnn"]:
+        seconds = measure(name, options, groups, pair, engine)
+        if runtime.rank == 0:
+            show(name, seconds, options)
+    dist.destroy_process_group()
+    runtime.finish()
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

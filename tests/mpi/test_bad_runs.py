@@ -1,0 +1,183 @@
+"""What a run does when something is wrong: it says whose fault it is, where, and what to do, and it ends. It
+never hangs.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+
+MPITRAIN = [sys.executable, "-m", "mpitrain"]
+
+JOB = """
+import os
+import torch
+from tests import toy
+
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+{top}
+
+calls = []
+
+def loss(model, batch):
+    calls.append(1)
+    if rank == {bad_worker} and len(calls) == 3:
+        raise RuntimeError("planted in the loss")
+    return toy.square_loss(model, batch)
+
+class Planted(torch.optim.SGD):
+    elementwise = True
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if rank == {bad_server} and self.steps == 4:
+            raise RuntimeError("planted in the server")
+        super().step()
+
+job = toy.make_job(loss=loss, optimizer=lambda p: Planted(p, lr=0.1))
+"""
+
+
+def write_job(tmp_path, top="", bad_worker=-1, bad_server=-1):
+    path = tmp_path / "job.py"
+    path.write_text(JOB.format(top=top, bad_worker=bad_worker, bad_server=bad_server))
+    return str(path)
+
+
+def train(n, job, tmp_path, *options, mpirun_args=()):
+    argv = [*MPITRAIN, "train", job, "--run-dir", str(tmp_path / "run"), "--quiet", *options]
+    return run_ranks(n, argv, mpirun_args=mpirun_args, timeout_s=60)
+
+
+def test_an_exception_in_the_job_file_on_one_rank(tmp_path):
+    job = write_job(tmp_path, top='if rank == 1: raise KeyError("planted in the job file")')
+    run = train(3, job, tmp_path)
+    assert run.code == 1, str(run)
+    assert "rank 1: KeyError: 'planted in the job file'" in run.stderr and "job.py" in run.stderr
+    assert "FOM" not in run.stdout
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "async"])
+def test_an_exception_in_the_loss_on_one_rank(tmp_path, strategy):
+    run = train(3, write_job(tmp_path, bad_worker=2), tmp_path, "--strategy", strategy)
+    assert run.code == 1, str(run)
+    assert "rank 2 (worker, step 2): RuntimeError: planted in the loss" in run.stderr
+    assert json.loads((tmp_path / "run" / "errors" / "rank-2.json").read_text())["step"] == 2
+
+
+def test_an_exception_inside_a_server(tmp_path):
+    run = train(4, write_job(tmp_path, bad_server=1), tmp_path, "--strategy", "async(servers=2)")
+    assert run.code == 1, str(run)
+    assert "rank 1 (server, step 3): RuntimeError: planted in the server" in run.stderr
+
+
+def test_an_exception_on_a_worker_under_ulfm_ends_the_job_too(tmp_path):
+    run = train(
+        3,
+        write_job(tmp_path, bad_worker=2),
+        tmp_path,
+        "--strategy",
+        "async",
+        mpirun_args=("--with-ft", "ulfm"),
+    )
+    assert "rank 2 (worker, step 2): RuntimeError: planted in the loss" in run.stderr
+    assert not (
+        tmp_path / "run" / "result.json"
+    ).exists()  # under ULFM the exit code says nothing, the missing result does
+
+
+def test_ranks_started_with_different_options(tmp_path):
+    job, run_dir = write_job(tmp_path), str(tmp_path / "run")
+    common = [*MPITRAIN, "train", job, "--run-dir", run_dir, "--quiet"]
+    run = run_ranks(1, [*common, "--lr", "0.5", ":", "-n", "2", *common, "--lr", "0.25", "--epochs", "3"])
+    assert run.code == 2, str(run)
+    assert run.stderr.count("the ranks were started differently") == 1
+    assert "lr: 0.5 on rank 0; 0.25 on ranks 1-2" in run.stderr
+    assert "epochs: 2 on rank 0; 3 on ranks 1-2" in run.stderr
+
+
+def test_a_job_file_without_a_job_and_a_missing_one(tmp_path):
+    path = tmp_path / "empty.py"
+    path.write_text("jobs = 3\n")
+    run = train(2, str(path), tmp_path)
+    assert run.code == 2 and "all ranks: UsageError" in run.stderr and "no 'job'" in run.stderr, str(run)
+
+
+WRONG_INPUT = """
+import sys
+import mpitrain as mt
+from mpitrain.errors import AgreedError
+from mpitrain.mpi.runtime import start
+from tests import toy
+import torch
+
+rank = start().rank
+
+class Layerwise(torch.optim.SGD):
+    pass
+
+def other_model_on_rank_one():
+    return torch.nn.Linear(5, 1) if rank == 1 else toy.perceptron()
+
+CASES = {{
+    "too few ranks": (toy.make_job(), dict(strategy=mt.Async(servers=3))),
+    "too many workers": (toy.make_job(data=toy.Memory(num_samples=1)), dict(strategy=mt.Async())),
+    "layerwise": (toy.make_job(optimizer=lambda p: Layerwise(p, lr=0.1)), dict(strategy=mt.Async())),
+    "no shard": (toy.make_job(data=mt.Shards("{path}/none/train-*.h5")), {{}}),
+    "no synthetic": (toy.make_job(), dict(synthetic=True)),
+    "wrong rate": (toy.make_job(), dict(lr=-1.0)),
+    "other model": (toy.make_job(model=other_model_on_rank_one), dict(strategy=mt.Async())),
+    "run dir": (toy.make_job(), dict(run_dir="{path}/file/below")),
+}}
+for name, (job, options) in CASES.items():
+    print(f"== {{name}}", file=sys.stderr, flush=True)
+    try:
+        mt.train(job, **({{"run_dir": "{path}/run", "quiet": True}} | options))
+    except AgreedError as error:
+        print(f"code {{error.exit_code}}", file=sys.stderr, flush=True)
+    else:
+        print("trained", file=sys.stderr, flush=True)
+"""
+
+SAID = {
+    "too few ranks": "3 server(s) on 3 rank(s) leave no worker: start at least 4 ranks",
+    "too many workers": "2 workers for 1 training samples: start at most 1",
+    "layerwise": "optimizer Layerwise cannot run on a parameter server",
+    "no shard": "none/train-*.h5",
+    "no synthetic": "--synthetic: the job has no synthetic=",
+    "wrong rate": "--lr must be finite and not negative, got -1.0",
+    "other model": "parameters: ",
+    "run dir": "cannot make the run directory",
+}
+
+
+def test_wrong_input_is_said_once_and_all_ranks_leave_together(tmp_path):
+    (tmp_path / "file").write_text("")
+    run = run_ranks(3, WRONG_INPUT.format(path=tmp_path)).check()
+    told = dict(part.split("\n", 1) for part in run.ranks_err[0].split("== ")[1:])
+    assert told.keys() == SAID.keys()
+    for name, text in SAID.items():
+        assert text in told[name], told[name]
+        assert "code 2" in told[name] and "trained" not in told[name]
+        assert told[name].count("UsageError") + told[name].count("DataError") == 1, told[name]
+    for other in run.ranks_err[1:]:  # only rank 0 speaks
+        assert other.count("code 2") == len(SAID) and "Error" not in other
+
+
+def test_a_missed_target_is_status_fail_and_exit_code_3(tmp_path):
+    job = Path(write_job(tmp_path))
+    job.write_text(
+        job.read_text().replace(
+            "make_job(",
+            'make_job(validate=toy.Memory(), target={"accuracy": 0.5}, metrics=lambda m, b: '
+            '{"accuracy": 0.25}, ',
+        )
+    )
+    run = train(2, str(job), tmp_path)
+    assert run.code == 3, str(run)
+    assert "status=fail" in run.stdout.strip().splitlines()[-1]
+    assert (tmp_path / "run" / "model.safetensors").exists()

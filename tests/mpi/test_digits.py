@@ -1,0 +1,65 @@
+"""The main job, as the README starts it: real digits, synchronous and asynchronous, to the accuracy it promises."""
+
+import json
+import re
+import sys
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.ranks import ROOT, run_plain
+
+JOB = str(ROOT / "jobs" / "digits.py")
+FOM = re.compile(
+    r"^FOM samples_per_second=[\d.]+ unit=samples/s status=ok strategy=\S+ workers=\d+ servers=\d+ nodes=1 "
+    r"steps=\d+ schema=1$"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with the packed digits in data/digits."""
+    folder = tmp_path_factory.mktemp("digits")
+    run_plain([sys.executable, "-m", "mpitrain", "data", "pack", "digits", "data/digits"], cwd=folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "accuracy"),
+    [(4, "allreduce", 0.97), (4, "async(servers=1)", 0.96), (5, "async(servers=2)", 0.96)],
+)
+def test_digits(place, ranks, strategy, accuracy):
+    run_dir = place / f"{strategy}-{ranks}"
+    command = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks), "train", JOB, "--strategy", strategy]
+    out = run_plain([*command, "--run-dir", str(run_dir), "--quiet"], cwd=place)
+    assert FOM.match(out.strip().splitlines()[-1]), out
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["accuracy"] >= accuracy and result["status"] == "ok"
+    assert result["samples"] == 20 * 1438
+    model = load_file(run_dir / "model.safetensors")
+    assert {tuple(tensor.shape) for tensor in model.values()} >= {(32, 1, 3, 3), (10, 1024)}
+    assert json.loads((run_dir / "env.json").read_text())["packages"]["torch"]
+    events = [json.loads(line)["event"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert events[0] == "start" and events.count("validation") == 19 and events[-1] == "end"
+
+
+def test_simulate_writes_staleness(place):
+    options = ["--strategy", "async()", "--workers", "16", "--epochs", "2", "--run-dir", str(place / "virtual")]
+    command = [sys.executable, "-m", "mpitrain", "simulate", JOB, *options]
+    run_plain(command, cwd=place, code=3)  # two epochs miss the target, and it says so
+    result = json.loads((place / "virtual" / "result.json").read_text())
+    assert result["status"] == "fail" and "accuracy" in result["failure"]
+    left, right = result["staleness_identity"]
+    assert left == right and 12 < result["staleness_mean"] <= 15
+    assert result["loss_curve"][-1]["loss"] < result["loss_curve"][0]["loss"]
+
+
+def test_synthetic_needs_no_data_and_stops_after_its_steps(tmp_path):
+    for strategy, steps in (("allreduce", 7), ("async", 14)):
+        run_dir = tmp_path / strategy
+        ranks = "2" if strategy == "allreduce" else "3"
+        command = [sys.executable, "-m", "mpitrain", "launch", "-n", ranks, "train", JOB, "--strategy", strategy]
+        options = ["--synthetic", "--steps", "7", "--batch-size", "8", "--run-dir", str(run_dir), "--quiet"]
+        run_plain([*command, *options], cwd=tmp_path)
+        result = json.loads((run_dir / "result.json").read_text())
+        assert result["steps"] == steps and result["samples"] == 7 * 8 * 2
