@@ -11,6 +11,7 @@ messages without any update between them.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 
@@ -29,7 +30,7 @@ from mpitrain.rules import Async, Roles
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402
 
-RATE, MOMENTUM = 0.01, 0.9
+RATE, MOMENTUM, IDLE_S = 0.01, 0.9, 5
 TURN_TAG, PUSH_TAG, PULL_TAG = 101, 102, 103
 
 
@@ -114,6 +115,7 @@ def main():
     parser.add_argument("--block", type=int, default=5)
     options = parser.parse_args()
     assert runtime.size == 4, "start with 4 ranks"
+    pids = runtime.allgather(os.getpid())
     numel = int(options.megabytes * 1e6 / 4)
     if runtime.rank == 0:
         serve(runtime, numel)
@@ -135,13 +137,24 @@ def main():
             )
         ours.leave()
     else:
-        compare(runtime, options, numel)
+        compare(runtime, options, numel, pids[0])
     runtime.finish()
 
 
-def compare(runtime, options, numel):
+def cpu_s(pid):
+    """Processor time a process has used so far."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def compare(runtime, options, numel, server_pid):
     gradient, weight = torch.full((numel,), 2.0**-10).numpy(), torch.zeros(numel).numpy()
     rows = {"ours": [], "bare mpi4py": [], "bound (bytes only)": []}
+    time.sleep(1)
+    before_s = cpu_s(server_pid)
+    time.sleep(IDLE_S)
+    idle = (cpu_s(server_pid) - before_s) / IDLE_S
     for _ in range(options.rounds):
         give_turn(runtime, 1)
         answer = bytearray(32)
@@ -164,6 +177,7 @@ def compare(runtime, options, numel):
         f"{len(rows['ours'])} rounds of {options.block}"
     )
     print(table(lines))
+    print(f"the server, idle for {IDLE_S} s: {idle:.1%} of a core")
     medians = {name: statistics.median(values) * 1e3 for name, values in rows.items()}
     path = write_row(
         "server",
@@ -171,6 +185,7 @@ def compare(runtime, options, numel):
             "megabytes": options.megabytes,
             "median_ms": medians,
             "ratio_to_bare": ratios,
+            "idle_core": idle,
             "mpi": runtime.library,
         },
     )

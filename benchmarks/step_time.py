@@ -2,8 +2,9 @@
 
     mpitrain launch -n 3 benchmarks/step_time.py [--rounds 36] [--model mlp|cnn]
 
-Ranks 0 and 1 train; rank 2 serves when it is the asynchronous strategy's turn and sleeps otherwise. A step is zero_grad, forward,
-backward, exchange, SGD with momentum, on a fixed batch, one torch thread a rank. The ways take turns in blocks of a few steps:
+Ranks 0 and 1 train; rank 2 serves when it is the asynchronous strategy's turn and sleeps otherwise. A step is
+zero_grad, forward, backward, exchange, SGD with momentum, on a fixed batch, one torch thread a rank. The ways
+take turns in blocks of a few steps:
 
     one process     rank 0 alone: no exchange (the bound, as long as cores are free)
     gloo            torch's DDP over gloo: the peer

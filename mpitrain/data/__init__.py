@@ -1,0 +1,19 @@
+"""Training data: HDF5 shards read per rank, synthetic samples, and one global order.
+
+Law of this folder: it knows torch, numpy and h5py and never MPI. Rank 0 scans, everybody else receives the
+catalogue as JSON; which positions of the order a rank reads is decided elsewhere. A source is `Shards` or
+`Synthetic`:
+
+    catalogue = source.scan()                           # counts, shapes, dtypes; or DataError
+    with source.reader(catalogue, seed) as reader:
+        batch = reader.batch(epoch, start, count)       # these positions of its order, a dict
+        reader.prefetch(epoch, start + count, count)    # a hint: read meanwhile
+"""
+
+from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
+from mpitrain.data.order import Order
+from mpitrain.data.reader import Reader
+from mpitrain.data.shards import Shards
+from mpitrain.data.synthetic import Synthetic
+
+__all__ = ["ArraySpec", "Catalogue", "Order", "Reader", "ShardInfo", "Shards", "Synthetic"]

@@ -1,0 +1,110 @@
+"""What a data source holds: shards with their counts, arrays with their shapes and dtypes.
+
+Law of this file: plain frozen values that travel as JSON text; no file is opened and nothing but the standard
+library is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Every dtype that torch holds and that has one meaning in numpy and torch; bfloat16 exists in torch only
+# (synthetic samples).
+ITEM_BYTES = {
+    "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One named array: `shape` of a single sample and `dtype` by its torch name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def sample_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One shard: its samples are read in runs of `chunk_samples`, the last run of a shard may be shorter."""
+
+    path: str
+    num_samples: int
+    chunk_samples: int
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_samples // self.chunk_samples)
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Everything that fixes the global order and the shape of a batch.
+
+    Args:
+        files: the shards in the order of their names.
+        arrays: name of each array -> its ArraySpec, in alphabetical order.
+        window_chunks: how many chunks are mixed with each other.
+    """
+
+    files: tuple[ShardInfo, ...]
+    arrays: Mapping[str, ArraySpec]
+    window_chunks: int
+
+    @property
+    def num_samples(self) -> int:
+        return sum(file.num_samples for file in self.files)
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(file.num_chunks for file in self.files)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample over all arrays."""
+        return sum(spec.sample_bytes for spec in self.arrays.values())
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the largest chunk over all arrays."""
+        return max(file.chunk_samples for file in self.files) * self.sample_bytes
+
+    def to_json(self) -> str:
+        """One line of text from which `from_json` makes an equal catalogue."""
+        files = [[file.path, file.num_samples, file.chunk_samples] for file in self.files]
+        arrays = {name: [list(spec.shape), spec.dtype] for name, spec in self.arrays.items()}
+        return json.dumps({"files": files, "arrays": arrays, "window_chunks": self.window_chunks})
+
+    @classmethod
+    def from_json(cls, text: str) -> Catalogue:
+        """The catalogue that `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(
+            files=tuple(ShardInfo(*file) for file in fields["files"]),
+            arrays={
+                name: ArraySpec(tuple(shape), dtype) for name, (shape, dtype) in fields["arrays"].items()
+            },
+            window_chunks=fields["window_chunks"],
+        )
+
+    def digest(self) -> str:
+        """SHA-256 of all that the order depends on.
+
+        Directories are left out: data copied to a node-local disk is the same data.
+        """
+        fields = json.loads(self.to_json())
+        fields["files"] = [[os.path.basename(path), *counts] for path, *counts in fields["files"]]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,106 @@
+"""Reading one chunk of one shard into a given place.
+
+Law of this file: a read is one contiguous run of whole chunks per array, never a list of rows (HDF5 decodes a
+chunk again for each), straight into the caller's memory; few files are open at a time; a shard that no longer
+is what the catalogue says is refused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+from h5py import h5s, h5t
+from numpy.typing import NDArray
+
+from mpitrain.data.catalogue import Catalogue
+from mpitrain.data.format import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
+from mpitrain.errors import DataError
+
+MAX_OPEN_FILES = 32
+
+
+class _OpenShard(NamedTuple):
+    """A file and each dataset's handle with its data space; looking them up anew would cost a tenth of a read."""
+
+    file: h5py.File
+    datasets: dict[str, tuple[h5py.h5d.DatasetID, h5py.h5s.SpaceID]]
+
+
+class ShardFiles:
+    """The chunks of a catalogue's shards, numbered over all shards in turn.
+
+    Not safe for threads: its owner calls it under one lock (h5py has one of its own for all files anyway).
+    """
+
+    def __init__(self, catalogue: Catalogue):
+        self._catalogue = catalogue
+        self._first_chunk = np.cumsum([0, *(file.num_chunks for file in catalogue.files)])
+        self._types = {name: h5t.py_create(np.dtype(spec.dtype)) for name, spec in catalogue.arrays.items()}
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+
+    def read(self, chunk: int, into: Mapping[str, NDArray[np.generic]]) -> None:
+        """Decode a chunk; its rows land at the start of each (contiguous, long enough) array of `into`.
+
+        Raises:
+            DataError: damaged, gone, or changed since it was scanned; names file, dataset and chunk.
+        """
+        index = int(np.searchsorted(self._first_chunk, chunk, side="right")) - 1
+        info = self._catalogue.files[index]
+        number = chunk - int(self._first_chunk[index])
+        first = number * info.chunk_samples
+        rows = min(info.chunk_samples, info.num_samples - first)
+        shard = self._shard(index)
+        for name, array in into.items():
+            try:
+                shape = (rows, *array.shape[1:])
+                dataset, space = shard.datasets[name]
+                space.select_hyperslab((first,) + (0,) * (len(shape) - 1), shape)
+                dataset.read(h5s.create_simple(shape), space, array[:rows], self._types[name])
+            except (OSError, RuntimeError) as error:
+                where = (
+                    f"{info.path}: dataset {name!r}, chunk {number} (samples {first} to {first + rows - 1})"
+                )
+                raise DataError(f"{where} {_what_failed(shard.file, name, error)}; {PACK_AGAIN}") from error
+
+    def _shard(self, index: int) -> _OpenShard:
+        """The open shard, checked against the catalogue when it is opened."""
+        if index in self._open:
+            self._open.move_to_end(index)
+            return self._open[index]
+        info = self._catalogue.files[index]
+        arrays = tuple(self._catalogue.arrays)
+        now, specs = describe_shard(info.path, arrays)
+        if now.num_samples != info.num_samples or specs != dict(self._catalogue.arrays):
+            arrays_now = ", ".join(f"{name} {spec}" for name, spec in specs.items())
+            raise DataError(
+                f"{info.path}: has changed since this run scanned it: {info.num_samples} samples then,"
+                f" {now.num_samples} now ({arrays_now}); shards must not be rewritten while a job reads them:"
+                " start the job again"
+            )
+        file = open_shard(info.path)
+        if needed := cache_bytes_needed({name: file[name] for name in arrays}, info.chunk_samples):
+            file.close()
+            file = open_shard(info.path, needed)
+        if len(self._open) >= MAX_OPEN_FILES:
+            self._open.popitem(last=False)[1].file.close()
+        ids = {name: file[name].id for name in arrays}
+        self._open[index] = _OpenShard(
+            file, {name: (dataset, dataset.get_space()) for name, dataset in ids.items()}
+        )
+        return self._open[index]
+
+    def close(self) -> None:
+        """Close every file; may be called twice."""
+        while self._open:
+            self._open.popitem()[1].file.close()
+
+
+def _what_failed(file: h5py.File, name: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    if name in file and file[name].fletcher32 and "required filter" not in reason:
+        return f"fails its fletcher32 checksum: the file was damaged after it was written ({reason})"
+    return f"cannot be read ({reason})"

@@ -1,0 +1,166 @@
+"""What a shard is, and how one is opened and described.
+
+A shard is an HDF5 file with one dataset per array at its root; axis 0 counts the samples and is equally long
+in all of them. Shards that `mpitrain data pack` wrote also carry two root attributes, and their chunks hold
+whole samples with a fletcher32 checksum:
+
+    mpitrain_schema   1
+    chunk_samples     samples per chunk, the same for every array
+
+A file without them, chunked or not, is a shard as well: it is read in runs of about `RUN_BYTES` that begin on
+a chunk boundary of its largest array. HDF5's own chunk cache is off, because the reader keeps whole chunks
+itself; only an array whose chunks do not line up with the runs needs it.
+
+Law of this file: whatever is wrong with a shard becomes one DataError that names the file, the dataset, what
+was found and the way out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import h5py
+import numpy as np
+
+from mpitrain.data.catalogue import ITEM_BYTES, ArraySpec, ShardInfo
+from mpitrain.errors import DataError
+
+SCHEMA = 1
+SCHEMA_ATTRIBUTE = "mpitrain_schema"
+CHUNK_ATTRIBUTE = "chunk_samples"
+RUN_BYTES = 1 << 20
+CACHE_SLOTS = 521
+MAX_CACHE_BYTES = 64 << 20
+PACK_AGAIN = "pack it again with `mpitrain data pack`, or copy it again from where it is whole"
+
+
+def open_shard(path: str, cache_bytes: int = 0) -> h5py.File:
+    """Open read-only, without file locks (many parallel file systems have none).
+
+    Args:
+        cache_bytes: of HDF5's own chunk cache, per array.
+    Raises:
+        DataError: missing, unreadable, truncated, or not HDF5.
+    """
+    try:
+        return h5py.File(
+            path, "r", locking=False, rdcc_nbytes=cache_bytes, rdcc_nslots=CACHE_SLOTS, rdcc_w0=1.0
+        )
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; it was removed, or is a link that leads nowhere") from None
+    except PermissionError:
+        raise DataError(
+            f"{path}: may not be read by this user; see `ls -l` and change its permissions"
+        ) from None
+    except IsADirectoryError:
+        raise DataError(
+            f"{path}: is a directory, not a shard; use a pattern for the files in it: {path}/*.h5"
+        ) from None
+    except OSError as error:
+        if "truncated" in str(error):
+            found = f"is truncated ({os.path.getsize(path)} bytes are there: {_reason(error)})"
+            raise DataError(f"{path}: {found}; {PACK_AGAIN}") from None
+        if "signature" in str(error):
+            raise DataError(
+                f"{path}: is not an HDF5 file; give a pattern that matches shards only, or {PACK_AGAIN}"
+            ) from None
+        raise DataError(f"{path}: cannot be opened: {_reason(error)}; {PACK_AGAIN}") from error
+
+
+def describe_shard(path: str, arrays: tuple[str, ...] = ()) -> tuple[ShardInfo, dict[str, ArraySpec]]:
+    """Count, chunk length and arrays of one shard, without reading samples.
+
+    Args:
+        arrays: names of the datasets to use; all at the root if empty.
+    Raises:
+        DataError: not a shard, see the law of this file.
+    """
+    with open_shard(path) as file:
+        try:
+            return _describe(path, file, arrays)
+        except (OSError, RuntimeError, KeyError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path}: its structure is damaged: {_reason(error)}; {PACK_AGAIN}") from error
+
+
+def _describe(path: str, file: h5py.File, wanted: tuple[str, ...]) -> tuple[ShardInfo, dict[str, ArraySpec]]:
+    schema = file.attrs.get(SCHEMA_ATTRIBUTE)
+    if schema is not None and schema != SCHEMA:
+        raise DataError(
+            f"{path}: has shard schema {schema}, this mpitrain reads {SCHEMA}; update mpitrain or pack again"
+        )
+    datasets = _datasets(path, file, wanted)
+    specs = {name: _spec(path, name, dataset) for name, dataset in datasets.items()}
+    lengths = {name: dataset.shape[0] for name, dataset in datasets.items()}
+    if len(set(lengths.values())) != 1:
+        found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise DataError(
+            f"{path}: its datasets differ in length: {found}; each needs one entry per sample: {PACK_AGAIN}"
+        )
+    num_samples = next(iter(lengths.values()))
+    if num_samples == 0:
+        raise DataError(
+            f"{path}: is empty (0 samples in {', '.join(lengths)}); remove the file, or {PACK_AGAIN}"
+        )
+    if schema is None:
+        chunk_samples = _run_length(datasets, specs)
+    else:
+        chunk_samples = int(file.attrs[CHUNK_ATTRIBUTE])
+        if chunk_samples < 1:
+            raise DataError(
+                f"{path}: attribute {CHUNK_ATTRIBUTE} is {chunk_samples}, expected at least 1; {PACK_AGAIN}"
+            )
+    return ShardInfo(path, num_samples, min(chunk_samples, num_samples)), specs
+
+
+def _datasets(path: str, file: h5py.File, wanted: tuple[str, ...]) -> dict[str, h5py.Dataset]:
+    there = {name: item for name, item in sorted(file.items()) if isinstance(item, h5py.Dataset)}
+    if not there:
+        found = f"groups {', '.join(sorted(file))}" if len(file) else "nothing"
+        raise DataError(
+            f"{path}: has no datasets at its root (found {found}), expected one per array such as x and y"
+        )
+    missing = [name for name in wanted if name not in there]
+    if missing:
+        raise DataError(f"{path}: has no dataset {missing[0]!r}; it has {', '.join(there)}")
+    return {name: there[name] for name in sorted(wanted)} if wanted else there
+
+
+def _spec(path: str, name: str, dataset: h5py.Dataset) -> ArraySpec:
+    """Shape and dtype of an array's samples, refusing what no tensor can hold."""
+    way_out = "store it as numbers, or name the arrays to use: Shards(..., arrays=('x', 'y'))"
+    if dataset.dtype.name not in ITEM_BYTES:
+        kind = "text or objects" if dataset.dtype.kind in "OSU" else f"dtype {dataset.dtype}"
+        raise DataError(f"{path}: dataset {name!r} holds {kind}, which no tensor can hold; {way_out}")
+    if not dataset.shape or 0 in dataset.shape[1:]:
+        shape = "a single value" if not dataset.shape else f"of shape {dataset.shape}"
+        raise DataError(f"{path}: dataset {name!r} is {shape}, expected shape (samples, ...); {way_out}")
+    return ArraySpec(tuple(dataset.shape[1:]), dataset.dtype.name)
+
+
+def _run_length(datasets: Mapping[str, h5py.Dataset], specs: Mapping[str, ArraySpec]) -> int:
+    """Samples per read of a file made by others: whole chunks of its largest array, several if small."""
+    largest = max(specs, key=lambda name: specs[name].sample_bytes)
+    chunks = datasets[largest].chunks
+    base = int(chunks[0]) if chunks else 1
+    sample_bytes = sum(spec.sample_bytes for spec in specs.values())
+    return base * max(1, RUN_BYTES // (base * sample_bytes))
+
+
+def cache_bytes_needed(datasets: Mapping[str, h5py.Dataset], chunk_samples: int) -> int:
+    """HDF5 chunk cache with which reading in runs decodes each chunk once; 0 if chunks and runs line up."""
+    needed = 0
+    for dataset in datasets.values():
+        if dataset.chunks and chunk_samples % dataset.chunks[0]:
+            band = (
+                dataset.chunks[0] * int(np.prod(dataset.shape[1:], dtype=np.int64)) * dataset.dtype.itemsize
+            )
+            needed = max(needed, 2 * band)
+    return min(needed, MAX_CACHE_BYTES)
+
+
+def _reason(error: BaseException) -> str:
+    """The library's message on one line."""
+    return " ".join(str(error).split())

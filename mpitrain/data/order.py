@@ -1,0 +1,160 @@
+"""The one global order of an epoch, a pure function of (seed, epoch, chunk sizes, window).
+
+All chunks of all shards are permuted; every `window_chunks` of them in that order form a window; the samples
+of a window are permuted among themselves. So each sample has exactly one position per epoch, and reading
+positions in turn needs each chunk once, because a window's chunks fit in memory together. The world's size
+never enters: it only decides who reads which positions.
+
+How well it mixes: any sample can land in any window (its chunk is placed uniformly), but samples of one chunk
+always share a window.
+
+Law of this file: no state beyond caches. Permutations are the ranks of raw Philox words keyed by
+SeedSequence, whose streams numpy promises never to change (it does not promise that of
+`Generator.permutation`), so a job resumed under another numpy keeps its order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpitrain.errors import UsageError
+
+IntArray = NDArray[np.int64]
+
+CHUNKS, SAMPLES, SPLIT = range(3)  # what a permutation is for: the second word of its key
+
+
+def keyed_bits(*key: int) -> np.random.Philox:
+    """Random bits fixed for ever by integers.
+
+    Raises:
+        UsageError: one is negative.
+    """
+    if min(key) < 0:
+        raise UsageError(f"a seed must not be negative, got {min(key)}")
+    return np.random.Philox(np.random.SeedSequence(key))
+
+
+def permutation(size: int, *key: int) -> IntArray:
+    """A uniform permutation of range(size), int64, fixed for ever by the non-negative integers of `key`."""
+    words = keyed_bits(*key).random_raw(size)
+    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+def chunk_sizes(shards: Sequence[tuple[int, int]]) -> IntArray:
+    """Samples in every chunk of all shards in turn; a shard is (num_samples, chunk_samples)."""
+    sizes = [min(chunk, samples - first) for samples, chunk in shards for first in range(0, samples, chunk)]
+    return np.array(sizes, dtype=np.int64)
+
+
+class EpochOrder:
+    """Order of one epoch; see `Order.epoch`.
+
+    A sample is named by (chunk, row in chunk), a chunk by its index over all shards.
+    """
+
+    def __init__(self, sizes: IntArray, window_chunks: int, seed: int, epoch: int):
+        self._key = (seed, epoch)
+        self._window_chunks = window_chunks
+        self._chunks = permutation(len(sizes), seed, CHUNKS, epoch)
+        self._sizes = sizes[self._chunks]
+        ends = np.cumsum(self._sizes)
+        self.num_samples = int(ends[-1])
+        # starts[w] is the first position of window w, and starts[-1] the end of the epoch
+        self._starts = np.concatenate(([0], ends[window_chunks - 1 : -1 : window_chunks], [self.num_samples]))
+        self._window = functools.lru_cache(maxsize=2)(self._permute_window)
+
+    @property
+    def num_windows(self) -> int:
+        return len(self._starts) - 1
+
+    def _window_of(self, position: int) -> int:
+        return int(np.searchsorted(self._starts, position, side="right")) - 1
+
+    def _chunks_of(self, window: int) -> IntArray:
+        return self._chunks[window * self._window_chunks : (window + 1) * self._window_chunks]
+
+    def windows_at(self, position: int) -> tuple[IntArray, IntArray, float]:
+        """What to read ahead at a position.
+
+        Returns:
+            The chunks of its window, the chunks of the next window (none after the last), and which part of
+            its window's samples the position completes (above 0, at most 1).
+        """
+        window = self._window_of(position)
+        first, end = self._starts[window], self._starts[window + 1]
+        return (
+            self._chunks_of(window),
+            self._chunks_of(window + 1),
+            float((position + 1 - first) / (end - first)),
+        )
+
+    def _permute_window(self, window: int) -> tuple[IntArray, IntArray]:
+        first = window * self._window_chunks
+        sizes = self._sizes[first : first + self._window_chunks]
+        chunks = np.repeat(self._chunks_of(window), sizes)
+        rows = np.arange(len(chunks)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        seed, epoch = self._key
+        shuffled = permutation(len(chunks), seed, SAMPLES, epoch, window)
+        return chunks[shuffled], rows[shuffled]
+
+    def locate(self, start: int, count: int) -> tuple[IntArray, IntArray]:
+        """(chunk, row) of the positions [start, start + count), two int64 arrays of length `count`.
+
+        Raises:
+            UsageError: the run does not lie inside the epoch.
+        """
+        if start < 0 or count < 0 or start + count > self.num_samples:
+            raise UsageError(
+                f"positions [{start}, {start + count}) lie outside the epoch of {self.num_samples} samples"
+            )
+        pieces = []
+        for window in range(self._window_of(start), self.num_windows):
+            first, end = int(self._starts[window]), int(self._starts[window + 1])
+            if first >= start + count:
+                break
+            chunks, rows = self._window(window)
+            part = slice(max(start - first, 0), min(start + count, end) - first)
+            pieces.append((chunks[part], rows[part]))
+        if not pieces:  # an empty run at the very end
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return np.concatenate([chunks for chunks, _ in pieces]), np.concatenate([rows for _, rows in pieces])
+
+
+class Order:
+    """f(seed, epoch) for given chunks.
+
+    Args:
+        sizes: samples in every chunk, over all shards (`chunk_sizes`).
+        window_chunks: chunks mixed with each other, at least 1.
+        seed: not negative.
+    """
+
+    def __init__(self, sizes: IntArray, window_chunks: int, seed: int):
+        keyed_bits(seed)  # refuses a bad one before anything is read
+        assert len(sizes) and sizes.min() > 0 and window_chunks > 0
+        self.sizes, self.window_chunks, self.seed = sizes, window_chunks, seed
+        self.first_sample = np.cumsum(sizes) - sizes
+        self.num_samples = int(sizes.sum())
+        self._epoch = functools.lru_cache(maxsize=2)(
+            functools.partial(EpochOrder, sizes, window_chunks, seed)
+        )
+
+    def epoch(self, epoch: int) -> EpochOrder:
+        """The order of an epoch, counted from 0; the last two asked for are kept."""
+        return self._epoch(epoch)
+
+    def samples(self, epoch: int, start: int, count: int) -> IntArray:
+        """Global sample ids (shards in turn, rows in turn) at positions [start, start + count), int64."""
+        chunks, rows = self.epoch(epoch).locate(start, count)
+        return self.first_sample[chunks] + rows
+
+    def locate_in_file_order(self, start: int, count: int) -> tuple[IntArray, IntArray]:
+        """(chunk, row) of the samples [start, start + count) as they lie in the files."""
+        ids = np.arange(start, start + count, dtype=np.int64)
+        chunks = np.searchsorted(self.first_sample, ids, side="right") - 1
+        return chunks, ids - self.first_sample[chunks]

@@ -1,0 +1,102 @@
+"""`Shards`: HDF5 files on disk as a data source.
+
+Law of this file: what is wrong with a set of shards is found by `scan`, once, before training, and told with
+the file's name.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpitrain.data.cache import ChunkCache
+from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
+from mpitrain.data.files import ShardFiles
+from mpitrain.data.format import describe_shard
+from mpitrain.data.manifest import check_against_manifest
+from mpitrain.data.reader import Reader
+from mpitrain.errors import DataError, UsageError
+
+
+@dataclass(frozen=True)
+class Shards:
+    """HDF5 files as training or validation data.
+
+    Args:
+        pattern: such as "data/digits/train-*.h5", relative to the current directory; files are taken in the
+            order of their names.
+        window_chunks: chunks that are mixed with each other. More mixes better and takes memory: two windows
+            are held.
+        arrays: names of the datasets to use; all at the files' root if empty.
+    Raises:
+        UsageError: window_chunks below 1.
+    """
+
+    pattern: str
+    window_chunks: int = 8
+    arrays: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pattern", os.fspath(self.pattern))
+        object.__setattr__(self, "arrays", tuple(self.arrays))
+        if self.window_chunks < 1:
+            raise UsageError(f"Shards: window_chunks must be at least 1, got {self.window_chunks}")
+
+    def scan(self) -> Catalogue:
+        """Open every shard and compare; reads no samples.
+
+        Raises:
+            DataError: no shard matches; a shard is missing, unreadable, truncated, empty, not HDF5, or
+                disagrees with the first.
+        """
+        paths = sorted(os.path.abspath(path) for path in glob.glob(os.path.expanduser(self.pattern)))
+        check_against_manifest(self.pattern, paths)
+        if not paths:
+            raise DataError(_nothing_matches(self.pattern))
+        infos: list[ShardInfo] = []
+        expected: dict[str, ArraySpec] = {}
+        for path in paths:
+            info, specs = describe_shard(path, self.arrays)
+            if infos and specs != expected:
+                raise DataError(f"{path}: {_difference(specs, expected)} as in {infos[0].path}; {_ALIKE}")
+            infos.append(info)
+            expected = specs
+        return Catalogue(tuple(infos), expected, self.window_chunks)
+
+    def reader(self, catalogue: Catalogue, seed: int) -> Reader:
+        """A reader of the shards that `scan` found, here or on another rank; close it after use."""
+        return Reader(catalogue, seed, ChunkCache(catalogue, ShardFiles(catalogue)))
+
+
+_ALIKE = (
+    "all shards of a source hold the same arrays: narrow the pattern, choose common ones with arrays=(...),"
+    " or pack again"
+)
+
+
+def _difference(specs: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec]) -> str:
+    """First disagreement of a shard's arrays, as 'dataset ... expected ...'."""
+    if set(specs) != set(expected):
+        return f"has the datasets {', '.join(specs)}, expected {', '.join(expected)}"
+    name = next(name for name in specs if specs[name] != expected[name])
+    kind = "dtype" if specs[name].dtype != expected[name].dtype else "shape"
+    return f"dataset {name!r} differs in {kind}: found {specs[name]}, expected {expected[name]}"
+
+
+def _nothing_matches(pattern: str) -> str:
+    """Say where we looked and what is there, without wildcards in the directory part."""
+    directory = os.path.abspath(os.path.expanduser(os.path.dirname(pattern) or "."))
+    while glob.has_magic(directory):
+        directory = os.path.dirname(directory)
+    hint = "make some with `mpitrain data pack SOURCE DIRECTORY` (SOURCE: digits, or a .npz file)"
+    message = f"no shard matches {pattern!r}: looked in {directory}"
+    try:
+        there = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return f"{message}, which does not exist; {hint}"
+    except OSError as error:
+        return f"{message}, which cannot be listed ({error.strerror}); change its permissions"
+    shown = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "")
+    return f"{message}, which holds {shown or 'nothing'}; {hint}"
