@@ -180,9 +180,8 @@ def show(name, seconds, options):
             (key, f"{statistics.median(values) * 1e3:.1f}", f"{middle:.3f}", f"{low:.3f} - {high:.3f}")
         )
     numbers = sum(parameter.numel() for parameter in MODELS[name][0]().parameters())
-    print(
-        f"\n{name}: {numbers / 1e6:.2f} million parameters, batch {BATCH}, {options.rounds} rounds of {options.block} steps"
-    )
+    rounds = f"{options.rounds} rounds of {options.block} steps"
+    print(f"\n{name}: {numbers / 1e6:.2f} million parameters, batch {BATCH}, {rounds}")
     print(table(lines), flush=True)
     medians = {key: statistics.median(values) * 1e3 for key, values in seconds.items()}
     row = {

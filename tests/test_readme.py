@@ -54,7 +54,9 @@ def test_its_commands_parse():
     """Every `mpitrain ...` line of a shell block is accepted by the parser."""
     from mpitrain.cli import parse
 
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+    lines = [
+        line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()
+    ]
     commands = [re.sub(r"\s+#.*", "", line).split("mpitrain ", 1)[1] for line in lines if "mpitrain " in line]
     assert len(commands) >= 8
     import shlex

@@ -13,9 +13,10 @@ _DESCRIPTION = """\
 Make HDF5 shards from samples, and show what shards hold."""
 
 _PACK_DESCRIPTION = """\
-Pack samples into HDF5 shards DEST/train-00000.h5, ... and DEST/validate-00000.h5,
-... The samples are permuted by the seed and split. The same source and options
-give the same shards: a complete pack is left alone, an interrupted one redone."""
+Pack samples into HDF5 shards: DEST/train-00000.h5, ... and, for what is held
+back, DEST/validate-00000.h5, ... The samples are permuted by the seed and split.
+The same source and options give the same shards: a complete pack is left alone,
+an interrupted one redone."""
 
 _PACK_EPILOG = """\
 sources:
@@ -30,7 +31,7 @@ examples:
 
 _INFO_EPILOG = """\
 examples:
-  mpitrain data info "data/digits/*.h5"     with quotes: the pattern is ours to expand"""
+  mpitrain data info "data/digits/*.h5"    with quotes: mpitrain expands it"""
 
 
 def add_parser(commands: Any) -> None:

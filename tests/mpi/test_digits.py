@@ -30,7 +30,18 @@ def place(tmp_path_factory):
 )
 def test_digits(place, ranks, strategy, accuracy):
     run_dir = place / f"{strategy}-{ranks}"
-    command = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks), "train", JOB, "--strategy", strategy]
+    command = [
+        sys.executable,
+        "-m",
+        "mpitrain",
+        "launch",
+        "-n",
+        str(ranks),
+        "train",
+        JOB,
+        "--strategy",
+        strategy,
+    ]
     out = run_plain([*command, "--run-dir", str(run_dir), "--quiet"], cwd=place)
     assert FOM.match(out.strip().splitlines()[-1]), out
     result = json.loads((run_dir / "result.json").read_text())
@@ -44,7 +55,16 @@ def test_digits(place, ranks, strategy, accuracy):
 
 
 def test_simulate_writes_staleness(place):
-    options = ["--strategy", "async()", "--workers", "16", "--epochs", "2", "--run-dir", str(place / "virtual")]
+    options = [
+        "--strategy",
+        "async()",
+        "--workers",
+        "16",
+        "--epochs",
+        "2",
+        "--run-dir",
+        str(place / "virtual"),
+    ]
     command = [sys.executable, "-m", "mpitrain", "simulate", JOB, *options]
     run_plain(command, cwd=place, code=3)  # two epochs miss the target, and it says so
     result = json.loads((place / "virtual" / "result.json").read_text())
@@ -58,7 +78,18 @@ def test_synthetic_needs_no_data_and_stops_after_its_steps(tmp_path):
     for strategy, steps in (("allreduce", 7), ("async", 14)):
         run_dir = tmp_path / strategy
         ranks = "2" if strategy == "allreduce" else "3"
-        command = [sys.executable, "-m", "mpitrain", "launch", "-n", ranks, "train", JOB, "--strategy", strategy]
+        command = [
+            sys.executable,
+            "-m",
+            "mpitrain",
+            "launch",
+            "-n",
+            ranks,
+            "train",
+            JOB,
+            "--strategy",
+            strategy,
+        ]
         options = ["--synthetic", "--steps", "7", "--batch-size", "8", "--run-dir", str(run_dir), "--quiet"]
         run_plain([*command, *options], cwd=tmp_path)
         result = json.loads((run_dir / "result.json").read_text())

@@ -66,7 +66,9 @@ def test_state_restores_the_position_and_deals_unsettled_leases_again(
     again = Dealer(num_samples, num_epochs, batch_size)
     again.restore(json.loads(json.dumps(dealer.state())))
     rest = drain(again, iter(lambda: 2, None))
-    covered = sorted((lease.epoch, p) for lease in done + rest for p in range(lease.start, lease.start + lease.num_samples))
+    covered = sorted(
+        (lease.epoch, p) for lease in done + rest for p in range(lease.start, lease.start + lease.num_samples)
+    )
     assert covered == [(epoch, position) for epoch in range(num_epochs) for position in range(num_samples)]
 
 

@@ -26,10 +26,18 @@ class Run:
     def __init__(self, job):
         module, optimizer = build(job, None, torch.device("cpu"))
         model, reader = FlatModel(module, optimizer, 2), job.data.reader(None, 0)
-        self.stores = [ShardStore(model.layout, shard, model.frames[shard].body, optimizer) for shard in (0, 1)]
+        self.stores = [
+            ShardStore(model.layout, shard, model.frames[shard].body, optimizer) for shard in (0, 1)
+        ]
         dealer = Dealer(job.data.num_samples, job.epochs, job.batch_size)
         self.servers = [
-            Server(Async(servers=2), self.stores[shard], ROLES.workers, NullReport(), dealer if shard == 0 else None)
+            Server(
+                Async(servers=2),
+                self.stores[shard],
+                ROLES.workers,
+                NullReport(),
+                dealer if shard == 0 else None,
+            )
             for shard in (0, 1)
         ]
         self.replica = Replica(model, job.loss, reader.batch, reader.prefetch, 0, 2, shared=True)

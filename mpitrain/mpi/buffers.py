@@ -1,0 +1,209 @@
+"""The one guarded way from a tensor to an MPI message.
+
+The law of this file: every mpi4py call that touches a tensor gets it from here. Left alone, mpi4py takes a
+bfloat16 tensor for 16-bit integers and sums it into garbage without a word, and it cannot wait for the
+kernels that still write device memory. So dtypes come from a table, types that MPI cannot add are refused
+for reductions and travel as unsigned integers otherwise, layouts other than dense and contiguous are
+refused or copied, and device memory is waited for and, where this MPI cannot read it (`gpu.py`), staged
+through pinned host memory (`staging.py`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.gpu import gpu_aware
+from mpitrain.mpi.staging import Accelerator, Cuda, Pool
+
+IN_PLACE = MPI.IN_PLACE
+MAX_COUNT = 2**31 - 1  # MPI counts are C ints; collectives over more elements go in pieces (`pieces`)
+
+_ARITHMETIC: dict[torch.dtype, MPI.Datatype] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.bool: MPI.C_BOOL,
+}
+_CARRIERS = {2: torch.uint16, 1: torch.uint8}  # moved bit by bit: bfloat16, float16, the 8-bit floats
+
+
+class Message(list):
+    """An mpi4py message [memory, count, datatype] that keeps its tensor alive while MPI works on it."""
+
+    owner: torch.Tensor
+
+    def blocks(self, num_ranks: int) -> "Message":
+        """The same memory as equal blocks, one a rank, for Allgather and Alltoall.
+
+        mpi4py takes the count of a message for the count of one block there, and writes past the end
+        without a check.
+        """
+        memory, count, datatype = self
+        assert count % num_ranks == 0, (count, num_ranks)
+        message = Message([memory, count // num_ranks, datatype])
+        message.owner = self.owner
+        return message
+
+
+def as_buffer(tensor: torch.Tensor, *, reduction: bool = False) -> Message:
+    """The mpi4py message for a host tensor's own memory: no copy, MPI reads and writes the tensor itself.
+
+    With `reduction` MPI will calculate with it: bfloat16 and other types it cannot add are refused. Raises
+    TypeError for dtypes and layouts that cannot travel, ValueError for strided memory or more than 2^31-1
+    elements.
+    """
+    _check_layout(tensor)
+    if _accelerator.owns(tensor):
+        raise TypeError(
+            f"tensor on {tensor.device}: device memory needs buffers.lease(), which waits for its kernels"
+        )
+    flat = tensor.detach().view(-1)
+    carrier, datatype = _wire_type(tensor.dtype, reduction)
+    if carrier is not None:
+        flat = flat.view(carrier)
+    message = Message([flat.numpy(), flat.numel(), datatype])
+    message.owner = tensor
+    return message
+
+
+def _wire_type(dtype: torch.dtype, reduction: bool) -> tuple[torch.dtype | None, "MPI.Datatype"]:
+    """(carrier dtype or None, MPI datatype) for `dtype`."""
+    datatype = _ARITHMETIC.get(dtype)
+    if datatype is not None:
+        return None, datatype
+    carrier = _CARRIERS.get(dtype.itemsize) if dtype.is_floating_point else None
+    if carrier is None:
+        raise TypeError(f"{dtype} tensors cannot travel over MPI; convert to one of {_known()}")
+    if reduction:
+        raise TypeError(f"MPI cannot add {dtype} (it would sum the bits as integers); reduce in float32")
+    return carrier, _ARITHMETIC[carrier]
+
+
+def _known() -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _ARITHMETIC)
+
+
+def _check_layout(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(
+            f"a {tensor.layout} tensor of {tensor.dtype} cannot travel over MPI; make it dense first"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise TypeError(
+            "a lazily conjugated or negated tensor cannot travel over MPI; call resolve_conj()/resolve_neg()"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"strided tensor {tuple(tensor.shape)}, strides {tensor.stride()}: call .contiguous() first"
+        )
+    if tensor.numel() > MAX_COUNT:
+        raise ValueError(
+            f"{tensor.numel()} elements in one message, MPI counts up to {MAX_COUNT}: send it in pieces"
+        )
+
+
+def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The contiguous tensor as flat views of at most MAX_COUNT elements."""
+    return list(tensor.detach().view(-1).split(MAX_COUNT)) if tensor.numel() else []
+
+
+# ---- tensors of any place and layout
+
+_accelerator: Accelerator = Cuda()
+_pool = Pool(_accelerator)
+
+
+def use_accelerator(accelerator: Accelerator) -> None:
+    """Replace the device that staging serves (tests put a stand-in here)."""
+    global _accelerator, _pool
+    _accelerator, _pool = accelerator, Pool(accelerator)
+
+
+def on_device(tensor: torch.Tensor) -> bool:
+    """True if the tensor lies in device memory."""
+    return _accelerator.owns(tensor)
+
+
+def mark(tensor: torch.Tensor) -> Any:
+    """Call where the tensor is handed over: what was queued for it so far must finish before MPI looks at it."""
+    return _accelerator.mark(tensor) if _accelerator.owns(tensor) else None
+
+
+class Lease:
+    """A tensor lent to MPI. `memory` is what MPI works on: the tensor itself, or a host copy. `messages()` are its
+    mpi4py messages, `finish()` brings the results home when MPI is done."""
+
+    def __init__(self, memory: torch.Tensor, finish: Callable[[], None]):
+        self.memory = memory
+        self.finish = finish
+
+    def messages(self, *, reduction: bool = False) -> list[Message]:
+        """One message per MAX_COUNT elements; see `as_buffer` for what is refused."""
+        return [message_of(piece, reduction=reduction) for piece in pieces(self.memory)]
+
+
+def message_of(memory: torch.Tensor, *, reduction: bool = False) -> Message:
+    """The mpi4py message for (a piece of) leased memory, which may lie on a device that this MPI can read."""
+    if not _accelerator.owns(memory) or not gpu_aware()[0]:
+        return as_buffer(memory, reduction=reduction)
+    _check_layout(memory)
+    carrier, datatype = _wire_type(memory.dtype, reduction)
+    raw = MPI.buffer.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())
+    message = Message([raw, memory.numel(), datatype])
+    message.owner = memory
+    return message
+
+
+def lease(
+    tensor: torch.Tensor, *, reads: bool, writes: bool, after: Any = None, on_host: bool = False
+) -> Lease:
+    """Lend a tensor of any place and layout to MPI, in the thread that owns MPI.
+
+    `reads`: MPI reads its present contents. `writes`: MPI will write it, and `finish()` makes that visible
+    in `tensor`. `after` is what `mark(tensor)` gave in the thread that computed it. `on_host`: the caller
+    computes with the memory itself, so stage it even if this MPI can read device memory. A dense host
+    tensor costs nothing.
+    """
+    tensor = tensor.detach()
+    if not _accelerator.owns(tensor):
+        return _lease_host(tensor, writes)
+    _accelerator.reach(after if after is not None else _accelerator.mark(tensor))
+    if gpu_aware()[0] and tensor.is_contiguous() and not on_host:
+        return Lease(tensor, lambda: _accelerator.reach(_accelerator.mark(tensor)))
+    return _lease_staged(tensor, reads, writes)
+
+
+def _lease_host(tensor: torch.Tensor, writes: bool) -> Lease:
+    memory = tensor.contiguous()
+
+    def finish() -> None:
+        if writes and memory is not tensor:
+            tensor.copy_(memory)
+
+    return Lease(memory, finish)
+
+
+def _lease_staged(tensor: torch.Tensor, reads: bool, writes: bool) -> Lease:
+    num_bytes = tensor.numel() * tensor.element_size()
+    raw = _pool.take(num_bytes)
+    memory = raw[:num_bytes].view(tensor.dtype).view(tensor.shape)
+    if reads:
+        _accelerator.copy(memory, tensor)
+
+    def finish() -> None:
+        if writes:
+            _accelerator.copy(tensor, memory)
+        _pool.give(raw)
+
+    return Lease(memory, finish)

@@ -1,0 +1,170 @@
+"""How a rank ends when something went wrong: report first, then take the whole job down. Never a hang.
+
+What takes a job down depends on its launch (`reference/reliability.md`, sections 1 and 2b):
+
+    launch                      an exception left alone            so we plain mpirun, srun          the
+    other ranks wait for ever      MPI_Abort(exit code) mpirun --with-ft ulfm       MPI_Abort and exit(n)
+    hang         revoke the communicators, then SIGKILL ourselves:
+                                                                   the others' MPI calls fail and they end
+                                                                   likewise
+
+This holds for a plain console script; `python -m mpi4py`, which always calls MPI_Abort, would hang under
+ULFM. If MPI itself hangs while ending, the kernel's alarm clock ends the process, and a signal is noticed
+in every launch.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from mpitrain.errors import EXIT_ERROR, AgreedError, MpitrainError, UsageError
+from mpitrain.mpi.bindings import MPI
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
+
+_ALARM_S = 10
+_REVOKE_WAIT_S = 1.0
+_ending = threading.Lock()  # held for ever by the first thread that ends the job
+
+
+def install_hooks(runtime: "Runtime") -> None:
+    """Make any uncaught exception, in any thread of this process, end the whole job."""
+    main_before, thread_before, owner = sys.excepthook, threading.excepthook, os.getpid()
+
+    def on_main(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        interactive = runtime.size == 1 and hasattr(sys, "ps1")
+        if interactive or os.getpid() != owner:  # a forked child, such as a data loader's worker, is no rank
+            main_before(kind, error, trace)
+            return
+        end_job(runtime, error.with_traceback(trace))
+
+    def on_thread(args: threading.ExceptHookArgs) -> None:
+        if os.getpid() != owner or args.exc_value is None or issubclass(args.exc_type, SystemExit):
+            thread_before(args)
+            return
+        end_job(runtime, args.exc_value)
+
+    sys.excepthook = on_main
+    threading.excepthook = on_thread
+
+
+def exit_code(error: BaseException) -> int:
+    """What the process ends with: the error's own code if it is ours, 1 otherwise."""
+    return error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """True if this error only says that another rank has failed (MPI error classes of ULFM).
+
+    torch turns exceptions of a collective into a RuntimeError that keeps the text, so the text counts too.
+    """
+    if isinstance(error, MPI.Exception):
+        return error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+    return any(name in str(error) for name in ("MPI_ERR_PROC_FAILED", "MPI_ERR_REVOKED"))
+
+
+def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
+    """Report rank, role, step and traceback, then end the whole job with the error's exit code."""
+    if not _ending.acquire(blocking=False):
+        while True:  # another thread of this process is at it and will take us along
+            time.sleep(1)
+    code = exit_code(error)
+    if isinstance(error, AgreedError):  # rank 0 has told; all ranks are here, so an orderly end works
+        _set_alarm()
+        runtime.finish()
+        sys.stdout.flush()
+        os._exit(code)
+    report(runtime, error)
+    _set_alarm()
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        os._exit(code)
+    if runtime.size == 1:
+        MPI.Finalize()
+        os._exit(code)
+    if runtime.fault_tolerance == "ulfm":
+        _leave_ulfm(runtime, error)
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def report(runtime: "Runtime", error: BaseException) -> None:
+    """Write the error to stderr, every line tagged with the rank, and to run_dir/errors/rank-N.json.
+
+    A user's mistake and the loss of a peer tell all in their message; everything else comes with its
+    traceback.
+    """
+    trace = "".join(traceback.format_exception(error))
+    summary = f"mpitrain: {runtime.where()}: {type(error).__name__}: {error}"
+    _tell(runtime, summary if isinstance(error, UsageError) or is_lost_peer(error) else trace + summary)
+    if runtime.run_dir is None:
+        return
+    record = {
+        "rank": runtime.rank,
+        "role": runtime.role,
+        "step": runtime.step,
+        "host": socket.gethostname(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "type": type(error).__name__,
+        "message": str(error),
+        "exit_code": exit_code(error),
+        "traceback": trace,
+    }
+    try:
+        folder = Path(runtime.run_dir) / "errors"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank-{runtime.rank}.json").write_text(json.dumps(record, indent=1) + "\n")
+    except OSError as failure:  # a full disk must not keep the job alive
+        _tell(runtime, f"mpitrain: could not write the error report: {failure}")
+
+
+def _tell(runtime: "Runtime", text: str) -> None:
+    """To the process's stderr itself: torch.distributed lends hooks a sys.stderr that is lost when the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the pipe's reader is gone, or the stream is closed
+            stream.flush()
+    data = "".join(f"[rank {runtime.rank}] {line}\n" for line in text.splitlines()).encode(errors="replace")
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
+
+
+def _leave_ulfm(runtime: "Runtime", error: BaseException) -> NoReturn:
+    """Tell the others through MPI while we can, then end in a way that is noticed.
+
+    The rank where it went wrong dies by a signal, the one death that ULFM reports to everybody. A rank that
+    only heard of it exits with a code, so that mpirun's own exit code is not 0: it ignores ranks that died
+    by a signal.
+    """
+    engine = runtime.engine
+
+    def revoke() -> None:
+        for comm in (runtime.comm, *runtime.communicators):
+            if not comm.Is_revoked():
+                comm.Revoke()
+
+    with contextlib.suppress(MPI.Exception, TimeoutError):
+        if engine.owns_mpi:
+            revoke()
+        else:  # a communication thread that is busy gets a moment; our death is noticed all the same
+            engine.wait(engine.call(revoke), timeout_s=_REVOKE_WAIT_S)
+    if is_lost_peer(error):
+        os._exit(exit_code(error))
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def _set_alarm() -> None:
+    """Let the kernel end us if MPI hangs in what follows."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_ALARM_S)

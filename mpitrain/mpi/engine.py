@@ -1,0 +1,260 @@
+"""THE progress engine: post nonblocking operations, poll everything outstanding, tell whoever waits.
+
+The law of this file: **MPI is called from one thread**. Inline, that is the thread that calls `poll` and
+`wait` (a server's or worker's main thread). After `start_thread()` it is one daemon communication thread;
+every other thread queues to it and waits for an event. World and process group share this class, and a
+process has one engine (`Runtime.engine`).
+
+It never blocks in one operation while others are outstanding: a pipeline posts its receive before the
+matching send on both sides, so a queue that finishes one operation before the next would deadlock. Blocking
+collectives run only when every rank has arrived (`collective`): arrival is a nonblocking zero-byte barrier,
+polled like everything else, so a rank that waits for slower ones still moves its other messages and leaves
+the core to its own backward pass.
+
+Nothing hangs after an error: the operation that failed completes with `.error` set, and `wait` raises it;
+if the engine itself breaks (an exception in a callback on the communication thread), everything outstanding
+and everything posted later fails with that error.
+
+A receive buffer must be at least as long as its message. A message that is too long raises ERR_TRUNCATE
+when it is small, but Open MPI 5.0.11 crashes on a long one: send the length ahead, or use fixed lengths.
+"""
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpitrain.errors import UsageError
+from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.op import Op
+from mpitrain.mpi.progress import Progress
+from mpitrain.mpi.waiting import Backoff, give_way
+
+
+class Engine:
+    """Drives the nonblocking operations of one process over communicator `comm` (see the module's law)."""
+
+    def __init__(self, comm: "MPI.Comm"):
+        self.comm = comm
+        self._progress = Progress(self._notify)
+        self._backoff = Backoff()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._finished = threading.Condition()
+        self._broken: BaseException | None = None
+
+    # ---- posting
+
+    def isend(self, buffer: Any, dest: int, tag: int, comm: "MPI.Comm | None" = None) -> Op:
+        """Send `buffer` (a tensor, or anything mpi4py takes as a message) to rank `dest` of `comm`."""
+        op = Op("send", _message(buffer), dest, tag)
+        target = self.comm if comm is None else comm
+        return self._submit(op, lambda: self._progress.post(op, lambda: target.Isend(op.buffer, dest, tag)))
+
+    def irecv(
+        self, buffer: Any, source: int, tag: int, comm: "MPI.Comm | None" = None, passive: bool = False
+    ) -> Op:
+        """Receive into `buffer` from rank `source`. `passive`: it may never come, so it keeps nobody awake."""
+        if source == MPI.ANY_SOURCE:
+            raise ValueError(
+                "receive from each rank by its number: under ANY_SOURCE a dead peer cannot be told apart"
+            )
+        op = Op("receive", _message(buffer), source, tag, passive)
+        target = self.comm if comm is None else comm
+        return self._submit(op, lambda: self._progress.post(op, lambda: target.Irecv(op.buffer, source, tag)))
+
+    def call(self, function: Callable[[], Any]) -> Op:
+        """Run `function()` in the thread that owns MPI, in turn; inline that is here and now."""
+        op = Op("call")
+        return self._submit(op, lambda: self._progress.run(op, function))
+
+    def collective(self, function: Callable[[], Any], gate: "MPI.Comm") -> Op:
+        """Run the blocking collective `function()` once every rank of `gate` has arrived, in order of submission.
+
+        `gate` is a communicator over the same ranks that carries nothing but these arrivals. All its ranks
+        must submit their collectives in the same order, as MPI demands anyway.
+        """
+        op = Op("collective")
+        return self._submit(op, lambda: self._progress.line_up(op, function, gate))
+
+    def cancel(self, op: Op) -> None:
+        """Withdraw a receive that nothing has matched: it completes with `cancelled` set and a CancelledError."""
+        self._command(lambda: _withdraw(op))
+
+    # ---- waiting
+
+    def wait(self, *ops: Op, timeout_s: float | None = None) -> None:
+        """Return when all `ops` are done; raise the error of the first that fails, or TimeoutError naming the rest."""
+        try:
+            self.wait_any(lambda: any(op.error for op in ops) or all(op.done for op in ops), timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {', '.join(repr(op) for op in ops if not op.done)}") from None
+        for op in ops:
+            if op.error is not None:
+                raise op.error
+
+    def wait_any(self, predicate: Callable[[], Any], timeout_s: float | None = None) -> None:
+        """Return when `predicate()` holds; inline it is asked after every poll, else whenever something completes."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if self.owns_mpi:
+            while not predicate():
+                if not self.poll():
+                    self._check(deadline_s)
+                    self._backoff.pause(transferring=self._progress.num_awake > 0)
+            return
+        with self._finished:
+            while not predicate():
+                self._check(deadline_s)
+                self._finished.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+
+    def run(self, function: Callable[[], Any], gate: "MPI.Comm | None" = None) -> Any:
+        """`call`, or `collective` where a gate is given; waits and returns the function's result."""
+        op = self.call(function) if gate is None else self.collective(function, gate)
+        self.wait(op)
+        return op.result
+
+    # ---- polling
+
+    @property
+    def owns_mpi(self) -> bool:
+        """True in the thread that may call MPI: anybody's as long as no communication thread runs."""
+        return self._thread is None or threading.current_thread() is self._thread
+
+    @property
+    def outstanding(self) -> tuple[Op, ...]:
+        """What has been posted and is not done."""
+        return self._progress.outstanding()
+
+    def poll(self) -> int:
+        """Inline: test everything outstanding, complete what is finished, return how many that were."""
+        assert self.owns_mpi, "the communication thread polls; other threads wait"
+        num_done = self._progress.poll()
+        if num_done:
+            self._backoff.traffic()
+        return num_done
+
+    def _check(self, deadline_s: float | None) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            raise TimeoutError("the deadline passed while waiting for other ranks")
+
+    # ---- the communication thread
+
+    def start_thread(self) -> None:
+        """From now on one daemon thread owns MPI. It sleeps in its queue while nothing is outstanding.
+
+        Raises UsageError if this MPI was started without leave to be called from a second thread.
+        """
+        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+            raise UsageError(
+                "this MPI allows calls from the main thread only; set MPI4PY_RC_THREAD_LEVEL=serialized"
+            )
+        if self._thread is None:
+            self._stopping = False
+            self._thread = threading.Thread(target=self._serve, name="mpitrain-communication", daemon=True)
+            self._thread.start()
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Withdraw passive receives, finish everything else, end the thread; the caller then owns MPI again.
+
+        With a `timeout_s`, raises TimeoutError naming what other ranks have not answered by then.
+        """
+        thread = self._thread
+        self._command(self._wind_up)
+        if thread is None:
+            with contextlib.suppress(TimeoutError):
+                self.wait_any(lambda: not len(self._progress), timeout_s)
+        else:
+            thread.join(timeout_s)
+        if len(self._progress):
+            raise TimeoutError(f"no end within {timeout_s} s of {', '.join(map(repr, self.outstanding))}")
+        self._thread = None
+
+    def _wind_up(self) -> None:
+        self._stopping = True
+        for op in self.outstanding:
+            if op.passive:
+                _withdraw(op)
+
+    def _serve(self) -> None:
+        try:
+            while len(self._progress) or not self._stopping:
+                if not self._obey() and not self.poll():
+                    self._rest()
+        except (
+            BaseException
+        ) as error:  # a callback failed: whoever waits must hear of it, or the job would hang
+            self._break(error)
+
+    def _obey(self) -> int:
+        """Run the commands that other threads have queued; returns how many."""
+        num_commands = 0
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return num_commands
+            command()
+            num_commands += 1
+
+    def _rest(self) -> None:
+        """Sleep in the queue for as long as the pause law allows, so that a new command ends the nap."""
+        nap_s: float | None = None
+        if len(self._progress):
+            nap_s = 0.0 if self._progress.num_awake else self._backoff.nap_s()
+        if nap_s == 0.0:
+            give_way()
+            return
+        with contextlib.suppress(queue.Empty):
+            self._commands.get(timeout=nap_s)()
+
+    def _break(self, error: BaseException) -> None:
+        self._broken = error
+        self._progress.fail_all(error)
+        self._obey()
+
+    # ---- handing over to the thread that owns MPI
+
+    def _submit(self, op: Op, start: Callable[[], None]) -> Op:
+        def command() -> None:
+            if self._broken is None:
+                self._backoff.traffic()
+                start()
+            else:
+                self._progress.complete(op, self._broken)
+
+        self._command(command)
+        return op
+
+    def _command(self, command: Callable[[], None]) -> None:
+        if self.owns_mpi:
+            command()
+            return
+        self._commands.put(command)
+        if self._broken is not None:  # nobody serves the queue any more: fail what lies there ourselves
+            self._obey()
+
+    def _notify(self) -> None:
+        if self._thread is not None:
+            with self._finished:
+                self._finished.notify_all()
+
+
+def _withdraw(op: Op) -> None:
+    if op.request is not None:
+        op.request.Cancel()
+
+
+def _message(buffer: Any) -> Any:
+    """What mpi4py gets: tensors go through the one guarded function, everything else is the caller's message."""
+    torch = sys.modules.get("torch")  # no torch in this process, no tensor
+    if torch is None or not isinstance(buffer, torch.Tensor):
+        return buffer
+    from mpitrain.mpi.buffers import as_buffer
+
+    return as_buffer(buffer)

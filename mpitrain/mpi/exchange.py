@@ -1,0 +1,68 @@
+"""JSON between ranks: a few small objects at start-up and at the end, never a gradient.
+
+The law of this file: **no pickle on the wire**. A pickled message can run code on the rank that receives it
+(`reference/reliability.md`, 2i), so objects travel as JSON bytes through uppercase buffer calls, and mpi4py's
+lowercase calls, should anybody use them, are given the same JSON pair.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from mpitrain.mpi.bindings import MPI
+
+_CHUNK_BYTES = 1 << 30  # MPI counts are 32-bit integers
+
+
+def to_bytes(value: Any) -> bytes:
+    """JSON text in UTF-8; TypeError for what JSON does not know."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def from_bytes(data: Any) -> Any:
+    """The object that `to_bytes` wrote; `data` is anything with the buffer protocol."""
+    return json.loads(bytes(data))
+
+
+def forbid_pickle() -> None:
+    """Give mpi4py's lowercase calls JSON in place of pickle."""
+    MPI.pickle.__init__(to_bytes, from_bytes)  # type: ignore[misc]  # mpi4py's documented way to swap it
+
+
+def share(comm: "MPI.Comm", value: Any) -> Any:
+    """Collective: rank 0's `value` on every rank (a JSON copy on rank 0 too, so that all hold the same types)."""
+    data = bytearray(to_bytes(value)) if comm.rank == 0 else bytearray()
+    length = np.array([len(data)], dtype=np.int64)
+    comm.Bcast(length, root=0)
+    if comm.rank != 0:
+        data = bytearray(int(length[0]))
+    view = memoryview(data)
+    for start in range(0, len(data), _CHUNK_BYTES):
+        comm.Bcast([view[start : start + _CHUNK_BYTES], MPI.BYTE], root=0)
+    return from_bytes(data)
+
+
+def gather(comm: "MPI.Comm", value: Any) -> list[Any] | None:
+    """Collective: the values of all ranks, in rank order, on rank 0; None elsewhere. 2 GB in all at most."""
+    data = to_bytes(value)
+    lengths = np.zeros(comm.size, dtype=np.int64)
+    comm.Gather(np.array([len(data)], dtype=np.int64), lengths, root=0)
+    joined = np.empty(int(lengths.sum()), dtype=np.uint8) if comm.rank == 0 else None
+    comm.Gatherv([data, MPI.BYTE], [joined, lengths.tolist(), MPI.BYTE] if comm.rank == 0 else None, root=0)
+    return None if joined is None else _split(joined, lengths)
+
+
+def allgather(comm: "MPI.Comm", value: Any) -> list[Any]:
+    """Collective: the values of all ranks, in rank order, on every rank. 2 GB in all at most."""
+    data = to_bytes(value)
+    lengths = np.zeros(comm.size, dtype=np.int64)
+    comm.Allgather(np.array([len(data)], dtype=np.int64), lengths)
+    joined = np.empty(int(lengths.sum()), dtype=np.uint8)
+    comm.Allgatherv([data, MPI.BYTE], [joined, lengths.tolist(), MPI.BYTE])
+    return _split(joined, lengths)
+
+
+def _split(joined: "np.ndarray", lengths: "np.ndarray") -> list[Any]:
+    ends = lengths.cumsum().tolist()
+    return [from_bytes(joined[end - length : end]) for end, length in zip(ends, lengths.tolist())]

@@ -1,0 +1,61 @@
+"""One outstanding operation of the progress engine: what everybody who posts gets in hand.
+
+Only the polling thread completes an Op; everybody may look at it. This file knows no MPI.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Op:
+    """A send, a receive, a call or a collective that is under way.
+
+    `done` turns True once, after every other field is set: `error` is None or the exception, `result` is
+    what a call returned, and for receives `status_bytes`, `source` and `tag` tell what arrived.
+    """
+
+    __slots__ = (
+        "buffer", "callbacks", "cancelled", "done", "error", "kind", "passive", "peer", "request", "result", "source",
+        "status_bytes", "tag",
+    )  # fmt: skip
+
+    def __init__(self, kind: str, buffer: Any = None, peer: int = -1, tag: int = -1, passive: bool = False):
+        self.kind = kind
+        self.buffer = buffer  # kept alive until MPI is done with it
+        self.peer = peer
+        self.tag = tag
+        self.passive = passive
+        self.request: Any = None
+        self.done = False
+        self.cancelled = False
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self.source = peer
+        self.status_bytes = 0
+        self.callbacks: list[Callable[[Op], None]] = []
+
+    def __repr__(self) -> str:
+        state = f"failed: {self.error!r}" if self.error else "done" if self.done else "outstanding"
+        way = "to" if self.kind == "send" else "from"
+        where = f" {way} rank {self.peer}, tag {self.tag}" if self.peer != -1 else ""
+        return f"<{self.kind}{where}: {state}>"
+
+    def then(self, callback: "Callable[[Op], None]") -> "Op":
+        """Have `callback(op)` called once when this is done, in the polling thread; returns the Op itself.
+
+        Set it before the next poll: on an Op that is already done the callback runs at once, in the calling
+        thread.
+        """
+        self.callbacks.append(callback)
+        if self.done:
+            self.run_callbacks()
+        return self
+
+    def run_callbacks(self) -> None:
+        """Call what `then` left here. Whoever takes a callback out of the list calls it, so each runs once."""
+        while self.callbacks:
+            try:
+                callback = self.callbacks.pop(0)
+            except IndexError:  # the other thread was faster
+                return
+            callback(self)

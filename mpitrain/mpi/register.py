@@ -1,0 +1,85 @@
+"""Makes torch.distributed know the backend "mpi4py", without importing torch or MPI to do so.
+
+The law of this file: stdlib only at import, because `import mpitrain` (and so `mpitrain --help`) runs it.
+If torch.distributed is loaded already, the backend is registered at once; otherwise a finder on
+sys.meta_path waits for its import and registers then. mpi4py is imported when a process group is made.
+
+A script that says `torch.distributed.init_process_group("mpi4py")` and nothing else means the ranks that
+MPI started. torch would ask the environment for MASTER_ADDR and ports, and lets only its own "mpi" backend
+do without, so `init_process_group` is wrapped: for this backend, where neither store nor init_method is
+given, rank and world size come from MPI and no port is opened. Every other call passes through unchanged.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+BACKEND = "mpi4py"
+_TARGET = "torch.distributed"
+
+
+def register_backend_lazily() -> None:
+    """Register now if torch.distributed is there, else as soon as it is imported. Safe to call twice."""
+    module = sys.modules.get(_TARGET)
+    if module is not None and hasattr(module, "Backend"):
+        register()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def register() -> None:
+    """Register the backend with torch.distributed (imports it). Safe to call twice."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or BACKEND in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    wrapped = _ask_mpi(dist.init_process_group)
+    dist.init_process_group = dist.distributed_c10d.init_process_group = wrapped
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from mpitrain.mpi.process_group import create
+
+    return create(options, backend_options)
+
+
+def _ask_mpi(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        told = args or any(kwargs.get(name) is not None for name in ("init_method", "store"))
+        if str(backend).lower() != BACKEND or told:
+            original(backend, *args, **kwargs)
+            return
+        from mpitrain.mpi.process_group import rendezvous
+
+        original(backend, **{**kwargs, **rendezvous()})
+
+    return init_process_group
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it lets the others find torch.distributed and registers after the module has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Wrap the loader of torch.distributed, once; None for every other module."""
+        if name != _TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                register()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

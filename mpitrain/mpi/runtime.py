@@ -1,0 +1,194 @@
+"""One MPI process: who it is among the others, what all ranks agree on, how it ends in order.
+
+The law of this file: every collective waits for the slowest rank in the progress engine, not inside MPI, so signals
+are seen and no core is burnt; and all ranks call the same collectives in the same order. How MPI is started is told in
+`bindings.py`, how a job ends after an error in `ending.py`.
+"""
+
+import atexit
+import os
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError
+from mpitrain.mpi import ending, exchange
+from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.places import name_ranks, node_indices
+
+_runtime: "Runtime | None" = None
+
+
+def start() -> "Runtime":
+    """This process's runtime, made on the first call, which is collective over all ranks.
+
+    Sets exception hooks that end the whole job and an orderly end at exit.
+    """
+    global _runtime
+    if _runtime is None:
+        _runtime = Runtime()
+    return _runtime
+
+
+class Runtime:
+    """This process among the others; made by `start()` only.
+
+    `comm` (a duplicate of COMM_WORLD with errors returned as exceptions), `rank`, `size`; `nodes[r]` is the
+    index of the node of rank r, `num_nodes`, `local_rank` (this rank among those of its node); `library`,
+    `thread_level`, `fault_tolerance` ("ulfm" or "none"); `engine`, the process's only progress engine.
+    Whoever runs a role keeps `role` and `step` up to date and sets `run_dir`: errors are reported with
+    them.
+    """
+
+    def __init__(self) -> None:
+        self.role = ""
+        self.step = -1
+        self.run_dir: Path | None = None
+        self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
+        self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
+        self._gate: MPI.Intracomm = self.comm.Dup()
+        self.communicators: list[MPI.Comm] = [self._gate]  # more to revoke when the job ends under ULFM
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
+        self.thread_level = _thread_level()
+        self.fault_tolerance = fault_tolerance()
+        exchange.forbid_pickle()
+        self.engine: Engine = Engine(self.comm)
+        ending.install_hooks(self)
+        atexit.register(self.finish)
+        names = self.allgather(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+        self.nodes = node_indices(names)
+        self.num_nodes = max(self.nodes) + 1
+        self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
+
+    def where(self) -> str:
+        """ "rank 2 (worker, step 41)", as far as it is known."""
+        known = [self.role] if self.role else []
+        known += [f"step {self.step}"] if self.step >= 0 else []
+        return f"rank {self.rank}" + (f" ({', '.join(known)})" if known else "")
+
+    # ---- what all ranks tell each other (collective: every rank calls, in the same order)
+
+    def together(self, function: Callable[[], Any]) -> Any:
+        """Run the blocking collective `function()` when every rank has come here; returns its result."""
+        return self.engine.run(function, self._gate)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.together(lambda: None)
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank; the other ranks' argument is ignored."""
+        return self.together(lambda: exchange.share(self.comm, value))
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The JSON values of all ranks in rank order, on rank 0; None elsewhere."""
+        return self.together(lambda: exchange.gather(self.comm, value))
+
+    def allgather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks in rank order, on every rank."""
+        return self.together(lambda: exchange.allgather(self.comm, value))
+
+    def agree(self, error: Exception | None) -> None:
+        """Return if no rank brings an error; otherwise rank 0 prints each once and every rank raises AgreedError.
+
+        Everybody then leaves together, with the exit code of the lowest rank that failed.
+        """
+        brought = self.allgather(None if error is None else _describe(error))
+        failed = {rank: told for rank, told in enumerate(brought) if told is not None}
+        if not failed:
+            return
+        groups: dict[tuple[str, str], list[int]] = {}
+        for rank, told in failed.items():
+            groups.setdefault((told["text"], told["trace"]), []).append(rank)
+        texts = [f"{name_ranks(ranks, self.size)}: {text}" for (text, _), ranks in groups.items()]
+        traces = [trace for _, trace in groups]
+        code = next(iter(failed.values()))["exit_code"]
+        self._leave_together([trace + f"mpitrain: {text}" for trace, text in zip(traces, texts)], code)
+
+    def compare(self, values: Mapping[str, Any]) -> None:
+        """Return if `values` (name -> JSON value) is the same on all ranks; otherwise all raise AgreedError (exit 2)
+        after rank 0 has named each field that differs and which ranks hold which value."""
+        brought = self.allgather(dict(values))
+        lines = []
+        for name in dict.fromkeys(name for each in brought for name in each):
+            groups: dict[str, list[int]] = {}
+            for rank, each in enumerate(brought):
+                groups.setdefault(repr(each[name]) if name in each else "absent", []).append(rank)
+            if len(groups) > 1:
+                held = zip(_excerpts(list(groups)), groups.values())
+                lines.append(
+                    f"  {name}: " + "; ".join(f"{text} on {name_ranks(r, self.size)}" for text, r in held)
+                )
+        if lines:
+            head = (
+                "mpitrain: UsageError: the ranks were started differently; give all of them the same options"
+            )
+            self._leave_together([head, *lines], EXIT_USAGE)
+
+    def _leave_together(self, lines: list[str], code: int) -> NoReturn:
+        text = "\n".join(lines)
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+        raise AgreedError(text, code)
+
+    # ---- the end
+
+    def end_job(self, error: BaseException) -> NoReturn:
+        """Report `error` with rank, role and step, and end the whole job with its exit code (`ending.py`)."""
+        ending.end_job(self, error)
+
+    def finish(self) -> None:
+        """The orderly end: finish what is under way, wait for every rank, finalize MPI. Safe to call twice."""
+        if MPI.Is_finalized():
+            return
+        self.engine.stop()
+        self.barrier()
+        MPI.Finalize()
+
+
+def fault_tolerance() -> str:
+    """ "ulfm" if this launch tolerates failures. The launch decides, not the library: without `--with-ft ulfm` the
+    same calls exist as stand-ins that do nothing."""
+    asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
+    asked = asked or os.environ.get("MPITRAIN_FT") == "ulfm"
+    return "ulfm" if asked and MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN else "none"
+
+
+def _thread_level() -> str:
+    levels = ("single", "funneled", "serialized", "multiple")
+    values = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    level = levels[values.index(MPI.Query_thread())]
+    if level == "multiple" and MPI.COMM_WORLD.rank == 0:
+        warnings.warn(
+            "MPI was started with THREAD_MULTIPLE before mpitrain could ask for less; with that Open MPI's TCP"
+            " transport deadlocks when a peer dies. Import mpitrain's parts before mpi4py.MPI, or set"
+            " MPI4PY_RC_THREAD_LEVEL=serialized",
+            stacklevel=4,
+        )
+    return level
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    """For errors that are not ours the traceback is the message; ours say what is wrong by themselves."""
+    ours = isinstance(error, MpitrainError)
+    return {
+        "text": f"{type(error).__name__}: {error}",
+        "trace": "" if ours else "".join(traceback.format_exception(error)),
+        "exit_code": error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR,
+    }
+
+
+def _excerpts(texts: list[str], width: int = 100) -> list[str]:
+    """Different texts, cut to `width` characters around the first place where they differ."""
+    shared = len(os.path.commonprefix(texts))
+    start = max(0, shared - width // 2) if max(map(len, texts)) > width else 0
+    cut = [text[start : start + width] for text in texts]
+    return [
+        "..." * (start > 0) + piece + "..." * (start + width < len(text)) for piece, text in zip(cut, texts)
+    ]

@@ -1,0 +1,83 @@
+"""Device tensors by way of host memory: reused pinned buffers, and the waiting that MPI cannot do itself.
+
+The law of this file: MPI sees memory only after the kernels that write it have finished, and nobody sees a
+received tensor before the copy back has. Both waits are host waits, on an event and on our own copy stream:
+MPI's own calls know no streams. Used only by the thread that owns MPI, so it has no locks. Not run on a GPU
+so far; the tests run it with a stand-in for `Cuda`.
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Accelerator(Protocol):
+    """What staging needs of a device; `Cuda` is the real one."""
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor lies in this device's memory."""
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """A new host buffer (uint8) the device copies from and to at full speed."""
+
+    def mark(self, tensor: torch.Tensor) -> Any:
+        """A mark behind everything queued so far on the calling thread's current stream of the tensor's device."""
+
+    def reach(self, mark: Any) -> None:
+        """Wait on the host until the device has come to `mark`."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between host and device and wait on the host until it is done."""
+
+
+class Cuda:
+    """torch.cuda (and ROCm, which torch gives the same name): one copy stream per device."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """True for CUDA tensors."""
+        return tensor.is_cuda
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Page-locked host memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self, tensor: torch.Tensor) -> Any:
+        """An event recorded on the current stream of the tensor's device."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(tensor.device))
+        return event
+
+    def reach(self, mark: Any) -> None:
+        """Block the host until the event has happened."""
+        mark.synchronize()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on our own stream, so that it does not queue behind the next kernels of the backward pass."""
+        device = target.device if target.is_cuda else source.device
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+
+class Pool:
+    """Pinned buffers by size, in powers of two: pinning costs far more than the copy, so they are kept for ever."""
+
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator = accelerator
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """A uint8 buffer of at least `num_bytes`; give it back with `give`."""
+        size = 1 << max(num_bytes - 1, 4095).bit_length()
+        free = self._free.get(size)
+        return free.pop() if free else self._accelerator.pinned(size)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Return a buffer that `take` gave."""
+        self._free.setdefault(buffer.numel(), []).append(buffer)

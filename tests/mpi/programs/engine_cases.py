@@ -1,0 +1,285 @@
+"""The progress engine on real ranks: the same cases inline and with the communication thread."""
+
+import threading
+from concurrent.futures import CancelledError
+
+import numpy as np
+
+from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine import Engine
+from tests.mpi.cases import run_cases
+
+SIZES = (
+    0,
+    1,
+    1000,
+    70_000,
+    1_000_003,
+    20_000_000,
+)  # eager and rendezvous, odd, and larger than a pipeline's depth
+DEADLINE_S = 30.0
+
+
+def pattern(size, *key):
+    """Bytes that no other message has."""
+    return np.random.default_rng([size, *key]).integers(0, 256, size, dtype=np.uint8)
+
+
+def both_ways(case):
+    """Run a case inline, then with the thread; each with an engine of its own."""
+
+    def run(rt):
+        for threaded in (False, True):
+            engine = Engine(rt.comm)
+            if threaded:
+                engine.start_thread()
+            rt.step = int(threaded)
+            case(rt, engine)
+            engine.stop(DEADLINE_S)
+            assert not engine.outstanding
+            rt.barrier()
+
+    return run
+
+
+@both_ways
+def case_ring_of_all_sizes(rt, engine):
+    """Everybody sends to the next and receives from the one before, all sizes at once; receives posted first."""
+    after, before = (rt.rank + 1) % rt.size, (rt.rank - 1) % rt.size
+    inbox = {size: np.zeros(size, np.uint8) for size in SIZES}
+    receives = [engine.irecv(inbox[size], before, tag) for tag, size in enumerate(SIZES)]
+    sends = [engine.isend(pattern(size, rt.rank), after, tag) for tag, size in enumerate(SIZES)]
+    engine.wait(*receives, *sends, timeout_s=DEADLINE_S)
+    for op, size in zip(receives, SIZES):
+        assert op.done and op.error is None and op.status_bytes == size and op.source == before
+        assert np.array_equal(inbox[size], pattern(size, before)), size
+
+
+@both_ways
+def case_short_message_tells_its_length(rt, engine):
+    """A message shorter than the buffer is told by status_bytes; what lay behind it is untouched."""
+    if rt.rank == 0:
+        engine.wait(engine.isend(b"abc", 1, 5), timeout_s=DEADLINE_S)
+    if rt.rank == 1:
+        buffer = bytearray(b"........")
+        op = engine.irecv(buffer, 0, 5)
+        engine.wait(op, timeout_s=DEADLINE_S)
+        assert (op.status_bytes, bytes(buffer)) == (3, b"abc.....")
+
+
+@both_ways
+def case_callbacks_run_once_in_the_polling_thread(rt, engine):
+    """`then` before and after completion; callbacks may post more (here: an echo of an echo)."""
+    peer = rt.rank ^ 1
+    if peer >= rt.size:
+        return
+    calls, inbox, second = [], bytearray(1), bytearray(1)
+    later = []
+
+    def on_first(op):
+        calls.append(threading.current_thread().name)
+        later.append(engine.isend(bytes(inbox), peer, 8))
+        later.append(engine.irecv(second, peer, 8))
+
+    engine.irecv(inbox, peer, 7).then(on_first)
+    first = engine.isend(bytes([rt.rank]), peer, 7)
+    engine.wait(first, timeout_s=DEADLINE_S)
+    engine.wait_any(lambda: len(later) == 2 and all(op.done for op in later), DEADLINE_S)
+    wanted = "MainThread" if engine.owns_mpi else "mpitrain-communication"
+    assert calls == [wanted]
+    assert (inbox[0], second[0]) == (peer, rt.rank)
+    first.then(lambda op: calls.append("late"))
+    assert calls == [wanted, "late"]
+
+
+@both_ways
+def case_many_outstanding_complete_each_once(rt, engine):
+    """A hundred small messages from every peer, posted in one order and received in another."""
+    peers = [rank for rank in range(rt.size) if rank != rt.rank]
+    inbox = {(peer, tag): np.zeros(1, np.int64) for peer in peers for tag in range(100)}
+    done = []
+    receives = [
+        engine.irecv(inbox[key], *key).then(lambda op: done.append((op.peer, op.tag))) for key in inbox
+    ]
+    sends = [
+        engine.isend(np.array([rt.rank * 1000 + tag]), peer, tag)
+        for peer in peers
+        for tag in reversed(range(100))
+    ]
+    engine.wait(*receives, *sends, timeout_s=DEADLINE_S)
+    assert sorted(done) == sorted(inbox)
+    assert all(int(inbox[peer, tag][0]) == peer * 1000 + tag for peer, tag in inbox)
+
+
+@both_ways
+def case_cancelled_receive_completes_and_consumes_nothing(rt, engine):
+    """A withdrawn receive raises CancelledError where it is waited for, and the message goes to the next one."""
+    peer = (rt.rank + 1) % rt.size
+    other = (rt.rank - 1) % rt.size
+    buffer, unused = bytearray(4), bytearray(4)
+    op = engine.irecv(unused, peer, 9, passive=True)
+    engine.cancel(op)
+    try:
+        engine.wait(op, timeout_s=DEADLINE_S)
+    except CancelledError as error:
+        assert op.cancelled and f"rank {peer}" in str(error)
+    else:
+        raise AssertionError("wait returned for a withdrawn receive")
+    engine.run(rt.comm.Barrier)
+    sent = engine.isend(b"kept", other, 9)
+    op = engine.irecv(buffer, peer, 9)
+    engine.wait(op, sent, timeout_s=DEADLINE_S)
+    assert bytes(buffer) == b"kept" and bytes(unused) == bytes(4)
+
+
+@both_ways
+def case_stop_withdraws_passive_receives(rt, engine):
+    """Listening for what never comes does not keep a job from ending."""
+    op = engine.irecv(bytearray(8), (rt.rank + 1) % rt.size, 10, passive=True)
+    engine.stop(DEADLINE_S)
+    assert op.done and op.cancelled
+
+
+@both_ways
+def case_timeout_names_what_is_missing(rt, engine):
+    """A deadline that passes raises TimeoutError with rank and tag, and the receive is still good afterwards."""
+    buffer, peer = bytearray(1), (rt.rank + 1) % rt.size
+    op = engine.irecv(buffer, peer, 11)
+    try:
+        engine.wait(op, timeout_s=0.05)
+    except TimeoutError as error:
+        assert f"from rank {peer}, tag 11" in str(error), error
+    else:
+        raise AssertionError("nothing was sent, yet the wait returned")
+    engine.run(rt.comm.Barrier)
+    engine.wait(engine.isend(b"x", (rt.rank - 1) % rt.size, 11), op, timeout_s=DEADLINE_S)
+    assert buffer == b"x"
+
+
+@both_ways
+def case_errors_reach_the_waiting_and_spare_the_others(rt, engine):
+    """A wrong rank and a message that is too long fail their own operation; the engine goes on."""
+    wrong = engine.isend(b"", rt.size, 1)
+    try:
+        engine.wait(wrong, timeout_s=DEADLINE_S)
+    except MPI.Exception as error:
+        assert error.Get_error_class() == MPI.ERR_RANK
+    else:
+        raise AssertionError("a send to nobody succeeded")
+    peer = rt.rank ^ 1
+    if peer < rt.size:
+        short, fine = bytearray(2), bytearray(4)
+        ops = [engine.irecv(short, peer, 12), engine.irecv(fine, peer, 13)]
+        sends = [engine.isend(b"long", peer, 12), engine.isend(b"fine", peer, 13)]
+        engine.wait(ops[1], *sends, timeout_s=DEADLINE_S)
+        assert bytes(fine) == b"fine"
+        try:
+            engine.wait(ops[0], timeout_s=DEADLINE_S)
+        except MPI.Exception as error:
+            assert error.Get_error_class() == MPI.ERR_TRUNCATE
+        else:
+            raise AssertionError("a message was cut off silently")
+    failed = engine.call(lambda: 1 // 0)
+    try:
+        engine.wait(failed, timeout_s=DEADLINE_S)
+    except ZeroDivisionError:
+        assert engine.run(lambda: 42) == 42
+    else:
+        raise AssertionError("the call's exception was lost")
+
+
+@both_ways
+def case_collective_waits_in_the_engine_not_in_mpi(rt, engine):
+    """A rank that waits in a collective still answers messages: the late rank comes only after it has its answer."""
+    if rt.rank == rt.size - 1:
+        answer = bytearray(1)
+        ops = [engine.isend(b"?", 0, 14), engine.irecv(answer, 0, 15)]
+        engine.wait(*ops, timeout_s=DEADLINE_S)  # rank 0 is in the collective already, or soon will be
+        assert answer == b"!"
+    question, replies = bytearray(1), []
+    if rt.rank == 0:
+        engine.irecv(question, rt.size - 1, 14).then(
+            lambda op: replies.append(engine.isend(b"!", rt.size - 1, 15))
+        )
+    total = np.array([rt.rank + 1.0])
+    ops = [engine.collective(lambda: rt.comm.Allreduce(MPI.IN_PLACE, total), rt._gate)]
+    ops.append(engine.collective(lambda: rt.comm.Allreduce(MPI.IN_PLACE, total), rt._gate))
+    engine.wait(*ops, timeout_s=DEADLINE_S)
+    assert total[0] == rt.size * rt.size * (rt.size + 1) / 2
+    engine.wait(*replies, timeout_s=DEADLINE_S)
+
+
+@both_ways
+def case_collectives_keep_the_order_of_submission(rt, engine):
+    """Ten collectives submitted at once run in order on every rank; one that fails does not hold up the rest."""
+    order, ops = [], []
+
+    def body(k):
+        order.append(k)
+        if k == 4:
+            raise ValueError(f"planted {k}")
+        rt.comm.Barrier()
+        return k
+
+    for k in range(10):
+        ops.append(engine.collective(lambda k=k: body(k), rt._gate))
+    for k, op in enumerate(ops):
+        try:
+            engine.wait(op, timeout_s=DEADLINE_S)
+            assert op.result == k
+        except ValueError as error:
+            assert (k, str(error)) == (4, "planted 4")
+    assert order == list(range(10))
+    assert isinstance(ops[4].error, ValueError)
+
+
+def case_a_broken_callback_fails_everybody_who_waits(rt):
+    """On the thread there is nobody to raise to, so everything outstanding and everything new gets the error."""
+    engine = Engine(rt.comm)
+    engine.start_thread()
+    never = engine.irecv(bytearray(1), (rt.rank + 1) % rt.size, 16)
+
+    def broken(op):
+        raise KeyError("planted in a callback")
+
+    engine.call(lambda: None).then(broken)
+    for op in (never, engine.call(lambda: None)):
+        try:
+            engine.wait(op, timeout_s=DEADLINE_S)
+        except KeyError as error:
+            assert "planted in a callback" in str(error)
+        else:
+            raise AssertionError("the engine is broken, yet the wait returned")
+    rt.barrier()
+    rt.comm.Send(b"0", (rt.rank - 1) % rt.size, 16)  # what the abandoned receive still takes
+
+
+def case_inline_callback_errors_reach_the_caller(rt):
+    """Inline, a callback's exception comes out of the poll that ran it, and the engine goes on."""
+    engine = Engine(rt.comm)
+    peer, other, first, second = (rt.rank + 1) % rt.size, (rt.rank - 1) % rt.size, bytearray(1), bytearray(1)
+    engine.irecv(first, peer, 17).then(lambda op: 1 // 0)
+    good = engine.irecv(second, peer, 18)
+    sends = [engine.isend(b"a", other, 17), engine.isend(b"b", other, 18)]
+    raised = []
+    while not raised:
+        try:
+            engine.poll()
+        except ZeroDivisionError as error:
+            raised.append(error)
+    engine.wait(good, *sends, timeout_s=DEADLINE_S)
+    assert (first, second) == (b"a", b"b") and not engine.outstanding
+
+
+def case_any_source_is_refused(rt):
+    """A dead peer cannot be told apart under ANY_SOURCE."""
+    try:
+        rt.engine.irecv(bytearray(1), MPI.ANY_SOURCE, 1)
+    except ValueError as error:
+        assert "by its number" in str(error)
+    else:
+        raise AssertionError("accepted")
+
+
+if __name__ == "__main__":
+    run_cases(globals())

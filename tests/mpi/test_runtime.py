@@ -1,0 +1,37 @@
+"""The runtime (`programs/runtime_cases.py`), and the pure functions beside it."""
+
+import pytest
+
+from mpitrain.mpi.places import name_ranks, node_indices
+from tests.mpi.cases import assert_passed, case_names, launch
+
+
+@pytest.fixture(scope="module")
+def result():
+    return launch(3, "runtime_cases")
+
+
+@pytest.mark.parametrize("case", case_names("runtime_cases"))
+def test_runtime(result, case):
+    assert_passed(result, case)
+
+
+def test_launch_ends_cleanly(result):
+    result.check()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([2], "rank 2"),
+        ([0, 1, 2, 6], "ranks 0-2, 6"),
+        ([1, 3, 4], "ranks 1, 3-4"),
+        (list(range(8)), "all ranks"),
+    ],
+)
+def test_ranks_are_named_in_runs(ranks, text):
+    assert name_ranks(ranks, 8) == text
+
+
+def test_nodes_are_numbered_as_the_ranks_meet_them():
+    assert node_indices(["b", "a", "b", "c", "a"]) == (0, 1, 0, 2, 1)

