@@ -107,7 +107,8 @@ class _Simulation:
             servers = [
                 Server(
                     self.strategy, ShardStore(model.layout, shard, model.frames[shard].body, optimizer),
-                    self.roles.workers, log if shard == 0 else NullReport(), dealer if shard == 0 else None, job.on_nonfinite,
+                    self.roles.workers, log if shard == 0 else NullReport(),
+                    dealer if shard == 0 else None, job.on_nonfinite,
                 )
                 for shard in range(len(self.roles.servers))
             ]  # fmt: skip

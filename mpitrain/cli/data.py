@@ -14,9 +14,9 @@ Make HDF5 shards from samples, and show what shards hold."""
 
 _PACK_DESCRIPTION = """\
 Pack samples into HDF5 shards: DEST/train-00000.h5, ... and, for what is held
-back, DEST/validate-00000.h5, ... The samples are permuted by the seed and split.
-The same source and options give the same shards: a complete pack is left alone,
-an interrupted one redone."""
+back, DEST/validate-00000.h5, ... The samples are permuted by the seed, then
+split. The same source and options give the same shards: a complete pack is
+left alone, an interrupted one redone."""
 
 _PACK_EPILOG = """\
 sources:

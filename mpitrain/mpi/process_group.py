@@ -13,18 +13,18 @@ job).
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
-from torch.futures import Future
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi import buffers, reduction
 from mpitrain.mpi.register import BACKEND, register
 from mpitrain.mpi.runtime import Runtime, start
+from mpitrain.mpi.work import MpiWork
 
 if TYPE_CHECKING:
     from mpitrain.mpi.bindings import MPI
@@ -52,15 +52,15 @@ def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
             f"torch.distributed was told rank {options.group_rank} of {options.group_size}, but MPI started this"
             f" process as rank {runtime.rank} of {runtime.size}; leave rank and world_size out, or start all by mpirun"
         )
-    return MpiProcessGroup(runtime, ranks)
+    return MpiProcessGroup(runtime, ranks, options.timeout)
 
 
 class MpiProcessGroup(dist.ProcessGroup):
     """A process group over the given ranks of the world; made by torch.distributed through `create`."""
 
-    def __init__(self, runtime: Runtime, ranks: Sequence[int]):
+    def __init__(self, runtime: Runtime, ranks: Sequence[int], timeout: timedelta):
         super().__init__(ranks.index(runtime.rank), len(ranks))  # type: ignore[call-arg]
-        self._runtime = runtime
+        self._runtime, self._timeout = runtime, timeout
         self._engine = runtime.engine
         self._name = self._desc = ""
         self._engine.start_thread()
@@ -102,7 +102,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # ---- collectives
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:  # type: ignore[override]
         """Reduce each tensor over all ranks, in place. SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR where the dtype
         allows it; bfloat16 and float16 are added in float32. TypeError otherwise."""
         kind = "SUM" if opts is None else opts.reduceOp.op.name
@@ -117,13 +117,13 @@ class MpiProcessGroup(dist.ProcessGroup):
                 reduction.allreduce(self._comm, held, kind)
                 held.finish()
 
-        return self._work(carry, tensors)
+        return self._work("allreduce", carry, tensors)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """Several tensors in one Work."""
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:  # type: ignore[override]
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> MpiWork:  # type: ignore[override]
         """Copy the root's tensors to all ranks."""
         root = opts.rootRank
         marks = [buffers.mark(tensor) for tensor in tensors]
@@ -136,11 +136,11 @@ class MpiProcessGroup(dist.ProcessGroup):
                     self._comm.Bcast(message, root)
                 held.finish()
 
-        return self._work(carry, tensors)
+        return self._work("broadcast", carry, tensors)
 
     def allgather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
+    ) -> MpiWork:
         """outputs[i][r] becomes rank r's inputs[i]; the sizes may differ between ranks."""
         own = [slots[self.rank()] for slots in outputs]
         for slot, tensor in zip(own, inputs):
@@ -151,9 +151,9 @@ class MpiProcessGroup(dist.ProcessGroup):
             for slots, mark in zip(outputs, marks):
                 self._fill(slots, mark)
 
-        return self._work(carry, outputs)
+        return self._work("allgather", carry, outputs)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
         """output, seen as `size` equal parts, becomes the concatenation of all ranks' input."""
         if output.numel() != input.numel() * self.size() or not output.is_contiguous():
             raise ValueError(
@@ -172,15 +172,15 @@ class MpiProcessGroup(dist.ProcessGroup):
                 self._comm.Allgather(buffers.IN_PLACE, message.blocks(self.size()))
             held.finish()
 
-        return self._work(carry, output)
+        return self._work("all_gather_single", carry, output)
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
         """torch's older name for all_gather_single."""
         return self.all_gather_single(output, input, opts)
 
-    def barrier(self, opts: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> MpiWork:
         """Done when all ranks have come here."""
-        return self._work(lambda: None, [])
+        return self._work("barrier", lambda: None, [])
 
     def _fill(self, slots: Sequence[torch.Tensor], mark: Any) -> None:
         """Every rank broadcasts its slot: any sizes, any number of elements."""
@@ -192,49 +192,44 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # ---- point to point
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> MpiWork:
         """Send one tensor to rank `dst` of this group."""
         (tensor,) = tensors
         return self._transfer(
-            tensor, tensors, lambda message: self._engine.isend(message, dst, tag, self._comm), True
+            f"send to {dst}", tensor, True, lambda message: self._engine.isend(message, dst, tag, self._comm)
         )
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> MpiWork:
         """Receive one tensor from rank `src` of this group."""
         (tensor,) = tensors
         return self._transfer(
-            tensor, tensors, lambda message: self._engine.irecv(message, src, tag, self._comm), False
+            f"receive from {src}",
+            tensor,
+            False,
+            lambda message: self._engine.irecv(message, src, tag, self._comm),
         )
 
+    # ---- handing over to the communication thread
+
     def _transfer(
-        self, tensor: torch.Tensor, result: Any, post: "Callable[[Any], Op]", outgoing: bool
-    ) -> Any:
-        future: Future[Any] = Future()
+        self, what: str, tensor: torch.Tensor, outgoing: bool, post: "Callable[[Any], Op]"
+    ) -> MpiWork:
+        work = MpiWork(self._engine, what, [tensor], self._timeout)
         mark = buffers.mark(tensor)
 
         def begin() -> None:
             held = buffers.lease(tensor, reads=outgoing, writes=not outgoing, after=mark)
             message = held.messages()[0] if tensor.numel() else b""
-            post(message).then(lambda op: _settle(future, op, result, held.finish))
+            post(message).then(lambda op: work.settle(op, held.finish))
 
-        self._engine.call(begin).then(lambda op: future.set_exception(op.error) if op.error else None)
-        return _create_work_from_future(future)
+        self._engine.call(begin).then(lambda op: work.fail(op.error) if op.error else None)
+        return work
 
-    # ---- the rest
-
-    def _work(self, carry: Callable[[], None], result: Any) -> Any:
+    def _work(self, what: str, carry: Callable[[], None], result: Any) -> MpiWork:
         """The Work of a collective that runs when all ranks have arrived."""
-        future: Future[Any] = Future()
-        self._engine.collective(carry, self._gate).then(lambda op: _settle(future, op, result))
-        return _create_work_from_future(future)
-
-
-def _settle(future: "Future[Any]", op: "Op", result: Any, finish: Callable[[], None] = lambda: None) -> None:
-    if op.error is not None:
-        future.set_exception(op.error)
-        return
-    finish()
-    future.set_result(result)
+        work = MpiWork(self._engine, what, result, self._timeout)
+        self._engine.collective(carry, self._gate).then(work.settle)
+        return work
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:

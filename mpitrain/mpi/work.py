@@ -1,0 +1,85 @@
+"""What a collective returns at once: torch's Work, on an Op of the engine.
+
+torch's own wrapper of a future as a Work loses errors: its `wait()` returns True when the future holds an exception
+(torch 2.13), and it refuses a timeout. So this is our own.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.op import Op
+
+_NO_TIMEOUT = timedelta(0)  # what torch passes when the user says nothing
+
+
+class MpiWork(Work):
+    """A collective or transfer under way; `settle` is to be the callback of its Op.
+
+    `result` is what the future holds when all went well; `timeout` is the group's.
+    """
+
+    def __init__(self, engine: Engine, what: str, result: Any, timeout: timedelta):
+        super().__init__()
+        self._engine, self._what, self._result, self._timeout = engine, what, result, timeout
+        self._future: Future[Any] = Future()
+        self._error: BaseException | None = None
+
+    def settle(self, op: Op, finish: Callable[[], None] = lambda: None) -> None:
+        """In the thread that owns MPI: `op` is done; `finish` brings its results home."""
+        error = op.error
+        if error is None:
+            try:
+                finish()
+            except Exception as failure:
+                error = failure
+        if error is None:
+            self._future.set_result(self._result)
+        else:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Complete with an error, which everybody who waits gets."""
+        self._error = error
+        self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """True when done; raises what went wrong, or TimeoutError after `timeout` (or else the group's)."""
+        limit = self._timeout if timeout == _NO_TIMEOUT else timeout
+        try:
+            self._engine.wait_any(self._future.done, limit.total_seconds())
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self._what} is not done after {limit}: not all ranks have called it"
+            ) from None
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> "Future[Any]":
+        """The future that DDP and `then` chains use."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """True when done, well or not."""
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        """True when done and well."""
+        return self._future.done() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, if anything has."""
+        return self._error
+
+    def synchronize(self) -> None:
+        """Nothing to do: when a Work is done, its results are where they belong, on the device too."""
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that hold the result."""
+        return self._result if isinstance(self._result, list) else [self._result]

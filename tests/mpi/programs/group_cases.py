@@ -1,0 +1,367 @@
+"""torch.distributed over MPI: every operation against numpy, DDP against serial training, errors, overlap."""
+
+import threading
+import warnings
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpitrain  # noqa: F401  (this import is all a script needs)
+from mpitrain.mpi import buffers, process_group, reduction
+from mpitrain.mpi.bindings import MPI
+from tests.mpi.cases import run_cases
+
+DEADLINE_S = 30.0
+warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames all_gather_into_tensor
+NUMPY = {
+    "SUM": np.add,
+    "AVG": np.add,
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+
+
+def raises(error, text, function):
+    try:
+        function()
+    except error as failure:
+        assert text in str(failure), failure
+    else:
+        raise AssertionError(f"accepted, wanted {error.__name__}: {text}")
+
+
+def values(rank, dtype, count):
+    """Small integers, different on every rank, exact in every dtype."""
+    drawn = np.random.default_rng([rank, count]).integers(0, 4, count)
+    return torch.from_numpy(drawn).to(dtype)
+
+
+def case_one_word_starts_the_group(rt):
+    """`init_process_group("mpi4py")` and nothing else: rank and size come from MPI, no port is opened."""
+    dist.init_process_group("mpi4py")
+    assert (dist.get_rank(), dist.get_world_size()) == (rt.rank, rt.size)
+    assert dist.get_backend() == "mpi4py" and type(dist.group.WORLD) is process_group.MpiProcessGroup
+    assert not rt.engine.owns_mpi
+
+
+def case_allreduce_equals_numpy(rt):
+    """Every operation on every dtype that may do it; odd lengths, zero elements, no dimension."""
+    for dtype in (torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8):
+        names = ["SUM", "PRODUCT", "MIN", "MAX"] + (["AVG"] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"])
+        for name in names:
+            for count in (0, 1, 37, 5000):
+                tensor = values(rt.rank, dtype, count)
+                everybody = [values(rank, dtype, count).numpy() for rank in range(rt.size)]
+                wanted = everybody[0]
+                for other in everybody[1:]:
+                    wanted = NUMPY[name](wanted, other)
+                if name == "AVG":
+                    wanted = wanted / everybody[0].dtype.type(rt.size)
+                dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
+                assert np.array_equal(tensor.numpy(), wanted), (dtype, name, count)
+    scalar = torch.tensor(float(rt.rank))
+    dist.all_reduce(scalar)
+    assert scalar.item() == sum(range(rt.size))
+
+
+def case_allreduce_of_truths_and_complex(rt):
+    """bool: sum and max are `or`, product and min are `and`; complex numbers add."""
+    for name, wanted in (("SUM", [True, True, False]), ("MAX", [True, True, False]), ("MIN", [True, False, False])):
+        flags = torch.tensor([True, rt.rank == 1, False])
+        dist.all_reduce(flags, getattr(dist.ReduceOp, name))
+        assert flags.tolist() == wanted, name
+    number = torch.tensor([complex(rt.rank, 1)])
+    dist.all_reduce(number)
+    assert number.item() == complex(sum(range(rt.size)), rt.size)
+
+
+def case_sixteen_bit_sums_are_float32_sums_rounded_once(rt):
+    """bfloat16 and float16: equal on all ranks to the sum in float32, in rank order, rounded once."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for count in (0, 1, 10, 4097):
+            every = [torch.randn(count, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(rt.size)]
+            for name in ("SUM", "AVG", "MIN", "MAX"):
+                total = every[0].float()
+                for other in every[1:]:
+                    if name in ("SUM", "AVG"):
+                        total = total + other.float()
+                    else:
+                        total = (torch.minimum if name == "MIN" else torch.maximum)(total, other.float())
+                wanted = (total / rt.size if name == "AVG" else total).to(dtype)
+                tensor = every[rt.rank].clone()
+                dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
+                assert torch.equal(tensor, wanted), (dtype, name, count)
+    exact = torch.full((3,), 257.0 if rt.rank == 0 else 1.0).to(torch.bfloat16)  # 257 rounds to 256 in bfloat16
+    dist.all_reduce(exact)
+    assert exact.float().tolist() == [float(256 + 2 * (rt.size // 2))] * 3 or rt.size % 2 == 0, exact
+
+
+def case_senseless_reductions_are_refused(rt):
+    """A clear TypeError before anything is sent, so the group is usable afterwards."""
+    raises(TypeError, "BAND", lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND))
+    raises(TypeError, "AVG", lambda: dist.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.AVG))
+    raises(TypeError, "BAND", lambda: dist.all_reduce(torch.ones(1).bfloat16(), dist.ReduceOp.BAND))
+    raises(NotImplementedError, "reduce_scatter", lambda: dist.reduce_scatter(torch.ones(1), [torch.ones(1)] * rt.size))
+    dist.barrier()
+
+
+def case_strided_and_coalesced(rt):
+    """A strided tensor is reduced in place, its neighbours untouched; several tensors in one Work."""
+    base = torch.zeros(4, 6)
+    base[:, ::2] = rt.rank + 1.0
+    dist.all_reduce(base[:, ::2])
+    total = rt.size * (rt.size + 1) / 2
+    assert base[:, ::2].eq(total).all() and base[:, 1::2].eq(0).all()
+    several = [torch.full((k,), float(rt.rank + k)) for k in range(3)]
+    dist.all_reduce_coalesced(several)
+    assert all(tensor.eq(sum(r + k for r in range(rt.size))).all() for k, tensor in enumerate(several))
+
+
+def case_allreduce_in_pieces(rt):
+    """More elements than MPI can count (the limit is lowered here), 32 and 16 bit."""
+    before = buffers.MAX_COUNT, reduction.MAX_COUNT
+    buffers.MAX_COUNT = reduction.MAX_COUNT = 1000
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor = torch.arange(4100).remainder(7).to(dtype) + rt.rank
+            dist.all_reduce(tensor)
+            wanted = torch.arange(4100).remainder(7) * rt.size + sum(range(rt.size))
+            assert torch.equal(tensor.long(), wanted), dtype
+        out = torch.zeros(rt.size * 700)
+        dist.all_gather_into_tensor(out, torch.full((700,), float(rt.rank)))
+        assert torch.equal(out, torch.arange(rt.size).repeat_interleave(700).float())
+    finally:
+        buffers.MAX_COUNT, reduction.MAX_COUNT = before
+
+
+def case_broadcast_and_gathers(rt):
+    """From every root; lists with sizes that differ; one tensor; a slot of the output as the input; objects."""
+    for root in range(rt.size):
+        tensor = torch.arange(11).to(torch.bfloat16) * (rt.rank == root) + root * (rt.rank == root)
+        dist.broadcast(tensor, root)
+        assert torch.equal(tensor.float(), torch.arange(11.0) + root)
+    outputs = [torch.zeros(rank, dtype=torch.int64) for rank in range(rt.size)]
+    dist.all_gather(outputs, torch.full((rt.rank,), rt.rank))
+    assert [o.tolist() for o in outputs] == [[rank] * rank for rank in range(rt.size)]
+    out = torch.zeros(rt.size, 5)
+    out[rt.rank] = rt.rank
+    dist.all_gather_into_tensor(out, out[rt.rank])
+    assert torch.equal(out, torch.arange(float(rt.size))[:, None].expand(-1, 5))
+    objects = [None] * rt.size
+    dist.all_gather_object(objects, {"rank": rt.rank, "pad": "p" * rt.rank})
+    assert [o["rank"] for o in objects] == list(range(rt.size))
+    raises(ValueError, "wants", lambda: dist.all_gather_into_tensor(torch.zeros(1), torch.zeros(3)))
+
+
+def case_send_and_receive(rt):
+    """Around the ring, receives posted before sends on every rank (as pipelines do), large and small."""
+    after, before = (rt.rank + 1) % rt.size, (rt.rank - 1) % rt.size
+    for count in (0, 3, 500_000):
+        got = torch.full((count,), -1.0)
+        works = [dist.irecv(got, before, tag=count), dist.isend(torch.full((count,), float(rt.rank)), after, tag=count)]
+        for work in works:
+            work.wait()
+        assert got.eq(before).all()
+
+
+def case_asynchronous_works_complete_in_any_order_of_waiting(rt):
+    """Twenty allreduces in flight, waited for backwards; futures carry the tensors."""
+    tensors = [torch.full((1000,), float(k + rt.rank)) for k in range(20)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for k, work in reversed(list(enumerate(works))):
+        work.wait()
+        assert tensors[k].eq(k * rt.size + sum(range(rt.size))).all()
+    future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+    assert future.wait()[0].tolist() == [rt.size] * 2
+
+
+def case_groups_of_some_ranks(rt):
+    """Two groups that share rank 0, and one without it; only members take part."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, rt.size - 1])
+    for group, members in ((first, [0, 1]), (second, [0, rt.size - 1])):
+        if rt.rank in members:
+            tensor = torch.tensor([float(rt.rank)])
+            dist.all_reduce(tensor, group=group)
+            assert tensor.item() == sum(members)
+            dist.broadcast(tensor, members[1], group=group)
+            assert dist.get_process_group_ranks(group) == members
+
+
+class Twice(nn.Module):
+    """A network on dyadic numbers: all sums are exact in float64, so every order of adding gives the same bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5, dtype=torch.float64), nn.Linear(5, 2, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-4, 5, parameter.shape, generator=generator) / 4)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def train(model, x, y, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6, momentum=0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (model(x[step]) - y[step]).square().mean().backward()
+        optimizer.step()
+
+
+def case_ddp_equals_serial_training_bit_for_bit(rt):
+    """Split batches over 2 or 4 ranks against the full batch on one, over 3 steps, whatever the bucket size.
+
+    DDP divides by the number of ranks before it adds, so the theorem is about powers of two.
+    """
+    if rt.size not in (2, 4):
+        return
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randint(-2, 3, (3, 8, 6), generator=generator).double()
+    y = torch.randint(-2, 3, (3, 8, 2), generator=generator).double()
+    serial = Twice()
+    train(serial, x, y)
+    for bucket_cap_mb in (25, 1e-5):
+        model = Twice()
+        if rt.rank:
+            with torch.no_grad():
+                model.first.weight.fill_(7)  # rank 0's parameters must win
+        part = slice(rt.rank * 8 // rt.size, (rt.rank + 1) * 8 // rt.size)
+        train(DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb), x[:, part], y[:, part])
+        for (name, ours), theirs in zip(model.named_parameters(), serial.parameters()):
+            assert torch.equal(ours, theirs), (name, bucket_cap_mb)
+        assert not torch.equal(model.first.weight, Twice().first.weight)
+
+
+class Hold(torch.autograd.Function):
+    """The identity; its backward waits until the event has happened."""
+
+    @staticmethod
+    def forward(ctx, x, event):
+        ctx.event = event
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert ctx.event.wait(DEADLINE_S), "backward had to end before a collective was carried out: no overlap"
+        return gradient, None
+
+
+def case_collectives_run_while_backward_computes(rt):
+    """Backward cannot end before the first bucket has been reduced: it waits for that in its last layer."""
+    arrived = threading.Event()
+    model = nn.Sequential(nn.Linear(4, 4), *[nn.Linear(4, 4) for _ in range(4)])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+
+    def reduce(state, bucket):
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+        def carried(done):
+            arrived.set()
+            return done.value()[0]
+
+        return future.then(carried)
+
+    ddp.register_comm_hook(None, reduce)
+
+    def front(x):
+        hidden = Hold.apply(model[0](x), arrived)
+        for layer in model[1:]:
+            hidden = layer(hidden)
+        return hidden
+
+    model.forward = front
+    arrived.set()
+    ddp(torch.ones(2, 4)).sum().backward()  # the first step has one bucket; DDP splits it after that
+    arrived.clear()
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert arrived.is_set()
+
+
+class Broken:
+    """A communicator on which Allreduce fails."""
+
+    def __init__(self, comm):
+        self._comm, self.size = comm, comm.size
+
+    def Allreduce(self, *args):
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+
+def case_errors_reach_the_waiting_user(rt):
+    """An error inside a collective is raised by wait, by the future, and out of backward; then all goes on."""
+    group = dist.group.WORLD
+    model = nn.Linear(3, 3)
+    ddp = DistributedDataParallel(model)
+    whole, group._comm = group._comm, Broken(group._comm)
+    try:
+        raises(Exception, "MPI_ERR_OTHER", lambda: dist.all_reduce(torch.ones(3)))
+        raises(Exception, "MPI_ERR_OTHER", lambda: dist.all_reduce(torch.ones(3), async_op=True).get_future().wait())
+        raises(Exception, "MPI_ERR_OTHER", lambda: ddp(torch.ones(1, 3)).sum().backward())
+    finally:
+        group._comm = whole
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [rt.size] * 3
+
+
+class OnDevice:
+    """A stand-in GPU that owns what it is told to; copies are checked to cross the border."""
+
+    def __init__(self, *tensors):
+        self._device = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def owns(self, tensor):
+        return tensor.untyped_storage().data_ptr() in self._device
+
+    def pinned(self, num_bytes):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def mark(self, tensor):
+        return True
+
+    def reach(self, mark):
+        assert mark
+
+    def copy(self, target, source):
+        assert self.owns(target) != self.owns(source)
+        target.copy_(source)
+
+
+def case_device_tensors_are_staged(rt):
+    """allreduce, its 16-bit path, broadcast, gather, send and receive of tensors that MPI may not touch."""
+    tensors = [torch.full((50,), float(rt.rank + 1)) for _ in range(3)]
+    half, out = torch.full((50,), float(rt.rank + 1)).to(torch.bfloat16), torch.zeros(rt.size, 50)
+    before = buffers._accelerator
+    buffers.use_accelerator(OnDevice(*tensors, half, out))
+    try:
+        total = rt.size * (rt.size + 1) / 2
+        dist.all_gather_into_tensor(out, tensors[0])
+        assert torch.equal(out[:, 0], torch.arange(1.0, rt.size + 1))
+        dist.all_reduce(tensors[0])
+        dist.all_reduce(half)
+        assert tensors[0].eq(total).all() and half.eq(total).all()
+        dist.broadcast(tensors[1], 1)
+        assert tensors[1].eq(2).all()
+        works = [dist.irecv(tensors[2], (rt.rank - 1) % rt.size)]
+        works.append(dist.isend(torch.full((50,), float(rt.rank)), (rt.rank + 1) % rt.size))
+        for work in works:
+            work.wait()
+        assert tensors[2].eq((rt.rank - 1) % rt.size).all()
+    finally:
+        buffers.use_accelerator(before)
+
+
+if __name__ == "__main__":
+    run_cases(globals())

@@ -1,0 +1,66 @@
+"""The process group (`programs/group_cases.py`) on 4 ranks, on 3, on 2 over TCP, and under MPICH."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.mpi.cases import TCP, assert_passed, case_names, launch
+
+CASES = case_names("group_cases")
+
+
+@pytest.fixture(scope="module")
+def four():
+    return launch(4, "group_cases")
+
+
+@pytest.fixture(scope="module")
+def three():
+    return launch(3, "group_cases")
+
+
+@pytest.fixture(scope="module")
+def two_over_tcp():
+    return launch(2, "group_cases", mpirun_args=TCP)
+
+
+@pytest.fixture(scope="module")
+def mpich():
+    return launch(2, "group_cases", mpi="mpich")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_four_ranks(four, case):
+    assert_passed(four, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_three_ranks(three, case):
+    assert_passed(three, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_ranks_over_tcp(two_over_tcp, case):
+    assert_passed(two_over_tcp, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_under_mpich(mpich, case):
+    assert_passed(mpich, case)
+
+
+def test_launches_end_cleanly(four, three, two_over_tcp):
+    for result in (four, three, two_over_tcp):
+        result.check()
+
+
+@pytest.mark.parametrize("order", ["import mpitrain, torch.distributed", "import torch.distributed, mpitrain"])
+def test_importing_mpitrain_is_enough_to_register(order):
+    code = f"{order}\nassert 'mpi4py' in torch.distributed.Backend.backend_list"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_importing_mpitrain_imports_neither_torch_nor_mpi():
+    code = "import sys, mpitrain; assert not {'torch', 'mpi4py', 'numpy', 'h5py'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
