@@ -81,6 +81,10 @@ class Compute(NamedTuple):
     what: str = "gradient"
 
 
+class Interrupted(NamedTuple):
+    """The answer to a `Compute` that a message broke off (virtual time only); that message comes next."""
+
+
 class Now(NamedTuple):
     """Answered with the world's clock in seconds."""
 

@@ -104,11 +104,16 @@ class _Simulation:
                 measure = make_measure(
                     job, module, job.validate.reader(job.validate.scan(), job.seed), device
                 )
+
+            def store(shard: int) -> ShardStore:
+                body = model.frames[shard].body
+                return ShardStore(model.layout, shard, body, optimizer, self.strategy.damping)
+
             servers = [
                 Server(
-                    self.strategy, ShardStore(model.layout, shard, model.frames[shard].body, optimizer),
+                    self.strategy, store(shard),
                     self.roles.workers, log if shard == 0 else NullReport(),
-                    dealer if shard == 0 else None, job.on_nonfinite,
+                    dealer if shard == 0 else None, job.on_nonfinite, self.catalogue.num_samples,
                 )
                 for shard in range(len(self.roles.servers))
             ]  # fmt: skip

@@ -127,7 +127,7 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Server
 
     if runtime.role == "server":
         shard = roles.servers.index(runtime.rank)
-        store = ShardStore(flat.layout, shard, flat.frames[shard].body, optimizer)
+        store = ShardStore(flat.layout, shard, flat.frames[shard].body, optimizer, strategy.damping)
         server = Server(strategy, store, roles.workers, NullReport())
         MpiWorld(runtime.engine, roles.workers, lambda source: store.frame(), on_step).run(server.run())
         runtime.finish()

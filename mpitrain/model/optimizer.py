@@ -7,7 +7,9 @@ with the reason, never approximated.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,6 +67,20 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()
     }
+
+
+@contextlib.contextmanager
+def scaled_rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply every group's learning rate by `factor` for as long as the context lasts."""
+    if factor == 1.0:
+        yield
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+    yield
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -2,7 +2,8 @@
 
 Law of this file: whoever was given a version keeps exactly that version. The live frame is sent without
 copying; when an update comes while somebody still holds it, the update goes into a fresh frame and the old
-one stays as it was (copy on write). Gradients are used where they arrived.
+one stays as it was (copy on write). Gradients are used where they arrived. A weight scales the gradient for
+SGD, and that update's learning rate for adaptive optimizers, where scaling the gradient would nearly cancel.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mpitrain.model.correction import make_correction
 from mpitrain.model.flat import Layout
 from mpitrain.model.frame import Frame, FramePool
-from mpitrain.model.optimizer import check_elementwise, rebuild
+from mpitrain.model.optimizer import check_elementwise, rebuild, scaled_rate
+from mpitrain.rules import Damping, Keep
 
 
 class ShardStore:
@@ -26,9 +29,17 @@ class ShardStore:
         initial: 1-D tensor of the shard's first parameters; copied.
         prototype: the user's optimizer; its class and group options are used, its own parameters are not
             touched.
+        damping: where it corrects gradients elementwise, what each worker read is kept here for it.
     """
 
-    def __init__(self, layout: Layout, shard: int, initial: torch.Tensor, prototype: Optimizer):
+    def __init__(
+        self,
+        layout: Layout,
+        shard: int,
+        initial: torch.Tensor,
+        prototype: Optimizer,
+        damping: Damping = Keep(),  # noqa: B008 - frozen
+    ):
         check_elementwise(prototype)
         self.pool = FramePool(layout.size(shard), layout.dtype)
         self.live = self.pool.take()
@@ -37,35 +48,61 @@ class ShardStore:
         self._parameters = [nn.Parameter(self.live.body[start:stop]) for start, stop in self._slices]
         groups = [group for group, _, _ in layout.group_slices(shard)]
         self.optimizer = rebuild(prototype, list(zip(groups, self._parameters, strict=True)))
+        self.correction = make_correction(damping)
+        self._read_by: dict[int, Frame] = {}
         self._gathered: Frame | None = None
+        self._weights: list[float] = []
 
     def frame(self) -> Frame:
         """An empty frame for an arriving gradient."""
         return self.pool.take()
 
-    def add(self, payload: Any, weight: float) -> None:
+    def add(self, worker: int, payload: Any, weight: float) -> None:
         """Gather `weight * gradient`; takes the frame over and releases it when it is done with it."""
+        read = self._read_by.get(worker)
+        if self.correction and read is not None and read is not self.live:
+            self.correction.apply(payload.body, self.live.body, read.body)
+        self._weights.append(weight)
         if self._gathered is None:
             self._gathered = payload
-            if weight != 1.0:
-                payload.body.mul_(weight)
             return
+        if len(self._weights) == 2 and self._weights[0] != 1.0:
+            self._gathered.body.mul_(self._weights[0])
         self._gathered.body.add_(payload.body, alpha=weight)
         payload.release()
 
     def apply(self) -> None:
-        """One optimizer step with what was gathered."""
-        gathered = self._gathered
+        """One optimizer step with the weighted mean of what was gathered."""
+        gathered, before = self._gathered, self.live.hold()
         assert gathered is not None, "apply without a gradient"
-        if self.live.users > 1:
+        watching = self.correction is not None and self.correction.watches_updates
+        if self.live.users > 2 or watching:
             self._move_to(self.pool.take())
+        factor = self._scale(gathered.body)
         for parameter, (start, stop) in zip(self._parameters, self._slices, strict=True):
             parameter.grad = gathered.body[start:stop]
-        self.optimizer.step()
+        with scaled_rate(self.optimizer, factor):
+            self.optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
-        self._gathered = None
+        if self.correction and watching:
+            self.correction.on_update(before.body, self.live.body)
+        before.release()
         gathered.release()
+        self._gathered = None
+        self._weights.clear()
+
+    def _scale(self, gradient: torch.Tensor) -> float:
+        """Make the gathered sum what the optimizer is to see; returns the factor on its learning rate."""
+        count, total = len(self._weights), sum(self._weights)
+        proportional = isinstance(self.optimizer, torch.optim.SGD)
+        if proportional:
+            factor = total if count == 1 else 1.0 / count  # a single one has not met its weight yet
+        else:
+            factor = 1.0 if count == 1 else 1.0 / total
+        if factor != 1.0:
+            gradient.mul_(factor)
+        return 1.0 if proportional else total / count
 
     def _move_to(self, fresh: Frame) -> None:
         fresh.body.copy_(self.live.body)
@@ -74,21 +111,28 @@ class ShardStore:
         self.live.release()
         self.live = fresh
 
-    def read(self) -> Frame:
+    def read(self, worker: int) -> Frame:
         """The present parameters; held for the caller, who releases them."""
+        if self.correction:
+            before, self._read_by[worker] = self._read_by.get(worker), self.live.hold()
+            if before is not None:
+                before.release()
         return self.live.hold()
 
     def state(self) -> dict[str, Any]:
-        """Parameters and optimizer state; tensors are copies."""
+        """Parameters, optimizer state and the correction's memory; tensors are copies."""
         assert self._gathered is None, "state is taken between updates"
         copied = torch.utils._pytree.tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.optimizer.state_dict()
         )
-        return {"parameters": self.live.body.clone(), "optimizer": copied}
+        correction = self.correction.state() if self.correction else {}
+        return {"parameters": self.live.body.clone(), "optimizer": copied, "correction": correction}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from what `state` returned; workers read anew."""
         if self.live.users > 1:
             self._move_to(self.pool.take())
         self.live.body.copy_(state["parameters"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.correction:
+            self.correction.restore(state["correction"])

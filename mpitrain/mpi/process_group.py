@@ -7,9 +7,9 @@ ranks, 16 MB: 4.4-5.0 ms, against 8 for Iallreduce). An error inside a collectiv
 or future is waited for.
 
 Present: allreduce (also coalesced), broadcast, allgather, all_gather_single, barrier, send and recv: what
-DDP needs. The other operations raise NotImplementedError with a way out. A group's `timeout` is not
-honoured yet: a rank that never comes is waited for until the job ends (an exception on any rank ends the
-job).
+DDP needs. The other operations raise NotImplementedError. The group's `timeout` is honoured where Python
+waits (`Work.wait`, so every synchronous call); DDP's own wait at the end of backward has none: there a rank
+that never comes is waited for until the job ends, as it does when any rank raises.
 """
 
 from collections.abc import Callable, Sequence
@@ -219,10 +219,10 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         def begin() -> None:
             held = buffers.lease(tensor, reads=outgoing, writes=not outgoing, after=mark)
-            message = held.messages()[0] if tensor.numel() else b""
+            message = held.messages()[0] if tensor.numel() else bytearray()
             post(message).then(lambda op: work.settle(op, held.finish))
 
-        self._engine.call(begin).then(lambda op: work.fail(op.error) if op.error else None)
+        self._engine.call(begin).then(lambda op: work.end(op.error) if op.error else None)
         return work
 
     def _work(self, what: str, carry: Callable[[], None], result: Any) -> MpiWork:

@@ -1,7 +1,9 @@
 """What a collective returns at once: torch's Work, on an Op of the engine.
 
-torch's own wrapper of a future as a Work loses errors: its `wait()` returns True when the future holds an exception
-(torch 2.13), and it refuses a timeout. So this is our own.
+Two traps of torch 2.13 make this file. Its own wrapper of a future as a Work loses errors (`wait()` returns True) and
+refuses a timeout, so the Work is ours. And `Future.set_exception` only stores the exception as the *value*: DDP, which
+reads the future in C++, takes it for a tensor and crashes. Only a callback that raises makes a future that has failed
+for C++ too, so the exception goes through one.
 """
 
 from collections.abc import Callable
@@ -27,8 +29,9 @@ class MpiWork(Work):
     def __init__(self, engine: Engine, what: str, result: Any, timeout: timedelta):
         super().__init__()
         self._engine, self._what, self._result, self._timeout = engine, what, result, timeout
-        self._future: Future[Any] = Future()
         self._error: BaseException | None = None
+        self._ended: Future[None] = Future()
+        self._future: Future[Any] = self._ended.then(self._outcome)
 
     def settle(self, op: Op, finish: Callable[[], None] = lambda: None) -> None:
         """In the thread that owns MPI: `op` is done; `finish` brings its results home."""
@@ -38,15 +41,17 @@ class MpiWork(Work):
                 finish()
             except Exception as failure:
                 error = failure
-        if error is None:
-            self._future.set_result(self._result)
-        else:
-            self.fail(error)
+        self.end(error)
 
-    def fail(self, error: BaseException) -> None:
-        """Complete with an error, which everybody who waits gets."""
+    def end(self, error: BaseException | None) -> None:
+        """Complete, well or with an error that everybody who waits gets."""
         self._error = error
-        self._future.set_exception(error)
+        self._ended.set_result(None)
+
+    def _outcome(self, _: "Future[None]") -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """True when done; raises what went wrong, or TimeoutError after `timeout` (or else the group's)."""

@@ -1,9 +1,10 @@
-"""The server: owns one shard of the model, asks the rule about every push, applies what the rule says and
-answers whom it names.
+"""The server: owns one shard of the model, asks the rule about every push, carries out its verdict.
 
-Law of this file: the role owns who is waiting (`held`) and hands it to the rule; the rule owns nothing. Every
-read it sends out and every push it takes in goes through the ledger, so the counts add up by construction.
-The lowest server also deals the batches.
+Law of this file: the role owns who takes part (`active`), who waits for an answer (`held`) and which
+gradients wait to be added, and hands them to the rule; the rule owns nothing. Gradients of one update are
+added in rank order, never in order of arrival, so the bits depend on the set of gradients alone. Every read
+it sends out and every push it takes in goes through the ledger, so the counts add up by construction. The
+lowest server also deals the batches.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv, Role, Send
-from mpitrain.rules import Dealer, Ledger, Push, ServerStrategy
+from mpitrain.rules import Dealer, Ledger, Push, ServerStrategy, Verdict
 
 LEASES_AHEAD = 2  # one to compute on and one to read in the meantime
+Steps = Generator[Effect, Any, None]
 
 
 class Store(Protocol):
     """A shard of the model with its optimizer, opaque to the role."""
 
-    def add(self, payload: Payload, weight: float) -> None:
+    def add(self, worker: int, payload: Any, weight: float) -> None:
         """Gather one gradient; the store releases it when it is done with it."""
 
     def apply(self) -> None:
-        """Take one optimizer step with what has been gathered."""
+        """Take one optimizer step with the mean of what has been gathered."""
 
-    def read(self) -> Payload:
-        """The present parameters, unchanged for as long as the payload is held."""
+    def read(self, worker: int) -> Payload:
+        """The present parameters for `worker`, unchanged for as long as the payload is held."""
 
 
 class Report(Protocol):
@@ -48,6 +50,7 @@ class Server:
         report: where progress and notes go.
         dealer: deals batches; given to exactly one server, or to none when workers bring their own data.
         on_nonfinite: "stop" ends the run in order, nothing applied; "skip" counts the push and goes on.
+        epoch_samples: samples of one epoch, the measure of the warm-up; 0 when workers bring their own data.
     """
 
     def __init__(
@@ -58,91 +61,132 @@ class Server:
         report: Report,
         dealer: Dealer | None = None,
         on_nonfinite: str = "stop",
+        epoch_samples: int = 0,
     ):
-        self.rule, self.store, self.report, self.dealer, self.on_nonfinite = (
-            rule,
-            store,
-            report,
-            dealer,
-            on_nonfinite,
-        )
+        self.rule, self.store, self.report, self.dealer = rule, store, report, dealer
+        self.on_nonfinite, self.epoch_samples = on_nonfinite, epoch_samples
         self.ledger = Ledger()
-        self.memory = rule.start(workers)
-        self.active = set(workers)
+        self.present = set(workers)  # will push, or wait for the warm-up to end
+        self.active = set(rule.warmup.first(workers))  # take part now
+        self.memory = rule.start(tuple(sorted(self.active)))
         self.held: set[int] = set()
         self.failure = ""
-        self.arrivals: list[int] = []
+        self.max_pending = 0
+        self._lobby: set[int] = set()  # joined during the warm-up
+        self._pending: dict[tuple[int, int], tuple[Payload, float]] = {}  # (worker, step): waits for its turn
+        self._added: set[int] = set()  # workers whose gradients are in the update being gathered
         self._want_final: list[int] = []
 
     def run(self) -> Role:
         """Serve until every worker has left; returns the shard's counts."""
-        answer: dict[Kind, Callable[[int, Message], Generator[Effect, Any, None]]] = {
+        answer: dict[Kind, Callable[[int, Message], Steps]] = {
             Kind.JOIN: self._on_join,
             Kind.PUSH: self._on_push,
             Kind.DONE: self._on_done,
             Kind.NOTE: self._on_note,
         }
-        while self.active:
+        while self.present:
             source, message = yield Recv()
             yield from answer[message.kind](source, message)
         for worker in self._want_final:
-            yield Send(worker, Message(Kind.FINAL, version=self.ledger.version, payload=self.store.read()))
+            yield Send(
+                worker, Message(Kind.FINAL, version=self.ledger.version, payload=self.store.read(worker))
+            )
         return self.summary()
 
-    def _on_join(self, worker: int, message: Message) -> Generator[Effect, Any, None]:
-        yield from self._release(worker, num_leases=LEASES_AHEAD)
+    def _on_join(self, worker: int, message: Message) -> Steps:
+        if worker in self.active or not self.active:
+            yield from self._release(worker, LEASES_AHEAD)
+        else:
+            self._lobby.add(worker)
 
-    def _on_push(self, worker: int, message: Message) -> Generator[Effect, Any, None]:
+    def _on_push(self, worker: int, message: Message) -> Steps:
         payload = message.payload
         assert payload is not None, f"push of rank {worker}, step {message.step}, carries no gradient"
-        num_bytes = payload.num_bytes
         self.held.add(worker)
-        self.arrivals.append(worker)
         lease = self.dealer.settle(worker) if self.dealer else None
         if not message.finite:
-            self._refuse(worker, message, payload)
-            yield from self._release(worker, num_leases=1)
+            yield from self._refuse(worker, message, payload)
             return
-        push = Push(worker, message.step, message.version, self.ledger.version, (yield Now()), self.held)
+        push = Push(
+            worker, message.step, message.version, self.ledger.version, (yield Now()), self.held, self.active
+        )
         verdict = self.rule.on_push(self.memory, push)
-        staleness = self.ledger.push(worker, message.samples, num_bytes, verdict.weight)
+        staleness = self.ledger.push(
+            worker, message.samples, payload.num_bytes, verdict.weight, late=verdict.late
+        )
         if verdict.weight > 0:
-            self.store.add(payload, verdict.weight)
+            self._pending[worker, message.step] = (payload, verdict.weight)
+            self.max_pending = max(self.max_pending, len(self._pending))
+            self._add_in_turn()
         else:
             payload.release()
-        if verdict.flush:
-            yield Compute(self.store.apply, "apply")
-            self.ledger.update()
+        yield from self._carry_out(verdict)
         epoch = lease.epoch + 1 if lease else 1
-        self.report.progress(
-            self.ledger.samples_accepted,
-            self.ledger.version,
-            epoch,
-            message.loss,
-            staleness=staleness,
-            worker=worker,
-        )
-        for released in verdict.release:
-            yield from self._release(released, num_leases=1)
+        samples, version = self.ledger.samples_accepted, self.ledger.version
+        self.report.progress(samples, version, epoch, message.loss, staleness=staleness, worker=worker)
+        yield from self._end_warmup()
 
-    def _refuse(self, worker: int, message: Message, payload: Payload) -> None:
+    def _carry_out(self, verdict: Verdict) -> Steps:
+        if verdict.flush:
+            self._add_in_turn(last=True)
+            yield Compute(self.store.apply, "apply")
+            self._added.clear()
+            self.ledger.update()
+        for worker in verdict.restart:
+            self.ledger.abort(worker)
+            yield from self._release(worker, 0)
+        for worker in verdict.release:
+            yield from self._release(worker, 1)
+
+    def _add_in_turn(self, last: bool = False) -> None:
+        """Hand the store, in rank order, those gradients before which no other can come."""
+        due = frozenset() if last else self.rule.contributors(self.active)
+        if due is None:
+            return
+        for key in sorted(self._pending):
+            if any(other < key[0] and other not in self._added for other in due):
+                break
+            self.store.add(key[0], *self._pending.pop(key))
+            self._added.add(key[0])
+
+    def _refuse(self, worker: int, message: Message, payload: Payload) -> Steps:
         """A NaN or infinite gradient: never applied; counted, and under "stop" the end of the run."""
         self.ledger.push(worker, message.samples, payload.num_bytes, weight=0.0, finite=False)
         payload.release()
-        if self.on_nonfinite == "stop" and not self.failure:
+        if self.on_nonfinite != "stop":
+            yield from self._release(worker, 1)
+            return
+        if not self.failure:
             self.failure = (
                 f"rank {worker} (worker, step {message.step}): the gradient is not finite (loss "
-                f"{message.loss:g}); nothing of it was "
-                'applied. Lower the learning rate or clip gradients, or pass on_nonfinite="skip" '
-                "to count such batches and go on"
+                f"{message.loss:g}); nothing of it was applied. Lower the learning rate or clip gradients, or pass "
+                'on_nonfinite="skip" to count such batches and go on'
             )
-            if self.dealer:
-                self.dealer.close()
+        if self.dealer:
+            self.dealer.close()
+        for other in sorted(self.held):  # some may wait for an update that will never come
+            yield from self._release(other, 0)
 
-    def _release(self, worker: int, num_leases: int) -> Generator[Effect, Any, None]:
+    def _end_warmup(self) -> Steps:
+        """When its samples are in, everybody who is present takes part."""
+        if self.active == self.present:
+            return
+        if self.rule.warmup.is_over(self.ledger.samples_accepted, self.epoch_samples):
+            for worker in sorted(self.present - self.active):
+                self.rule.on_join(self.memory, worker, self.active)
+                self.active.add(worker)
+            yield from self._open_lobby()
+
+    def _open_lobby(self) -> Steps:
+        for worker in sorted(self._lobby):
+            self._lobby.discard(worker)
+            yield from self._release(worker, LEASES_AHEAD)
+
+    def _release(self, worker: int, num_leases: int) -> Steps:
         self.held.discard(worker)
         leases = [self.dealer.deal(worker) for _ in range(num_leases)] if self.dealer else []
-        payload = self.store.read()
+        payload = self.store.read(worker)
         self.ledger.read(worker, payload.num_bytes)
         message = Message(
             Kind.REPLY,
@@ -154,25 +198,33 @@ class Server:
         )
         yield Send(worker, message)
 
-    def _on_done(self, worker: int, message: Message) -> Generator[Effect, Any, None]:
+    def _on_done(self, worker: int, message: Message) -> Steps:
+        self.present.discard(worker)
         self.active.discard(worker)
         self.held.discard(worker)
         self.ledger.leave(worker)
         if message.stop:
             self._want_final.append(worker)
-        yield from ()
+        self._add_in_turn()
+        yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))
+        if not self.active:
+            if self._pending or self._added:  # too few for an update of their own, but nothing is lost
+                yield from self._carry_out(Verdict(0.0, True, ()))
+            yield from self._open_lobby()  # the data ended before the warm-up did
 
-    def _on_note(self, worker: int, message: Message) -> Generator[Effect, Any, None]:
+    def _on_note(self, worker: int, message: Message) -> Steps:
         self.report.event(**json.loads(message.text))
         yield from ()
 
     def summary(self) -> dict[str, Any]:
         """Counts of this shard for `result.json`, with the failure that ended the run, if any."""
         left_out = self.dealer.num_left_out if self.dealer else 0
-        return {**self.ledger.summary(), "samples_left_out": left_out, "failure": self.failure}
+        counts = {"samples_left_out": left_out, "max_pending": self.max_pending, "failure": self.failure}
+        return {**self.ledger.summary(), **counts}
 
     def state(self) -> dict[str, Any]:
         """Rule memory, counts and data position, JSON-able; the store saves its tensors itself."""
+        assert not self._pending and not self._added, "state is taken when no update is being gathered"
         return {
             "memory": self.memory,
             "ledger": self.ledger.state(),
@@ -181,7 +233,9 @@ class Server:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned: the workers join anew, so what they were computing on goes unused."""
+        """Continue from what `state` returned: the workers join anew, and what they computed on goes
+        unused.
+        """
         self.memory, self.failure = state["memory"], state["failure"]
         self.ledger.restore(state["ledger"])
         for worker in list(self.ledger.reads):

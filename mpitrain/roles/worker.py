@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any, Protocol
 
-from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv, Role, Send
+from mpitrain.effects import Compute, Effect, Interrupted, Kind, Message, Now, Payload, Recv, Role, Send
 from mpitrain.roles.server import Report
 from mpitrain.rules import Lease, Roles
 
@@ -110,6 +110,13 @@ class Worker:
         gradient = yield Compute(lambda: self.replica.gradient(lease, self.step), "gradient")
         if gradient is None:
             return False
+        if isinstance(
+            gradient, Interrupted
+        ):  # by the server's answer: the same batch again, on the new version
+            assert lease is not None
+            self.leases.appendleft(lease)
+            yield from self._collect(Kind.REPLY)
+            return True
         pushed_s = yield Now()
         for shard, server in enumerate(self.roles.servers):
             message = Message(

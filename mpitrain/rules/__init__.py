@@ -1,14 +1,21 @@
-"""Decisions as data: importing this package registers every strategy and damping with the text parser."""
+"""Decisions as data: importing this package registers every strategy, damping and warm-up with the text
+parser.
+"""
 
 from mpitrain.rules.allreduce import AllReduce
 from mpitrain.rules.asynchronous import Async
 from mpitrain.rules.base import Push, ServerStrategy, Strategy, Verdict
-from mpitrain.rules.damping import Damping, Keep
+from mpitrain.rules.damping import Damping, DelayCompensated, Drop, GapAware, Inverse, Keep, Power
 from mpitrain.rules.dealing import Dealer, Lease
 from mpitrain.rules.ledger import Ledger
+from mpitrain.rules.lockstep import Backup, Sync
 from mpitrain.rules.placement import Roles, assign
+from mpitrain.rules.softsync import SoftSync
+from mpitrain.rules.ssp import StaleSync
+from mpitrain.rules.warmup import Warmup
 
 __all__ = [
-    "AllReduce", "Async", "Damping", "Dealer", "Keep", "Lease", "Ledger",
-    "Push", "Roles", "ServerStrategy", "Strategy", "Verdict", "assign",
+    "AllReduce", "Async", "Backup", "Damping", "Dealer", "DelayCompensated", "Drop", "GapAware", "Inverse",
+    "Keep", "Lease", "Ledger", "Power", "Push", "Roles", "ServerStrategy", "SoftSync", "StaleSync", "Strategy",
+    "Sync", "Verdict", "Warmup", "assign",
 ]  # fmt: skip

@@ -25,5 +25,5 @@ class Async(ServerStrategy):
         return {}
 
     def on_push(self, state: dict[str, Any], push: Push) -> Verdict:
-        weight = self.damping.weight(push.version - push.read)  # type: ignore[attr-defined]
+        weight = self.damping.weight(push.version - push.read)
         return Verdict(weight, flush=weight > 0, release=(push.worker,))

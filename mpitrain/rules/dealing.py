@@ -53,7 +53,9 @@ class Dealer:
         self.outstanding: dict[int, list[Lease]] = {}
 
     def deal(self, worker: int) -> Lease | None:
-        """The next lease for `worker`, or None when everything has been dealt; what came back goes out first."""
+        """The next lease for `worker`, or None when everything has been dealt; what came back goes out
+        first.
+        """
         if self.returned and not self.closed:
             self.outstanding.setdefault(worker, []).append(self.returned.pop(0))
             return self.outstanding[worker][-1]

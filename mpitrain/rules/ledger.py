@@ -24,21 +24,34 @@ class Ledger:
 
     def __init__(self) -> None:
         self.version = 0
-        self.accepted = self.dropped = self.skipped = self.late = 0
+        self.accepted = self.dropped = self.nonfinite = self.late = self.skipped = 0
         self.samples_accepted = self.samples_dropped = 0
         self.pushed_bytes = self.replied_bytes = 0
         self.staleness: Counter[int] = Counter()
         self.reads: dict[int, int] = {}
+        self._last_read: dict[int, int] = {}
         self._tau_lost = 0
         self._left_in_flight = 0
 
     def read(self, worker: int, num_bytes: int) -> None:
-        """`worker` is sent the present version and will compute on it."""
-        self.reads[worker] = self.version
+        """`worker` is sent the present version and will compute on it; those since its last read it has
+        skipped.
+        """
+        self.skipped += max(0, self.version - self._last_read.get(worker, self.version) - 1)
+        self.reads[worker] = self._last_read[worker] = self.version
         self.replied_bytes += num_bytes
 
-    def push(self, worker: int, num_samples: int, num_bytes: int, weight: float, finite: bool = True) -> int:
-        """A push ends its worker's read; returns its staleness."""
+    def push(
+        self,
+        worker: int,
+        num_samples: int,
+        num_bytes: int,
+        weight: float,
+        finite: bool = True,
+        late: bool = False,
+    ) -> int:
+        """A push ends its worker's read; returns its staleness. Weight 0 drops it: as `late` when its version
+        was over, as not finite, or for its staleness."""
         staleness = self.version - self.reads.pop(worker)
         self.pushed_bytes += num_bytes
         if finite and weight > 0:
@@ -48,10 +61,9 @@ class Ledger:
         else:
             self.samples_dropped += num_samples
             self._tau_lost += staleness
-            self.dropped, self.skipped = (
-                self.dropped + (1 if finite else 0),
-                self.skipped + (0 if finite else 1),
-            )
+            self.nonfinite += not finite
+            self.late += finite and late
+            self.dropped += finite and not late
         return staleness
 
     def update(self) -> None:
@@ -63,6 +75,11 @@ class Ledger:
         """`worker` will not push again; the version it read last goes unused."""
         if worker in self.reads:
             self._tau_lost += self.version - self.reads.pop(worker)
+
+    def abort(self, worker: int) -> None:
+        """`worker` is stopped in the middle of its gradient."""
+        self.late += 1
+        self.leave(worker)
 
     def identity(self) -> tuple[int, int]:
         """Both sides of the staleness identity; equal, or something was lost."""
@@ -82,6 +99,7 @@ class Ledger:
             "accepted": self.accepted,
             "late": self.late,
             "dropped": self.dropped,
+            "nonfinite": self.nonfinite,
             "skipped": self.skipped,
             "samples_accepted": self.samples_accepted,
             "samples_dropped": self.samples_dropped,
@@ -97,7 +115,8 @@ class Ledger:
         """Everything, JSON-able."""
         fields = dict(vars(self))
         fields["staleness"] = {str(tau): count for tau, count in self.staleness.items()}
-        fields["reads"] = {str(worker): version for worker, version in self.reads.items()}
+        for key in ("reads", "_last_read"):
+            fields[key] = {str(worker): version for worker, version in fields[key].items()}
         return fields
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -105,3 +124,4 @@ class Ledger:
         vars(self).update(state)
         self.staleness = Counter({int(tau): count for tau, count in state["staleness"].items()})
         self.reads = {int(worker): version for worker, version in state["reads"].items()}
+        self._last_read = {int(worker): version for worker, version in state["_last_read"].items()}

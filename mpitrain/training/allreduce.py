@@ -79,7 +79,7 @@ class _Trainer:
             self.measure = make_measure(
                 job, module, job.validate.reader(session.validation, job.seed), device
             )
-        self.step = self.samples = self.skipped = self.left_out = 0
+        self.step = self.samples = self.nonfinite = self.left_out = 0
         self.compute_s = 0.0
         self.failure = ""
 
@@ -142,7 +142,7 @@ class _Trainer:
         self.meter.progress(self.samples, self.step, epoch + 1, value)
 
     def _refuse(self, value: float) -> None:
-        self.skipped += 1
+        self.nonfinite += 1
         if self.session.job.on_nonfinite == "stop":
             whose = f"rank {self.rank} (worker, step {self.step})"
             here = f"{whose}: loss is {value:g}" if value - value != 0.0 else ""
@@ -166,8 +166,8 @@ class _Trainer:
                 {"strategy": str(self.session.strategy), "job": self.session.job.name or ""},
             )
             counts = {
-                "accepted": self.step - self.skipped,
-                "skipped": self.skipped,
+                "accepted": self.step - self.nonfinite,
+                "nonfinite": self.nonfinite,
                 "samples_left_out": self.left_out,
             }
             metrics = self.measure() if self.measure else {}

@@ -31,7 +31,7 @@ from mpitrain.training.session import Session, attempt
 
 # What the dealing server's shard tells of the whole run; every shard's own counts are under "ranks".
 _SHOWN = (
-    "accepted", "late", "dropped", "skipped", "samples_dropped", "samples_left_out", "staleness_mean",
+    "accepted", "late", "dropped", "nonfinite", "skipped", "samples_dropped", "samples_left_out", "staleness_mean",
     "staleness_max", "staleness_histogram", "staleness_identity", "pushed_bytes", "replied_bytes",
 )  # fmt: skip
 
@@ -54,10 +54,15 @@ def run_servers(session: Session) -> dict[str, Any]:
     return _serve(session, model, optimizer) if session.role == "server" else _work(session, model, device)
 
 
+def server_strategy(session: Session) -> ServerStrategy:
+    """The strategy in force, of the server family."""
+    assert isinstance(session.strategy, ServerStrategy)
+    return session.strategy
+
+
 def make_server(session: Session, store: ShardStore, meter: Meter) -> Server:
     """This rank's server role."""
-    strategy = session.strategy
-    assert isinstance(strategy, ServerStrategy)
+    strategy = server_strategy(session)
     job = session.job
     deals = session.runtime.rank == session.roles.dealer
     dealer = (
@@ -67,13 +72,23 @@ def make_server(session: Session, store: ShardStore, meter: Meter) -> Server:
         if deals
         else None
     )
-    return Server(strategy, store, session.roles.workers, meter, dealer, job.on_nonfinite)
+    return Server(
+        strategy,
+        store,
+        session.roles.workers,
+        meter,
+        dealer,
+        job.on_nonfinite,
+        session.catalogue.num_samples,
+    )
 
 
 def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     runtime, roles = session.runtime, session.roles
     shard = roles.servers.index(runtime.rank)
-    store = ShardStore(model.layout, shard, model.frames[shard].body, optimizer)
+    store = ShardStore(
+        model.layout, shard, model.frames[shard].body, optimizer, server_strategy(session).damping
+    )
     num_pushes = math.ceil(session.total_samples() / session.job.batch_size)
     meter = Meter(session.report, num_warmup(num_pushes))
     server = make_server(session, store, meter)

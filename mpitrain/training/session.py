@@ -21,7 +21,7 @@ from mpitrain.environment import collect
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.report import NullReport, Report, default_run_dir
-from mpitrain.rules import Roles, Strategy, assign
+from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
 
 
 @dataclasses.dataclass
@@ -82,7 +82,7 @@ def prepare(runtime: Any, make_job: Callable[[], Job], overrides: Overrides) -> 
     job = attempt(runtime, lambda: apply_overrides(make_job(), overrides))
     strategy = job.strategy
     runtime.compare({**_options(job), "lr": overrides.lr, "steps": overrides.steps})
-    roles = attempt(runtime, lambda: assign(runtime.nodes, strategy.num_servers()))
+    roles = attempt(runtime, lambda: _assign(runtime, strategy))
     runtime.role = roles.of(runtime.rank)
     catalogue = _look_at_data(runtime, job.data)
     validation = None if job.validate is None else _look_at_data(runtime, job.validate)
@@ -141,6 +141,16 @@ def _look_at_data(runtime: Any, source: Any) -> Any:
     catalogue = attempt(runtime, lambda: source.scan() if runtime.rank == 0 else None)
     text = runtime.share(catalogue.to_json() if catalogue is not None else None)
     return Catalogue.from_json(text)
+
+
+def _assign(runtime: Any, strategy: Strategy) -> Roles:
+    """Everybody's role, if this strategy can run with so many workers."""
+    if strategy.why_not_over_mpi():
+        raise UsageError(f"{strategy}: {strategy.why_not_over_mpi()}")
+    roles = assign(runtime.nodes, strategy.num_servers())
+    if isinstance(strategy, ServerStrategy):
+        strategy.start(strategy.warmup.first(roles.workers))  # refuses what so few workers cannot do
+    return roles
 
 
 def _enough_samples(num_samples: int, roles: Roles) -> None:

@@ -14,7 +14,7 @@ import random
 from collections import deque
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Now, Recv, Role, Send
+from mpitrain.effects import Compute, Effect, Interrupted, Now, Recv, Role, Send
 from mpitrain.errors import DeadlockError
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.network import Links, NetworkLaw
@@ -27,6 +27,7 @@ class _Process:
         self.rank, self.role = rank, role
         self.inbox: deque[tuple[int, Any]] = deque()
         self.waiting = False
+        self.computing: _Computed | None = None
         self.num_draws = 0
         self.finished = False
         self.result: Any = None
@@ -64,8 +65,11 @@ class VirtualWorld:
             self.num_events += 1
             if isinstance(event, tuple):
                 self._deliver(process, event)
-            else:
-                self._advance(process, event)
+            elif event is None:
+                self._advance(process, None)
+            elif not event.broken_off:
+                process.computing = None
+                self._advance(process, event.result)
         waiting = [process.rank for process in self._processes.values() if not process.finished]
         if waiting:
             raise DeadlockError(
@@ -79,13 +83,15 @@ class VirtualWorld:
 
     def _deliver(self, process: _Process, message: tuple[int, Any]) -> None:
         process.inbox.append(message)
-        if process.waiting:
+        if process.computing is not None:
+            process.computing.broken_off, process.computing = True, None
+            self._advance(process, Interrupted())
+        elif process.waiting:
             process.waiting = False
             self._advance(process, process.inbox.popleft())
 
     def _advance(self, process: _Process, answer: Any) -> None:
         """Run a role until it has to wait for a message or for time to pass."""
-        answer = answer.result if isinstance(answer, _Computed) else answer
         while True:
             try:
                 effect: Effect = process.role.send(answer)
@@ -100,7 +106,8 @@ class VirtualWorld:
             elif isinstance(effect, Compute):
                 result = effect.task()
                 if effect.what == "gradient":
-                    self._schedule(self.now_s + self._draw(process), process, _Computed(result))
+                    process.computing = _Computed(result)
+                    self._schedule(self.now_s + self._draw(process), process, process.computing)
                     return
                 answer = result
             elif isinstance(effect, Recv):
@@ -124,7 +131,8 @@ class VirtualWorld:
 
 
 class _Computed:
-    """Wraps a result so that it is not taken for a message."""
+    """A gradient that will be there when its time has passed, unless a message breaks it off."""
 
     def __init__(self, result: Any):
         self.result = result
+        self.broken_off = False

@@ -57,7 +57,7 @@ def test_any_slicing_gives_torchs_own_bits(name, num_shards):
         frames = flat.push_frames()
         assert flat.gather_gradients(frames)
         for shard, (store, frame) in enumerate(zip(stores, frames, strict=True)):
-            store.add(frame, 1.0)
+            store.add(0, frame, 1.0)
             store.apply()
             flat.install(shard, store.live)
         for theirs, ours in zip(reference.parameters(), module.parameters(), strict=True):
@@ -77,7 +77,7 @@ def test_state_restores_bit_for_bit(name):
     def push(store, seed):
         frame = store.frame()
         frame.body.copy_(torch.randn(frame.body.shape, generator=torch.Generator().manual_seed(seed)))
-        store.add(frame, 1.0)
+        store.add(0, frame, 1.0)
         store.apply()
 
     push(stores[0], 1)
@@ -93,30 +93,30 @@ def test_a_version_that_is_held_never_changes_and_frames_are_reused():
     prototype = OPTIMIZERS["momentum"](module)
     flat = FlatModel(module, prototype, 1)
     store = ShardStore(flat.layout, 0, flat.frames[0].body, prototype)
-    held = store.read()
+    held = store.read(0)
     before = held.body.clone()
     for _ in range(5):
         frame = store.frame()
         frame.body.fill_(1.0)
-        store.add(frame, 1.0)
+        store.add(0, frame, 1.0)
         store.apply()
     assert torch.equal(held.body, before) and not torch.equal(store.live.body, before)
     held.release()
     assert store.pool.num_frames == 3  # the live one, the one that was held, one gradient
 
 
-def test_weights_scale_gradients_and_gathering_adds_them():
+def test_an_update_is_the_mean_of_the_weighted_gradients():
     module = make_model()
     prototype = torch.optim.SGD(module.parameters(), lr=1.0)
     flat = FlatModel(module, prototype, 1)
     store = ShardStore(flat.layout, 0, flat.frames[0].body, prototype)
     before = store.live.body.clone()
-    for value, weight in ((2.0, 0.5), (4.0, 0.25), (8.0, 1.0)):
+    for value, weight in ((2.0, 0.5), (4.0, 0.25), (8.0, 1.0), (16.0, 0.5)):
         frame = store.frame()
         frame.body.fill_(value)
-        store.add(frame, weight)
+        store.add(0, frame, weight)
     store.apply()
-    assert torch.equal(store.live.body, before - 10.0)
+    assert torch.equal(store.live.body, before - 4.5)
 
 
 @given(

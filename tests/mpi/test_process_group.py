@@ -55,7 +55,9 @@ def test_launches_end_cleanly(four, three, two_over_tcp):
         result.check()
 
 
-@pytest.mark.parametrize("order", ["import mpitrain, torch.distributed", "import torch.distributed, mpitrain"])
+@pytest.mark.parametrize(
+    "order", ["import mpitrain, torch.distributed", "import torch.distributed, mpitrain"]
+)
 def test_importing_mpitrain_is_enough_to_register(order):
     code = f"{order}\nassert 'mpi4py' in torch.distributed.Backend.backend_list"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.rules import Async, Ledger, Push, assign
+from mpitrain.rules import Async, Ledger, Push, Verdict, assign
 
 EVENTS = st.lists(
     st.tuples(st.integers(0, 4), st.sampled_from(["push", "push", "push", "drop", "bad", "gather", "leave"])),
@@ -63,8 +63,10 @@ def test_a_lost_gradient_breaks_the_identity():
 
 def test_async_applies_and_releases_the_pusher_alone():
     rule = Async()
-    verdict = rule.on_push(rule.start((1, 2)), Push(2, 0, read=3, version=9, now_s=0.0, held={2}))
-    assert verdict == (1.0, True, (2,))
+    verdict = rule.on_push(
+        rule.start((1, 2)), Push(2, 0, read=3, version=9, now_s=0.0, held={2}, active={1, 2})
+    )
+    assert verdict == Verdict(1.0, True, (2,))
 
 
 @pytest.mark.parametrize(

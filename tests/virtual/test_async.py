@@ -73,13 +73,13 @@ class _Number:
 
 
 class _Numbers:
-    def add(self, payload, weight):
+    def add(self, worker, payload, weight):
         pass
 
     def apply(self):
         pass
 
-    def read(self):
+    def read(self, worker):
         return _Number()
 
 
@@ -104,7 +104,7 @@ def test_every_sample_is_dealt_once_per_epoch_and_fast_workers_do_more(tmp_path)
     result = run(
         tmp_path, toy.make_job(epochs=3), strategy=mt.Async(), workers=3, compute=LogNormal(1.0, 1.5)
     )
-    assert result["samples"] == 3 * 48 and result["dropped"] == result["skipped"] == result["late"] == 0
+    assert result["samples"] == 3 * 48 and result["dropped"] == result["nonfinite"] == result["late"] == 0
 
 
 def test_a_run_is_a_function_of_its_seed(tmp_path):
@@ -136,7 +136,7 @@ def test_a_nonfinite_gradient_can_be_skipped_and_counted(tmp_path):
     job = toy.make_job(loss=_bad_at(5), on_nonfinite="skip")
     result = run(tmp_path, job, strategy=mt.Async(servers=2), workers=2)
     assert result["status"] == "ok"
-    assert (result["accepted"], result["skipped"]) == (15, 1)
+    assert (result["accepted"], result["nonfinite"]) == (15, 1)
     left, right = result["staleness_identity"]
     assert left == right
 

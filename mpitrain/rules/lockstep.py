@@ -1,0 +1,115 @@
+"""Synchronous SGD over a server, with and without spare workers.
+
+    w <- w - eta * mean of the first k gradients of this version        version <- version + 1
+
+`sync`: k = N. `backup`: k = N - spare, and what comes later for this version is received and dropped. Chen,
+Pan, Monga, Bengio and Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016. N counts the workers that
+take part; when workers leave at the end of the data, N shrinks with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.errors import UsageError
+from mpitrain.rules.base import NOTHING, Push, ServerStrategy, Verdict
+from mpitrain.text import nearest, register
+
+STRAGGLERS = ("finish", "abort")
+
+
+def _on_push(memory: dict[str, Any], push: Push, quorum: int) -> Verdict:
+    if push.read < push.version:
+        return Verdict(0.0, False, (push.worker,), late=True)
+    memory["gathered"] += 1
+    if memory["gathered"] < quorum:
+        return Verdict(1.0, False, ())
+    memory["gathered"] = 0
+    return Verdict(1.0, True, tuple(sorted(push.held)))
+
+
+def _on_leave(memory: dict[str, Any], held: Set[int], quorum: int) -> Verdict:
+    if not 0 < quorum <= memory["gathered"]:
+        return NOTHING
+    memory["gathered"] = 0
+    return Verdict(0.0, True, tuple(sorted(held)))
+
+
+@register("strategy", "sync")
+@dataclass(frozen=True, repr=False)
+class Sync(ServerStrategy):
+    """Wait for all N gradients, apply their mean, release everybody. Gradients are added in rank order as
+    they come.
+    """
+
+    def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
+        return {"gathered": 0}
+
+    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
+        return _on_push(memory, push, len(push.active))
+
+    def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
+        return _on_leave(memory, held, len(active))
+
+    def contributors(self, active: Set[int]) -> Set[int] | None:
+        return active
+
+
+@register("strategy", "backup")
+@dataclass(frozen=True, repr=False)
+class Backup(ServerStrategy):
+    """Wait for the first N - spare gradients of this version, drop the rest.
+
+    Args:
+        spare: how many of the N workers an update does not wait for.
+        stragglers: "finish": a straggler completes its gradient, which is dropped on arrival, and then reads
+            the present version; "abort": it is stopped at once and starts on the new version (virtual time
+            only: MPI cannot interrupt backward).
+    """
+
+    spare: int = 1
+    stragglers: str = "finish"
+
+    def check(self) -> None:
+        super().check()
+        if self.spare < 0:
+            raise UsageError(f"backup: spare must not be negative, got {self.spare}")
+        if self.stragglers not in STRAGGLERS:
+            raise UsageError(
+                f"backup: stragglers={self.stragglers!r}{nearest(self.stragglers, list(STRAGGLERS))}"
+            )
+        if self.stragglers == "abort" and self.servers > 1:
+            raise UsageError(
+                'backup: stragglers="abort" needs servers=1: shards finish a version at different times'
+            )
+
+    def why_not_over_mpi(self) -> str:
+        reason = (
+            'no MPI worker can stop a backward pass that is under way; use stragglers="finish", or simulate'
+        )
+        return reason if self.stragglers == "abort" else ""
+
+    def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
+        if self.spare >= len(workers):
+            raise UsageError(f"backup: spare={self.spare} of {len(workers)} workers leaves none to wait for")
+        return {"gathered": 0}
+
+    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
+        verdict = _on_push(memory, push, self._quorum(push.active))
+        if verdict.flush and self.stragglers == "abort":
+            return verdict._replace(restart=tuple(sorted(push.active - push.held)))
+        return verdict
+
+    def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
+        verdict = _on_leave(memory, held, self._quorum(active))
+        if verdict.flush and self.stragglers == "abort":
+            return verdict._replace(restart=tuple(sorted(active - held)))
+        return verdict
+
+    def contributors(self, active: Set[int]) -> Set[int] | None:
+        return active if self.spare == 0 else None
+
+    def _quorum(self, active: Set[int]) -> int:
+        return max(1, len(active) - self.spare)

@@ -1,0 +1,69 @@
+"""Soft synchronisation: an update is the mean of any S weighted gradients.
+
+    w <- w - eta / S * sum over S gradients of c(tau_l) g_l        version <- version + 1
+
+Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016 (their
+splitting factor n is N/S). With one read a worker the mean staleness is (N - 1)/S when pushers go on at once
+and (N - S)/S when they wait for the update (`reference/algorithms.md` section 4); only with waiting is S = N
+synchronous SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.errors import UsageError
+from mpitrain.rules.base import NOTHING, Push, ServerStrategy, Verdict
+from mpitrain.text import register
+
+
+@register("strategy", "softsync")
+@dataclass(frozen=True, repr=False)
+class SoftSync(ServerStrategy):
+    """Gather any `updates` gradients, apply their damped mean.
+
+    Args:
+        updates: S, how many pushes make an update.
+        blocking: pushers wait for the update; otherwise they read the present version and go on at once.
+    """
+
+    updates: int = 2
+    blocking: bool = False
+
+    def check(self) -> None:
+        super().check()
+        if self.updates < 1:
+            raise UsageError(f"softsync: updates must be at least 1, got {self.updates}")
+
+    def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
+        if self.blocking and self.updates > len(workers):
+            raise UsageError(
+                f"softsync: blocking with updates={self.updates} and {len(workers)} workers would wait for ever"
+            )
+        return {"gathered": 0}
+
+    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
+        weight = self.damping.weight(push.version - push.read)
+        memory["gathered"] += weight > 0
+        if memory["gathered"] >= self.updates or (
+            self.blocking and self._all_wait(memory, push.held, push.active)
+        ):
+            memory["gathered"] = 0
+            return Verdict(weight, True, tuple(sorted(push.held)))
+        # a dropped gradient counts for nothing, so its worker may not wait for an update either
+        return Verdict(weight, False, () if self.blocking and weight > 0 else (push.worker,))
+
+    def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
+        if self._all_wait(memory, held, active):
+            memory["gathered"] = 0
+            return Verdict(0.0, True, tuple(sorted(held)))
+        return NOTHING
+
+    def contributors(self, active: Set[int]) -> Set[int] | None:
+        return active if self.blocking and self.updates >= len(active) else None
+
+    def _all_wait(self, memory: dict[str, Any], held: Set[int], active: Set[int]) -> bool:
+        """Nobody is left who could complete the update: apply what there is."""
+        return memory["gathered"] > 0 and active <= held

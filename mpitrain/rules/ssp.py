@@ -1,0 +1,50 @@
+"""Stale synchronous parallel: asynchronous, but no worker runs further ahead of the slowest than the bound.
+
+    w <- w - eta * c(tau) * g on every push; worker p may start its clock c only if c <= min over q of c_q + s
+
+Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. max -
+min of the clocks never exceeds s + 1; s = 0 advances in rounds. A worker that leaves takes its clock with it,
+and one that joins starts at the slowest clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.errors import UsageError
+from mpitrain.rules.base import Push, ServerStrategy, Verdict
+from mpitrain.text import register
+
+
+@register("strategy", "ssp")
+@dataclass(frozen=True, repr=False)
+class StaleSync(ServerStrategy):
+    """Bounded staleness: apply on arrival, hold back who is more than `bound` pushes ahead of the slowest."""
+
+    bound: int = 3
+
+    def check(self) -> None:
+        super().check()
+        if self.bound < 0:
+            raise UsageError(f"ssp: bound must not be negative, got {self.bound}")
+
+    def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
+        return {"clock": {str(worker): 0 for worker in workers}}
+
+    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
+        memory["clock"][str(push.worker)] += 1
+        weight = self.damping.weight(push.version - push.read)
+        return Verdict(weight, weight > 0, self._within(memory, push.held))
+
+    def on_join(self, memory: dict[str, Any], worker: int, active: Set[int]) -> None:
+        memory["clock"][str(worker)] = min(memory["clock"].values(), default=0)
+
+    def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
+        memory["clock"].pop(str(worker), None)
+        return Verdict(0.0, False, self._within(memory, held))
+
+    def _within(self, memory: dict[str, Any], held: Set[int]) -> tuple[int, ...]:
+        horizon = min(memory["clock"].values(), default=0) + self.bound
+        return tuple(worker for worker in sorted(held) if memory["clock"][str(worker)] <= horizon)

@@ -1,0 +1,36 @@
+"""Warm-up on few replicas: at first some workers train alone, then the others join from their parameters.
+
+The remedy of Downpour SGD against the chaos of the first epochs (Dean et al. 2012), and of the async systems
+after it. It is counted in accepted samples, so its length means the same for every rule and number of
+workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpitrain.errors import UsageError
+from mpitrain.text import Value, register
+
+
+@register("warmup", "warmup")
+@dataclass(frozen=True, repr=False)
+class Warmup(Value):
+    """`workers` replicas train alone for `epochs` epochs of samples; 0 epochs is no warm-up."""
+
+    workers: int = 1
+    epochs: float = 0.0
+
+    def check(self) -> None:
+        if self.workers < 1 or not 0 <= self.epochs < float("inf"):
+            raise UsageError(
+                f"warmup: needs workers >= 1 and epochs >= 0, got {self.workers} and {self.epochs}"
+            )
+
+    def first(self, workers: tuple[int, ...]) -> tuple[int, ...]:
+        """Who takes part from the start."""
+        return workers[: self.workers] if self.epochs else workers
+
+    def is_over(self, num_accepted: int, num_samples: int) -> bool:
+        """Whether `num_accepted` samples end the warm-up, an epoch having `num_samples`."""
+        return num_accepted >= self.epochs * num_samples

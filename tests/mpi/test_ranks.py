@@ -1,0 +1,76 @@
+"""The helper that starts ranks: it tells ranks apart, kills what hangs, and leaves nothing behind."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RanksHung, members, run_ranks
+
+RANK = "import os, sys, time, subprocess\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
+
+
+def living(pid_file: Path) -> list[int]:
+    """Which of the processes that wrote their ids are still there (zombies are not)."""
+    pids = [int(text) for text in pid_file.read_text().split()]
+    return [pid for pid in pids if pid in members(os.getsid(pid) if Path(f"/proc/{pid}").exists() else -1)]
+
+
+def test_output_is_told_apart_by_rank_and_by_stream():
+    result = run_ranks(
+        3, RANK + "print('out', rank, '\\nsecond line')\nprint('err', rank, file=sys.stderr)\n"
+    ).check()
+    assert result.ranks_out == tuple(f"out {rank} \nsecond line\n" for rank in range(3))
+    assert result.ranks_err == tuple(f"err {rank}\n" for rank in range(3))
+    assert sorted(result.stdout.split("\n")) == sorted("".join(result.ranks_out).split("\n"))
+
+
+def test_exit_code_is_the_jobs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RANK + "sys.exit(3 if rank == 1 else 0)\n")
+    result = run_ranks(2, script)
+    assert result.code == 3
+    with pytest.raises(AssertionError, match="exit code 3"):
+        result.check()
+
+
+def test_a_hang_is_killed_with_stacks_and_nothing_is_left(tmp_path):
+    """Every rank sleeps for ever in a function; rank 1 also ignores SIGTERM and has a child of its own."""
+    pids = tmp_path / "pids"
+    code = f"""
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"]) if rank == 1 else None
+with open({str(pids)!r}, "a") as file:
+    file.write(f"{{os.getpid()}}\\n" + (f"{{child.pid}}\\n" if child else ""))
+def sleeps_for_ever():
+    time.sleep(1000)
+print("before the hang")
+sleeps_for_ever()
+"""
+    started_s = time.monotonic()
+    with pytest.raises(RanksHung) as caught:
+        run_ranks(2, RANK + code, timeout_s=3)
+    assert time.monotonic() - started_s < 60  # a deadline, not a figure
+    text = str(caught.value)
+    assert "no end within 3 s" in text and "before the hang" in text and "in sleeps_for_ever" in text
+    assert len(pids.read_text().split()) == 3 and living(pids) == []
+
+
+def test_a_process_left_behind_is_killed_and_told(tmp_path):
+    """The launch ends well, but a rank's child lives on: that fails the test that caused it."""
+    pids = tmp_path / "pids"
+    code = f"""
+child = subprocess.Popen(["sleep", "1000"], stdin=-3, stdout=-3, stderr=-3)
+open({str(pids)!r}, "a").write(f"{{child.pid}}\\n")
+"""
+    with pytest.raises(RanksHung, match="processes were left.*sleep"):
+        run_ranks(1, RANK + code)
+    assert living(pids) == []
+
+
+def test_mpich_is_skipped_with_the_reason_where_it_is_absent(monkeypatch):
+    monkeypatch.delenv("MPITRAIN_MPICH_VENV", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="MPITRAIN_MPICH_VENV"):
+        run_ranks(1, "print()\n", mpi="mpich")

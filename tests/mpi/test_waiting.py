@@ -1,0 +1,96 @@
+"""The pause law on a clock of its own, and the callbacks of an Op: no MPI, no real time."""
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpitrain.mpi import waiting
+from mpitrain.mpi.op import Op
+
+POLL_S = 20e-6  # what a poll of a few receives costs at most
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+        self.slept_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.slept_s += seconds
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(waiting, "time", clock)
+    return clock
+
+
+def poll_until(clock, backoff, end_s, transferring):
+    polls = 0
+    while clock.now_s < end_s:
+        backoff.pause(transferring)
+        clock.now_s += POLL_S
+        polls += 1
+    return polls
+
+
+def test_nobody_sleeps_while_a_transfer_runs(clock):
+    poll_until(clock, waiting.Backoff(), 0.2, transferring=True)
+    assert clock.slept_s == 0
+
+
+def test_an_idle_rank_uses_less_than_a_twentieth_of_a_core(clock):
+    """One second without traffic: the time not slept, from the first moment on."""
+    poll_until(clock, waiting.Backoff(), 1.0, transferring=False)
+    assert clock.slept_s > 0.95
+    assert poll_until(clock, waiting.Backoff(), 1.0, transferring=False) == 0
+
+
+def test_long_naps_come_only_after_quiet_and_end_with_traffic(clock):
+    backoff = waiting.Backoff()
+    assert backoff.nap_s() == 0
+    clock.now_s += waiting.GIVE_WAY_S
+    assert backoff.nap_s() == waiting.SHORT_NAP_S
+    clock.now_s += waiting.QUIET_AFTER_S
+    assert backoff.nap_s() == waiting.LONG_NAP_S
+    backoff.traffic()
+    assert backoff.nap_s() == 0
+
+
+@given(st.floats(0, 10), st.floats(0, 10))
+def test_naps_never_shrink_without_traffic(earlier_s, later_s):
+    earlier_s, later_s = sorted((earlier_s, later_s))
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock()
+        patch.setattr(waiting, "time", clock)
+        backoff = waiting.Backoff()
+        clock.now_s = earlier_s
+        first_s = backoff.nap_s()
+        clock.now_s = later_s
+        assert first_s <= backoff.nap_s() <= waiting.LONG_NAP_S
+
+
+def test_callbacks_run_once_each_even_if_added_while_it_completes():
+    """Two threads race: one completes the Op, the other adds callbacks. Each runs exactly once."""
+    for _ in range(200):
+        op, calls, go = Op("call"), [], threading.Barrier(2)
+
+        def complete(op=op, go=go):
+            go.wait()
+            op.done = True
+            op.run_callbacks()
+
+        thread = threading.Thread(target=complete)
+        thread.start()
+        go.wait()
+        for k in range(5):
+            op.then(lambda _, k=k, calls=calls: calls.append(k))
+        thread.join()
+        assert sorted(calls) == list(range(5))
