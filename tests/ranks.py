@@ -173,7 +173,7 @@ def _run(
             hung = f"no end within {timeout_s} s"
             _ask_for_stacks(launcher.pid)
         finally:
-            left = _kill_session(launcher.pid, grace_s=0 if hung else 5)
+            left = _kill_session(launcher.pid, grace_s=0 if hung else 2)
             code = launcher.wait()
         if left and not hung:
             hung = f"exit code {code}, but processes were left: {left}"
@@ -233,13 +233,17 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _by_rank(text: str, n: int) -> tuple[tuple[str, ...], str]:
-    """Split tagged output: what each rank printed, and the whole without tags."""
-    parts = _TAG.split(text)  # untagged, rank, text, rank, text, ...
+    """Split tagged output: what each rank printed, and the whole without tags. Lines without a tag are the
+    launcher's own."""
     ranks = [""] * n
-    for rank, piece in zip(parts[1::2], parts[2::2]):
-        if int(rank) < n:
-            ranks[int(rank)] += piece
-    return tuple(ranks), "".join([parts[0], *parts[2::2]])
+    whole = ""
+    for line in text.splitlines(keepends=True):
+        before, *tagged = _TAG.split(line)  # untagged, rank, text, rank, text, ...
+        whole += before + "".join(tagged[1::2])
+        for rank, piece in zip(tagged[0::2], tagged[1::2]):
+            if int(rank) < n:
+                ranks[int(rank)] += piece
+    return tuple(ranks), whole
 
 
 def _from_files(text: str, n: int, stem: str) -> tuple[tuple[str, ...], str]:

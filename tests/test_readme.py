@@ -63,3 +63,16 @@ def test_its_commands_parse():
 
     for command in commands:
         parse(shlex.split(command))
+
+
+def test_every_strategy_and_damping_is_in_the_readme_and_in_the_help(capsys):
+    import mpitrain.rules  # noqa: F401 - registers them
+    from mpitrain.cli import parse
+    from mpitrain.text import names
+
+    with pytest.raises(SystemExit):
+        parse(["train", "--help"])
+    told = capsys.readouterr().out
+    for name in names("strategy") + [name for name in names("damping") if name != "keep"]:
+        assert f"`{name}(" in README, name
+        assert f"{name}(" in told, name

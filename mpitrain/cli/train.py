@@ -15,7 +15,13 @@ same command line. Options replace what the job file says."""
 _EPILOG = """\
 strategies:
   allreduce()          synchronous: torch's DDP over MPI (the default)
-  async(servers=1)     a parameter server, each gradient applied on arrival
+  sync()               the same through a parameter server
+  backup(spare=1)      a server that does not wait for the slowest
+  async(servers=1)     a server that applies each gradient on arrival
+  softsync(updates=2)  a server that applies the mean of any two
+  ssp(bound=3)         async, nobody more than 3 ahead of the slowest
+  server strategies take servers=N, warmup=warmup(1, epochs=2) and damping= one
+  of inverse(), drop(limit=9), power(0.5), delay_compensated(0.04), gap_aware()
 
 examples:
   mpitrain launch -n 4 train jobs/digits.py

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv, Role, Send
-from mpitrain.rules import Dealer, Ledger, Push, ServerStrategy, Verdict
+from mpitrain.rules import Dealer, Lease, Ledger, Push, ServerStrategy, Verdict
 
 LEASES_AHEAD = 2  # one to compute on and one to read in the meantime
 Steps = Generator[Effect, Any, None]
@@ -75,6 +75,7 @@ class Server:
         self._lobby: set[int] = set()  # joined during the warm-up
         self._pending: dict[tuple[int, int], tuple[Payload, float]] = {}  # (worker, step): waits for its turn
         self._added: set[int] = set()  # workers whose gradients are in the update being gathered
+        self._dealt: dict[int, list[Lease]] = {}  # dealt to workers that have not been answered yet
         self._want_final: list[int] = []
 
     def run(self) -> Role:
@@ -85,6 +86,7 @@ class Server:
             Kind.DONE: self._on_done,
             Kind.NOTE: self._on_note,
         }
+        self._deal_first(sorted(self.active))
         while self.present:
             source, message = yield Recv()
             yield from answer[message.kind](source, message)
@@ -96,7 +98,7 @@ class Server:
 
     def _on_join(self, worker: int, message: Message) -> Steps:
         if worker in self.active or not self.active:
-            yield from self._release(worker, LEASES_AHEAD)
+            yield from self._release(worker, 0)
         else:
             self._lobby.add(worker)
 
@@ -173,19 +175,35 @@ class Server:
         if self.active == self.present:
             return
         if self.rule.warmup.is_over(self.ledger.samples_accepted, self.epoch_samples):
-            for worker in sorted(self.present - self.active):
+            newcomers = sorted(self.present - self.active)
+            for worker in newcomers:
                 self.rule.on_join(self.memory, worker, self.active)
                 self.active.add(worker)
+            self._deal_first(newcomers)
             yield from self._open_lobby()
 
     def _open_lobby(self) -> Steps:
         for worker in sorted(self._lobby):
             self._lobby.discard(worker)
-            yield from self._release(worker, LEASES_AHEAD)
+            yield from self._release(worker, 0)
+
+    def _deal_first(self, workers: list[int]) -> None:
+        """Deal the first leases in rank order, before anybody asks: who trains on what in lockstep is no matter of
+        timing, and every round is one run of the order."""
+        for _ in range(LEASES_AHEAD):
+            for worker in workers:
+                self._dealt.setdefault(worker, []).extend(self._deal(worker))
+
+    def _deal(self, worker: int) -> list[Lease]:
+        """One lease more for `worker`, or none."""
+        lease = self.dealer.deal(worker) if self.dealer else None
+        return [lease] if lease else []
 
     def _release(self, worker: int, num_leases: int) -> Steps:
         self.held.discard(worker)
-        leases = [self.dealer.deal(worker) for _ in range(num_leases)] if self.dealer else []
+        leases = self._dealt.pop(worker, [])
+        for _ in range(num_leases):
+            leases += self._deal(worker)
         payload = self.store.read(worker)
         self.ledger.read(worker, payload.num_bytes)
         message = Message(
@@ -193,7 +211,7 @@ class Server:
             version=self.ledger.version,
             samples=self.ledger.samples_accepted,
             stop=bool(self.failure),
-            leases=tuple((lease.epoch, lease.start, lease.num_samples) for lease in leases if lease),
+            leases=tuple((lease.epoch, lease.start, lease.num_samples) for lease in leases),
             payload=payload,
         )
         yield Send(worker, message)

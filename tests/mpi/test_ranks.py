@@ -1,20 +1,23 @@
 """The helper that starts ranks: it tells ranks apart, kills what hangs, and leaves nothing behind."""
 
-import os
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import RanksHung, members, run_ranks
+from tests.ranks import RanksHung, run_ranks
 
 RANK = "import os, sys, time, subprocess\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
 
 
 def living(pid_file: Path) -> list[int]:
     """Which of the processes that wrote their ids are still there (zombies are not)."""
-    pids = [int(text) for text in pid_file.read_text().split()]
-    return [pid for pid in pids if pid in members(os.getsid(pid) if Path(f"/proc/{pid}").exists() else -1)]
+    stats = {pid: Path(f"/proc/{pid}/stat") for pid in pid_file.read_text().split()}
+    return [
+        int(pid)
+        for pid, stat in stats.items()
+        if stat.exists() and stat.read_text().split(")")[-1].split()[0] != "Z"
+    ]
 
 
 def test_output_is_told_apart_by_rank_and_by_stream():

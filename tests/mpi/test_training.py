@@ -148,3 +148,36 @@ def test_a_nan_loss_can_be_skipped_and_is_counted(tmp_path, strategy):
     run_ranks(3, script).check()
     result = result_of(tmp_path)
     assert result["nonfinite"] == 1 and result["status"] == "ok"
+
+
+LOCKSTEP = """
+import mpitrain as mt
+from tests import toy
+from mpitrain.mpi.runtime import start
+
+workers = start().size - {servers}
+rules = [
+    mt.Sync(servers={servers}), mt.Backup(spare=0, servers={servers}),
+    mt.SoftSync(updates=workers, blocking=True, servers={servers}), mt.StaleSync(bound=0, servers={servers}),
+]
+for index, changes in enumerate(toy.DYADIC.values()):
+    for rule in rules:
+        job = toy.make_job(**changes, epochs=1, batch_size=16 // workers)
+        mt.train(job, rule, run_dir=f"{path}/{{rule.name}}-{{index}}", quiet=True)
+"""
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (4, 1), (2, 2)])
+def test_synchronous_rules_are_one_rank_with_the_full_batch(tmp_path, workers, servers):
+    """sync, backup without spares and blocking softsync with S = N equal allreduce, which equals one rank, on dyadic
+    gradients; ssp does not average, so it only has to take N times as many steps."""
+    run_ranks(1, DYADIC.format(path=tmp_path)).check()
+    run_ranks(workers + servers, LOCKSTEP.format(path=tmp_path, servers=servers)).check()
+    for index in range(len(toy.DYADIC)):
+        whole = load_file(tmp_path / f"1-{index}" / "model.safetensors")
+        for rule in ("sync", "backup", "softsync"):
+            assert_equal(load_file(tmp_path / f"{rule}-{index}" / "model.safetensors"), whole)
+            result = result_of(tmp_path / f"{rule}-{index}")
+            assert result["steps"] == 3 and result["accepted"] == 3 * workers
+            assert result["late"] == result["dropped"] == result["staleness_max"] == 0
+        assert result_of(tmp_path / f"ssp-{index}")["steps"] == 3 * workers

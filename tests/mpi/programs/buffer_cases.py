@@ -90,7 +90,7 @@ def case_sixteen_bit_floats_are_refused_for_reductions(rt):
 
 
 def case_the_trap_exists(rt):
-    """The reason for the refusal: handing mpi4py the bare tensor gives garbage. If this ever fails, mpi4py learned it."""
+    """Why bfloat16 is refused: mpi4py alone gives garbage. If this ever fails, mpi4py has learned it."""
     total = torch.ones(4, dtype=torch.bfloat16)
     try:
         rt.comm.Allreduce(MPI.IN_PLACE, total)
