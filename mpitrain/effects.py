@@ -82,12 +82,20 @@ class Compute(NamedTuple):
 
 
 class Interrupted(NamedTuple):
-    """The answer to a `Compute` that a message broke off (virtual time only); that message comes next."""
+    """The answer to a `Compute` or `Sleep` that a message broke off (virtual time only); that message comes
+    next.
+    """
 
 
 class Now(NamedTuple):
     """Answered with the world's clock in seconds."""
 
 
-Effect = Send | Recv | Compute | Now
+class Sleep(NamedTuple):
+    """Let `seconds` pass without using the core; messages progress meanwhile. Answered with None."""
+
+    seconds: float
+
+
+Effect = Send | Recv | Compute | Now | Sleep
 Role = Generator[Effect, Any, Any]

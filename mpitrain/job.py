@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mpitrain.rules
+from mpitrain import inject as injection
 from mpitrain.errors import UsageError
 from mpitrain.rules import AllReduce, Strategy
 from mpitrain.text import nearest, parse
@@ -97,6 +98,15 @@ class Overrides:
     synthetic: bool = False
     steps: int | None = None
     quiet: bool = False
+    inject: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inject", injection.texts(self.inject))
+
+    @property
+    def injections(self) -> tuple[injection.Injection, ...]:
+        """The stragglers ordered, as values."""
+        return injection.read(self.inject)
 
     def check(self) -> None:
         """Refuse values that no run can have.
@@ -110,6 +120,7 @@ class Overrides:
                 raise UsageError(f"--{key.replace('_', '-')} must be at least 1, got {value}")
         if self.lr is not None and not 0 <= self.lr < float("inf"):
             raise UsageError(f"--lr must be finite and not negative, got {self.lr}")
+        injection.read(self.inject)
 
 
 def apply_overrides(job: Job, overrides: Overrides) -> Job:

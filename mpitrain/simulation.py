@@ -7,6 +7,7 @@ of virtual times mean something until a law has been fitted to a measurement.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import time
@@ -17,13 +18,15 @@ import torch
 
 from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.model import FlatModel, Replica, ShardStore
+from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
 from mpitrain.roles import Server, Worker
 from mpitrain.rules import Dealer, Roles, ServerStrategy, Strategy, assign
 from mpitrain.text import names, parse, registered
-from mpitrain.training.measure import MODEL_FILE, build, make_measure, save_model
+from mpitrain.training.measure import MODEL_FILE, build, make_measure, same_model, save_model
 from mpitrain.training.session import say_end
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
@@ -34,9 +37,13 @@ def simulate(
     workers: int = 4,
     compute: ComputeLaw = Constant(),  # noqa: B008 - frozen
     network: NetworkLaw = Ideal(),  # noqa: B008 - frozen
+    replay: str | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Train `job` with `workers` virtual workers (servers come on top) and return what `result.json` holds.
+
+    With `replay`, the directory of a real run of this job over parameter servers, its updates are repeated in
+    their recorded order, and `replay_identical` tells whether the parameters came out the same to the bit.
 
     Raises:
         UsageError: a strategy that has no roles to run in virtual time, or a wrong option.
@@ -44,11 +51,24 @@ def simulate(
     if strategy is not None:
         overrides["strategy"] = str(strategy)
     options = Overrides(**overrides)
+    if replay is not None:
+        return _replay(Path(replay), options, job)
     return _Simulation(apply_overrides(job, options), options, workers, compute, network).run()
 
 
-def simulate_command(path: str, overrides: Overrides, num_workers: int, compute: str, network: str) -> int:
+def simulate_command(
+    path: str | None,
+    overrides: Overrides,
+    num_workers: int,
+    compute: str,
+    network: str,
+    replay: str | None = None,
+) -> int:
     """`mpitrain simulate`: the exit code of the rehearsal."""
+    if replay is not None:
+        return int(_replay(Path(replay), overrides, path=path)["exit_code"])
+    if path is None:
+        raise UsageError("simulate needs a job file, or --replay RUN_DIR of a run that was started from one")
     compute_law, network_law = parse(compute, "compute"), parse(network, "network")
     assert isinstance(compute_law, ComputeLaw) and isinstance(network_law, NetworkLaw)
     job = apply_overrides(load_job(path), overrides)
@@ -56,10 +76,41 @@ def simulate_command(path: str, overrides: Overrides, num_workers: int, compute:
     return int(result["exit_code"])
 
 
+def _replay(
+    run_dir: Path, options: Overrides, job: Job | None = None, path: str | None = None
+) -> dict[str, Any]:
+    """Repeat a recorded run: its options, its roles, its order of arrival."""
+    run = load_run(run_dir)
+    if job is None:
+        path = path or run["job_file"]
+        if path is None:
+            raise UsageError(
+                f"{run_dir} was not started from a job file; give one, or call mpitrain.simulate(job, replay=...)"
+            )
+        job = load_job(path)
+    recorded = dataclasses.replace(
+        Overrides(**run["overrides"]), run_dir=options.run_dir, quiet=options.quiet
+    )
+    torch.set_num_threads(run["num_threads"])  # large sums are cut by thread, and so are their roundings
+    num_workers = len(run["workers"])
+    simulation = _Simulation(
+        apply_overrides(job, recorded), recorded, num_workers, Constant(), Ideal(), run_dir
+    )
+    simulation.roles = Roles(tuple(run["servers"]), tuple(run["workers"]))
+    return simulation.run()
+
+
 class _Simulation:
     def __init__(
-        self, job: Job, options: Overrides, num_workers: int, compute: ComputeLaw, network: NetworkLaw
+        self,
+        job: Job,
+        options: Overrides,
+        num_workers: int,
+        compute: ComputeLaw,
+        network: NetworkLaw,
+        replay: Path | None = None,
     ):
+        self.replay = replay
         if not isinstance(job.strategy, ServerStrategy):
             served = [
                 name
@@ -72,10 +123,13 @@ class _Simulation:
             )
         if num_workers < 1:
             raise UsageError(f"--workers must be at least 1, got {num_workers}")
+        job.strategy.check_workers(num_workers)
         self.job, self.strategy, self.options, self.num_workers = job, job.strategy, options, num_workers
         self.compute, self.network = compute, network
         num_servers = self.strategy.num_servers()
         self.roles: Roles = assign((0,) * (num_workers + num_servers), num_servers)
+        check_workers(options.injections, num_workers)
+        self.stragglers = [Straggler(options.injections, i, job.seed) for i in range(num_workers)]
         self.catalogue = job.data.scan()
         if self.catalogue.num_samples < num_workers:
             raise UsageError(
@@ -118,7 +172,10 @@ class _Simulation:
                 for shard in range(len(self.roles.servers))
             ]  # fmt: skip
             replicas = {rank: self._replica(rank, model, reader, measure) for rank in self.roles.workers}
-            roles = {rank: server.run() for rank, server in zip(self.roles.servers, servers, strict=True)}
+            roles = {
+                rank: self._in_order(shard, servers[shard].run())
+                for shard, rank in enumerate(self.roles.servers)
+            }
             returned = world.run(
                 roles | {rank: self._worker(rank, replica) for rank, replica in replicas.items()}
             )
@@ -129,6 +186,9 @@ class _Simulation:
         log.finish(result)
         return result
 
+    def _in_order(self, shard: int, role: Role) -> Role:
+        return role if self.replay is None else repeat(role, load_order(self.replay, shard))
+
     def _replica(self, rank: int, model: FlatModel, reader: Any, measure: Any) -> Replica:
         measures = measure if rank == self.roles.validator else None
         return Replica(
@@ -136,7 +196,8 @@ class _Simulation:
         )  # fmt: skip
 
     def _worker(self, rank: int, replica: Replica) -> Role:
-        return Worker(rank, self.roles, replica, NullReport(), wants_final=rank == self.roles.validator).run()
+        worker = Worker(rank, self.roles, replica, NullReport(), wants_final=rank == self.roles.validator)
+        return self.stragglers[self.roles.workers.index(rank)].wrap(worker.run())
 
     def _result(
         self,
@@ -148,6 +209,11 @@ class _Simulation:
     ) -> dict[str, Any]:
         counts = dict(returned[self.roles.dealer])
         failure = counts.pop("failure")
+        identical = (
+            None if self.replay is None else same_model(self.replay / MODEL_FILE, self.run_dir / MODEL_FILE)
+        )
+        if identical is False:
+            failure = failure or f"the replayed parameters differ from those of {self.replay}"
         missed = {
             name: goal
             for name, goal in self.job.target.items()
@@ -173,11 +239,14 @@ class _Simulation:
             "servers": len(self.roles.servers),
             "nodes": 1,
             "virtual": True,
+            **({} if identical is None else {"replay": str(self.replay), "replay_identical": identical}),
             "virtual_s": world.now_s,
             "compute": str(self.compute),
             "network": str(self.network),
             "num_events": world.num_events,
             "wall_s": wall_s,
+            "inject": [str(one) for one in self.options.injections],
+            "injected": [row for straggler in self.stragglers for row in straggler.counts()],
             "loss_curve": log.curve,
             "shards": [returned[rank] for rank in self.roles.servers],
             "run_dir": str(self.run_dir),

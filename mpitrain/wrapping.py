@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.errors import NonFiniteError, UsageError
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, Worker
-from mpitrain.rules import AllReduce, Roles, ServerStrategy, Strategy, assign
+from mpitrain.rules import AllReduce, Roles, ServerStrategy, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,9 +107,9 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Server
     from mpitrain.model import FlatModel, ShardStore, check_elementwise
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.training.measure import share_module
-    from mpitrain.training.session import attempt
+    from mpitrain.training.session import assign_roles, attempt
 
-    roles = attempt(runtime, lambda: assign(runtime.nodes, strategy.num_servers()))
+    roles = attempt(runtime, lambda: assign_roles(runtime, strategy, own_loop=True))
     runtime.role = roles.of(runtime.rank)
     attempt(runtime, lambda: check_elementwise(optimizer))
     flat = attempt(runtime, lambda: FlatModel(model, optimizer, len(roles.servers)))

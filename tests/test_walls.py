@@ -27,6 +27,7 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "text": ({"mpitrain.errors"}, set()),
     "effects": (set(), set()),
+    "inject": (GROUND | {"mpitrain.effects"}, set()),
     "rules": (GROUND, set()),
     "codecs": (GROUND, {"torch"}),
     "roles": (GROUND | {"mpitrain.rules", "mpitrain.effects"}, set()),
@@ -61,7 +62,7 @@ WORLDLY = {
     "queue",
     "select",
 }
-UNWORLDLY_PLACES = {"rules", "roles", "effects", "codecs", "text", "errors"}
+UNWORLDLY_PLACES = {"rules", "roles", "effects", "inject", "codecs", "text", "errors"}
 # mpi4py's lower-case calls pickle: a rank could execute code on another, and large arrays are copied.
 PICKLING = {
     *(
@@ -218,6 +219,8 @@ def test_the_walls_stand(relative: str) -> None:
         ("codecs/a.py", "import numpy", "numpy"),
         ("codecs/a.py", "import mpitrain.effects", "mpitrain.effects"),
         ("effects.py", "from mpitrain.errors import WireError", "mpitrain.errors"),
+        ("inject.py", "import time", "time"),
+        ("inject.py", "from mpitrain.roles import Worker", "mpitrain.roles"),
         ("roles/a.py", "import torch", "torch"),
         ("roles/a.py", "from mpi4py import MPI", "mpi4py"),
         ("roles/a.py", "if TYPE_CHECKING:\n    from mpitrain.mpi.runtime import Runtime", "mpitrain.mpi"),

@@ -17,7 +17,7 @@ compute laws (seconds per batch):
   constant(1, jitter=0.1)          every batch takes 1 s, give or take 10 %
   exponential(1)                   memoryless with mean 1 s
   shifted_exponential(1, 1)        1 s plus an exponential of mean 1 s
-  lognormal(1, 0.5)                median 1 s, heavy tail
+  lognormal(1, 0.5)                mean 1 s, heavy tail
 
 network laws:
   ideal()                          messages arrive at once
@@ -26,7 +26,8 @@ network laws:
 examples:
   mpitrain simulate jobs/digits.py --strategy "async()" --workers 16
   mpitrain simulate jobs/digits.py --strategy "async(servers=2)" --workers 100 \\
-      --compute "shifted_exponential(1, 1)" --epochs 2"""
+      --compute "shifted_exponential(1, 1)" --epochs 2
+  mpitrain simulate --replay runs/digits-20261121-024707"""
 
 
 def add_parser(commands: Any) -> None:
@@ -34,7 +35,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate", help="rehearse a job in virtual time", description=_DESCRIPTION, epilog=_EPILOG
     )
-    add_job_options(parser)
+    add_job_options(parser, job_is_optional=True)
     world = parser.add_argument_group("the virtual world")
     world.add_argument(
         "--workers", type=positive, default=8, metavar="N", help="virtual workers (default: 8)"
@@ -48,6 +49,9 @@ def add_parser(commands: Any) -> None:
     world.add_argument(
         "--network", default="ideal()", metavar="LAW", help='how long messages take (default: "ideal()")'
     )
+    world.add_argument(
+        "--replay", metavar="RUN_DIR", help="repeat a real run's updates in their recorded order, to the bit"
+    )
     parser.set_defaults(run=run_simulate)
 
 
@@ -56,5 +60,10 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from mpitrain.simulation import simulate_command
 
     return simulate_command(
-        arguments.job, overrides(arguments), arguments.workers, arguments.compute, arguments.network
+        arguments.job,
+        overrides(arguments),
+        arguments.workers,
+        arguments.compute,
+        arguments.network,
+        arguments.replay,
     )

@@ -59,9 +59,14 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run_train)
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
+def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = False) -> None:
     """The options `train` and `simulate` share: what a job's fields can be replaced with."""
-    parser.add_argument("job", metavar="JOB", help="job file: Python that ends in `job = mpitrain.Job(...)`")
+    parser.add_argument(
+        "job",
+        metavar="JOB",
+        nargs="?" if job_is_optional else None,
+        help="job file: Python that ends in `job = mpitrain.Job(...)`",
+    )
     job = parser.add_argument_group("in place of the job's own")
     job.add_argument("--strategy", metavar="TEXT", help='how the ranks agree, such as "async(servers=2)"')
     job.add_argument("--epochs", type=positive, metavar="N", help="passes over the data")
@@ -71,6 +76,15 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         "--seed", type=natural, metavar="N", help="key of initial weights, data order and all draws"
     )
     job.add_argument("--steps", type=positive, metavar="N", help="stop after N updates")
+    job.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help='order a straggler, as often as you like: "slow(worker=2, factor=5)", "pause(worker=1, '
+        'at_step=50, seconds=2)" or "stall(worker=0, chance=0.1, seconds=1)"; the worker is its index '
+        "among the workers, from 0",
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--run-dir", metavar="DIR", help="where results go (default: runs/JOB-DATE-TIME)")
     out.add_argument("--quiet", action="store_true", help="no progress lines; the figure of merit stays")
@@ -90,6 +104,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         synthetic=getattr(arguments, "synthetic", False),
         steps=arguments.steps,
         quiet=arguments.quiet,
+        inject=tuple(arguments.inject),
     )
 
 

@@ -14,11 +14,14 @@ in every launch.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import socket
+import stat
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 _ALARM_S = 10
 _REVOKE_WAIT_S = 1.0
+_DRAIN_S = 2.0
 _ending = threading.Lock()  # held for ever by the first thread that ends the job
 
 
@@ -136,6 +140,17 @@ def _tell(runtime: "Runtime", text: str) -> None:
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(2, data) :]
+        _drain(2)
+
+
+def _drain(fd: int) -> None:
+    """Wait until the launcher has read what we wrote into its pipe: MPICH's drops the rest when the job is aborted."""
+    deadline_s = time.monotonic() + _DRAIN_S
+    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+        while int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder) > 0:
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(0.001)
 
 
 def _leave_ulfm(runtime: "Runtime", error: BaseException) -> NoReturn:

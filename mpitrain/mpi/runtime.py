@@ -46,6 +46,7 @@ class Runtime:
     """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self.role = ""
         self.step = -1
         self.run_dir: Path | None = None
@@ -145,7 +146,7 @@ class Runtime:
 
     def finish(self) -> None:
         """The orderly end: finish what is under way, wait for every rank, finalize MPI. Safe to call twice."""
-        if MPI.Is_finalized():
+        if MPI.Is_finalized() or os.getpid() != self._pid:  # a forked child leaves MPI to its parent
             return
         self.engine.stop()
         self.barrier()

@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send
+from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send, Sleep
 from mpitrain.errors import WireError
 from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.op import Op
+from mpitrain.mpi.waiting import LONG_NAP_S, give_way
 from mpitrain.mpi.wire import HEADER_BYTES, decode, encode
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
@@ -92,8 +93,20 @@ class MpiWorld:
                 self.engine.wait_any(lambda: self._inbox or self._error)
             self._raise_error()
             return self._inbox.popleft()
+        if isinstance(effect, Sleep):
+            return self._sleep(effect.seconds)
         assert isinstance(effect, Now), f"{effect!r} is no effect"
         return time.monotonic() - self._start_s
+
+    def _sleep(self, seconds: float) -> None:
+        """Naps between polls: messages arrive meanwhile, and only a transfer under way keeps the core."""
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            self._raise_error()
+            if self.engine.poll() or any(not op.passive for op in self.engine.outstanding):
+                give_way()
+            else:
+                time.sleep(min(left_s, LONG_NAP_S))
 
     def _send(self, peer: _Peer, message: Message) -> None:
         self.on_step(

@@ -91,6 +91,9 @@ class ServerStrategy(Strategy):
     def num_servers(self) -> int:
         return self.servers
 
+    def check_workers(self, num_workers: int) -> None:
+        """Raise `UsageError` when so many workers, all in all, cannot run this rule."""
+
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         """The rule's memory before the first push, when `workers` take part."""
         raise NotImplementedError

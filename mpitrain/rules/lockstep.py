@@ -91,9 +91,11 @@ class Backup(ServerStrategy):
         )
         return reason if self.stragglers == "abort" else ""
 
+    def check_workers(self, num_workers: int) -> None:
+        if self.spare >= num_workers:
+            raise UsageError(f"backup: spare={self.spare} of {num_workers} workers leaves none to wait for")
+
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
-        if self.spare >= len(workers):
-            raise UsageError(f"backup: spare={self.spare} of {len(workers)} workers leaves none to wait for")
         return {"gathered": 0}
 
     def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:

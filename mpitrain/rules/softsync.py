@@ -37,11 +37,13 @@ class SoftSync(ServerStrategy):
         if self.updates < 1:
             raise UsageError(f"softsync: updates must be at least 1, got {self.updates}")
 
-    def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
-        if self.blocking and self.updates > len(workers):
+    def check_workers(self, num_workers: int) -> None:
+        if self.blocking and self.updates > num_workers:
             raise UsageError(
-                f"softsync: blocking with updates={self.updates} and {len(workers)} workers would wait for ever"
+                f"softsync: blocking with updates={self.updates} and {num_workers} workers would wait for ever"
             )
+
+    def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {"gathered": 0}
 
     def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:

@@ -40,7 +40,7 @@ def train_command(path: str, overrides: Overrides) -> int:
 
     runtime = start()
     try:
-        code = int(_train(lambda: load_job(path), overrides)["exit_code"])
+        code = int(_train(lambda: load_job(path), overrides, path)["exit_code"])
     except AgreedError as error:
         code = error.exit_code
     except BaseException as error:
@@ -50,7 +50,7 @@ def train_command(path: str, overrides: Overrides) -> int:
     return code
 
 
-def _train(make_job: Any, overrides: Overrides) -> dict[str, Any]:
+def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> dict[str, Any]:
     """One run from start to finish; an exception other than an agreed one ends the whole job."""
     from mpitrain.mpi.runtime import start
     from mpitrain.rules import AllReduce
@@ -58,7 +58,7 @@ def _train(make_job: Any, overrides: Overrides) -> dict[str, Any]:
 
     runtime = start()
     try:
-        session = prepare(runtime, make_job, overrides)
+        session = prepare(runtime, make_job, overrides, job_file)
         if isinstance(session.strategy, AllReduce):
             from mpitrain.training.allreduce import run_allreduce as run
         else:

@@ -31,6 +31,7 @@ from mpitrain.training.measure import (
     share_module,
 )
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.straggling import Nap
 
 
 def run_allreduce(session: Session) -> dict[str, Any]:
@@ -68,6 +69,7 @@ class _Trainer:
             device,
         )
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
+        self.nap = Nap(session.straggler(), module.parameters())
         self.parallel = data_parallel(module)
         self.gradients = [parameter for _, parameter, _ in trainable(module, optimizer)]
         job = session.job
@@ -124,6 +126,7 @@ class _Trainer:
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
         began_s = time.monotonic()
+        self.nap.begin()
         loss = job.loss(self.parallel, batch)
         value = float(loss.detach())
         weight = share * self.num_workers / count
@@ -140,6 +143,7 @@ class _Trainer:
             self.samples += count
         self.step += 1
         self.meter.progress(self.samples, self.step, epoch + 1, value)
+        self.compute_s += self.nap.take()
 
     def _refuse(self, value: float) -> None:
         self.nonfinite += 1
@@ -157,7 +161,8 @@ class _Trainer:
     def outcome(self) -> dict[str, Any]:
         """Counts of this rank; rank 0 adds the metrics and saves the model, whatever happened."""
         detail = {"rank": self.rank, "role": "worker", "steps": self.step, "compute_s": self.compute_s}
-        outcome: dict[str, Any] = {"detail": detail, "failure": self.failure}
+        injected = self.nap.straggler.counts()
+        outcome: dict[str, Any] = {"detail": detail, "failure": self.failure, "injected": injected}
         if self.rank == 0:
             path = self.session.run_dir / MODEL_FILE
             save_model(

@@ -98,6 +98,14 @@ def save_model(module: nn.Module, path: Path, metadata: dict[str, str]) -> None:
         beside.unlink(missing_ok=True)
 
 
+def same_model(one: Path, other: Path) -> bool:
+    """Whether two saved models hold the same names and the same bits."""
+    from safetensors.torch import load_file
+
+    first, second = load_file(one), load_file(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 class Meter:
     """Passes progress on and measures samples per second from the end of the warm-up to the last step, pauses
     left out.

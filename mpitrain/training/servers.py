@@ -15,6 +15,7 @@ from mpitrain.effects import Role
 from mpitrain.model import FlatModel, Replica, ShardStore, check_elementwise
 from mpitrain.model.flat import make_layout
 from mpitrain.mpi.world import MpiWorld
+from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, Worker
 from mpitrain.rules import Dealer, ServerStrategy
 from mpitrain.training.measure import (
@@ -92,7 +93,9 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     num_pushes = math.ceil(session.total_samples() / session.job.batch_size)
     meter = Meter(session.report, num_warmup(num_pushes))
     server = make_server(session, store, meter)
-    counts = _carry(session, roles.workers, lambda source: store.frame(), server.run())
+    order: list[int] = []
+    counts = _carry(session, roles.workers, lambda source: store.frame(), record(server.run(), order))
+    save_order(session.run_dir, shard, order)
     counts["peak_waiting_buffers"] = store.pool.num_frames
     outcome: dict[str, Any] = {
         "detail": {"rank": runtime.rank, "role": "server", "shard": shard, **counts},
@@ -114,13 +117,14 @@ def _work(session: Session, model: FlatModel, device: torch.device) -> dict[str,
             )
         replica = Replica(model, job.loss, reader.batch, reader.prefetch, job.seed, runtime.rank, measure)
         worker = Worker(runtime.rank, roles, replica, session.report, wants_final=validates)
+        straggler = session.straggler()
         counts = _carry(
             session,
             roles.servers,
             lambda source: model.frames[roles.servers.index(source)].hold(),
-            worker.run(),
+            straggler.wrap(worker.run()),
         )
-    outcome: dict[str, Any] = {"detail": {"role": "worker", **counts}}
+    outcome: dict[str, Any] = {"detail": {"role": "worker", **counts}, "injected": straggler.counts()}
     if validates:
         outcome["result"] = finish_model(session, replica)
     return outcome

@@ -19,8 +19,10 @@ from typing import Any
 from mpitrain.data import Catalogue
 from mpitrain.environment import collect
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides, apply_overrides
-from mpitrain.report import NullReport, Report, default_run_dir
+from mpitrain.replay import RUN_FILE
+from mpitrain.report import NullReport, Report, default_run_dir, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
 
 
@@ -49,6 +51,11 @@ class Session:
         """What this rank is."""
         return self.roles.of(self.runtime.rank)
 
+    def straggler(self) -> Straggler:
+        """What `--inject` orders for this worker."""
+        index = self.roles.workers.index(self.runtime.rank)
+        return Straggler(self.overrides.injections, index, self.job.seed)
+
     def num_batches(self) -> int | None:
         """Batches to deal when the run is limited by `--steps`: so many for every worker."""
         return None if self.overrides.steps is None else self.overrides.steps * len(self.roles.workers)
@@ -72,7 +79,9 @@ class Session:
         return dict(self.runtime.share(result))
 
 
-def prepare(runtime: Any, make_job: Callable[[], Job], overrides: Overrides) -> Session:
+def prepare(
+    runtime: Any, make_job: Callable[[], Job], overrides: Overrides, job_file: str | None = None
+) -> Session:
     """Bring all ranks to the same start line.
 
     Raises:
@@ -81,8 +90,10 @@ def prepare(runtime: Any, make_job: Callable[[], Job], overrides: Overrides) -> 
     started_s = time.monotonic()
     job = attempt(runtime, lambda: apply_overrides(make_job(), overrides))
     strategy = job.strategy
-    runtime.compare({**_options(job), "lr": overrides.lr, "steps": overrides.steps})
-    roles = attempt(runtime, lambda: _assign(runtime, strategy))
+    injections = [str(one) for one in overrides.injections]
+    runtime.compare({**_options(job), "lr": overrides.lr, "steps": overrides.steps, "inject": injections})
+    roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
+    attempt(runtime, lambda: check_workers(overrides.injections, len(roles.workers)))
     runtime.role = roles.of(runtime.rank)
     catalogue = _look_at_data(runtime, job.data)
     validation = None if job.validate is None else _look_at_data(runtime, job.validate)
@@ -99,6 +110,7 @@ def prepare(runtime: Any, make_job: Callable[[], Job], overrides: Overrides) -> 
         )
         text = json.dumps({**collect(runtime), "ranks": environment}, indent=2, sort_keys=True, default=str)
         (run_dir / "env.json").write_text(text + "\n")
+        write_json(run_dir / RUN_FILE, _how_started(session, job_file))
         _describe_start(session)
     return session
 
@@ -143,13 +155,17 @@ def _look_at_data(runtime: Any, source: Any) -> Any:
     return Catalogue.from_json(text)
 
 
-def _assign(runtime: Any, strategy: Strategy) -> Roles:
-    """Everybody's role, if this strategy can run with so many workers."""
+def assign_roles(runtime: Any, strategy: Strategy, own_loop: bool = False) -> Roles:
+    """Everybody's role, if this strategy can run with so many workers (and, in somebody's own loop, without epochs)."""
+    if own_loop and isinstance(strategy, ServerStrategy) and strategy.warmup.epochs:
+        raise UsageError(
+            f"{strategy}: a warm-up is counted in epochs of data, which only `train` knows, not `wrap`"
+        )
     if strategy.why_not_over_mpi():
         raise UsageError(f"{strategy}: {strategy.why_not_over_mpi()}")
     roles = assign(runtime.nodes, strategy.num_servers())
     if isinstance(strategy, ServerStrategy):
-        strategy.start(strategy.warmup.first(roles.workers))  # refuses what so few workers cannot do
+        strategy.check_workers(len(roles.workers))
     return roles
 
 
@@ -173,6 +189,20 @@ def _run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:
                 f"cannot make the run directory {path}: {error}; choose another with --run-dir"
             ) from error
     return str(path.resolve()) if path else ""
+
+
+def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
+    """What `simulate --replay` needs to start the same run."""
+    import torch
+
+    return {
+        "job_file": str(Path(job_file).resolve()) if job_file else None,
+        "overrides": dataclasses.asdict(session.overrides)
+        | {"strategy": str(session.strategy), "run_dir": None},
+        "servers": list(session.roles.servers),
+        "workers": list(session.roles.workers),
+        "num_threads": torch.get_num_threads(),
+    }
 
 
 def _describe_start(session: Session) -> None:
@@ -231,6 +261,8 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         "epochs": session.job.epochs,
         "run_dir": str(session.run_dir),
         "fault_tolerance": session.runtime.fault_tolerance,
+        "inject": [str(one) for one in session.overrides.injections],
+        "injected": [row for outcome in gathered for row in outcome.get("injected", [])],
         "ranks": [outcome["detail"] for outcome in gathered],
         "wall_s": time.monotonic() - session.started_s,
     }

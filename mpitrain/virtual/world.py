@@ -14,7 +14,7 @@ import random
 from collections import deque
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Interrupted, Now, Recv, Role, Send
+from mpitrain.effects import Compute, Effect, Interrupted, Now, Recv, Role, Send, Sleep
 from mpitrain.errors import DeadlockError
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.network import Links, NetworkLaw
@@ -110,6 +110,10 @@ class VirtualWorld:
                     self._schedule(self.now_s + self._draw(process), process, process.computing)
                     return
                 answer = result
+            elif isinstance(effect, Sleep):
+                process.computing = _Computed(None)
+                self._schedule(self.now_s + effect.seconds, process, process.computing)
+                return
             elif isinstance(effect, Recv):
                 if not process.inbox:
                     process.waiting = True
@@ -131,7 +135,7 @@ class VirtualWorld:
 
 
 class _Computed:
-    """A gradient that will be there when its time has passed, unless a message breaks it off."""
+    """A gradient (or a sleep's None) that will be there when its time has passed, unless a message breaks it off."""
 
     def __init__(self, result: Any):
         self.result = result

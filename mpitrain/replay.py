@@ -1,0 +1,94 @@
+"""Record the order in which servers took their messages, and repeat it in virtual time.
+
+Law of this file: it stands at the effect seam and changes no role. Everything that an asynchronous run leaves
+to chance is the order in which each server receives; who read which version, which batch went to whom and
+every bit of the parameters follow from it. Messages of one worker keep their order by themselves, so the list
+of their senders is all there is to record. Notes for the report change nothing and are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.effects import Kind, Message, Recv, Role
+from mpitrain.errors import UsageError
+
+RUN_FILE = "run.json"
+
+
+def record(role: Role, order: list[int]) -> Role:
+    """`role`, with the sender of every message it receives appended to `order`."""
+    answer = None
+    while True:
+        try:
+            effect = role.send(answer)
+        except StopIteration as end:
+            return end.value
+        answer = yield effect
+        if isinstance(effect, Recv) and answer[1].kind != Kind.NOTE:
+            order.append(answer[0])
+
+
+def repeat(role: Role, order: Sequence[int]) -> Role:
+    """`role`, receiving from the senders of `order` in that order, whenever their messages arrive."""
+    answer: Any = None
+    early: dict[int, deque[tuple[int, Message]]] = {}
+    due = iter(order)
+    while True:
+        try:
+            effect = role.send(answer)
+        except StopIteration as end:
+            return end.value
+        if not isinstance(effect, Recv):
+            answer = yield effect
+            continue
+        source = next(due, None)
+        if source is None:
+            raise UsageError(
+                f"the recorded run ended after {len(order)} messages, this one wants more: other "
+                "options or code?"
+            )
+        while not early.get(source):
+            arrived = yield effect
+            if arrived[1].kind != Kind.NOTE:
+                early.setdefault(arrived[0], deque()).append(arrived)
+        answer = early[source].popleft()
+
+
+def save_order(run_dir: Path, shard: int, order: Sequence[int]) -> None:
+    """Write the order of one shard's server beside the run's results."""
+    (run_dir / f"arrivals-{shard}.json").write_text(json.dumps(list(order)) + "\n")
+
+
+def load_order(run_dir: Path, shard: int) -> list[int]:
+    """What `save_order` wrote.
+
+    Raises:
+        UsageError: the run has no such record.
+    """
+    return list(_load(run_dir / f"arrivals-{shard}.json"))
+
+
+def load_run(run_dir: Path) -> dict[str, Any]:
+    """What the run was started with.
+
+    Raises:
+        UsageError: not the directory of a run.
+    """
+    return dict(_load(run_dir / RUN_FILE))
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(
+            f"cannot replay {path.parent}: no {path.name} ({error.strerror}); only runs over "
+            "parameter servers record it"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"cannot replay {path.parent}: {path.name} is damaged: {error}") from error

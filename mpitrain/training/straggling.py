@@ -1,0 +1,49 @@
+"""Ordered stragglers where there is no role to wrap: the synchronous run sleeps after its own step.
+
+Law of this file: what counts is the rank's own time, from the forward pass to its last gradient. Backward as
+a whole also waits for the others; slowing that down would pass one rank's sleep on to the next, and two slow
+ranks would feed each other's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from mpitrain.inject import Straggler
+
+
+class Nap:
+    """Sleeps after each step as the injections order; does nothing where nothing is ordered.
+
+    Args:
+        straggler: what is ordered for this worker.
+        parameters: the model's; the last one to get its gradient ends the rank's own time.
+    """
+
+    def __init__(self, straggler: Straggler, parameters: Iterable[nn.Parameter]):
+        self.straggler = straggler
+        self._began_s = self._ready_s = time.monotonic()
+        if straggler.injections:
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, _parameter: Any) -> None:
+        self._ready_s = time.monotonic()
+
+    def begin(self) -> None:
+        """The forward pass begins."""
+        self._began_s = time.monotonic()
+
+    def take(self) -> float:
+        """After the step: sleep; returns the seconds. The communication thread goes on meanwhile."""
+        if not self.straggler.injections:
+            return 0.0
+        seconds = self.straggler.sleep_s(max(0.0, self._ready_s - self._began_s))
+        if seconds > 0:
+            time.sleep(seconds)
+        return seconds

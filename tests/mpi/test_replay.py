@@ -1,0 +1,70 @@
+"""A real run, repeated in virtual time in its recorded order of arrival, gives the same parameters to the bit."""
+
+import json
+
+import pytest
+
+from mpitrain import simulate
+from mpitrain.errors import UsageError
+from mpitrain.text import parse
+from tests import toy
+from tests.ranks import run_ranks
+
+STRATEGIES = (
+    "async()",
+    "async(servers=2,damping=inverse())",
+    "softsync(updates=2,damping=power(1.0))",
+    "ssp(bound=1,servers=2)",
+    "backup(spare=1,warmup=warmup(epochs=0.5))",
+    "async(damping=delay_compensated())",
+    "async(damping=gap_aware())",
+    "async(damping=drop(limit=2))",
+)
+
+RUNS = """
+import mpitrain as mt
+from mpitrain.text import parse
+from tests import toy
+
+for index, text in enumerate({strategies!r}):
+    job = toy.make_job(optimizer=toy.sgd if index % 2 else toy.adam, epochs=4, batch_size=5)
+    mt.train(job, parse(text, "strategy"), run_dir=f"{path}/{{index}}", quiet=True)
+"""
+
+
+def test_replay_is_bit_for_bit_for_every_rule(tmp_path):
+    run_ranks(5, RUNS.format(strategies=STRATEGIES, path=tmp_path)).check()
+    orders = set()
+    for index, text in enumerate(STRATEGIES):
+        job = toy.make_job(optimizer=toy.sgd if index % 2 else toy.adam, epochs=4, batch_size=5)
+        replayed = simulate(
+            job,
+            parse(text, "strategy"),
+            replay=str(tmp_path / str(index)),
+            run_dir=str(tmp_path / f"v{index}"),
+            quiet=True,
+        )
+        real = json.loads((tmp_path / str(index) / "result.json").read_text())
+        assert replayed["replay_identical"], text
+        for key in ("accepted", "dropped", "late", "skipped", "staleness_histogram", "samples"):
+            assert replayed[key] == real[key], (text, key)
+        orders.add((tmp_path / str(index) / "arrivals-0.json").read_text())
+    assert len(orders) > 1  # real runs do differ in what they leave to chance
+
+
+def test_another_order_gives_other_parameters(tmp_path):
+    """The comparison has teeth: swap two arrivals of a real run and the bits differ."""
+    run_ranks(4, RUNS.format(strategies=STRATEGIES[:1], path=tmp_path)).check()
+    path = tmp_path / "0" / "arrivals-0.json"
+    order = json.loads(path.read_text())
+    middle = next(i for i in range(len(order) // 2, len(order)) if order[i] != order[i + 1])
+    order[middle], order[middle + 1] = order[middle + 1], order[middle]
+    path.write_text(json.dumps(order))
+    job = toy.make_job(optimizer=toy.adam, epochs=4, batch_size=5)
+    replayed = simulate(job, replay=str(tmp_path / "0"), run_dir=str(tmp_path / "v"), quiet=True)
+    assert replayed["replay_identical"] is False and replayed["status"] == "fail"
+
+
+def test_what_cannot_be_replayed_is_said(tmp_path):
+    with pytest.raises(UsageError, match=r"no run\.json"):
+        simulate(toy.make_job(), replay=str(tmp_path), run_dir=str(tmp_path / "v"))
