@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mpitrain.rules
 from mpitrain import inject as injection
 from mpitrain.errors import UsageError
-from mpitrain.rules import AllReduce, Strategy
+from mpitrain.rules import AllReduce, Schedule, Strategy
 from mpitrain.text import nearest, parse
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Job:
         metrics: `metrics(model, batch) -> {name: mean over the batch}`; the loss is always measured.
         epochs: passes over the data; batch_size: samples per worker and step.
         strategy: how workers agree; `AllReduce()` if None.
+        schedule: factor on the learning rate by progress in samples, such as `Gradual(epochs=5)`; None is
+            constant.
         target: metrics that validation must reach, such as `{"accuracy": 0.97}`; missing one is `status=fail`
             and exit code 3.
         seed: key of initialisation, order and every other draw.
@@ -56,6 +58,7 @@ class Job:
     epochs: int = 1
     batch_size: int = 32
     strategy: Strategy | None = None
+    schedule: Schedule | None = None
     target: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seed: int = 0
     on_nonfinite: str = "stop"
@@ -81,6 +84,10 @@ class Job:
                 "Job: strategy must be a strategy value such as mpitrain.Async(servers=1), got "
                 f"{self.strategy!r}"
             )
+        if self.schedule is not None and not isinstance(self.schedule, Schedule):
+            raise UsageError(
+                f"Job: schedule must be a value such as mpitrain.Gradual(epochs=5), got {self.schedule!r}"
+            )
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
 
@@ -90,6 +97,7 @@ class Overrides:
     """What the command line changes; None leaves the job's own value."""
 
     strategy: str | None = None
+    schedule: str | None = None
     epochs: int | None = None
     batch_size: int | None = None
     lr: float | None = None
@@ -135,6 +143,8 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
         changes["strategy"] = parse(overrides.strategy, "strategy")
     elif job.strategy is None:
         changes["strategy"] = AllReduce()
+    if overrides.schedule is not None:
+        changes["schedule"] = parse(overrides.schedule, "schedule")
     if overrides.synthetic:
         if job.synthetic is None:
             raise UsageError(

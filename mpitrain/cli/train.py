@@ -69,6 +69,7 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
     )
     job = parser.add_argument_group("in place of the job's own")
     job.add_argument("--strategy", metavar="TEXT", help='how the ranks agree, such as "async(servers=2)"')
+    job.add_argument("--schedule", metavar="TEXT", help='factor on the rate, such as "gradual(epochs=5)"')
     job.add_argument("--epochs", type=positive, metavar="N", help="passes over the data")
     job.add_argument("--batch-size", type=positive, metavar="N", help="samples per worker and step")
     job.add_argument("--lr", type=rate, metavar="X", help="learning rate of every parameter group")
@@ -96,6 +97,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
 
     return Overrides(
         strategy=arguments.strategy,
+        schedule=arguments.schedule,
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,
         lr=arguments.lr,

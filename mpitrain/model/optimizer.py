@@ -63,10 +63,24 @@ def rebuild(prototype: Optimizer, slices: list[tuple[int, nn.Parameter]]) -> Opt
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()
-    }
+    return {key: _copy(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+class Rates:
+    """The learning rates an optimizer started with, so that a schedule's factor can be applied to them."""
+
+    def __init__(self, optimizer: Optimizer):
+        self.optimizer = optimizer
+        self._first = [_copy(group["lr"]) for group in optimizer.param_groups]
+
+    def set(self, factor: float) -> None:
+        """Every group's rate becomes `factor` times what it was at first."""
+        for group, first in zip(self.optimizer.param_groups, self._first, strict=True):
+            group["lr"] = first * factor
+
+
+def _copy(option: Any) -> Any:
+    return option.clone() if isinstance(option, torch.Tensor) else option
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from mpitrain.model.correction import make_correction
 from mpitrain.model.flat import Layout
 from mpitrain.model.frame import Frame, FramePool
-from mpitrain.model.optimizer import check_elementwise, rebuild, scaled_rate
+from mpitrain.model.optimizer import Rates, check_elementwise, rebuild, scaled_rate
 from mpitrain.rules import Damping, Keep
 
 
@@ -48,6 +48,7 @@ class ShardStore:
         self._parameters = [nn.Parameter(self.live.body[start:stop]) for start, stop in self._slices]
         groups = [group for group, _, _ in layout.group_slices(shard)]
         self.optimizer = rebuild(prototype, list(zip(groups, self._parameters, strict=True)))
+        self._rates = Rates(self.optimizer)
         self.correction = make_correction(damping)
         self._read_by: dict[int, Frame] = {}
         self._gathered: Frame | None = None
@@ -110,6 +111,10 @@ class ShardStore:
             parameter.data = fresh.body[start:stop]
         self.live.release()
         self.live = fresh
+
+    def set_rate(self, factor: float) -> None:
+        """Learning rates become `factor` times what they were at first."""
+        self._rates.set(factor)
 
     def read(self, worker: int) -> Frame:
         """The present parameters; held for the caller, who releases them."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv, Role, Send
-from mpitrain.rules import Dealer, Lease, Ledger, Push, ServerStrategy, Verdict
+from mpitrain.rules import Dealer, Lease, Ledger, Push, Schedule, ServerStrategy, Verdict
 
 LEASES_AHEAD = 2  # one to compute on and one to read in the meantime
 Steps = Generator[Effect, Any, None]
@@ -28,6 +28,9 @@ class Store(Protocol):
 
     def apply(self) -> None:
         """Take one optimizer step with the mean of what has been gathered."""
+
+    def set_rate(self, factor: float) -> None:
+        """Learning rates become `factor` times what they were at first."""
 
     def read(self, worker: int) -> Payload:
         """The present parameters for `worker`, unchanged for as long as the payload is held."""
@@ -50,7 +53,8 @@ class Server:
         report: where progress and notes go.
         dealer: deals batches; given to exactly one server, or to none when workers bring their own data.
         on_nonfinite: "stop" ends the run in order, nothing applied; "skip" counts the push and goes on.
-        epoch_samples: samples of one epoch, the measure of the warm-up; 0 when workers bring their own data.
+        epoch_samples: samples of one epoch, the measure of warm-up and schedule; 0 when workers bring their own data.
+        schedule: factor on the learning rate, by the samples that the shard's updates have consumed.
     """
 
     def __init__(
@@ -62,9 +66,12 @@ class Server:
         dealer: Dealer | None = None,
         on_nonfinite: str = "stop",
         epoch_samples: int = 0,
+        schedule: Schedule | None = None,
     ):
         self.rule, self.store, self.report, self.dealer = rule, store, report, dealer
-        self.on_nonfinite, self.epoch_samples = on_nonfinite, epoch_samples
+        self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
+        self.num_workers = len(workers)
+        self.applied_samples = 0  # in updates so far: the progress that the schedule follows
         self.ledger = Ledger()
         self.present = set(workers)  # will push, or wait for the warm-up to end
         self.active = set(rule.warmup.first(workers))  # take part now
@@ -132,6 +139,10 @@ class Server:
     def _carry_out(self, verdict: Verdict) -> Steps:
         if verdict.flush:
             self._add_in_turn(last=True)
+            if self.schedule is not None and self.epoch_samples:
+                progress = self.applied_samples / self.epoch_samples
+                self.store.set_rate(self.schedule.factor(progress, self.num_workers))
+            self.applied_samples = self.ledger.samples_accepted
             yield Compute(self.store.apply, "apply")
             self._added.clear()
             self.ledger.update()
@@ -248,6 +259,7 @@ class Server:
             "ledger": self.ledger.state(),
             "dealer": self.dealer.state() if self.dealer else None,
             "failure": self.failure,
+            "applied_samples": self.applied_samples,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -255,6 +267,7 @@ class Server:
         unused.
         """
         self.memory, self.failure = state["memory"], state["failure"]
+        self.applied_samples = state["applied_samples"]
         self.ledger.restore(state["ledger"])
         for worker in list(self.ledger.reads):
             self.ledger.leave(worker)

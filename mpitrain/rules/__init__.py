@@ -10,12 +10,13 @@ from mpitrain.rules.dealing import Dealer, Lease
 from mpitrain.rules.ledger import Ledger
 from mpitrain.rules.lockstep import Backup, Sync
 from mpitrain.rules.placement import Roles, assign
+from mpitrain.rules.schedules import ConstantRate, Cosine, Decay, Gradual, Schedule
 from mpitrain.rules.softsync import SoftSync
 from mpitrain.rules.ssp import StaleSync
 from mpitrain.rules.warmup import Warmup
 
 __all__ = [
-    "AllReduce", "Async", "Backup", "Damping", "Dealer", "DelayCompensated", "Drop", "GapAware", "Inverse",
-    "Keep", "Lease", "Ledger", "Power", "Push", "Roles", "ServerStrategy", "SoftSync", "StaleSync", "Strategy",
-    "Sync", "Verdict", "Warmup", "assign",
+    "AllReduce", "Async", "Backup", "ConstantRate", "Cosine", "Damping", "Dealer", "Decay", "DelayCompensated",
+    "Drop", "GapAware", "Gradual", "Inverse", "Keep", "Lease", "Ledger", "Power", "Push", "Roles", "Schedule",
+    "ServerStrategy", "SoftSync", "StaleSync", "Strategy", "Sync", "Verdict", "Warmup", "assign",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.model.flat import all_finite, trainable
+from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.mpi.process_group import init_default_group
 from mpitrain.rules.dealing import share_out
@@ -71,6 +72,7 @@ class _Trainer:
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
         self.nap = Nap(session.straggler(), module.parameters())
         self.parallel = data_parallel(module)
+        self.rates = Rates(optimizer)
         self.gradients = [parameter for _, parameter, _ in trainable(module, optimizer)]
         job = session.job
         per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_workers))
@@ -139,6 +141,9 @@ class _Trainer:
         if not all_finite([p.grad for p in self.gradients if p.grad is not None]):
             self._refuse(value)
         else:
+            if job.schedule is not None:
+                progress = self.samples / self.session.catalogue.num_samples
+                self.rates.set(job.schedule.factor(progress, self.num_workers))
             self.optimizer.step()
             self.samples += count
         self.step += 1

@@ -81,6 +81,7 @@ def make_server(session: Session, store: ShardStore, meter: Meter) -> Server:
         dealer,
         job.on_nonfinite,
         session.catalogue.num_samples,
+        job.schedule,
     )
 
 

@@ -1,0 +1,100 @@
+"""Learning-rate schedules: a factor on every group's rate, as a function of progress.
+
+Law of this file: progress is counted in accepted samples, as a fraction of epochs, never in steps, pushes or
+a worker's own count; so a schedule means the same for every rule, number of workers, S and k. A schedule is a
+frozen value with one pure function.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from mpitrain.errors import UsageError
+from mpitrain.text import Value, nearest, register
+
+SCALES = {"none": lambda num_workers: 1.0, "linear": float, "sqrt": math.sqrt}
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule(Value):
+    """Base of the schedules."""
+
+    def factor(self, epochs: float, num_workers: int) -> float:
+        """What multiplies the job's learning rate after `epochs` epochs of accepted samples, with
+        `num_workers` workers.
+        """
+        raise NotImplementedError
+
+
+@register("schedule", "constant_rate")
+@dataclass(frozen=True, repr=False)
+class ConstantRate(Schedule):
+    """The job's own rate, always: factor 1."""
+
+    def factor(self, epochs: float, num_workers: int) -> float:
+        return 1.0
+
+
+@register("schedule", "cosine")
+@dataclass(frozen=True, repr=False)
+class Cosine(Schedule):
+    """From 1 to `floor` along half a cosine over `epochs` epochs (Loshchilov and Hutter, SGDR, ICLR 2017,
+    without restarts).
+    """
+
+    epochs: float = 90.0
+    floor: float = 0.0
+
+    def check(self) -> None:
+        if self.epochs <= 0 or not 0 <= self.floor <= 1:
+            raise UsageError(
+                f"cosine: needs epochs > 0 and floor in [0, 1], got {self.epochs} and {self.floor}"
+            )
+
+    def factor(self, epochs: float, num_workers: int) -> float:
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(1.0, epochs / self.epochs))) / 2
+
+
+@register("schedule", "decay")
+@dataclass(frozen=True, repr=False)
+class Decay(Schedule):
+    """`by` to the number of full `every` epochs: the staircase."""
+
+    every: float = 30.0
+    by: float = 0.1
+
+    def check(self) -> None:
+        if self.every <= 0 or self.by <= 0:
+            raise UsageError(f"decay: needs every > 0 and by > 0, got {self.every} and {self.by}")
+
+    def factor(self, epochs: float, num_workers: int) -> float:
+        return float(self.by ** math.floor(epochs / self.every))
+
+
+@register("schedule", "gradual")
+@dataclass(frozen=True, repr=False)
+class Gradual(Schedule):
+    """From 1 to k, linearly over the first `epochs` epochs, then k times `then` (Goyal et al., "Accurate,
+    Large Minibatch SGD", 2017).
+
+    Args:
+        epochs: length of the ramp.
+        scale: k is the number of workers ("linear"), its square root ("sqrt"), or 1 ("none").
+        then: schedule that goes on being multiplied in, from the start.
+    """
+
+    epochs: float = 5.0
+    scale: str = "linear"
+    then: Schedule = field(default=ConstantRate(), metadata={"kind": "schedule"})
+
+    def check(self) -> None:
+        if self.scale not in SCALES:
+            raise UsageError(f"gradual: scale={self.scale!r}{nearest(self.scale, list(SCALES))}")
+        if self.epochs < 0:
+            raise UsageError(f"gradual: epochs must not be negative, got {self.epochs}")
+
+    def factor(self, epochs: float, num_workers: int) -> float:
+        target = SCALES[self.scale](num_workers)
+        share = min(1.0, epochs / self.epochs) if self.epochs else 1.0
+        return (1 + (target - 1) * share) * self.then.factor(epochs, num_workers)

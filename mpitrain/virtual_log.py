@@ -1,0 +1,75 @@
+"""What a rehearsal prints: loss against virtual time, and the staleness histogram.
+
+Law of this file: text from numbers, at most 80 columns wide; nothing here knows a role or a rule.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from mpitrain.report import Report
+from mpitrain.training.session import say_end
+from mpitrain.virtual import VirtualWorld
+
+
+class VirtualLog:
+    """Loss against virtual time: the mean loss of each twentieth of the run, and at the end the staleness
+    histogram.
+    """
+
+    def __init__(self, report: Report, world: VirtualWorld, num_pushes: int, quiet: bool):
+        self.report, self.world, self.quiet = report, world, quiet
+        self.curve: list[dict[str, float]] = []
+        self._every = max(1, num_pushes // 20)
+        self._losses: list[float] = []
+
+    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None:
+        """One push was taken."""
+        self.report.progress(samples, step, epoch, loss, virtual_s=self.world.now_s, **fields)
+        self._losses.append(loss)
+        if len(self._losses) == self._every:
+            mean = sum(self._losses) / len(self._losses)
+            self.curve.append({"virtual_s": self.world.now_s, "samples": samples, "loss": mean})
+            self._losses.clear()
+
+    def event(self, name: str, **fields: Any) -> None:
+        """A validation or another note."""
+        self.report.event(name, virtual_s=self.world.now_s, **fields)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Print the curve and the histogram, write `result.json`, print the FOM line."""
+        if not self.quiet:
+            say_end(self.report, result)
+            print(
+                render(self.curve, result["staleness_histogram"], result["staleness_mean"]), file=sys.stderr
+            )
+        self.report.finish(result)
+
+
+def render(curve: list[dict[str, float]], histogram: dict[str, int], mean: float) -> str:
+    """The two tables that `mpitrain simulate` prints, at most 80 columns wide."""
+    top = max((point["loss"] for point in curve if math.isfinite(point["loss"])), default=1.0) or 1.0
+    lines = [f"{'virtual s':>10} {'samples':>9} {'loss':>9}"]
+    for point in curve:
+        bar = "#" * round(40 * point["loss"] / top) if math.isfinite(point["loss"]) else "not finite"
+        lines.append(f"{point['virtual_s']:10.2f} {point['samples']:9.0f} {point['loss']:9.4f} {bar}")
+    lines += ["", f"{'staleness':>10} {'pushes':>9}   mean {mean:.3f}"]
+    most = max(histogram.values(), default=1)
+    lines += [
+        f"{tau:>10} {count:9d} {'#' * max(1, round(40 * count / most))}" for tau, count in _folded(histogram)
+    ]
+    return "\n".join(lines)
+
+
+def _folded(histogram: dict[str, int], num_rows: int = 24) -> list[tuple[str, int]]:
+    """The histogram with neighbouring values put together until it fits on a screen."""
+    values = sorted((int(tau), count) for tau, count in histogram.items())
+    if not values or values[-1][0] - values[0][0] < num_rows:
+        return [(str(tau), count) for tau, count in values]
+    width = -(-(values[-1][0] + 1) // num_rows)
+    rows: dict[int, int] = {}
+    for tau, count in values:
+        rows[tau // width] = rows.get(tau // width, 0) + count
+    return [(f"{row * width}-{row * width + width - 1}", count) for row, count in sorted(rows.items())]
