@@ -282,11 +282,13 @@ def test_simulate_hands_everything_over(calls: list[tuple[Any, ...]]) -> None:
     options = [word for word in ALL_OPTIONS if word != "--synthetic"]
     law = ["--workers", "16", "--compute", "exponential(2)", "--network", "link()"]
     assert cli.main(["simulate", "j.py", *options, *law]) == 3
-    everything = Overrides("async()", 2, 8, 0.5, 0, "r", False, 9, True)
-    assert calls == [("simulate_command", "j.py", everything, 16, "exponential(2)", "link()")]
+    everything = Overrides(
+        strategy="async()", epochs=2, batch_size=8, lr=0.5, seed=0, run_dir="r", steps=9, quiet=True
+    )
+    assert calls == [("simulate_command", "j.py", everything, 16, "exponential(2)", "link()", None)]
     calls.clear()
     cli.main(["simulate", "j.py"])
-    assert calls[0][4:] == ("constant(1, jitter=0.1)", "ideal()")
+    assert calls[0][4:] == ("constant(1, jitter=0.1)", "ideal()", None)
 
 
 def test_the_default_laws_exist() -> None:
