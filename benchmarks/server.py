@@ -53,7 +53,7 @@ class Ours:
         flat = FlatModel(module, torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM), 1)
         module.weight.grad = torch.full((numel,), 2.0**-10)
         self.module, self.replica = module, Replica(flat, None, None, None, 0, 1)
-        self.world = MpiWorld(runtime.engine, (0,), lambda source: flat.frames[0].hold())
+        self.world = MpiWorld(runtime.engine, (0,), lambda source, kind: flat.frame_for(0, final=True))
         self.role = Worker(1, Roles((0,), (1,)), self.replica, NullReport(), leased=False).run()
         self.world.advance(self.role, None)
         self.frames = flat.push_frames()
@@ -77,7 +77,7 @@ def serve(runtime, numel):
     flat = FlatModel(module, prototype, 1)
     store = ShardStore(flat.layout, 0, flat.frames[0].body, prototype)
     server = Server(Async(), store, (1,), NullReport())
-    MpiWorld(runtime.engine, (1,), lambda source: store.frame()).run(server.run())
+    MpiWorld(runtime.engine, (1,), lambda source, kind: store.frame()).run(server.run())
 
 
 def bare_serve(runtime, numel, num_rounds, block):

@@ -122,7 +122,7 @@ class Asynchronous(Contestant):
         super().__init__(make, shape)
         flat = FlatModel(self.module, self.optimizer, 1)
         self.replica = Replica(flat, None, None, None, 0, runtime.rank)
-        self.world = MpiWorld(engine, ROLES.servers, lambda source: flat.frames[0].hold())
+        self.world = MpiWorld(engine, ROLES.servers, lambda source, kind: flat.frame_for(0, final=True))
         self.role = Worker(runtime.rank, ROLES, self.replica, NullReport(), leased=False).run()
         self.world.advance(self.role, None)
 
@@ -136,7 +136,7 @@ def serve(make, shape, engine):
     flat = FlatModel(contestant.module, contestant.optimizer, 1)
     store = ShardStore(flat.layout, 0, flat.frames[0].body, contestant.optimizer)
     server = Server(Async(), store, ROLES.workers, NullReport())
-    MpiWorld(engine, ROLES.workers, lambda source: store.frame()).run(server.run())
+    MpiWorld(engine, ROLES.workers, lambda source, kind: store.frame()).run(server.run())
 
 
 def sleep_until(request):

@@ -19,7 +19,7 @@ from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.model import FlatModel, Replica, ShardStore
+from mpitrain.model import FlatModel, Replica, flat_model, shard_store
 from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
 from mpitrain.roles import Server, Worker
@@ -145,7 +145,7 @@ class _Simulation:
         )
         device = torch.device("cpu")
         module, optimizer = build(job, self.options.lr, device)
-        model = FlatModel(module, optimizer, len(self.roles.servers))
+        model = flat_model(module, optimizer, self.strategy)
         world = VirtualWorld(self.compute, self.network, job.seed)
         report = Report(self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs)
         log = VirtualLog(report, world, math.ceil(planned / job.batch_size), self.options.quiet)
@@ -158,13 +158,9 @@ class _Simulation:
                     job, module, job.validate.reader(job.validate.scan(), job.seed), device
                 )
 
-            def store(shard: int) -> ShardStore:
-                body = model.frames[shard].body
-                return ShardStore(model.layout, shard, body, optimizer, self.strategy.damping)
-
             servers = [
                 Server(
-                    self.strategy, store(shard),
+                    self.strategy, shard_store(model, shard, optimizer, self.strategy),
                     self.roles.workers, log if shard == 0 else NullReport(),
                     dealer if shard == 0 else None, job.on_nonfinite, self.catalogue.num_samples, job.schedule,
                 )

@@ -14,6 +14,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.effects import Kind
 from mpitrain.errors import NonFiniteError, UsageError
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, Worker
@@ -104,7 +105,7 @@ def _current() -> _Wrapped:
 
 def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: ServerStrategy) -> Any:
     """Set up the roles; on a server, serve and leave."""
-    from mpitrain.model import FlatModel, ShardStore, check_elementwise
+    from mpitrain.model import check_elementwise, flat_model, shard_store
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import assign_roles, attempt
@@ -112,7 +113,7 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Server
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy, own_loop=True))
     runtime.role = roles.of(runtime.rank)
     attempt(runtime, lambda: check_elementwise(optimizer))
-    flat = attempt(runtime, lambda: FlatModel(model, optimizer, len(roles.servers)))
+    flat = attempt(runtime, lambda: flat_model(model, optimizer, strategy))
     runtime.compare(
         {
             "strategy": str(strategy),
@@ -127,14 +128,16 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Server
 
     if runtime.role == "server":
         shard = roles.servers.index(runtime.rank)
-        store = ShardStore(flat.layout, shard, flat.frames[shard].body, optimizer, strategy.damping)
+        store = shard_store(flat, shard, optimizer, strategy)
         server = Server(strategy, store, roles.workers, NullReport())
-        MpiWorld(runtime.engine, roles.workers, lambda source: store.frame(), on_step).run(server.run())
+        MpiWorld(runtime.engine, roles.workers, lambda source, kind: store.frame(), on_step).run(server.run())
         runtime.finish()
         sys.exit(0)
-    world = MpiWorld(
-        runtime.engine, roles.servers, lambda source: flat.frames[roles.servers.index(source)].hold(), on_step
-    )
+
+    def frame_for(source: int, kind: Kind) -> Any:
+        return flat.frame_for(roles.servers.index(source), kind == Kind.FINAL)
+
+    world = MpiWorld(runtime.engine, roles.servers, frame_for, on_step)
     return _make_remote(runtime, roles, flat, optimizer, world)
 
 

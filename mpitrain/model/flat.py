@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.model.frame import Frame, FramePool
+from mpitrain.model.frame import Frame, FramePool, wire_dtype
 
 WIRE_DTYPES = (torch.float32, torch.float64)
 
@@ -135,16 +135,29 @@ class FlatModel:
     Args:
         module: its parameters' values are kept; their storage moves into the frames (host memory only: a
             model on a device keeps its own storage and is copied to and from pinned frames).
+        push_wire, reply_wire: as in `ServerStrategy`: what gradients are rounded to in their frames, and what
+            parameters arrive as.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, num_shards: int):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        num_shards: int,
+        push_wire: str = "full",
+        reply_wire: str = "full",
+    ):
         self.module = module
         self.layout = make_layout(module, optimizer, num_shards)
         self.parameters = [parameter for _, parameter, _ in trainable(module, optimizer)]
         self.device = self.parameters[0].device
         pin = self.device.type == "cuda"
-        self.frames = [Frame(self.layout.size(i), self.layout.dtype, pin=pin) for i in range(num_shards)]
-        self._pools = [FramePool(self.layout.size(i), self.layout.dtype, pin) for i in range(num_shards)]
+        sizes, dtype = [self.layout.size(shard) for shard in range(num_shards)], self.layout.dtype
+        self.frames = [Frame(size, dtype, pin=pin) for size in sizes]
+        reply_dtype = wire_dtype(reply_wire, dtype)
+        rounded = reply_dtype != dtype
+        self._replies = [Frame(size, reply_dtype, pin=pin) for size in sizes] if rounded else self.frames
+        self._pools = [FramePool(size, wire_dtype(push_wire, dtype), pin) for size in sizes]
         self._copied: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.frames]
         for shard in range(num_shards):
             for index, start, stop, at in self.layout.pieces(shard):
@@ -170,6 +183,10 @@ class FlatModel:
             frame.body.copy_(source.body)
         for target, home in self._copied[shard]:
             target.copy_(home, non_blocking=True)
+
+    def frame_for(self, shard: int, final: bool) -> Frame:
+        """Where the next parameters of a shard are to be received; the final ones come unrounded."""
+        return (self.frames if final else self._replies)[shard].hold()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -54,6 +54,11 @@ class Frame:
         return int(self._stamps[0]), int(self._stamps[1])
 
 
+def wire_dtype(wire: str, full: torch.dtype) -> torch.dtype:
+    """The dtype that a strategy's `push_wire` or `reply_wire` names."""
+    return full if wire == "full" else {"float16": torch.float16, "bfloat16": torch.bfloat16}[wire]
+
+
 class FramePool:
     """Frames of one size, reused; `num_frames` is how many were ever needed at once (the peak of waiting
     buffers).

@@ -68,8 +68,8 @@ class Replica:
 
     def load(self, shard: int, payload: Any) -> None:
         """Take over one shard's parameters; a frame of the model itself needs no copy."""
-        if payload is self.model.frames[shard]:
-            self.model.install(shard)
+        if not self.shared:
+            self.model.install(shard, payload)
             payload.release()
             return
         held, self._pulled[shard] = self._pulled[shard], payload

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from mpitrain.model.correction import make_correction
 from mpitrain.model.flat import Layout
-from mpitrain.model.frame import Frame, FramePool
+from mpitrain.model.frame import Frame, FramePool, wire_dtype
 from mpitrain.model.optimizer import Rates, check_elementwise, rebuild, scaled_rate
 from mpitrain.rules import Damping, Keep
 
@@ -29,6 +29,7 @@ class ShardStore:
         initial: 1-D tensor of the shard's first parameters; copied.
         prototype: the user's optimizer; its class and group options are used, its own parameters are not
             touched.
+        push_wire, reply_wire: as in `ServerStrategy`.
         damping: where it corrects gradients elementwise, what each worker read is kept here for it.
     """
 
@@ -39,9 +40,14 @@ class ShardStore:
         initial: torch.Tensor,
         prototype: Optimizer,
         damping: Damping = Keep(),  # noqa: B008 - frozen
+        push_wire: str = "full",
+        reply_wire: str = "full",
     ):
         check_elementwise(prototype)
         self.pool = FramePool(layout.size(shard), layout.dtype)
+        self.arrivals = self._pool_for(push_wire)
+        self._replies = self._pool_for(reply_wire)
+        self._reply: Frame | None = None  # the present version as it is sent, once somebody has asked for it
         self.live = self.pool.take()
         self.live.body.copy_(initial)
         self._slices = [(start, stop) for _, start, stop in layout.group_slices(shard)]
@@ -54,12 +60,20 @@ class ShardStore:
         self._gathered: Frame | None = None
         self._weights: list[float] = []
 
+    def _pool_for(self, wire: str) -> FramePool:
+        dtype = wire_dtype(wire, self.pool.dtype)
+        return self.pool if dtype == self.pool.dtype else FramePool(self.pool.numel, dtype)
+
     def frame(self) -> Frame:
         """An empty frame for an arriving gradient."""
-        return self.pool.take()
+        return self.arrivals.take()
 
     def add(self, worker: int, payload: Any, weight: float) -> None:
         """Gather `weight * gradient`; takes the frame over and releases it when it is done with it."""
+        if self.arrivals is not self.pool:  # 16 bits on the wire, full sums
+            rounded, payload = payload, self.pool.take()
+            payload.body.copy_(rounded.body)
+            rounded.release()
         read = self._read_by.get(worker)
         if self.correction and read is not None and read is not self.live:
             self.correction.apply(payload.body, self.live.body, read.body)
@@ -90,6 +104,9 @@ class ShardStore:
             self.correction.on_update(before.body, self.live.body)
         before.release()
         gathered.release()
+        if self._reply is not None:
+            self._reply.release()
+            self._reply = None
         self._gathered = None
         self._weights.clear()
 
@@ -116,13 +133,18 @@ class ShardStore:
         """Learning rates become `factor` times what they were at first."""
         self._rates.set(factor)
 
-    def read(self, worker: int) -> Frame:
-        """The present parameters; held for the caller, who releases them."""
+    def read(self, worker: int, full: bool = False) -> Frame:
+        """The present parameters, rounded for the wire unless `full`; held for the caller, who releases them."""
         if self.correction:
             before, self._read_by[worker] = self._read_by.get(worker), self.live.hold()
             if before is not None:
                 before.release()
-        return self.live.hold()
+        if full or self._replies is self.pool:
+            return self.live.hold()
+        if self._reply is None:
+            self._reply = self._replies.take()
+            self._reply.body.copy_(self.live.body)
+        return self._reply.hold()
 
     def state(self) -> dict[str, Any]:
         """Parameters, optimizer state and the correction's memory; tensors are copies."""

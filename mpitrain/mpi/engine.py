@@ -104,7 +104,7 @@ class Engine:
             while not predicate():
                 if not self.poll():
                     self._check(deadline_s)
-                    self._backoff.pause(transferring=self._progress.num_awake > 0)
+                    self._backoff.pause(self._progress.num_awake > 0, self._progress.num_arriving > 0)
             return
         with self._finished:
             while not predicate():
@@ -206,7 +206,7 @@ class Engine:
         """Sleep in the queue for as long as the pause law allows, so that a new command ends the nap."""
         nap_s: float | None = None
         if len(self._progress):
-            nap_s = 0.0 if self._progress.num_awake else self._backoff.nap_s()
+            nap_s = 0.0 if self._progress.num_awake else self._backoff.nap_s(self._progress.num_arriving > 0)
         if nap_s == 0.0:
             give_way()
             return
@@ -246,7 +246,7 @@ class Engine:
 
 
 def _withdraw(op: Op) -> None:
-    if op.request is not None:
+    if op.request is not None and op.kind == "receive":  # MPI cannot cancel an arrival at a collective
         op.request.Cancel()
 
 

@@ -144,7 +144,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """outputs[i][r] becomes rank r's inputs[i]; the sizes may differ between ranks."""
         own = [slots[self.rank()] for slots in outputs]
         for slot, tensor in zip(own, inputs):
-            slot.copy_(tensor)
+            slot.detach().copy_(tensor.detach())
         marks = [buffers.mark(slot) for slot in own]
 
         def carry() -> None:

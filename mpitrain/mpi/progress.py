@@ -33,6 +33,11 @@ class Progress:
     def __len__(self) -> int:
         return len(self._ops) + len(self._turns)
 
+    @property
+    def num_arriving(self) -> int:
+        """Collectives that wait for other ranks."""
+        return len(self._turns)
+
     def outstanding(self) -> tuple[Op, ...]:
         """What has been posted and is not done, collectives last."""
         return (*self._ops, *(turn[0] for turn in self._turns))

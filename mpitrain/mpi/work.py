@@ -30,7 +30,9 @@ class MpiWork(Work):
         super().__init__()
         self._engine, self._what, self._result, self._timeout = engine, what, result, timeout
         self._error: BaseException | None = None
-        self._ended: Future[None] = Future()
+        self._ended: Future[None] = Future(
+            devices=_devices(result)
+        )  # torch refuses to put other devices' tensors in
         self._future: Future[Any] = self._ended.then(self._outcome)
 
     def settle(self, op: Op, finish: Callable[[], None] = lambda: None) -> None:
@@ -88,3 +90,16 @@ class MpiWork(Work):
     def result(self) -> list[torch.Tensor]:
         """The tensors that hold the result."""
         return self._result if isinstance(self._result, list) else [self._result]
+
+
+def _devices(result: Any) -> list[int | str | torch.device] | None:
+    """The GPUs that hold a result (a tensor, or lists of them); None if there are none."""
+    tensors: list[Any] = [result]
+    found: set[torch.device] = set()
+    while tensors:
+        item = tensors.pop()
+        if isinstance(item, list | tuple):
+            tensors += item
+        elif item.is_cuda:
+            found.add(item.device)
+    return [*sorted(found, key=str)] or None

@@ -39,7 +39,7 @@ class MpiWorld:
     Args:
         engine: the process's progress engine, driven inline.
         peers: ranks this role exchanges messages with.
-        frame_for: `frame_for(source) -> frame` to receive the next payload of that rank into.
+        frame_for: `frame_for(source, kind) -> frame` to receive the payload of that rank's next message into.
         on_step: told the role's step as it changes, for error messages.
     """
 
@@ -47,7 +47,7 @@ class MpiWorld:
         self,
         engine: Engine,
         peers: tuple[int, ...],
-        frame_for: Callable[[int], Any],
+        frame_for: Callable[[int, Kind], Any],
         on_step: Callable[[int], None] = lambda step: None,
     ):
         self.engine, self.frame_for, self.on_step = engine, frame_for, on_step
@@ -161,7 +161,7 @@ class MpiWorld:
         op.then(lambda op: self._checked(peer, op, num_bytes, lambda: message._replace(text=text.decode())))
 
     def _receive_payload(self, peer: _Peer, message: Message, num_bytes: int) -> None:
-        frame = self.frame_for(peer.rank)
+        frame = self.frame_for(peer.rank, message.kind)
         if num_bytes != frame.num_bytes:
             raise WireError(
                 f"rank {peer.rank} announces {num_bytes} bytes for a shard of {frame.num_bytes}: "

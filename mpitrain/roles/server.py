@@ -32,8 +32,8 @@ class Store(Protocol):
     def set_rate(self, factor: float) -> None:
         """Learning rates become `factor` times what they were at first."""
 
-    def read(self, worker: int) -> Payload:
-        """The present parameters for `worker`, unchanged for as long as the payload is held."""
+    def read(self, worker: int, full: bool = False) -> Payload:
+        """The present parameters for `worker`, unchanged for as long as the payload is held; `full`: unrounded."""
 
 
 class Report(Protocol):
@@ -98,9 +98,8 @@ class Server:
             source, message = yield Recv()
             yield from answer[message.kind](source, message)
         for worker in self._want_final:
-            yield Send(
-                worker, Message(Kind.FINAL, version=self.ledger.version, payload=self.store.read(worker))
-            )
+            payload = self.store.read(worker, full=True)
+            yield Send(worker, Message(Kind.FINAL, version=self.ledger.version, payload=payload))
         return self.summary()
 
     def _on_join(self, worker: int, message: Message) -> Steps:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import UsageError
 from mpitrain.rules.damping import Damping, Keep
 from mpitrain.rules.warmup import Warmup
-from mpitrain.text import Value
+from mpitrain.text import Value, nearest
 
 
 class Push(NamedTuple):
@@ -53,6 +53,7 @@ class Verdict(NamedTuple):
     restart: tuple[int, ...] = ()
 
 
+WIRES = ("full", "float16", "bfloat16")
 NOTHING = Verdict(0.0, False, ())
 
 
@@ -78,13 +79,21 @@ class ServerStrategy(Strategy):
             counts.
         damping: what a stale gradient is worth.
         warmup: how many workers train alone at first, and for how many epochs.
+        push_wire, reply_wire: numbers on the wire, "full" as the model's own, or "float16", "bfloat16"; sums, optimizer
+            and the final model stay in full.
     """
 
     servers: int = 1
     damping: Damping = field(default=Keep(), metadata={"kind": "damping"})
     warmup: Warmup = field(default=Warmup(), metadata={"kind": "warmup"})
 
+    push_wire: str = "full"
+    reply_wire: str = "full"
+
     def check(self) -> None:
+        for wire in (self.push_wire, self.reply_wire):
+            if wire not in WIRES:
+                raise UsageError(f"{self.name}: unknown wire {wire!r}{nearest(wire, list(WIRES))}")
         if self.servers < 1:
             raise UsageError(f"{self.name}: servers must be at least 1, got {self.servers}")
 

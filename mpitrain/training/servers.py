@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from mpitrain.effects import Role
-from mpitrain.model import FlatModel, Replica, ShardStore, check_elementwise
+from mpitrain.effects import Kind, Role
+from mpitrain.model import FlatModel, Replica, ShardStore, check_elementwise, flat_model, shard_store
 from mpitrain.model.flat import make_layout
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.replay import record, save_order
@@ -51,7 +51,7 @@ def run_servers(session: Session) -> dict[str, Any]:
         }
     )
     share_module(runtime, module)
-    model = FlatModel(module, optimizer, len(session.roles.servers))
+    model = flat_model(module, optimizer, server_strategy(session))
     return _serve(session, model, optimizer) if session.role == "server" else _work(session, model, device)
 
 
@@ -88,14 +88,12 @@ def make_server(session: Session, store: ShardStore, meter: Meter) -> Server:
 def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     runtime, roles = session.runtime, session.roles
     shard = roles.servers.index(runtime.rank)
-    store = ShardStore(
-        model.layout, shard, model.frames[shard].body, optimizer, server_strategy(session).damping
-    )
+    store = shard_store(model, shard, optimizer, server_strategy(session))
     num_pushes = math.ceil(session.total_samples() / session.job.batch_size)
     meter = Meter(session.report, num_warmup(num_pushes))
     server = make_server(session, store, meter)
     order: list[int] = []
-    counts = _carry(session, roles.workers, lambda source: store.frame(), record(server.run(), order))
+    counts = _carry(session, roles.workers, lambda source, kind: store.frame(), record(server.run(), order))
     save_order(session.run_dir, shard, order)
     counts["peak_waiting_buffers"] = store.pool.num_frames
     outcome: dict[str, Any] = {
@@ -122,7 +120,7 @@ def _work(session: Session, model: FlatModel, device: torch.device) -> dict[str,
         counts = _carry(
             session,
             roles.servers,
-            lambda source: model.frames[roles.servers.index(source)].hold(),
+            lambda source, kind: model.frame_for(roles.servers.index(source), kind == Kind.FINAL),
             straggler.wrap(worker.run()),
         )
     outcome: dict[str, Any] = {"detail": {"role": "worker", **counts}, "injected": straggler.counts()}

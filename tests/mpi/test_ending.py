@@ -52,6 +52,8 @@ if rt.rank == 2:
     record = json.loads((tmp_path / "errors" / "rank-2.json").read_text())
     assert (record["rank"], record["role"], record["step"], record["exit_code"]) == (2, "worker", 41, 1)
     assert record["type"] == "ValueError" and "in planted" in record["traceback"]
+    if launch:  # with fault tolerance nobody is killed by the launcher: MPI itself must tell the others
+        assert any(re.search("MPI_ERR_(REVOKED|PROC_FAILED)", said(result, rank)) for rank in (0, 1)), result
 
 
 @pytest.mark.parametrize("launch", [(), ("--with-ft", "ulfm")], ids=["default", "ulfm"])

@@ -19,6 +19,7 @@ STRATEGIES = (
     "async(damping=delay_compensated())",
     "async(damping=gap_aware())",
     "async(damping=drop(limit=2))",
+    "async(servers=2,push_wire='bfloat16',reply_wire='float16')",
 )
 
 RUNS = """

@@ -60,6 +60,9 @@ def test_long_naps_come_only_after_quiet_and_end_with_traffic(clock):
     assert backoff.nap_s() == waiting.SHORT_NAP_S
     clock.now_s += waiting.QUIET_AFTER_S
     assert backoff.nap_s() == waiting.LONG_NAP_S
+    assert backoff.nap_s(arriving=True) == waiting.SHORT_NAP_S
+    clock.now_s += waiting.QUIET_AFTER_ARRIVING_S
+    assert backoff.nap_s(arriving=True) == waiting.LONG_NAP_S
     backoff.traffic()
     assert backoff.nap_s() == 0
 

@@ -394,5 +394,14 @@ def case_device_tensors_are_staged(rt):
         buffers.use_accelerator(before)
 
 
+def case_a_group_can_be_destroyed_and_made_again(rt):
+    """What frameworks do between two fits."""
+    dist.destroy_process_group()
+    dist.init_process_group("mpi4py")
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == rt.size
+
+
 if __name__ == "__main__":
     run_cases(globals())
