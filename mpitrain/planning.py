@@ -10,7 +10,7 @@ from typing import Any
 
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.rules import AllReduce, Roles, assign
+from mpitrain.rules import AllReduce, Roles, ServerStrategy, assign
 
 
 def dry_run_command(path: str, overrides: Overrides, num_ranks: int, num_nodes: int) -> int:
@@ -47,6 +47,10 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
     assert job.strategy is not None
     nodes = block_nodes(num_ranks, num_nodes)
     roles = assign(nodes, job.strategy.num_servers())
+    if job.strategy.why_not_over_mpi():
+        raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
+    if isinstance(job.strategy, ServerStrategy):
+        job.strategy.check_workers(len(roles.workers))
     catalogue = job.data.scan()
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")
@@ -115,15 +119,21 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
         return [*lines, f"messages    allreduce of {_size(num_bytes)} a step; at least {least} sent per rank"]
     from mpitrain.model import check_elementwise
     from mpitrain.model.flat import make_layout
+    from mpitrain.model.frame import wire_dtype
 
     check_elementwise(optimizer)
     layout = make_layout(module, optimizer, len(roles.servers))
+    strategy = job.strategy
+    assert isinstance(strategy, ServerStrategy)
+    push, reply = (
+        wire_dtype(wire, layout.dtype).itemsize for wire in (strategy.push_wire, strategy.reply_wire)
+    )
     for shard, rank in enumerate(roles.servers):
-        size = layout.size(shard) * layout.dtype.itemsize
-        lines.append(
-            f"messages    shard {shard} (rank {rank}): push {_size(size)}, reply {_size(size)} per batch"
-        )
-    lines.append(f"            each worker sends and receives {_size(num_bytes)} per batch")
+        sizes = f"push {_size(layout.size(shard) * push)}, reply {_size(layout.size(shard) * reply)}"
+        lines.append(f"messages    shard {shard} (rank {rank}): {sizes} per batch")
+    lines.append(
+        f"            each worker sends {_size(numbers * push)} and receives {_size(numbers * reply)} per batch"
+    )
     return lines
 
 

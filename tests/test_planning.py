@@ -1,0 +1,52 @@
+"""The dry run asks the functions that the run asks, so its numbers can be checked against them."""
+
+import pytest
+
+import mpitrain as mt
+from mpitrain.errors import UsageError
+from mpitrain.job import Overrides, apply_overrides
+from mpitrain.planning import block_nodes, describe
+from tests import toy
+
+
+def plan(strategy, ranks, nodes=1, **changes):
+    job = apply_overrides(toy.make_job(strategy=strategy, name="toy", **changes), Overrides())
+    return describe(job, Overrides(), ranks, nodes)
+
+
+def test_ranks_fill_nodes_in_even_blocks():
+    assert block_nodes(5, 2) == (0, 0, 0, 1, 1)
+    assert block_nodes(4, 4) == (0, 1, 2, 3)
+    with pytest.raises(UsageError, match="every node needs"):
+        block_nodes(2, 3)
+
+
+def test_roles_batches_and_bytes_of_a_server_run():
+    text = plan(mt.Async(servers=2, push_wire="bfloat16"), 6, 2)
+    assert "2 worker(s); rank 2 serves shard 0" in text and "2 worker(s); rank 5 serves shard 1" in text
+    assert "rank 0 validates and saves the model; rank 2 deals batches" in text
+    assert "16 batches dealt as leases, about 4 a worker" in text  # 2 epochs of 48 samples in batches of 6
+    numbers = 5 * 7 + 7 + 7 + 1
+    assert f"{numbers} trainable numbers, {numbers * 4} B" in text
+    assert f"each worker sends {numbers * 2} B and receives {numbers * 4} B per batch" in text
+    assert f"shard 1 (rank 5): push {numbers // 2 * 2} B, reply {numbers // 2 * 4} B" in text
+
+
+def test_allreduce_says_its_steps_and_the_least_it_sends():
+    text = plan(mt.AllReduce(), 4)
+    assert "4 worker(s)" in text and "4 steps of 4 x 6 samples" in text
+    assert "allreduce of 200 B a step; at least 300 B sent per rank" in text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (mt.Async(servers=4), "leave no worker"),
+        (mt.Backup(spare=3), "leaves none to wait for"),
+        (mt.Backup(stragglers="abort"), "no MPI worker can stop"),
+        (mt.SoftSync(updates=9, blocking=True), "would wait for ever"),
+    ],
+)
+def test_what_the_run_would_refuse_the_plan_refuses(strategy, said):
+    with pytest.raises(UsageError, match=said):
+        plan(strategy, 4)
