@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from mpitrain.data import Catalogue
@@ -138,14 +139,18 @@ def _options(job: Job) -> dict[str, Any]:
 def _fingerprint(value: Any) -> Any:
     code = getattr(value, "__code__", None)
     if code is not None:
-        digest = hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:12]
-        return f"{value.__qualname__}@{digest}"
+        return f"{value.__qualname__}@{hashlib.sha256(_code_text(code).encode()).hexdigest()[:12]}"
     if isinstance(value, int | float | str | bool | type(None)):
         return value
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     text = repr(value)
     return type(value).__qualname__ if " at 0x" in text else text
+
+
+def _code_text(code: CodeType) -> str:
+    constants = [_code_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def _look_at_data(runtime: Any, source: Any) -> Any:
@@ -266,7 +271,7 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         "ranks": [outcome["detail"] for outcome in gathered],
         "wall_s": time.monotonic() - session.started_s,
     }
-    if missed:
+    if missed and not failures:
         result["failure"] = ", ".join(
             f"{name} {merged['metrics'].get(name, 'was not measured')} is below {goal}"
             for name, goal in missed.items()

@@ -1,0 +1,239 @@
+"""What does one slow worker of four cost each update rule, in samples per second and in time to the target?
+
+    mpitrain launch -n 5 benchmarks/stragglers.py [--seeds 5] [--epochs 8] [--compute emulated real]
+
+The digits job on four workers, one of which takes five times as long a batch (it sleeps, it does not spin).
+Rank 0 serves; when it is the turn of torch's DDP over gloo, the peer, it waits, and the slow rank sleeps by
+the same helper, on the same batches. Two kinds of row:
+
+    emulated compute   every worker also sleeps 20 ms in each batch, so that two cores can carry four workers
+    real compute       nothing but the model's own forward and backward passes, on however few cores there are
+
+All rules take their turn for each seed, in rotated order. The target is the job's (97 % of the validation
+samples), looked at after every epoch by the lowest worker; the clock starts with the run and includes that.
+Samples per second count accepted samples, from the end of the warm-up to the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import mpitrain as mt
+from benchmarks.common import machine, median_ratio, table, write_row
+from mpitrain.data.pack import PackOptions, pack
+from mpitrain.data.sources import load_source
+from mpitrain.inject import Straggler, read
+from mpitrain.job import load_job
+from mpitrain.mpi.runtime import start
+from mpitrain.report import NullReport
+from mpitrain.rules.dealing import share_out
+from mpitrain.training.measure import Meter, build, make_measure, num_warmup
+from mpitrain.training.straggling import Nap
+
+WORKERS, SLOW = 4, "slow(worker=2, factor=5)"
+PEER, BASE = "torch DDP over gloo", "sync()"
+RULES = [mt.Sync(), mt.Backup(spare=1), mt.Async(), mt.SoftSync(updates=2), mt.StaleSync(bound=3)]
+MUST_GAIN = [str(rule) for rule in RULES[1:4]]  # at least twice the samples per second of sync, and sooner
+COMPUTE = {"emulated": 0.020, "real": 0.0}  # seconds that every worker sleeps in each batch besides computing
+
+runtime = start()
+
+
+def digits(folder: Path, base_s: float) -> mt.Job:
+    """The main job on data of ours, each batch `base_s` longer."""
+    job = load_job(str(Path(__file__).parents[1] / "jobs" / "digits.py"))
+    plain = job.loss
+
+    def slept(model, batch):
+        if model.training:
+            time.sleep(base_s)
+        return plain(model, batch)
+
+    shards = {name: mt.Shards(f"{folder}/digits/{name}-*.h5") for name in ("train", "validate")}
+    return dataclasses.replace(
+        job, data=shards["train"], validate=shards["validate"], loss=slept if base_s else plain
+    )
+
+
+def run_ours(job, strategy, folder):
+    """One run over our server; what rank 0 finds in its files."""
+    with contextlib.redirect_stdout(io.StringIO()):  # the FOM line of every run would drown the table
+        result = mt.train(job, strategy, run_dir=str(folder), quiet=True, inject=SLOW)
+    if runtime.rank != 0:
+        return None
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    begin_s = rows[0]["t"]
+    marks = [(row["t"] - begin_s, row["accuracy"]) for row in rows if "accuracy" in row]
+    slept_s = result["injected"][0]["slept_s"]
+    counts = {key: result[key] for key in ("steps", "accepted", "late", "staleness_mean")}
+    return summary(result["samples_per_second"], marks, job, slept_s) | counts
+
+
+def run_gloo(job, group):
+    """The same training by torch's DDP over gloo; the lowest worker's figures."""
+    worker, began_s = runtime.rank - 1, time.monotonic()
+    module, optimizer = build(job, None, torch.device("cpu"))
+    nap = Nap(Straggler(read([SLOW]), worker, job.seed), module.parameters())
+    parallel = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
+    catalogue = job.data.scan()
+    batch = job.batch_size * WORKERS
+    meter = Meter(NullReport(), num_warmup(job.epochs * math.ceil(catalogue.num_samples / batch)))
+    measure = make_measure(
+        job, module, job.validate.reader(job.validate.scan(), job.seed), torch.device("cpu")
+    )
+    marks, samples, steps = [], 0, 0
+    with job.data.reader(catalogue, job.seed) as reader:
+        for epoch in range(job.epochs):
+            for cursor in range(0, catalogue.num_samples, batch):
+                count = min(batch, catalogue.num_samples - cursor)
+                first, share = share_out(cursor, count, WORKERS, worker)
+                data = reader.batch(epoch, first, share)
+                module.train()
+                optimizer.zero_grad(set_to_none=True)
+                nap.begin()
+                loss = job.loss(parallel, data)
+                (loss * (share * WORKERS / count)).backward()
+                optimizer.step()
+                samples, steps = samples + count, steps + 1
+                meter.progress(samples, steps, epoch + 1, float(loss.detach()))
+                nap.take()
+            if worker == 0:
+                marks.append((time.monotonic() - began_s, measure()["accuracy"]))
+    slept_s = nap.straggler.slept_s
+    figures = summary(meter.result()["samples_per_second"], marks, job, slept_s)
+    return figures | {"steps": steps, "accepted": steps * WORKERS, "late": 0, "staleness_mean": 0.0}
+
+
+def summary(rate, marks, job, slept_s):
+    """`to_target_s` is None where the target was missed."""
+    reached = (seconds for seconds, accuracy in marks if accuracy >= job.target["accuracy"])
+    return {
+        "samples_per_second": rate, "to_target_s": next(reached, None), "accuracy": marks[-1][1],
+        "accuracies": [round(accuracy, 4) for _, accuracy in marks], "slept_s": slept_s,
+    }  # fmt: skip
+
+
+def contest(kind, seed, options, folder, group):
+    """One round: every contestant once; figures by name on rank 0."""
+    job = dataclasses.replace(digits(folder, COMPUTE[kind]), seed=seed, epochs=options.epochs)
+    entries = [(str(rule), rule) for rule in RULES] + [(PEER, None)]
+    turn = seed % len(entries)
+    figures = {}
+    for name, rule in entries[turn:] + entries[:turn]:
+        runtime.barrier()
+        if rule is not None:
+            figures[name] = run_ours(job, rule, folder / f"{kind}-{seed}-{name}")
+        else:
+            mine = run_gloo(job, group) if runtime.rank > 0 else None
+            figures[name] = runtime.allgather(mine)[1]
+        if runtime.rank == 0:
+            found = figures[name]
+            print(
+                f"{kind} seed {seed} {name}: {found['samples_per_second']:.0f} samples/s, target "
+                f"{_seconds(found['to_target_s'])}, accuracy {found['accuracy']:.4f}, late {found['late']}",
+                flush=True,
+            )
+    return figures
+
+
+def _seconds(value):
+    return "missed" if value is None or value == math.inf else f"{value:.2f} s"
+
+
+def show(kind, rounds):
+    """The table of one kind of compute, and its row for the results file."""
+    label = "emulated compute" if kind == "emulated" else "real compute"
+    lines = [
+        ("rule", "samples/s", "ratio to sync", "95 % interval", "to target", "reached", "late", "staleness")
+    ]
+    row = {"compute": label, "slept_per_batch_s": COMPUTE[kind], "rules": {}}
+    base = [figures[BASE]["samples_per_second"] for figures in rounds]
+    for name in [*map(str, RULES), PEER]:
+        runs = [figures[name] for figures in rounds]
+        rates = [run["samples_per_second"] for run in runs]
+        ratio = median_ratio(rates, base)
+        target_s = statistics.median(
+            math.inf if run["to_target_s"] is None else run["to_target_s"] for run in runs
+        )
+        reached = sum(run["to_target_s"] is not None for run in runs)
+        late, staleness = (statistics.median(run[key] for run in runs) for key in ("late", "staleness_mean"))
+        lines.append((
+            name, f"{statistics.median(rates):.0f}", f"{ratio[0]:.2f}", f"{ratio[1]:.2f} - {ratio[2]:.2f}",
+            _seconds(target_s), f"{reached}/{len(runs)}", f"{late:g}", f"{staleness:.2f}",
+        ))  # fmt: skip
+        row["rules"][name] = {
+            "samples_per_second": statistics.median(rates), "ratio_to_sync": ratio,
+            "to_target_s": None if target_s == math.inf else target_s, "reached": reached, "runs": runs,
+        }  # fmt: skip
+    print(f"\n{label}: worker 2 of {WORKERS} five times as slow, medians of {len(rounds)} seed(s)")
+    print(table(lines))
+    sync = row["rules"][BASE]["to_target_s"] or math.inf
+    for name in MUST_GAIN:
+        found = row["rules"][name]
+        sooner = (found["to_target_s"] or math.inf) < sync
+        row["rules"][name]["holds"] = holds = found["ratio_to_sync"][0] >= 2 and sooner
+        if kind == "emulated":
+            print(
+                f"{name}: at least 2x sync's samples/s and sooner at the target: {'yes' if holds else 'NO'}"
+            )
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--compute", nargs="+", choices=sorted(COMPUTE), default=sorted(COMPUTE))
+    options = parser.parse_args()
+    assert runtime.size == WORKERS + 1, f"start with {WORKERS + 1} ranks"
+    torch.set_num_threads(1)
+    folder = Path(runtime.share(tempfile.mkdtemp(prefix="stragglers-") if runtime.rank == 0 else None))
+    if runtime.rank == 0:
+        print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank", flush=True)
+        pack(load_source("digits"), folder / "digits", PackOptions(0.2), "digits")
+    port = runtime.share(_free_port() if runtime.rank == 0 else None)
+    store = dist.TCPStore("127.0.0.1", port, runtime.size, runtime.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
+    group = dist.new_group(list(range(1, runtime.size)), backend="gloo")
+    rounds = {kind: [] for kind in options.compute}
+    for seed in range(options.seeds):
+        for kind in options.compute:
+            rounds[kind].append(contest(kind, seed, options, folder, group))
+    if runtime.rank == 0:
+        for kind in options.compute:
+            row = show(kind, rounds[kind]) | {
+                "seeds": options.seeds,
+                "epochs": options.epochs,
+                "inject": SLOW,
+            }
+            print(f"written to {write_row('stragglers', row | {'mpi': runtime.library})}", flush=True)
+        shutil.rmtree(folder)
+    dist.destroy_process_group()
+    runtime.finish()
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()
