@@ -20,11 +20,11 @@ from tests import toy
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 {top}
 
-calls = []
+calls = []  # every worker is dealt two batches before anybody is dealt a third
 
 def loss(model, batch):
     calls.append(1)
-    if rank == {bad_worker} and len(calls) == 3:
+    if rank == {bad_worker} and len(calls) == 2:
         raise RuntimeError("planted in the loss")
     return toy.square_loss(model, batch)
 
@@ -65,8 +65,8 @@ def test_an_exception_in_the_job_file_on_one_rank(tmp_path):
 def test_an_exception_in_the_loss_on_one_rank(tmp_path, strategy):
     run = train(3, write_job(tmp_path, bad_worker=2), tmp_path, "--strategy", strategy)
     assert run.code == 1, str(run)
-    assert "rank 2 (worker, step 2): RuntimeError: planted in the loss" in run.stderr
-    assert json.loads((tmp_path / "run" / "errors" / "rank-2.json").read_text())["step"] == 2
+    assert "rank 2 (worker, step 1): RuntimeError: planted in the loss" in run.stderr
+    assert json.loads((tmp_path / "run" / "errors" / "rank-2.json").read_text())["step"] == 1
 
 
 def test_an_exception_inside_a_server(tmp_path):
@@ -84,7 +84,7 @@ def test_an_exception_on_a_worker_under_ulfm_ends_the_job_too(tmp_path):
         "async",
         mpirun_args=("--with-ft", "ulfm"),
     )
-    assert "rank 2 (worker, step 2): RuntimeError: planted in the loss" in run.stderr
+    assert "rank 2 (worker, step 1): RuntimeError: planted in the loss" in run.stderr
     assert not (
         tmp_path / "run" / "result.json"
     ).exists()  # under ULFM the exit code says nothing, the missing result does
