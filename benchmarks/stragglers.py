@@ -1,12 +1,12 @@
 """What does one slow worker of four cost each update rule, in samples per second and in time to the target?
 
-    mpitrain launch -n 5 benchmarks/stragglers.py [--seeds 5] [--epochs 8] [--compute emulated real]
+    mpitrain launch -n 5 benchmarks/stragglers.py [--seeds 5] [--epochs 8] [--base-ms 12] [--compute emulated real]
 
 The digits job on four workers, one of which takes five times as long a batch (it sleeps, it does not spin).
 Rank 0 serves; when it is the turn of torch's DDP over gloo, the peer, it waits, and the slow rank sleeps by
 the same helper, on the same batches. Two kinds of row:
 
-    emulated compute   every worker also sleeps 20 ms in each batch, so that two cores can carry four workers
+    emulated compute   every worker also sleeps 12 ms in each batch, so that two cores can carry four workers
     real compute       nothing but the model's own forward and backward passes, on however few cores there are
 
 All rules take their turn for each seed, in rotated order. The target is the job's (97 % of the validation
@@ -22,6 +22,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import shutil
 import socket
 import statistics
@@ -42,14 +43,15 @@ from mpitrain.job import load_job
 from mpitrain.mpi.runtime import start
 from mpitrain.report import NullReport
 from mpitrain.rules.dealing import share_out
+from mpitrain.text import parse
 from mpitrain.training.measure import Meter, build, make_measure, num_warmup
 from mpitrain.training.straggling import Nap
 
 WORKERS, SLOW = 4, "slow(worker=2, factor=5)"
-PEER, BASE = "torch DDP over gloo", "sync()"
-RULES = [mt.Sync(), mt.Backup(spare=1), mt.Async(), mt.SoftSync(updates=2), mt.StaleSync(bound=3)]
-MUST_GAIN = [str(rule) for rule in RULES[1:4]]  # at least twice the samples per second of sync, and sooner
-COMPUTE = {"emulated": 0.020, "real": 0.0}  # seconds that every worker sleeps in each batch besides computing
+BASE, PEER = "sync()", "torch DDP over gloo"
+RULES = [BASE, "backup(spare=1)", "async()", "softsync(updates=2)", "ssp(bound=3)"]
+MUST_GAIN = RULES[1:4]  # at least twice the samples per second of sync, and sooner at the target
+KINDS = ["emulated", "real"]
 
 runtime = start()
 
@@ -79,13 +81,13 @@ def run_ours(job, strategy, folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     begin_s = rows[0]["t"]
     marks = [(row["t"] - begin_s, row["accuracy"]) for row in rows if "accuracy" in row]
-    slept_s = result["injected"][0]["slept_s"]
-    counts = {key: result[key] for key in ("steps", "accepted", "late", "staleness_mean")}
-    return summary(result["samples_per_second"], marks, job, slept_s) | counts
+    counts = {"slept_s": result["injected"][0]["slept_s"]}
+    counts |= {key: result[key] for key in ("steps", "accepted", "late", "staleness_mean")}
+    return summary(result["samples_per_second"], marks, job) | counts
 
 
 def run_gloo(job, group):
-    """The same training by torch's DDP over gloo; the lowest worker's figures."""
+    """The same training by torch's DDP over gloo; figures on the lowest worker, what it slept on each."""
     worker, began_s = runtime.rank - 1, time.monotonic()
     module, optimizer = build(job, None, torch.device("cpu"))
     nap = Nap(Straggler(read([SLOW]), worker, job.seed), module.parameters())
@@ -114,33 +116,38 @@ def run_gloo(job, group):
                 nap.take()
             if worker == 0:
                 marks.append((time.monotonic() - began_s, measure()["accuracy"]))
-    slept_s = nap.straggler.slept_s
-    figures = summary(meter.result()["samples_per_second"], marks, job, slept_s)
-    return figures | {"steps": steps, "accepted": steps * WORKERS, "late": 0, "staleness_mean": 0.0}
+    counts = {"steps": steps, "accepted": steps * WORKERS, "late": 0, "staleness_mean": 0.0}
+    found = summary(meter.result()["samples_per_second"], marks, job) | counts if worker == 0 else {}
+    return found | {"slept_s": nap.straggler.slept_s}
 
 
-def summary(rate, marks, job, slept_s):
+def summary(rate, marks, job):
     """`to_target_s` is None where the target was missed."""
     reached = (seconds for seconds, accuracy in marks if accuracy >= job.target["accuracy"])
     return {
         "samples_per_second": rate, "to_target_s": next(reached, None), "accuracy": marks[-1][1],
-        "accuracies": [round(accuracy, 4) for _, accuracy in marks], "slept_s": slept_s,
+        "accuracies": [round(accuracy, 4) for _, accuracy in marks],
     }  # fmt: skip
+
+
+def base_s(kind, options):
+    """Seconds that every worker sleeps in each batch besides computing."""
+    return options.base_ms / 1e3 if kind == "emulated" else 0.0
 
 
 def contest(kind, seed, options, folder, group):
     """One round: every contestant once; figures by name on rank 0."""
-    job = dataclasses.replace(digits(folder, COMPUTE[kind]), seed=seed, epochs=options.epochs)
-    entries = [(str(rule), rule) for rule in RULES] + [(PEER, None)]
-    turn = seed % len(entries)
+    job = dataclasses.replace(digits(folder, base_s(kind, options)), seed=seed, epochs=options.epochs)
+    names = [*RULES, PEER]
+    turn = seed % len(names)
     figures = {}
-    for name, rule in entries[turn:] + entries[:turn]:
+    for name in names[turn:] + names[:turn]:
         runtime.barrier()
-        if rule is not None:
-            figures[name] = run_ours(job, rule, folder / f"{kind}-{seed}-{name}")
+        if name != PEER:
+            figures[name] = run_ours(job, parse(name, "strategy"), folder / f"{kind}-{seed}-{name}")
         else:
-            mine = run_gloo(job, group) if runtime.rank > 0 else None
-            figures[name] = runtime.allgather(mine)[1]
+            each = runtime.allgather(run_gloo(job, group) if runtime.rank > 0 else {"slept_s": 0.0})
+            figures[name] = each[1] | {"slept_s": max(one["slept_s"] for one in each)}
         if runtime.rank == 0:
             found = figures[name]
             print(
@@ -161,9 +168,9 @@ def show(kind, rounds):
     lines = [
         ("rule", "samples/s", "ratio to sync", "95 % interval", "to target", "reached", "late", "staleness")
     ]
-    row = {"compute": label, "slept_per_batch_s": COMPUTE[kind], "rules": {}}
+    row = {"compute": label, "rules": {}}
     base = [figures[BASE]["samples_per_second"] for figures in rounds]
-    for name in [*map(str, RULES), PEER]:
+    for name in [*RULES, PEER]:
         runs = [figures[name] for figures in rounds]
         rates = [run["samples_per_second"] for run in runs]
         ratio = median_ratio(rates, base)
@@ -200,10 +207,12 @@ def main():
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--compute", nargs="+", choices=sorted(COMPUTE), default=sorted(COMPUTE))
+    parser.add_argument("--base-ms", type=float, default=12)
+    parser.add_argument("--compute", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args()
     assert runtime.size == WORKERS + 1, f"start with {WORKERS + 1} ranks"
     torch.set_num_threads(1)
+    load = os.getloadavg()
     folder = Path(runtime.share(tempfile.mkdtemp(prefix="stragglers-") if runtime.rank == 0 else None))
     if runtime.rank == 0:
         print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank", flush=True)
@@ -212,6 +221,10 @@ def main():
     store = dist.TCPStore("127.0.0.1", port, runtime.size, runtime.rank == 0)
     dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
     group = dist.new_group(list(range(1, runtime.size)), backend="gloo")
+    # not counted: the first run of a process pays for torch's lazy imports, several seconds on few cores
+    contest("real", options.seeds, argparse.Namespace(**vars(options) | {"epochs": 1}), folder, group)
+    if runtime.rank == 0:
+        print("this was the warm-up; from here on it counts", flush=True)
     rounds = {kind: [] for kind in options.compute}
     for seed in range(options.seeds):
         for kind in options.compute:
@@ -222,6 +235,8 @@ def main():
                 "seeds": options.seeds,
                 "epochs": options.epochs,
                 "inject": SLOW,
+                "slept_per_batch_s": base_s(kind, options),
+                "load_before": load,
             }
             print(f"written to {write_row('stragglers', row | {'mpi': runtime.library})}", flush=True)
         shutil.rmtree(folder)

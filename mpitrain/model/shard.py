@@ -68,15 +68,26 @@ class ShardStore:
         """An empty frame for an arriving gradient."""
         return self.arrivals.take()
 
-    def add(self, worker: int, payload: Any, weight: float) -> None:
-        """Gather `weight * gradient`; takes the frame over and releases it when it is done with it."""
-        if self.arrivals is not self.pool:  # 16 bits on the wire, full sums
-            rounded, payload = payload, self.pool.take()
-            payload.body.copy_(rounded.body)
-            rounded.release()
-        read = self._read_by.get(worker)
+    def _widen(self, payload: Any) -> Frame:
+        """16 bits on the wire, full sums."""
+        if payload.body.dtype == self.pool.dtype:
+            return payload
+        wide = self.pool.take()
+        wide.body.copy_(payload.body)
+        payload.release()
+        return wide
+
+    def correct(self, worker: int, payload: Any) -> Frame:
+        """The gradient as the damping corrects it for what has changed since `worker`'s last read; takes the
+        frame over. Called on arrival: later the worker may have read again."""
+        payload, read = self._widen(payload), self._read_by.get(worker)
         if self.correction and read is not None and read is not self.live:
             self.correction.apply(payload.body, self.live.body, read.body)
+        return payload
+
+    def add(self, worker: int, payload: Any, weight: float) -> None:
+        """Gather `weight * gradient`; takes the frame over and releases it when it is done with it."""
+        payload = self._widen(payload)
         self._weights.append(weight)
         if self._gathered is None:
             self._gathered = payload

@@ -26,6 +26,9 @@ class Store(Protocol):
     def add(self, worker: int, payload: Any, weight: float) -> None:
         """Gather one gradient; the store releases it when it is done with it."""
 
+    def correct(self, worker: int, payload: Any) -> Any:
+        """Where the damping corrects gradients: this one, on arrival, for what has changed since the worker's read."""
+
     def apply(self) -> None:
         """Take one optimizer step with the mean of what has been gathered."""
 
@@ -83,6 +86,7 @@ class Server:
         self._pending: dict[tuple[int, int], tuple[Payload, float]] = {}  # (worker, step): waits for its turn
         self._added: set[int] = set()  # workers whose gradients are in the update being gathered
         self._dealt: dict[int, list[Lease]] = {}  # dealt to workers that have not been answered yet
+        self._next_step: dict[int, int] = {}  # of each worker: names the push that a reply answers
         self._want_final: list[int] = []
 
     def run(self) -> Role:
@@ -103,6 +107,7 @@ class Server:
         return self.summary()
 
     def _on_join(self, worker: int, message: Message) -> Steps:
+        self._next_step[worker] = message.step
         if worker in self.active or not self.active:
             yield from self._release(worker, 0)
         else:
@@ -112,9 +117,11 @@ class Server:
         payload = message.payload
         assert payload is not None, f"push of rank {worker}, step {message.step}, carries no gradient"
         self.held.add(worker)
+        self._next_step[worker] = message.step + 1
         lease = self.dealer.settle(worker) if self.dealer else None
-        if not message.finite:
+        if not message.finite or message.version < self.ledger.reads[worker]:
             yield from self._refuse(worker, message, payload)
+            yield from self._end_warmup()
             return
         push = Push(
             worker, message.step, message.version, self.ledger.version, (yield Now()), self.held, self.active
@@ -124,12 +131,15 @@ class Server:
             worker, message.samples, payload.num_bytes, verdict.weight, late=verdict.late
         )
         if verdict.weight > 0:
+            payload = self.store.correct(worker, payload) if self.rule.damping.corrects else payload
             self._pending[worker, message.step] = (payload, verdict.weight)
             self.max_pending = max(self.max_pending, len(self._pending))
             self._add_in_turn()
         else:
             payload.release()
         yield from self._carry_out(verdict)
+        if self.failure:
+            yield from self._send_off()
         epoch = lease.epoch + 1 if lease else 1
         samples, version = self.ledger.samples_accepted, self.ledger.version
         self.report.progress(samples, version, epoch, message.loss, staleness=staleness, worker=worker)
@@ -146,8 +156,9 @@ class Server:
             self._added.clear()
             self.ledger.update()
         for worker in verdict.restart:
-            self.ledger.abort(worker)
-            yield from self._release(worker, 0)
+            if worker in self.ledger.reads:  # or else it has not joined yet
+                self.ledger.abort(worker)
+                yield from self._release(worker, 0)
         for worker in verdict.release:
             yield from self._release(worker, 1)
 
@@ -163,7 +174,13 @@ class Server:
             self._added.add(key[0])
 
     def _refuse(self, worker: int, message: Message, payload: Payload) -> Steps:
-        """A NaN or infinite gradient: never applied; counted, and under "stop" the end of the run."""
+        """A gradient that was stopped when it was already under way, or a NaN or infinite one: that is never applied;
+        counted, and under "stop" the end of the run."""
+        if message.version < self.ledger.reads[worker]:
+            self.ledger.overtaken(worker, message.samples, payload.num_bytes)
+            payload.release()
+            yield from self._release(worker, 1)
+            return
         self.ledger.push(worker, message.samples, payload.num_bytes, weight=0.0, finite=False)
         payload.release()
         if self.on_nonfinite != "stop":
@@ -177,14 +194,19 @@ class Server:
             )
         if self.dealer:
             self.dealer.close()
-        for other in sorted(self.held):  # some may wait for an update that will never come
-            yield from self._release(other, 0)
+        yield from self._send_off()
+
+    def _send_off(self) -> Steps:
+        """After a failure nobody is held: what they wait for may never come."""
+        for worker in sorted(self.held):
+            yield from self._release(worker, 0)
 
     def _end_warmup(self) -> Steps:
         """When its samples are in, everybody who is present takes part."""
         if self.active == self.present:
             return
-        if self.rule.warmup.is_over(self.ledger.samples_accepted, self.epoch_samples):
+        pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
+        if self.rule.warmup.is_over(pushed, self.epoch_samples):
             newcomers = sorted(self.present - self.active)
             for worker in newcomers:
                 self.rule.on_join(self.memory, worker, self.active)
@@ -219,6 +241,7 @@ class Server:
         message = Message(
             Kind.REPLY,
             version=self.ledger.version,
+            step=self._next_step[worker],
             samples=self.ledger.samples_accepted,
             stop=bool(self.failure),
             leases=tuple((lease.epoch, lease.start, lease.num_samples) for lease in leases),

@@ -139,14 +139,17 @@ class Worker:
         return True
 
     def _collect(self, kind: Kind) -> Generator[Effect, Any, None]:
-        """Wait until every shard has answered."""
+        """Wait until every shard has answered. A restart that crossed this worker's last message is no answer: a
+        reply names the push that it answers by the next one's step."""
         missing = set(self.roles.servers)
         while missing:
             source, message = yield Recv()
-            assert message.kind == kind and source in missing, (
+            crossed = message.kind == Kind.REPLY and (kind != Kind.REPLY or message.step < self.step)
+            assert (message.kind == kind or crossed) and source in missing, (
                 f"rank {source} sent {message.kind!r} out of turn"
             )
-            missing.discard(source)
+            if not crossed:
+                missing.discard(source)
             shard = self.roles.servers.index(source)
             self.versions[shard] = message.version
             self.stopped = self.stopped or message.stop

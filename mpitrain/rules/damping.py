@@ -8,6 +8,7 @@ out (`model/correction.py`): they are only named here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.text import Value, register
@@ -15,7 +16,9 @@ from mpitrain.text import Value, register
 
 @dataclass(frozen=True, repr=False)
 class Damping(Value):
-    """Base of the dampings."""
+    """Base of the dampings. `corrects`: the gradient itself changes with what has happened since its read."""
+
+    corrects: ClassVar[bool] = False
 
     def weight(self, staleness: int) -> float:
         """Factor on the learning rate of a gradient that is `staleness` versions old."""
@@ -77,6 +80,8 @@ class DelayCompensated(Damping):
     the read (DC-ASGD, Zheng et al., ICML 2017). The server keeps, for every worker, the version that it read.
     `lam` = 0 or tau = 0 is plain async."""
 
+    corrects: ClassVar[bool] = True
+
     lam: float = 0.04
 
     def check(self) -> None:
@@ -90,6 +95,8 @@ class GapAware(Damping):
     """g <- g / (1 + |w_now - w_read| / C), elementwise, C the running mean length of one update's steps
     (Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", ICLR 2020): what has moved far since the
     read counts less. `decay` is C's memory."""
+
+    corrects: ClassVar[bool] = True
 
     decay: float = 0.99
 

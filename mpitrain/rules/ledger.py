@@ -81,6 +81,13 @@ class Ledger:
         self.late += 1
         self.leave(worker)
 
+    def overtaken(self, worker: int, num_samples: int, num_bytes: int) -> None:
+        """A push that was under way when its worker was stopped: it has been counted as late, and what the
+        worker was sent instead goes unused."""
+        self.leave(worker)
+        self.samples_dropped += num_samples
+        self.pushed_bytes += num_bytes
+
     def identity(self) -> tuple[int, int]:
         """Both sides of the staleness identity; equal, or something was lost."""
         applied = sum(tau * count for tau, count in self.staleness.items())

@@ -42,6 +42,12 @@ class SoftSync(ServerStrategy):
             raise UsageError(
                 f"softsync: blocking with updates={self.updates} and {num_workers} workers would wait for ever"
             )
+        if self.blocking and self.servers > 1 and self.updates < num_workers:
+            raise UsageError(
+                f"softsync: blocking with updates={self.updates} of {num_workers} workers needs servers=1: shards "
+                "that see the pushes in different orders would hold back each other's workers for ever. Use "
+                f"blocking=False, or updates={num_workers}"
+            )
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {"gathered": 0}

@@ -1,8 +1,9 @@
 """Warm-up on few replicas: at first some workers train alone, then the others join from their parameters.
 
 The remedy of Downpour SGD against the chaos of the first epochs (Dean et al. 2012), and of the async systems
-after it. It is counted in accepted samples, so its length means the same for every rule and number of
-workers.
+after it. It is counted in the samples of the pushes that have arrived, dropped ones too: so its length means
+the same for every rule and number of workers, and all shards of a model end it with the same pushes. (Counted
+in accepted samples, one shard could wait for workers that another does not let in yet.)
 """
 
 from __future__ import annotations
@@ -31,6 +32,6 @@ class Warmup(Value):
         """Who takes part from the start."""
         return workers[: self.workers] if self.epochs else workers
 
-    def is_over(self, num_accepted: int, num_samples: int) -> bool:
-        """Whether `num_accepted` samples end the warm-up, an epoch having `num_samples`."""
-        return num_accepted >= self.epochs * num_samples
+    def is_over(self, num_pushed: int, num_samples: int) -> bool:
+        """Whether `num_pushed` samples end the warm-up, an epoch having `num_samples`."""
+        return num_pushed >= self.epochs * num_samples

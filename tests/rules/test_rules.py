@@ -1,0 +1,270 @@
+"""Rules by themselves, for every order of pushes, departures and arrivals: no store, no world, no time.
+
+A `Desk` keeps what a server keeps (who computes, who is held, who takes part), asks the rule and asserts what
+must hold after any event; `explore` walks all interleavings of a small world, not some.
+"""
+
+import json
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpitrain.errors import UsageError
+from mpitrain.rules import Async, Backup, Drop, Inverse, Keep, Power, Push, SoftSync, StaleSync, Sync
+from mpitrain.text import registered
+from tests.virtual.course import COURSE, on_servers
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(["push"] * 12 + ["leave", "join"])), max_size=100
+)
+SIZES = st.integers(1, 6)
+
+
+class Update(NamedTuple):
+    staleness: tuple[int, ...]
+    num_active: int
+    all_wait: bool
+
+
+class Desk:
+    """One shard's bookkeeping around a rule; one that `saves` reads the memory back from JSON every time."""
+
+    def __init__(self, rule, num_workers, saves=False):
+        self.rule, self.saves = rule, saves
+        self.active, self.held = set(range(num_workers)), set()
+        self.memory = rule.start(tuple(range(num_workers)))
+        self.version, self.reads = 0, dict.fromkeys(range(num_workers), 0)
+        self.clock = Counter()
+        self.gathered, self.updates, self.verdicts = [], [], []
+
+    def do(self, worker, what):
+        """One event, if it can be: who is held can do nothing, and only who is away can join."""
+        if worker not in self.reads if what != "join" else worker in self.active:
+            return
+        self.memory = json.loads(json.dumps(self.memory)) if self.saves else self.memory
+        if what == "join":
+            self.rule.on_join(self.memory, worker, set(self.active))
+            self.clock[worker] = min((self.clock[other] for other in self.active), default=0)
+            self.active.add(worker)
+            self.reads[worker] = self.version
+        else:
+            self._carry_out(self._leave(worker) if what == "leave" else self._push(worker))
+        assert not self.active or self.active - self.held, "everybody is held"
+
+    def _leave(self, worker):
+        self.reads.pop(worker)
+        self.active.discard(worker)
+        return self.rule.on_leave(self.memory, worker, set(self.held), set(self.active))
+
+    def _push(self, worker):
+        read = self.reads.pop(worker)
+        self.held.add(worker)
+        self.clock[worker] += 1
+        push = Push(worker, 0, read, self.version, 0.0, set(self.held), set(self.active))
+        verdict = self.rule.on_push(self.memory, push)
+        self.verdicts.append((self.version - read, verdict))
+        if verdict.weight > 0:
+            self.gathered.append(self.version - read)
+        return verdict
+
+    def _carry_out(self, verdict):
+        assert set(verdict.release) <= self.held and set(verdict.restart) <= set(self.reads)
+        if verdict.flush:
+            assert self.gathered, "an update of nothing"
+            self.updates.append(Update(tuple(self.gathered), len(self.active), self.active <= self.held))
+            self.version, self.gathered = self.version + 1, []
+        for worker in (*verdict.release, *verdict.restart):
+            self.held.discard(worker)
+            self.reads[worker] = self.version
+
+
+def drive(rule, num_workers, events, check=lambda desk: None, saves=False):
+    desk = Desk(rule, num_workers, saves)
+    for worker, what in events:
+        desk.do(worker, what)
+        check(desk)
+    return desk
+
+
+@pytest.mark.parametrize("row", COURSE)
+@settings(max_examples=30)
+@given(num_workers=SIZES, events=EVENTS)
+def test_whoever_comes_and_goes_nobody_waits_for_ever_and_nothing_stays_behind(row, num_workers, events):
+    """`Desk.do` asserts that somebody can go on; at the end all who can leave do, until nobody is left."""
+    desk = drive(COURSE[row](num_workers), num_workers, events)
+    while desk.active:
+        desk.do(min(desk.reads), "leave")
+    assert not desk.held and not desk.gathered
+
+
+@pytest.mark.parametrize("row", COURSE)
+@settings(max_examples=15)
+@given(num_workers=SIZES, events=EVENTS)
+def test_memory_goes_through_json_at_any_moment(row, num_workers, events):
+    desks = [drive(COURSE[row](num_workers), num_workers, events, saves=saves) for saves in (False, True)]
+    assert desks[0].verdicts == desks[1].verdicts and desks[0].updates == desks[1].updates
+
+
+@given(num_workers=SIZES, spare=st.integers(0, 5), events=EVENTS, policy=st.sampled_from(["finish", "abort"]))
+def test_lockstep_takes_exactly_its_quorum_of_the_present_version(num_workers, spare, events, policy):
+    for rule in (Sync(), Backup(spare=spare, stragglers=policy)):
+        spared = spare if isinstance(rule, Backup) else 0
+        desk = drive(rule, num_workers, events)
+        for update in desk.updates:
+            assert update.staleness == (0,) * max(1, update.num_active - spared)
+        for staleness, verdict in desk.verdicts:
+            assert verdict.late == (staleness > 0) == (verdict.weight == 0)
+            assert bool(verdict.restart) <= (policy == "abort" and verdict.flush)
+
+
+@given(
+    num_workers=SIZES,
+    updates=st.integers(1, 6),
+    blocking=st.booleans(),
+    events=EVENTS,
+    limit=st.integers(0, 3),
+)
+def test_softsync_takes_exactly_its_number_of_pushes(num_workers, updates, blocking, events, limit):
+    for damping in (Keep(), Drop(limit=limit)):
+        rule = SoftSync(updates=updates, blocking=blocking, damping=damping)
+        for update in drive(rule, num_workers, events).updates:
+            assert len(update.staleness) == updates or (len(update.staleness) < updates and update.all_wait)
+
+
+@given(num_workers=SIZES, bound=st.integers(0, 3), events=EVENTS)
+def test_ssp_never_leads_by_more_than_its_bound_and_one_and_holds_nobody_within_it(
+    num_workers, bound, events
+):
+    def check(desk):
+        clock = {worker: desk.clock[worker] for worker in desk.active}
+        slowest = min(clock.values(), default=0)
+        assert max(clock.values(), default=0) - slowest <= bound + 1
+        assert {worker for worker in clock if clock[worker] > slowest + bound} == desk.held
+
+    drive(StaleSync(bound=bound, damping=Drop(limit=2)), num_workers, events, check)
+
+
+@given(events=EVENTS, exponent=st.floats(0.0, 2.0), limit=st.integers(0, 4))
+def test_a_push_weighs_what_its_damping_says(events, exponent, limit):
+    for damping in (Keep(), Inverse(), Power(exponent), Drop(limit=limit)):
+        for rule in (Async(damping=damping), SoftSync(damping=damping), StaleSync(damping=damping)):
+            for staleness, verdict in drive(rule, 5, events).verdicts:
+                assert verdict.weight == damping.weight(staleness)
+                assert isinstance(rule, SoftSync) or verdict.flush == (verdict.weight > 0)
+
+
+def test_dampings_are_what_the_papers_say():
+    assert [Inverse().weight(tau) for tau in (0, 1, 2, 8)] == [1.0, 1.0, 0.5, 0.125]
+    assert [Power(1.0).weight(tau) for tau in (0, 1, 3)] == [1.0, 0.5, 0.25]
+    assert [Drop(limit=2).weight(tau) for tau in (0, 2, 3)] == [1.0, 1.0, 0.0]
+    for cls in registered("damping"):
+        weights = [cls().weight(tau) for tau in range(50)]
+        assert weights[0] == 1.0 and weights == sorted(weights, reverse=True) and weights[-1] >= 0.0
+
+
+class Shard(NamedTuple):
+    """A shard as `explore` sees it. `lags`: versions behind, of each worker that computes; `coming`: its message."""
+
+    memory: str
+    lags: tuple[int | None, ...]
+    coming: tuple[str, ...]
+    active: frozenset[int]
+    held: frozenset[int]
+
+
+def take(rule, shard, worker, horizon):
+    """The shard after the message of `worker` has arrived. Lags beyond the horizon are all the same."""
+    memory, lags = json.loads(shard.memory), list(shard.lags)
+    coming, active, held = list(shard.coming), set(shard.active), set(shard.held)
+    what, coming[worker] = coming[worker], ""
+    lag, lags[worker] = lags[worker], None
+    if what == "leave":
+        active.discard(worker)
+        verdict = rule.on_leave(memory, worker, set(held), set(active))
+    else:
+        held.add(worker)
+        verdict = rule.on_push(memory, Push(worker, 0, 9 - lag, 9, 0.0, set(held), set(active)))
+    if verdict.flush:
+        lags = [None if lag is None else min(lag + 1, horizon) for lag in lags]
+    for other in verdict.release:
+        held.discard(other)
+        lags[other] = 0
+    if clocks := memory.get("clock"):
+        memory["clock"] = {key: clock - min(clocks.values()) for key, clock in clocks.items()}
+    text = json.dumps(memory, sort_keys=True)
+    return Shard(text, tuple(lags), tuple(coming), frozenset(active), frozenset(held))
+
+
+def explore(rule, num_workers, num_shards, most=10**6):
+    """Walk every interleaving of arrivals; returns how many states there are and those in which all wait."""
+    workers = tuple(range(num_workers))
+    fresh = Shard(
+        json.dumps(rule.start(workers)),
+        (0,) * num_workers,
+        ("",) * num_workers,
+        frozenset(workers),
+        frozenset(),
+    )
+    horizon = 1 + getattr(rule.damping, "limit", 0)
+    start = (fresh,) * num_shards
+    seen, todo, stuck = {start}, [start], []
+    while todo:
+        shards = todo.pop()
+        following = []
+        for worker in workers:
+            if all(shard.lags[worker] is not None and not shard.coming[worker] for shard in shards):
+                for what in ("push", "leave"):
+                    following.append(tuple(send(shard, worker, what) for shard in shards))
+            for at, shard in enumerate(shards):
+                if shard.coming[worker]:
+                    new = take(rule, shard, worker, horizon)
+                    following.append((*shards[:at], new, *shards[at + 1 :]))
+        if not following and any(shard.active for shard in shards):
+            stuck.append(shards)
+        todo += [new for new in dict.fromkeys(following) if new not in seen]
+        seen.update(following)
+        assert len(seen) < most
+    return len(seen), stuck
+
+
+def send(shard, worker, what):
+    coming = list(shard.coming)
+    coming[worker] = what
+    return shard._replace(coming=tuple(coming))
+
+
+HOLDING = [
+    row
+    for row in COURSE
+    if COURSE[row](3).damping == Keep() and on_servers(COURSE[row](3), 2, 3).servers == 2
+]
+
+
+@pytest.mark.parametrize("row", HOLDING)
+def test_two_shards_never_wait_for_each_other_in_any_interleaving(row):
+    num_states, stuck = explore(on_servers(COURSE[row](3), 2, 3), 3, 2)
+    assert num_states > 500 and not stuck
+
+
+def test_blocking_softsync_over_shards_is_refused_because_it_could_wait_for_ever():
+    rule = SoftSync(updates=2, blocking=True, servers=2)
+    assert explore(rule, 3, 2)[1]
+    with pytest.raises(UsageError, match="needs servers=1"):
+        rule.check_workers(3)
+    rule.check_workers(2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_workers", "said"),
+    [
+        (SoftSync(updates=4, blocking=True), 3, "wait for ever"),
+        (Backup(spare=3), 3, "leaves none to wait for"),
+    ],
+)
+def test_rules_that_could_never_update_are_refused(rule, num_workers, said):
+    with pytest.raises(UsageError, match=said):
+        rule.check_workers(num_workers)
+    rule.check_workers(num_workers + 1)

@@ -1,0 +1,170 @@
+"""What a stale gradient is worth: exact corrections, exact limits, and a weight that means the same for every
+optimizer.
+
+Numbers are those of `reference/algorithms.md`, sections 4.2, 4.4 and 4.6.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import mpitrain as mt
+from mpitrain.model import FlatModel, ShardStore
+from mpitrain.rules import Async, DelayCompensated, Drop, GapAware, Keep, SoftSync, StaleSync
+from mpitrain.virtual import Exponential, LogNormal
+from tests import toy
+from tests.virtual.worlds import Desk, play
+
+
+def make_store(start, damping=Keep(), optimizer=torch.optim.SGD, **options):  # noqa: B008 - frozen
+    """A shard of float64 numbers."""
+    module = nn.Module()
+    module.w = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+    prototype = optimizer(module.parameters(), **options)
+    flat = FlatModel(module, prototype, 1)
+    return ShardStore(flat.layout, 0, flat.frames[0].body, prototype, damping)
+
+
+def frame(store, *numbers):
+    """A gradient."""
+    taken = store.frame()
+    taken.body.copy_(torch.tensor(numbers, dtype=torch.float64))
+    return taken
+
+
+def values(store):
+    return store.live.body.tolist()
+
+
+@pytest.mark.parametrize("optimizer", [toy.sgd, toy.adam])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_correction_of_nothing_is_plain_async_to_the_bit(tmp_path, servers, optimizer):
+    def train(name, damping, workers):
+        rule = Async(servers=servers, damping=damping)
+        options = {"workers": workers, "compute": Exponential(), "quiet": True}
+        job = toy.make_job(optimizer=optimizer)
+        return load_file(mt.simulate(job, rule, run_dir=str(tmp_path / name), **options)["model"])
+
+    def same(first, second):
+        return all(torch.equal(first[name], second[name]) for name in first)
+
+    alone, four = train("alone", Keep(), 1), train("four", Keep(), 4)
+    for index, damping in enumerate((DelayCompensated(lam=2.0), GapAware())):
+        assert same(train(f"{index}-alone", damping, 1), alone), "tau = 0 throughout"
+        assert not same(train(f"{index}-four", damping, 4), four)
+    assert same(train("zero", DelayCompensated(lam=0.0), 4), four)
+
+
+@pytest.mark.parametrize("curvature", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("read", [1.0, -0.25, 4.0])
+def test_delay_compensation_is_exact_on_the_quadratic(read, curvature):
+    """lam = h / g^2 turns the stale gradient h * w_read into h * w_now: powers of two, so to the bit."""
+    lam = curvature / (curvature * read) ** 2
+    for now in (0.375, -1.625, 3.0):
+        store = make_store([read], DelayCompensated(lam=lam), lr=0.125)
+        desk = Desk(Async(damping=DelayCompensated(lam=lam)), store, (1, 2))
+        desk.push(2, frame(store, (read - now) / 0.125))  # moves w from read to now; 2 read w as it stands
+        assert values(store) == [now]
+        desk.push(1, frame(store, curvature * read))
+        assert values(store) == [now - 0.125 * curvature * now]
+
+
+def test_a_gradient_that_waits_is_corrected_for_its_own_read():
+    """Its worker reads again at once and may push again before the update: neither may change what the first
+    gradient is worth."""
+    damping = DelayCompensated(lam=1.0)
+    store = make_store([1.0], damping, lr=0.125)
+    desk = Desk(SoftSync(updates=2, damping=damping), store, (1, 2, 3))
+    for _ in range(2):
+        desk.push(1, frame(store, 1.0))
+    assert values(store) == [0.875]
+    for worker in (2, 3):
+        desk.push(worker, frame(store, 1.0))  # both read 1.0: h * w_now = 0.875 after compensation
+    assert values(store) == [0.875 - 0.125 * 0.875]
+    desk.push(2, frame(store, 0.5))  # 2 read 0.875 when it last pushed, and now reads what stands there
+    desk.push(2, frame(store, 0.5))
+    corrected = 0.5 + 0.5 * 0.5 * (0.765625 - 0.875)
+    assert values(store) == [0.765625 - 0.125 * (corrected + 0.5) / 2]
+
+
+def test_gap_aware_divides_by_the_gap_in_steps_and_leaves_alone_what_did_not_move():
+    """decay = 0: C is the mean length of the last update's steps, here (0.5 + 0 + 1) / 3 = 0.5."""
+    damping = GapAware(decay=0.0)
+    store = make_store([1.0, 2.0, 3.0], damping, lr=0.5)
+    desk = Desk(Async(damping=damping), store, (1, 2))
+    desk.push(2, frame(store, 1.0, 0.0, -2.0))
+    assert values(store) == [0.5, 2.0, 4.0]
+    desk.push(1, frame(store, 1.0, 1.0, 1.0))  # gaps 0.5, 0, 1 are 1, 0 and 2 steps
+    moved = [0.5 - 0.5 / 2, 2.0 - 0.5, 4.0 - 0.5 / 3]
+    assert values(store) == pytest.approx(moved, rel=1e-15) and values(store)[:2] == moved[:2]
+
+
+def test_gap_aware_remembers_the_length_of_steps_without_the_bias_of_its_start():
+    damping = GapAware(decay=0.75)
+    store = make_store([0.0], damping, lr=1.0)
+    desk = Desk(Async(damping=damping), store, (1, 2))
+    for length in (1.0, 3.0):
+        desk.push(2, frame(store, length))
+    mean = (0.75 * 0.25 * 1.0 + 0.25 * 3.0) / (1 - 0.75**2)
+    desk.push(1, frame(store, 1.0))
+    assert values(store) == pytest.approx([-4.0 - 1.0 / (1 + 4.0 / mean)], rel=1e-14)
+
+
+@pytest.mark.parametrize("limit", [0, 2, 5])
+@pytest.mark.parametrize("rule", [Async, StaleSync, SoftSync])
+def test_drop_drops_exactly_what_is_staler_than_its_limit_and_counts_it(rule, limit):
+    seen = play(rule(damping=Drop(limit=limit)), 6, 400, compute=LogNormal(1.0, 1.0), slow={0: 4.0})
+    stale = [push for push in seen.trace.pushes if push.staleness > limit]
+    assert 0 < len(stale) < 400
+    assert seen.counts["dropped"] == len(stale) and seen.counts["late"] == seen.counts["nonfinite"] == 0
+    assert seen.counts["accepted"] == 400 - len(stale) == sum(map(len, seen.trace.store.updates))
+    applied = [t - one.read for t, update in enumerate(seen.trace.store.updates) for one in update]
+    assert max(applied) <= limit
+
+
+ADAPTIVE = {
+    "Adam": {"lr": 0.25},
+    "AdamW": {"lr": 0.25, "weight_decay": 0.0},
+    "Adagrad": {"lr": 0.25},
+    "RMSprop": {"lr": 0.25},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_a_weight_is_a_learning_rate_for_adaptive_optimizers(name):
+    """Scaling the gradient would nearly cancel. Powers of two from 0: the step halves to the bit, the moments
+    are those of the whole gradient, and the next step has its full rate."""
+    stores = [make_store([0.0, 0.0], optimizer=getattr(torch.optim, name), **ADAPTIVE[name]) for _ in "12"]
+    for store, weight in zip(stores, (1.0, 0.5), strict=True):
+        store.add(1, frame(store, 0.3, -5.0), weight)
+        store.apply()
+    whole, half = (values(store) for store in stores)
+    assert half == [number / 2 for number in whole] and whole != half
+    before = half
+    for store in stores:
+        store.add(1, frame(store, 0.1, 0.7), 1.0)
+        store.apply()
+    steps = [[b - a for a, b in zip(start, values(store))] for start, store in zip((whole, before), stores)]
+    assert steps[0] == pytest.approx(steps[1], rel=1e-12)
+
+
+def test_a_mean_of_weighted_gradients_for_adaptive_optimizers_is_their_weighted_mean():
+    """Weights 1/4 and 3/4 of 2 gradients: the weighted mean as gradient, half the rate."""
+    mixed, plain = (make_store([0.0], optimizer=torch.optim.Adam, lr=rate) for rate in (0.25, 0.125))
+    mixed.add(1, frame(mixed, 8.0), 0.25)
+    mixed.add(2, frame(mixed, 4.0), 0.75)
+    plain.add(1, frame(plain, 5.0), 1.0)
+    for store in (mixed, plain):
+        store.apply()
+    assert values(mixed) == values(plain)
+    assert mixed.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_weight_scales_the_gradient_for_sgd():
+    """With momentum it must be the gradient: a scaled rate would also scale what older gradients left."""
+    store = make_store([0.0], lr=1.0, momentum=0.5)
+    for weight in (1.0, 0.25):
+        store.add(1, frame(store, 4.0), weight)
+        store.apply()
+    assert values(store) == [-4.0 - (0.5 * 4.0 + 0.25 * 4.0)]

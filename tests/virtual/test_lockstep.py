@@ -1,0 +1,175 @@
+"""Synchronous rules: equal to one process with the full batch, bits that no timing changes, exact counts of
+contributors, and the step time of the k-th of n workers.
+
+Numbers are those of `reference/algorithms.md`, sections 3 and 12.
+"""
+
+import itertools
+import random
+import statistics
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mpitrain as mt
+from mpitrain.rules import Backup, SoftSync, Sync
+from mpitrain.virtual import Constant, Exponential, LogNormal, ShiftedExponential
+from tests import toy
+from tests.virtual.worlds import Desk, Number, NumberStore, Shuffled, by_batch, play, quadratic
+
+
+def lockstep(num_workers, servers=1):
+    """Four names for the same thing."""
+    return (
+        Sync(servers=servers),
+        Backup(spare=0, servers=servers),
+        SoftSync(updates=num_workers, blocking=True, servers=servers),
+    )
+
+
+def trained(path, job, **options):
+    return load_file(mt.simulate(job, run_dir=str(path), quiet=True, **options)["model"])
+
+
+@pytest.mark.parametrize("kind", toy.DYADIC)
+@pytest.mark.parametrize(("num_workers", "servers"), [(2, 1), (4, 1), (4, 2)])
+def test_lockstep_is_serial_training_with_the_full_batch_bit_for_bit(tmp_path, num_workers, servers, kind):
+    changes = toy.DYADIC[kind] | {"epochs": 1}
+    expected = toy.serial(toy.make_job(**changes, batch_size=16), rank=0)
+    for index, rule in enumerate(lockstep(num_workers, servers)):
+        job = toy.make_job(**changes, batch_size=16 // num_workers)
+        options = {"strategy": rule, "workers": num_workers, "compute": Exponential()}
+        for name, tensor in trained(tmp_path / str(index), job, **options).items():
+            assert torch.equal(tensor, expected[name]), (rule, name)
+
+
+def test_timing_changes_no_bit_of_lockstep(tmp_path):
+    """Float32 on no dyadic grid, momentum, dropout, a ragged end: what counts is who contributed, not when."""
+    job = toy.make_job(data=toy.Memory(50), batch_size=6)
+    laws = (Constant(1.0, 0.0), LogNormal(1.0, 1.0), Exponential(), Constant(1.0, 0.9))
+    for servers in (1, 3):
+        options = [{"compute": law, "strategy": rule} for law in laws for rule in lockstep(4, servers)]
+        runs = [
+            trained(tmp_path / f"{servers}-{index}", job, workers=4, **each)
+            for index, each in enumerate(options[:1] + options[4:6] + options[7:])
+        ]
+        for run in runs[1:]:
+            assert all(torch.equal(run[name], runs[0][name]) for name in run)
+
+
+def peak(order):
+    """How many gradients wait at most when each is added as soon as all of lower rank have been."""
+    waiting, added, most = set(), 0, 0
+    for worker in order:
+        waiting.add(worker)
+        most = max(most, len(waiting))
+        while added + 1 in waiting:
+            added += 1
+            waiting.discard(added)
+    return most
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3, 4))))
+def test_gradients_are_added_in_rank_order_and_waiting_buffers_are_counted(order):
+    values = {1: 0.1, 2: 1e16, 3: -1e16, 4: 0.3}  # every order of addition gives other bits
+    for rule in (*lockstep(4), SoftSync(updates=4)):
+        store = NumberStore(rate=0.1)
+        desk = Desk(rule, store, (1, 2, 3, 4))
+        for worker in order:
+            desk.push(worker, Number(values[worker], 0))
+        assert [one.worker for one in store.updates[0]] == [1, 2, 3, 4]
+        assert store.path == [1.0, 1.0 - 0.1 * ((0.1 + 1e16 - 1e16 + 0.3) / 4)]
+        turns = rule != SoftSync(updates=4)  # where anybody may push next, nobody's turn is known
+        assert desk.server.summary()["max_pending"] == (peak(order) if turns else 4), rule
+
+
+SPEEDS = {
+    "nearly equal": {"compute": Constant(1.0, 0.3)},
+    "exponential": {"compute": Exponential()},
+    "one is slow": {"compute": LogNormal(1.0, 1.0), "slow": {0: 8.0}},
+    "slow network": {"compute": Exponential(), "network": Shuffled(3)},
+}
+
+
+def adds_up(num_workers, spare, policy):
+    """Of every version each worker's gradient was accepted, came late, was skipped, or is on its way."""
+    full = []  # updates and fates so far, since the last worker has joined
+
+    def look(trace):
+        ledger = trace.server.ledger
+        if not trace.complete(num_workers):
+            return
+        assert all(len(update) == num_workers - spare for update in trace.store.updates)
+        assert all(one.read == at for at, update in enumerate(trace.store.updates) for one in update)
+        accepted = (num_workers - spare) * trace.version
+        full.append((trace.version, accepted + ledger.late + ledger.skipped + trace.in_flight()))
+        assert full[-1][1] - full[0][1] == num_workers * (full[-1][0] - full[0][0])
+        if policy == "abort":
+            assert (ledger.late, ledger.skipped, trace.in_flight()) == (spare * trace.version, 0, 0)
+
+    return look, full
+
+
+@pytest.mark.parametrize("policy", ["finish", "abort"])
+@pytest.mark.parametrize("speeds", SPEEDS)
+@pytest.mark.parametrize(("num_workers", "spare"), [(2, 1), (4, 1), (5, 3), (12, 2)])
+def test_backup_averages_exactly_the_quorum_at_every_update_and_counts_every_fate(
+    num_workers, spare, speeds, policy
+):
+    look, full = adds_up(num_workers, spare, policy)
+    rule = Backup(spare=spare, stragglers=policy)
+    seen = play(rule, num_workers, 40 * num_workers, look=look, **SPEEDS[speeds])
+    assert full[-1][0] > full[0][0] + 20
+    assert seen.counts["late"] > 0
+
+
+def test_whose_gradients_are_dropped_does_not_matter_when_all_have_the_same_batch():
+    def paths(slope, policy):
+        rule, options = Backup(spare=1, stragglers=policy), {"slope": slope, "rate": 0.25}
+        law = Exponential()
+        runs = [play(rule, 4, 96, compute=law, seed=seed, **options).trace.store.path for seed in range(4)]
+        return {tuple(path[:22]) for path in runs}
+
+    for policy in ("finish", "abort"):
+        assert paths(quadratic(1.0), policy) == {tuple(0.75**t for t in range(22))}  # exact: 44 bits
+        assert len(paths(by_batch, policy)) == 4
+
+
+# k -> E[time of a step] with n = 100 and shift = mean = 1: shift + mean * (H_n - H_(n-k))
+STEP_S = {100: 6.187, 99: 5.187, 98: 4.687, 96: 4.104, 94: 3.737, 90: 3.258}
+
+
+def keyed_times(num_steps, seed=0):
+    """Sorted times of 100 workers in every step, drawn as the virtual world draws them."""
+    law = ShiftedExponential(1.0, 1.0)
+    return [
+        sorted(law.seconds(random.Random(f"{seed}/{rank}/{step}")) for rank in range(1, 101))
+        for step in range(num_steps)
+    ]
+
+
+@pytest.mark.parametrize("accepted", STEP_S)
+def test_a_step_lasts_until_the_kth_of_n_under_abort(accepted):
+    """Exactly, step by step: whoever is too slow starts anew with the others."""
+    rule = Backup(spare=100 - accepted, stragglers="abort")
+    seen = play(rule, 100, 1500, compute=ShiftedExponential(1.0, 1.0))
+    now_s, expected = 0.0, []
+    for times in keyed_times(12):
+        now_s += times[accepted - 1]
+        expected.append(now_s)
+    assert seen.trace.update_s[:12] == expected
+
+
+def test_the_table_of_step_times_holds_to_one_percent():
+    """Every step of `abort` lasts what the test above says it does: its mean is that of the k-th draw."""
+    harmonic = [0.0, *itertools.accumulate(1 / i for i in range(1, 101))]
+    steps = keyed_times(4000)
+    for accepted, mean_s in STEP_S.items():
+        assert 1 + harmonic[100] - harmonic[100 - accepted] == pytest.approx(mean_s, abs=6e-4)
+        assert statistics.fmean(times[accepted - 1] for times in steps) == pytest.approx(mean_s, rel=0.01)
+    for accepted, finish_s in {90: 3.48, 94: 3.90}.items():
+        seen = play(Backup(spare=100 - accepted), 100, 100 * 100, compute=ShiftedExponential(1.0, 1.0))
+        took_s = seen.trace.update_s[80] / 81
+        assert took_s > STEP_S[accepted]
+        assert took_s == pytest.approx(finish_s, rel=0.03)
