@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.errors import EXIT_OK, UsageError
+from mpitrain.inject import check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.rules import AllReduce, Roles, ServerStrategy, assign
 
@@ -51,6 +52,7 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
         raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
     if isinstance(job.strategy, ServerStrategy):
         job.strategy.check_workers(len(roles.workers))
+    check_workers(overrides.injections, len(roles.workers))
     catalogue = job.data.scan()
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")
