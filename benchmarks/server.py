@@ -16,9 +16,9 @@ import statistics
 import time
 
 import torch
+from common import machine, median_ratio, table, write_row
 from torch import nn
 
-from benchmarks.common import machine, median_ratio, table, write_row
 from mpitrain.model import FlatModel, ShardStore
 from mpitrain.model.replica import Replica
 from mpitrain.mpi.runtime import start

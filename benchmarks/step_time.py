@@ -21,10 +21,10 @@ import time
 
 import torch
 import torch.distributed as dist
+from common import machine, median_ratio, table, write_row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import machine, median_ratio, table, write_row
 from mpitrain.model import FlatModel, Replica, ShardStore
 from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.runtime import start
