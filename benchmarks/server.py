@@ -135,6 +135,7 @@ def main():
                     bytearray(str(statistics.median(seconds)).ljust(32).encode()), 3, TURN_TAG
                 )
             )
+        wait_turn(runtime, 3)  # the server stays, idle, until its processor time has been looked at
         ours.leave()
     else:
         compare(runtime, options, numel, pids[0])
@@ -151,10 +152,6 @@ def cpu_s(pid):
 def compare(runtime, options, numel, server_pid):
     gradient, weight = torch.full((numel,), 2.0**-10).numpy(), torch.zeros(numel).numpy()
     rows = {"ours": [], "bare mpi4py": [], "bound (bytes only)": []}
-    time.sleep(1)
-    before_s = cpu_s(server_pid)
-    time.sleep(IDLE_S)
-    idle = (cpu_s(server_pid) - before_s) / IDLE_S
     for _ in range(options.rounds):
         give_turn(runtime, 1)
         answer = bytearray(32)
@@ -163,6 +160,11 @@ def compare(runtime, options, numel, server_pid):
         rows["bare mpi4py"].append(bare_block(runtime, gradient, weight, options.block, 1))
         rows["bound (bytes only)"].append(bare_block(runtime, gradient, weight, options.block, 2))
     give_turn(runtime, 2, 0)
+    time.sleep(1)
+    before_s = cpu_s(server_pid)
+    time.sleep(IDLE_S)
+    idle = (cpu_s(server_pid) - before_s) / IDLE_S
+    give_turn(runtime, 1)
     warm = options.rounds // 10
     rows = {name: values[warm:] for name, values in rows.items()}
     lines = [("push + pull", "median ms", "ratio to bare", "95 % interval")]

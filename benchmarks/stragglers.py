@@ -32,10 +32,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common import machine, median_ratio, table, write_row
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
-from benchmarks.common import machine, median_ratio, table, write_row
 from mpitrain.data.pack import PackOptions, pack
 from mpitrain.data.sources import load_source
 from mpitrain.inject import Straggler, read
