@@ -31,6 +31,8 @@ class Kind(enum.IntEnum):
     DONE = 4  # worker -> server: I will not push again; `stop` set: send me the final model
     FINAL = 5  # server -> worker: the model after the last update
     NOTE = 6  # worker -> server: something for the run's report, as JSON text
+    PULL = 7  # worker -> server: send me the model; no gradient
+    DIFFERENCE = 8  # server -> worker: what both sides of an elastic exchange move by
 
 
 class Payload(Protocol):
@@ -46,8 +48,8 @@ class Payload(Protocol):
 
 class Message(NamedTuple):
     """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples`
-    in the batch or accepted in all, `loss` of the batch, `finite` of the whole gradient, `stop` no more work,
-    `leases` as (epoch, start, count), `text` a note."""
+    in the batch or accepted in all, `loss` of the batch, `finite` of the whole gradient, `stop` no more work, `pull`
+    a push that is to be answered with parameters, `leases` as (epoch, start, count, batch size), `text` a note."""
 
     kind: Kind
     version: int = 0
@@ -56,7 +58,8 @@ class Message(NamedTuple):
     loss: float = 0.0
     finite: bool = True
     stop: bool = False
-    leases: tuple[tuple[int, int, int], ...] = ()
+    pull: bool = True
+    leases: tuple[tuple[int, int, int, int], ...] = ()
     text: str = ""
     payload: Payload | None = None
 
@@ -74,11 +77,13 @@ class Recv(NamedTuple):
 
 class Compute(NamedTuple):
     """Run `task()` and answer its result. `what` tells a virtual world what to charge: "gradient", "apply"
-    or "validate".
+    or "validate", `size` by how much more than usual; `interruptible`: there, a message breaks it off.
     """
 
     task: Callable[[], Any]
     what: str = "gradient"
+    interruptible: bool = True
+    size: float = 1.0
 
 
 class Interrupted(NamedTuple):
@@ -92,9 +97,11 @@ class Now(NamedTuple):
 
 
 class Sleep(NamedTuple):
-    """Let `seconds` pass without using the core; messages progress meanwhile. Answered with None."""
+    """Let `seconds` pass without using the core; messages progress meanwhile. Answered with None. `interruptible` as
+    in `Compute`."""
 
     seconds: float
+    interruptible: bool = True
 
 
 Effect = Send | Recv | Compute | Now | Sleep

@@ -175,7 +175,7 @@ class Straggler:
             if answer is None or isinstance(answer, Interrupted):
                 continue
             seconds = self.sleep_s((yield Now()) - began_s)
-            if seconds > 0 and (broken_off := (yield Sleep(seconds))) is not None:
+            if seconds > 0 and (broken_off := (yield Sleep(seconds, effect.interruptible))) is not None:
                 answer = broken_off  # the gradient was not finished yet, as far as its role can tell
 
     def counts(self) -> list[dict[str, Any]]:

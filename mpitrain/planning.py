@@ -11,7 +11,7 @@ from typing import Any
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.inject import check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.rules import AllReduce, Roles, ServerStrategy, assign
+from mpitrain.rules import AllReduce, PerWorker, Roles, ServerStrategy, assign
 
 
 def dry_run_command(path: str, overrides: Overrides, num_ranks: int, num_nodes: int) -> int:
@@ -47,7 +47,7 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
 
     assert job.strategy is not None
     nodes = block_nodes(num_ranks, num_nodes)
-    roles = assign(nodes, job.strategy.num_servers())
+    roles = assign(nodes, job.strategy.num_servers(), getattr(job.strategy, "placement", "spread"))
     if job.strategy.why_not_over_mpi():
         raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
     if isinstance(job.strategy, ServerStrategy):
@@ -99,7 +99,10 @@ def _data(job: Job, overrides: Overrides, catalogue: Any, roles: Roles) -> list[
             "reads its share of every shard"
         )
     else:
+        assert isinstance(job.strategy, ServerStrategy)
         pushes = overrides.steps * num_workers if overrides.steps else job.epochs * batches
+        if job.strategy.batching != PerWorker():
+            lines.append(f"            batch sizes: {job.strategy.batching}, starting from {job.batch_size}")
         lines.append(
             f"            {pushes} batches dealt as leases, about {pushes / num_workers:.0f} a "
             "worker; any worker may read any shard"
@@ -119,24 +122,29 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
         num = len(roles.workers)
         least = _size(2 * (num - 1) / num * num_bytes)
         return [*lines, f"messages    allreduce of {_size(num_bytes)} a step; at least {least} sent per rank"]
-    from mpitrain.model import check_elementwise
+    from mpitrain.model import check_optimizer
     from mpitrain.model.flat import make_layout
     from mpitrain.model.frame import wire_dtype
 
-    check_elementwise(optimizer)
-    layout = make_layout(module, optimizer, len(roles.servers))
     strategy = job.strategy
     assert isinstance(strategy, ServerStrategy)
+    check_optimizer(optimizer, strategy)
+    layout = make_layout(module, optimizer, len(roles.servers))
     push, reply = (
         wire_dtype(wire, layout.dtype).itemsize for wire in (strategy.push_wire, strategy.reply_wire)
     )
     for shard, rank in enumerate(roles.servers):
         sizes = f"push {_size(layout.size(shard) * push)}, reply {_size(layout.size(shard) * reply)}"
-        lines.append(f"messages    shard {shard} (rank {rank}): {sizes} per batch")
+        lines.append(f"messages    shard {shard} (rank {rank}): {sizes}")
+    sent = f"sends {_size(numbers * push)} {_every(strategy.push_every)}"
     lines.append(
-        f"            each worker sends {_size(numbers * push)} and receives {_size(numbers * reply)} per batch"
+        f"            each worker {sent} and receives {_size(numbers * reply)} {_every(strategy.pulls)}"
     )
     return lines
+
+
+def _every(num_batches: int) -> str:
+    return "per batch" if num_batches == 1 else f"every {num_batches} batches"
 
 
 def _size(num_bytes: float) -> str:

@@ -19,13 +19,13 @@ from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.model import FlatModel, Replica, flat_model, shard_store
+from mpitrain.model import FlatModel, Replica, check_optimizer, flat_model, local_steps, shard_store
 from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
 from mpitrain.roles import Server, Worker
-from mpitrain.rules import Dealer, Roles, ServerStrategy, Strategy, assign
+from mpitrain.rules import Dealer, PerWorker, Roles, ServerStrategy, Strategy, assign
 from mpitrain.text import names, parse, registered
-from mpitrain.training.measure import MODEL_FILE, build, make_measure, same_model, save_model
+from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 from mpitrain.virtual_log import VirtualLog
 
@@ -123,6 +123,10 @@ class _Simulation:
         if num_workers < 1:
             raise UsageError(f"--workers must be at least 1, got {num_workers}")
         job.strategy.check_workers(num_workers)
+        if replay is not None and job.strategy.batching.measures:
+            raise UsageError(
+                f"{job.strategy}: batch sizes followed measured times: the order of arrival alone cannot repeat it"
+            )
         self.job, self.strategy, self.options, self.num_workers = job, job.strategy, options, num_workers
         self.compute, self.network = compute, network
         num_servers = self.strategy.num_servers()
@@ -145,10 +149,12 @@ class _Simulation:
         )
         device = torch.device("cpu")
         module, optimizer = build(job, self.options.lr, device)
+        check_optimizer(optimizer, self.strategy)
         model = flat_model(module, optimizer, self.strategy)
         world = VirtualWorld(self.compute, self.network, job.seed)
         report = Report(self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs)
-        log = VirtualLog(report, world, math.ceil(planned / job.batch_size), self.options.quiet)
+        num_pushes = math.ceil(planned / (job.batch_size * self.strategy.push_every))
+        log = VirtualLog(report, world, num_pushes, self.options.quiet)
         dealer = Dealer(self.catalogue.num_samples, job.epochs, job.batch_size, num_batches, job.drop_last)
         started_s = time.monotonic()
         with job.data.reader(self.catalogue, job.seed) as reader:
@@ -160,9 +166,10 @@ class _Simulation:
 
             servers = [
                 Server(
-                    self.strategy, shard_store(model, shard, optimizer, self.strategy),
+                    self.strategy, shard_store(model, shard, optimizer, self.strategy, self.num_workers),
                     self.roles.workers, log if shard == 0 else NullReport(),
-                    dealer if shard == 0 else None, job.on_nonfinite, self.catalogue.num_samples, job.schedule,
+                    dealer if shard == 0 else None, job.on_nonfinite, self.catalogue.num_samples,
+                    job.schedule if self.strategy.optimizer == "server" else None, job.batch_size,
                 )
                 for shard in range(len(self.roles.servers))
             ]  # fmt: skip
@@ -186,12 +193,20 @@ class _Simulation:
 
     def _replica(self, rank: int, model: FlatModel, reader: Any, measure: Any) -> Replica:
         measures = measure if rank == self.roles.validator else None
+        optimizer = build_optimizer(self.job, model.module, self.options.lr)
+        num_samples, schedule = self.catalogue.num_samples, self.job.schedule
+        local = local_steps(model, optimizer, self.strategy, schedule, num_samples, self.num_workers)
         return Replica(
-            model, self.job.loss, reader.batch, _no_prefetch, self.job.seed, rank, measures, shared=True
+            model, self.job.loss, reader.batch, _no_prefetch, self.job.seed, rank, measures, shared=True, local=local,
         )  # fmt: skip
 
     def _worker(self, rank: int, replica: Replica) -> Role:
-        worker = Worker(rank, self.roles, replica, NullReport(), wants_final=rank == self.roles.validator)
+        strategy, validates = self.strategy, rank == self.roles.validator
+        worker = Worker(
+            rank, self.roles, replica, NullReport(), wants_final=validates,
+            push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
+            batch_size=0 if strategy.batching == PerWorker() else self.job.batch_size,
+        )  # fmt: skip
         return self.stragglers[self.roles.workers.index(rank)].wrap(worker.run())
 
     def _result(

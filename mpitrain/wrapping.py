@@ -9,13 +9,12 @@ the worker role turned inside out: where the role asks for a gradient the user's
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.effects import Kind
-from mpitrain.errors import NonFiniteError, UsageError
+from mpitrain.errors import UsageError
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, Worker
 from mpitrain.rules import AllReduce, Roles, ServerStrategy, Strategy
@@ -105,15 +104,17 @@ def _current() -> _Wrapped:
 
 def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: ServerStrategy) -> Any:
     """Set up the roles; on a server, serve and leave."""
-    from mpitrain.model import check_elementwise, flat_model, shard_store
+    from mpitrain.model import Replica, check_optimizer, flat_model, local_steps, shard_store
     from mpitrain.mpi.world import MpiWorld
+    from mpitrain.remote import RemoteOptimizer
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import assign_roles, attempt
 
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy, own_loop=True))
     runtime.role = roles.of(runtime.rank)
-    attempt(runtime, lambda: check_elementwise(optimizer))
+    attempt(runtime, lambda: check_optimizer(optimizer, strategy))
     flat = attempt(runtime, lambda: flat_model(model, optimizer, strategy))
+    local = attempt(runtime, lambda: local_steps(flat, optimizer, strategy))
     runtime.compare(
         {
             "strategy": str(strategy),
@@ -128,7 +129,7 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Server
 
     if runtime.role == "server":
         shard = roles.servers.index(runtime.rank)
-        store = shard_store(flat, shard, optimizer, strategy)
+        store = shard_store(flat, shard, optimizer, strategy, len(roles.workers))
         server = Server(strategy, store, roles.workers, NullReport())
         MpiWorld(runtime.engine, roles.workers, lambda source, kind: store.frame(), on_step).run(server.run())
         runtime.finish()
@@ -138,73 +139,26 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Server
         return flat.frame_for(roles.servers.index(source), kind == Kind.FINAL)
 
     world = MpiWorld(runtime.engine, roles.servers, frame_for, on_step)
-    return _make_remote(runtime, roles, flat, optimizer, world)
+    if strategy.inflight > 1:
+        _poll_in_backward(flat.parameters, runtime.engine)
+    replica = Replica(flat, _no_loss, _no_fetch, _no_fetch, 0, runtime.rank, local=local)
+    worker = Worker(
+        runtime.rank, roles, replica, NullReport(), leased=False,
+        push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
+    )  # fmt: skip
+    return RemoteOptimizer(runtime, optimizer, strategy, replica, worker, world)
 
 
-def _make_remote(runtime: Any, roles: Roles, flat: Any, optimizer: Optimizer, world: Any) -> Any:
-    from torch.optim import Optimizer as TorchOptimizer
+def _poll_in_backward(parameters: list[Any], engine: Any) -> None:
+    """Drive MPI whenever a gradient is ready: the push before travels while this batch is computed. Only on the
+    thread that owns MPI (a GPU's backward runs on another)."""
 
-    from mpitrain.model import Replica
+    def poll(parameter: Any) -> None:
+        if engine.owns_mpi():
+            engine.poll()
 
-    class RemoteOptimizer(TorchOptimizer):
-        """An optimizer whose state lives on the servers: `step()` pushes gradients and brings back
-        parameters.
-        """
-
-        def __init__(self) -> None:
-            self.__dict__.update(
-                optimizer.__dict__
-            )  # the same groups and parameters, so that zero_grad and schedulers find them
-            self.roles = roles
-            self._options = _options(optimizer)
-            self._replica = Replica(flat, _no_loss, _no_fetch, _no_fetch, 0, runtime.rank)
-            self._worker = Worker(runtime.rank, roles, self._replica, NullReport(), leased=False)
-            self._role = self._worker.run()
-            self._active = world.advance(self._role, None) is not None
-            atexit.register(self._leave)
-
-        def step(self, closure: Any = None) -> Any:
-            """Push the gradients, wait for the answer; the model then holds the servers' parameters. Returns
-            the closure's loss.
-
-            Raises:
-                NonFiniteError: the gradient holds a NaN or an infinity; it was not applied and the run is
-                    over.
-                UsageError: an option of a parameter group was changed: the servers would not see it.
-            """
-            loss = closure() if closure is not None else None
-            if _options(self) != self._options:
-                raise UsageError(
-                    "a learning rate or other option was changed on a worker; under a server "
-                    "strategy the servers hold them"
-                )
-            if not self._active:
-                raise UsageError("step() after finish(): this worker has left the servers")
-            gradient = self._replica.collect(float(loss) if loss is not None else 0.0, 1)
-            self._active = world.advance(self._role, gradient) is not None
-            if not self._active:
-                raise NonFiniteError(
-                    f"{runtime.where()}: training stopped: this gradient or another worker's is not finite"
-                )
-            return loss
-
-        def finish(self) -> None:
-            """Push no more; wait for the others and take the final parameters."""
-            self._worker.wants_final = True
-            self._leave()
-
-        def _leave(self) -> None:
-            if self._active:
-                self._active = False
-                world.advance(self._role, None)
-
-    return RemoteOptimizer()
-
-
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(poll)
 
 
 def _no_loss(model: Any, batch: Any) -> Any:

@@ -1,13 +1,15 @@
 """The model as one flat vector: shards for servers, a replica for workers, and buffers that can travel."""
 
-from mpitrain.model.assemble import flat_model, shard_store
+from mpitrain.model.assemble import check_optimizer, flat_model, shard_store
+from mpitrain.model.elastic import ElasticStore
 from mpitrain.model.flat import FlatModel, Layout
 from mpitrain.model.frame import Frame, FramePool
+from mpitrain.model.local import LocalSteps, local_steps
 from mpitrain.model.optimizer import check_elementwise, rebuild
 from mpitrain.model.replica import Gradient, Replica
 from mpitrain.model.shard import ShardStore
 
 __all__ = [
-    "FlatModel", "Frame", "FramePool", "Gradient", "Layout", "Replica", "ShardStore",
-    "check_elementwise", "flat_model", "rebuild", "shard_store",
+    "ElasticStore", "FlatModel", "Frame", "FramePool", "Gradient", "Layout", "LocalSteps", "Replica", "ShardStore",
+    "check_elementwise", "check_optimizer", "flat_model", "local_steps", "rebuild", "shard_store",
 ]  # fmt: skip

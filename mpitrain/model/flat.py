@@ -137,6 +137,8 @@ class FlatModel:
             model on a device keeps its own storage and is copied to and from pinned frames).
         push_wire, reply_wire: as in `ServerStrategy`: what gradients are rounded to in their frames, and what
             parameters arrive as.
+        replies_apart: answers are received into frames of their own, because the model is in use while they arrive, or
+            because they are not its parameters.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class FlatModel:
         num_shards: int,
         push_wire: str = "full",
         reply_wire: str = "full",
+        replies_apart: bool = False,
     ):
         self.module = module
         self.layout = make_layout(module, optimizer, num_shards)
@@ -155,8 +158,8 @@ class FlatModel:
         sizes, dtype = [self.layout.size(shard) for shard in range(num_shards)], self.layout.dtype
         self.frames = [Frame(size, dtype, pin=pin) for size in sizes]
         reply_dtype = wire_dtype(reply_wire, dtype)
-        rounded = reply_dtype != dtype
-        self._replies = [Frame(size, reply_dtype, pin=pin) for size in sizes] if rounded else self.frames
+        apart = replies_apart or reply_dtype != dtype
+        self._replies = [Frame(size, reply_dtype, pin=pin) for size in sizes] if apart else self.frames
         self._pools = [FramePool(size, wire_dtype(push_wire, dtype), pin) for size in sizes]
         self._copied: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.frames]
         for shard in range(num_shards):
@@ -194,6 +197,11 @@ class FlatModel:
         for pairs in self._copied:
             for source, home in pairs:
                 home.copy_(source)
+
+    def current(self) -> list[Frame]:
+        """The frames, holding what the parameters hold now."""
+        self.refresh()
+        return self.frames
 
     def push_frames(self) -> list[Frame]:
         """Frames of the shards' sizes that nobody else holds, for gradients."""

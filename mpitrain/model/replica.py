@@ -1,8 +1,8 @@
 """A worker's copy of the model: takes over parameters, turns a lease into a gradient, and measures itself on
 the validation data.
 
-Law of this file: one batch's randomness (dropout and the like) is keyed by (seed, worker, step), so it does
-not depend on timing. Several virtual workers may share one module: each then brings its own parameters and
+Law of this file: one batch's randomness (dropout and the like) is keyed by (seed, worker, number of the batch), so
+it does not depend on timing. Several virtual workers may share one module: each then brings its own parameters and
 buffers with it.
 """
 
@@ -16,19 +16,17 @@ import torch
 
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.frame import Frame
+from mpitrain.model.local import LocalSteps
 
 Batch = dict[str, torch.Tensor]
 
 
 class Gradient(NamedTuple):
-    """Loss and gradient of one batch; `payloads` are frames, one a shard; `finite` covers the loss and every
-    element.
-    """
+    """What one batch gave: its mean loss, its samples; `finite` covers the loss and every element of the gradient."""
 
     loss: float
     samples: int
     finite: bool
-    payloads: list[Frame]
 
 
 def seed_step(seed: int, worker: int, step: int) -> None:
@@ -46,6 +44,7 @@ class Replica:
         seed, worker: key of the randomness.
         measure: returns the validation metrics of the module, or nothing.
         shared: other replicas use the same module in between.
+        local: steps of its own between reads, where the strategy asks for them.
     """
 
     def __init__(
@@ -58,9 +57,12 @@ class Replica:
         worker: int,
         measure: Callable[[], dict[str, float]] | None = None,
         shared: bool = False,
+        local: LocalSteps | None = None,
     ):
         self.model, self.loss, self.fetch, self._prefetch = model, loss, fetch, prefetch
         self.seed, self.worker, self.measure, self.shared = seed, worker, measure, shared
+        self.local = local
+        self._frames: list[Frame] | None = None  # the gradient to be pushed
         self._pulled: list[Frame | None] = [None] * model.layout.num_shards
         buffers = [buffer for buffer in model.module.buffers() if buffer is not None] if shared else []
         self._module_buffers = buffers
@@ -73,8 +75,34 @@ class Replica:
             payload.release()
             return
         held, self._pulled[shard] = self._pulled[shard], payload
-        if held is not None:
+        if self.local is not None:  # these parameters will move: nobody else may hold them
+            own = held or Frame(self.model.layout.size(shard), self.model.layout.dtype)
+            own.body.copy_(payload.body)
+            self._pulled[shard] = own
+            payload.release()
+        elif held is not None:
             held.release()
+
+    @torch.no_grad()
+    def nudge(self, shard: int, payload: Any) -> None:
+        """Move one shard's parameters by minus the payload."""
+        if self.shared:
+            self._own(shard).body.sub_(payload.body)
+        else:
+            frame = self.model.current()[shard]
+            frame.body.sub_(payload.body)
+            self.model.install(shard)
+        payload.release()
+
+    def _own(self, shard: int) -> Frame:
+        frame = self._pulled[shard]
+        assert frame is not None, "a difference came before any parameters"
+        return frame
+
+    def progress(self, samples: int) -> None:
+        """So many samples have been accepted: what a schedule on the worker follows."""
+        if self.local is not None:
+            self.local.progress(samples)
 
     def prefetch(self, lease: Any) -> None:
         """Start reading the batch."""
@@ -98,10 +126,25 @@ class Replica:
         return gradient
 
     def collect(self, loss: float, num_samples: int) -> Gradient:
-        """Gather the gradients that backward left on the parameters into frames."""
-        frames = self.model.push_frames()
-        finite = self.model.gather_gradients(frames) and loss - loss == 0.0
-        return Gradient(loss, num_samples, finite, frames)
+        """Take up the gradients that backward left on the parameters: into frames, or into a step of this worker's
+        own."""
+        if self.local is not None:
+            finite = loss - loss == 0.0 and self.local.step()
+        else:
+            for frame in self._frames or ():  # broken off before it was pushed
+                frame.release()
+            self._frames = self.model.push_frames()
+            finite = self.model.gather_gradients(self._frames) and loss - loss == 0.0
+        return Gradient(loss, num_samples, finite)
+
+    def take(self) -> list[Frame]:
+        """What to push, one frame a shard."""
+        if self.local is not None:
+            self._enter()
+            return self.local.take()
+        frames, self._frames = self._frames, None
+        assert frames is not None, "push without a gradient"
+        return frames
 
     def validate(self) -> dict[str, float]:
         """Metrics of the parameters loaded last."""
@@ -127,5 +170,8 @@ class Replica:
 
     @torch.no_grad()
     def _leave(self) -> None:
+        if self.shared and self.local is not None:
+            for shard, now in enumerate(self.model.current()):
+                self._own(shard).body.copy_(now.body)
         for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
             own.copy_(buffer)

@@ -4,8 +4,8 @@ Law of this file: a header is believed only when its magic number, its checksum 
 sequence are right (DESIGN 4.11). It is small enough to travel eagerly; what follows it (a payload, or a
 note's text) has its exact length in it.
 
-    magic 4s | kind u8 | finite, stop u8 | leases u8 | - | sequence, version, step, samples i64 | loss f64 |
-    payload bytes i64 | text bytes i64 | 2 x (epoch, start, count) i64 | crc32 u32 | zeros up to 128
+    magic 4s | kind u8 | finite, stop, pull u8 | leases u8 | - | sequence, version, step, samples i64 | loss f64 |
+    payload bytes i64 | text bytes i64 | 3 x (epoch u32, start i64, count u32, batch size u32) | crc32 u32
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mpitrain.errors import WireError
 
 HEADER_BYTES = 128
 MAX_TEXT_BYTES = 1 << 20
-_MAGIC = b"mpt1"
-_FIELDS = struct.Struct("<4sBBBxqqqqdqq6q")
+_MAGIC = b"mpt2"
+_FIELDS = struct.Struct("<4sBBBxqqqqdqq" + 3 * "IqII")
 _CHECKSUM = struct.Struct("<I")
-_MAX_LEASES = 2
+_MAX_LEASES = 3
 assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
 
 
@@ -30,11 +30,12 @@ def encode(message: Message, sequence: int) -> bytearray:
     assert len(message.leases) <= _MAX_LEASES, message.leases
     leases = [number for lease in message.leases for number in lease]
     payload_bytes = message.payload.num_bytes if message.payload is not None else 0
+    flags = message.finite | message.stop << 1 | message.pull << 2
     header = bytearray(HEADER_BYTES)
     _FIELDS.pack_into(
-        header, 0, _MAGIC, message.kind, message.finite | message.stop << 1, len(message.leases), sequence,
+        header, 0, _MAGIC, message.kind, flags, len(message.leases), sequence,
         message.version, message.step, message.samples, message.loss, payload_bytes, len(message.text.encode()),
-        *leases, *[0] * (3 * _MAX_LEASES - len(leases)),
+        *leases, *[0] * (4 * _MAX_LEASES - len(leases)),
     )  # fmt: skip
     _CHECKSUM.pack_into(header, _FIELDS.size, zlib.crc32(memoryview(header)[: _FIELDS.size]))
     return header
@@ -65,6 +66,9 @@ def decode(header: bytearray, sequence: int, source: int) -> tuple[Message, int,
             f"rank {source} sent kind {kind} with {num_leases} leases and {text_bytes} bytes of "
             "text: another version?"
         )
-    leases = tuple((rest[3 * i], rest[3 * i + 1], rest[3 * i + 2]) for i in range(num_leases))
-    message = Message(Kind(kind), version, step, samples, loss, bool(flags & 1), bool(flags & 2), leases)
+    leases = tuple(
+        (rest[4 * i], rest[4 * i + 1], rest[4 * i + 2], rest[4 * i + 3]) for i in range(num_leases)
+    )
+    finite, stop, pull = bool(flags & 1), bool(flags & 2), bool(flags & 4)
+    message = Message(Kind(kind), version, step, samples, loss, finite, stop, pull, leases)
     return message, payload_bytes, text_bytes

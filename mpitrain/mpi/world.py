@@ -12,13 +12,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, wait
 from typing import Any
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send, Sleep
 from mpitrain.errors import WireError
 from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.op import Op
-from mpitrain.mpi.waiting import LONG_NAP_S, give_way
+from mpitrain.mpi.waiting import LONG_NAP_S, SHORT_NAP_S, give_way
 from mpitrain.mpi.wire import HEADER_BYTES, decode, encode
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
@@ -41,6 +42,8 @@ class MpiWorld:
         peers: ranks this role exchanges messages with.
         frame_for: `frame_for(source, kind) -> frame` to receive the payload of that rank's next message into.
         on_step: told the role's step as it changes, for error messages.
+        computer: computes gradients on a thread of its own, so that messages travel meanwhile: the thread that owns
+            MPI keeps driving it.
     """
 
     def __init__(
@@ -49,11 +52,13 @@ class MpiWorld:
         peers: tuple[int, ...],
         frame_for: Callable[[int, Kind], Any],
         on_step: Callable[[int], None] = lambda step: None,
+        computer: Executor | None = None,
     ):
         self.engine, self.frame_for, self.on_step = engine, frame_for, on_step
         self._peers = {rank: _Peer(rank) for rank in peers}
         self._inbox: deque[tuple[int, Message]] = deque()
         self._listening: list[Op] = []
+        self._computer = computer
         self._num_unsent = 0
         self._error: BaseException | None = None
         self._start_s = time.monotonic()
@@ -67,7 +72,18 @@ class MpiWorld:
             effect = self.advance(role, answer)
             if effect is None:
                 return self._returned
-            answer = effect.task()
+            overlaps = self._computer is not None and effect.what == "gradient"
+            answer = self._compute_and_drive(effect) if overlaps else effect.task()
+
+    def _compute_and_drive(self, effect: Compute) -> Any:
+        """Naps, even in mid-transfer: the core is for the gradient, and each poll moves what has queued up since."""
+        assert self._computer is not None
+        future = self._computer.submit(effect.task)
+        while not future.done():
+            self._raise_error()
+            if not self.engine.poll():
+                wait((future,), SHORT_NAP_S)
+        return future.result()
 
     def advance(self, role: Role, answer: Any) -> Compute | None:
         """Run `role` up to its next `Compute`, which the caller carries out; None at its end."""

@@ -11,39 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv, Role, Send
-from mpitrain.rules import Dealer, Lease, Ledger, Push, Schedule, ServerStrategy, Verdict
+from mpitrain.roles.deals import Deals
+from mpitrain.roles.ports import Report, Store
+from mpitrain.rules import Dealer, Ledger, Push, Schedule, ServerStrategy, Verdict
 
-LEASES_AHEAD = 2  # one to compute on and one to read in the meantime
 Steps = Generator[Effect, Any, None]
-
-
-class Store(Protocol):
-    """A shard of the model with its optimizer, opaque to the role."""
-
-    def add(self, worker: int, payload: Any, weight: float) -> None:
-        """Gather one gradient; the store releases it when it is done with it."""
-
-    def correct(self, worker: int, payload: Any) -> Any:
-        """Where the damping corrects gradients: this one, on arrival, for what has changed since the worker's read."""
-
-    def apply(self) -> None:
-        """Take one optimizer step with the mean of what has been gathered."""
-
-    def set_rate(self, factor: float) -> None:
-        """Learning rates become `factor` times what they were at first."""
-
-    def read(self, worker: int, full: bool = False) -> Payload:
-        """The present parameters for `worker`, unchanged for as long as the payload is held; `full`: unrounded."""
-
-
-class Report(Protocol):
-    """Where progress goes; does nothing except on the rank that logs."""
-
-    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None: ...
-    def event(self, name: str, **fields: Any) -> None: ...
 
 
 class Server:
@@ -58,6 +33,7 @@ class Server:
         on_nonfinite: "stop" ends the run in order, nothing applied; "skip" counts the push and goes on.
         epoch_samples: samples of one epoch, the measure of warm-up and schedule; 0 when workers bring their own data.
         schedule: factor on the learning rate, by the samples that the shard's updates have consumed.
+        batch_size: the job's; what the strategy's batching starts from; 0 when workers bring their own data.
     """
 
     def __init__(
@@ -70,10 +46,12 @@ class Server:
         on_nonfinite: str = "stop",
         epoch_samples: int = 0,
         schedule: Schedule | None = None,
+        batch_size: int = 0,
     ):
-        self.rule, self.store, self.report, self.dealer = rule, store, report, dealer
+        self.rule, self.store, self.report = rule, store, report
         self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
         self.num_workers = len(workers)
+        self.deals = Deals(rule, dealer, len(workers), batch_size)
         self.applied_samples = 0  # in updates so far: the progress that the schedule follows
         self.ledger = Ledger()
         self.present = set(workers)  # will push, or wait for the warm-up to end
@@ -85,9 +63,10 @@ class Server:
         self._lobby: set[int] = set()  # joined during the warm-up
         self._pending: dict[tuple[int, int], tuple[Payload, float]] = {}  # (worker, step): waits for its turn
         self._added: set[int] = set()  # workers whose gradients are in the update being gathered
-        self._dealt: dict[int, list[Lease]] = {}  # dealt to workers that have not been answered yet
         self._next_step: dict[int, int] = {}  # of each worker: names the push that a reply answers
         self._want_final: list[int] = []
+        self._keeps: set[int] = set()  # pushed and want no parameters: they go on with what they have
+        self._exchanged: set[int] = set()  # pushed parameters, to be answered with the difference
 
     def run(self) -> Role:
         """Serve until every worker has left; returns the shard's counts."""
@@ -96,8 +75,9 @@ class Server:
             Kind.PUSH: self._on_push,
             Kind.DONE: self._on_done,
             Kind.NOTE: self._on_note,
+            Kind.PULL: self._on_pull,
         }
-        self._deal_first(sorted(self.active))
+        self.deals.first(sorted(self.active), self.active)
         while self.present:
             source, message = yield Recv()
             yield from answer[message.kind](source, message)
@@ -109,30 +89,50 @@ class Server:
     def _on_join(self, worker: int, message: Message) -> Steps:
         self._next_step[worker] = message.step
         if worker in self.active or not self.active:
-            yield from self._release(worker, 0)
+            yield from self._welcome(worker)
         else:
             self._lobby.add(worker)
+
+    def _welcome(self, worker: int) -> Steps:
+        """The first read: with two pushes in flight the first two gradients are computed on it."""
+        yield from self._release(worker, 0, uses=self.rule.inflight)
+
+    def _on_pull(self, worker: int, message: Message) -> Steps:
+        """The model without a gradient: what was read before goes unused from here on."""
+        self.ledger.leave(worker)
+        yield from self._release(worker, 0)
 
     def _on_push(self, worker: int, message: Message) -> Steps:
         payload = message.payload
         assert payload is not None, f"push of rank {worker}, step {message.step}, carries no gradient"
         self.held.add(worker)
         self._next_step[worker] = message.step + 1
-        lease = self.dealer.settle(worker) if self.dealer else None
-        if not message.finite or message.version < self.ledger.reads[worker]:
+        if not message.pull:
+            self._keeps.add(worker)
+        lease = self.deals.settle(worker)
+        now_s = yield Now()
+        self.deals.pushed(worker, message.samples, now_s)
+        if not message.finite or message.version < self.ledger.oldest_read(worker):
             yield from self._refuse(worker, message, payload)
             yield from self._end_warmup()
             return
-        push = Push(
-            worker, message.step, message.version, self.ledger.version, (yield Now()), self.held, self.active
-        )
+        push = Push(worker, message.step, message.version, self.ledger.version, now_s, self.held, self.active)
         verdict = self.rule.on_push(self.memory, push)
         staleness = self.ledger.push(
-            worker, message.samples, payload.num_bytes, verdict.weight, late=verdict.late
+            worker,
+            message.samples,
+            payload.num_bytes,
+            verdict.weight,
+            late=verdict.late,
+            keep=not message.pull,
         )
         if verdict.weight > 0:
             payload = self.store.correct(worker, payload) if self.rule.damping.corrects else payload
-            self._pending[worker, message.step] = (payload, verdict.weight)
+            self._pending[worker, message.step] = (
+                payload,
+                verdict.weight * self.deals.weight(message.samples),
+            )
+            self._exchanged.update([worker] if self.rule.elastic else [])
             self.max_pending = max(self.max_pending, len(self._pending))
             self._add_in_turn()
         else:
@@ -176,12 +176,13 @@ class Server:
     def _refuse(self, worker: int, message: Message, payload: Payload) -> Steps:
         """A gradient that was stopped when it was already under way, or a NaN or infinite one: that is never applied;
         counted, and under "stop" the end of the run."""
-        if message.version < self.ledger.reads[worker]:
+        if message.version < self.ledger.oldest_read(worker):
             self.ledger.overtaken(worker, message.samples, payload.num_bytes)
             payload.release()
             yield from self._release(worker, 1)
             return
-        self.ledger.push(worker, message.samples, payload.num_bytes, weight=0.0, finite=False)
+        keep = worker in self._keeps
+        self.ledger.push(worker, message.samples, payload.num_bytes, weight=0.0, finite=False, keep=keep)
         payload.release()
         if self.on_nonfinite != "stop":
             yield from self._release(worker, 1)
@@ -192,8 +193,7 @@ class Server:
                 f"{message.loss:g}); nothing of it was applied. Lower the learning rate or clip gradients, or pass "
                 'on_nonfinite="skip" to count such batches and go on'
             )
-        if self.dealer:
-            self.dealer.close()
+        self.deals.close()
         yield from self._send_off()
 
     def _send_off(self) -> Steps:
@@ -211,42 +211,36 @@ class Server:
             for worker in newcomers:
                 self.rule.on_join(self.memory, worker, self.active)
                 self.active.add(worker)
-            self._deal_first(newcomers)
+            self.deals.first(newcomers, self.active)
             yield from self._open_lobby()
 
     def _open_lobby(self) -> Steps:
         for worker in sorted(self._lobby):
             self._lobby.discard(worker)
-            yield from self._release(worker, 0)
+            yield from self._welcome(worker)
 
-    def _deal_first(self, workers: list[int]) -> None:
-        """Deal the first leases in rank order, before anybody asks: who trains on what in lockstep is no matter of
-        timing, and every round is one run of the order."""
-        for _ in range(LEASES_AHEAD):
-            for worker in workers:
-                self._dealt.setdefault(worker, []).extend(self._deal(worker))
-
-    def _deal(self, worker: int) -> list[Lease]:
-        """One lease more for `worker`, or none."""
-        lease = self.dealer.deal(worker) if self.dealer else None
-        return [lease] if lease else []
-
-    def _release(self, worker: int, num_leases: int) -> Steps:
+    def _release(self, worker: int, num_leases: int, uses: int = 1) -> Steps:
+        """Answer a worker: parameters (or the difference of an elastic exchange), unless its push wants none."""
         self.held.discard(worker)
-        leases = self._dealt.pop(worker, [])
-        for _ in range(num_leases):
-            leases += self._deal(worker)
-        payload = self.store.read(worker)
-        self.ledger.read(worker, payload.num_bytes)
+        leases = self.deals.take(worker, num_leases, self.active)
+        payload = None
+        if worker in self._keeps:
+            self._keeps.discard(worker)
+        else:
+            payload = self.store.read(worker)
+            self.ledger.read(worker, payload.num_bytes, uses)
+        if self.rule.batching.measures:
+            self.deals.answered(worker, (yield Now()))
         message = Message(
-            Kind.REPLY,
+            Kind.DIFFERENCE if worker in self._exchanged else Kind.REPLY,
             version=self.ledger.version,
             step=self._next_step[worker],
             samples=self.ledger.samples_accepted,
             stop=bool(self.failure),
-            leases=tuple((lease.epoch, lease.start, lease.num_samples) for lease in leases),
+            leases=tuple(leases),
             payload=payload,
         )
+        self._exchanged.discard(worker)
         yield Send(worker, message)
 
     def _on_done(self, worker: int, message: Message) -> Steps:
@@ -269,7 +263,7 @@ class Server:
 
     def summary(self) -> dict[str, Any]:
         """Counts of this shard for `result.json`, with the failure that ended the run, if any."""
-        left_out = self.dealer.num_left_out if self.dealer else 0
+        left_out = self.deals.num_left_out()
         counts = {"samples_left_out": left_out, "max_pending": self.max_pending, "failure": self.failure}
         return {**self.ledger.summary(), **counts}
 
@@ -279,9 +273,9 @@ class Server:
         return {
             "memory": self.memory,
             "ledger": self.ledger.state(),
-            "dealer": self.dealer.state() if self.dealer else None,
             "failure": self.failure,
             "applied_samples": self.applied_samples,
+            "deals": self.deals.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -293,5 +287,4 @@ class Server:
         self.ledger.restore(state["ledger"])
         for worker in list(self.ledger.reads):
             self.ledger.leave(worker)
-        if self.dealer and state["dealer"]:
-            self.dealer.restore(state["dealer"])
+        self.deals.restore(state["deals"])

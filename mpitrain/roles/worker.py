@@ -1,49 +1,25 @@
 """The worker: reads the model from every shard, computes a gradient, pushes each shard its slice, and goes on
 when all have answered.
 
-Law of this file: a worker knows versions, leases and who has answered; what a gradient is, only its replica
-knows.
+Law of this file: a worker knows versions, leases and who has answered; what a gradient is, and what its own
+parameters do between two reads, only its replica knows. Every push is answered; the answer brings parameters
+when the push asked for them. With two pushes in flight the answer to one is taken in just before the next
+leaves.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Any
 
-from mpitrain.effects import Compute, Effect, Interrupted, Kind, Message, Now, Payload, Recv, Role, Send
-from mpitrain.roles.server import Report
+from mpitrain.effects import Compute, Effect, Interrupted, Kind, Message, Now, Recv, Role, Send
+from mpitrain.roles.ports import Gradient, Replica, Report
 from mpitrain.rules import Lease, Roles
 
-
-class Gradient(Protocol):
-    """What one batch gave."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def finite(self) -> bool: ...
-    @property
-    def payloads(self) -> list[Any]: ...  # one Payload a shard, in shard order
-
-
-class Replica(Protocol):
-    """The worker's copy of the model with its data, opaque to the role."""
-
-    def load(self, shard: int, payload: Payload) -> None:
-        """Take over the parameters of one shard; the replica releases the payload."""
-
-    def prefetch(self, lease: Lease) -> None:
-        """This lease will be computed on soon."""
-
-    def gradient(self, lease: Any, step: int) -> Gradient | None:
-        """Forward and backward; None ends the work (only where the caller brings the data)."""
-
-    def validate(self) -> dict[str, float]:
-        """Metrics of the present parameters; empty when there is nothing to validate."""
+PREFETCH = 2  # batches to read ahead
 
 
 class Worker:
@@ -55,6 +31,8 @@ class Worker:
         report: where progress goes when this rank logs.
         leased: batches come from the dealer; otherwise from whoever answers `Compute`, until it answers None.
         wants_final: fetch the final model at the end, as the validator must.
+        push_every, pull_every, inflight: as in `ServerStrategy`; a lease is one push whatever `push_every` says.
+        batch_size: the usual one, where batches differ in size on purpose: virtual time charges by it.
     """
 
     def __init__(
@@ -65,27 +43,41 @@ class Worker:
         report: Report,
         leased: bool = True,
         wants_final: bool = False,
+        push_every: int = 1,
+        pull_every: int = 1,
+        inflight: int = 1,
+        batch_size: int = 0,
     ):
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
         self.leased, self.wants_final = leased, wants_final
-        self.leases: deque[Lease] = deque()
+        self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
+        self.batch_size = batch_size
+        self.batches: deque[tuple[Lease, bool]] = deque()  # with: is it the last of its lease
         self.versions = [0] * len(roles.servers)
-        self.step = self.samples = self.progress = 0
+        self.step = self.samples = self.num_batches = self.progress = 0
         self.stopped = False
         self.compute_s = self.wait_s = 0.0
+        self._unpushed: list[Gradient] = []
+        self._since_pull = self._num_prefetched = 0
+        self._num_awaited = 0  # pushes that have not been answered
 
     def run(self) -> Role:
         """Work until no lease is left or a server says stop; returns this worker's counts."""
         yield from self._tell_all(Kind.JOIN)
         yield from self._collect(Kind.REPLY)
         epoch = 0
-        while not self.stopped and (self.leases or not self.leased):
-            lease = self.leases.popleft() if self.leased else None
+        while not self.stopped and (self.batches or not self.leased):
+            lease, last = self._next_batch() if self.leased else (None, False)
             if lease and lease.epoch > epoch:
                 yield from self._validate(epoch)
                 epoch = lease.epoch
-            if not (yield from self._one_batch(lease, epoch)):
+            if not (yield from self._one_batch(lease, last, epoch)):
                 break
+            if self._num_awaited and not self.batches and self.leased:
+                yield from self._await_answer()  # it may bring more to do
+        if self._unpushed and not self.stopped:
+            yield from self._push()
+        yield from self._await_answer()
         yield from self._tell_all(Kind.DONE, stop=self.wants_final)
         if self.wants_final:
             yield from self._collect(Kind.FINAL)
@@ -98,45 +90,94 @@ class Worker:
         }
 
     def state(self) -> dict[str, Any]:
-        """The worker's own counts, JSON-able: its step keys the randomness of its next batch."""
-        return {"step": self.step, "samples": self.samples}
+        """The worker's own counts, JSON-able: the number of its batches keys the randomness of the next one."""
+        assert not self._unpushed, "state is taken right after a push"
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "num_batches": self.num_batches,
+            "since_pull": self._since_pull,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; parameters and leases come from the servers."""
-        self.step, self.samples = state["step"], state["samples"]
+        self.step, self.samples, self.num_batches = state["step"], state["samples"], state["num_batches"]
+        self._since_pull = state["since_pull"]
 
-    def _one_batch(self, lease: Lease | None, epoch: int) -> Generator[Effect, Any, bool]:
+    def _next_batch(self) -> tuple[Lease, bool]:
+        batch = self.batches.popleft()
+        self._num_prefetched = max(0, self._num_prefetched - 1)
+        self._look_ahead()
+        return batch
+
+    def _look_ahead(self) -> None:
+        for lease, _ in itertools.islice(self.batches, self._num_prefetched, PREFETCH):
+            self.replica.prefetch(lease)
+            self._num_prefetched += 1
+
+    def _one_batch(self, lease: Lease | None, last: bool, epoch: int) -> Generator[Effect, Any, bool]:
         started_s = yield Now()
-        gradient = yield Compute(lambda: self.replica.gradient(lease, self.step), "gradient")
+        task = Compute(
+            lambda: self.replica.gradient(lease, self.num_batches),
+            "gradient",
+            interruptible=self.inflight == 1,
+        )
+        gradient = yield task
         if gradient is None:
             return False
-        if isinstance(
-            gradient, Interrupted
-        ):  # by the server's answer: the same batch again, on the new version
+        if isinstance(gradient, Interrupted):
+            # by the server's answer: the same batch again, on the new version
             assert lease is not None
-            self.leases.appendleft(lease)
+            self.batches.appendleft((lease, last))
+            self._num_prefetched += 1
             yield from self._collect(Kind.REPLY)
             return True
-        pushed_s = yield Now()
+        computed_s = yield Now()
+        self._unpushed.append(gradient)
+        self.num_batches, self._since_pull = self.num_batches + 1, self._since_pull + 1
+        self.samples += gradient.samples
+        if last or (not self.leased and len(self._unpushed) == self.push_every):
+            yield from self._push()
+        elif self._since_pull >= self.pull_every != self.push_every:
+            self._since_pull = 0
+            yield from self._tell_all(Kind.PULL)
+            yield from self._collect(Kind.REPLY)
+        self.compute_s += computed_s - started_s
+        self.wait_s += (yield Now()) - computed_s
+        self.report.progress(self.progress, self.versions[0], epoch + 1, gradient.loss)
+        return True
+
+    def _push(self) -> Generator[Effect, Any, None]:
+        """Hand in what has been computed since the last push. It names the versions that the oldest answer still
+        in use brought: an answer that is waited for first belongs to the batches after this one."""
+        versions, payloads = tuple(self.versions), self.replica.take()
+        yield from self._await_answer()
+        samples = sum(gradient.samples for gradient in self._unpushed)
+        loss = sum(gradient.loss * gradient.samples for gradient in self._unpushed) / samples
+        # the last lease of an epoch may be short: where pulls go with pushes, they do then too
+        pull = self._since_pull >= self.pull_every or self.pull_every == self.push_every
         for shard, server in enumerate(self.roles.servers):
             message = Message(
                 Kind.PUSH,
-                version=self.versions[shard],
+                version=versions[shard],
                 step=self.step,
-                samples=gradient.samples,
-                loss=gradient.loss,
-                finite=gradient.finite,
-                payload=gradient.payloads[shard],
+                samples=samples,
+                loss=loss,
+                finite=all(gradient.finite for gradient in self._unpushed),
+                pull=pull,
+                payload=payloads[shard],
             )
             yield Send(server, message)
-        self.step, self.samples = self.step + 1, self.samples + gradient.samples
-        yield from self._collect(Kind.REPLY)
-        self.compute_s, self.wait_s = (
-            self.compute_s + pushed_s - started_s,
-            self.wait_s + (yield Now()) - pushed_s,
-        )
-        self.report.progress(self.progress, self.versions[0], epoch + 1, gradient.loss)
-        return True
+        self._unpushed.clear()
+        self._since_pull = 0 if pull else self._since_pull
+        self.step, self._num_awaited = self.step + 1, self._num_awaited + 1
+        if self._num_awaited >= self.inflight:
+            yield from self._await_answer()
+
+    def _await_answer(self) -> Generator[Effect, Any, None]:
+        while self._num_awaited:
+            yield from self._collect(Kind.REPLY)
+            self._num_awaited -= 1
 
     def _collect(self, kind: Kind) -> Generator[Effect, Any, None]:
         """Wait until every shard has answered. A restart that crossed this worker's last message is no answer: a
@@ -144,22 +185,32 @@ class Worker:
         missing = set(self.roles.servers)
         while missing:
             source, message = yield Recv()
-            crossed = message.kind == Kind.REPLY and (kind != Kind.REPLY or message.step < self.step)
-            assert (message.kind == kind or crossed) and source in missing, (
+            reply = message.kind in (Kind.REPLY, Kind.DIFFERENCE)
+            crossed = reply and (kind != Kind.REPLY or message.step < self.step)
+            assert (reply if kind == Kind.REPLY else message.kind == kind or crossed) and source in missing, (
                 f"rank {source} sent {message.kind!r} out of turn"
             )
             if not crossed:
                 missing.discard(source)
-            shard = self.roles.servers.index(source)
-            self.versions[shard] = message.version
-            self.stopped = self.stopped or message.stop
-            if source == self.roles.dealer:
-                self.progress = message.samples
-            for lease in map(Lease._make, message.leases):
-                self.leases.append(lease)
-                self.replica.prefetch(lease)
-            assert message.payload is not None, f"rank {source} answered without parameters"
+            self._take_in(source, message)
+
+    def _take_in(self, source: int, message: Message) -> None:
+        shard = self.roles.servers.index(source)
+        self.stopped = self.stopped or message.stop
+        if source == self.roles.dealer:
+            self.progress = message.samples
+            self.replica.progress(self.progress)
+        for lease in map(Lease._make, message.leases):
+            pieces = lease.batches()
+            self.batches.extend((piece, piece is pieces[-1]) for piece in pieces)
+        self._look_ahead()
+        if message.kind == Kind.DIFFERENCE:
+            assert message.payload is not None, f"rank {source} answered without a difference"
+            self.replica.nudge(shard, message.payload)
+        elif message.payload is not None:
             self.replica.load(shard, message.payload)
+        if message.payload is not None:
+            self.versions[shard] = message.version
 
     def _tell_all(self, kind: Kind, stop: bool = False) -> Generator[Effect, Any, None]:
         for server in self.roles.servers:

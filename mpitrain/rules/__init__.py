@@ -5,8 +5,10 @@ parser.
 from mpitrain.rules.allreduce import AllReduce
 from mpitrain.rules.asynchronous import Async
 from mpitrain.rules.base import Push, ServerStrategy, Strategy, Verdict
+from mpitrain.rules.batching import Batching, BySpeed, PerRound, PerWorker
 from mpitrain.rules.damping import Damping, DelayCompensated, Drop, GapAware, Inverse, Keep, Power
 from mpitrain.rules.dealing import Dealer, Lease
+from mpitrain.rules.elastic import Elastic
 from mpitrain.rules.ledger import Ledger
 from mpitrain.rules.lockstep import Backup, Sync
 from mpitrain.rules.placement import Roles, assign
@@ -16,7 +18,8 @@ from mpitrain.rules.ssp import StaleSync
 from mpitrain.rules.warmup import Warmup
 
 __all__ = [
-    "AllReduce", "Async", "Backup", "ConstantRate", "Cosine", "Damping", "Dealer", "Decay", "DelayCompensated",
-    "Drop", "GapAware", "Gradual", "Inverse", "Keep", "Lease", "Ledger", "Power", "Push", "Roles", "Schedule",
-    "ServerStrategy", "SoftSync", "StaleSync", "Strategy", "Sync", "Verdict", "Warmup", "assign",
+    "AllReduce", "Async", "Backup", "Batching", "BySpeed", "ConstantRate", "Cosine", "Damping", "Dealer", "Decay",
+    "DelayCompensated", "Drop", "Elastic", "GapAware", "Gradual", "Inverse", "Keep", "Lease", "Ledger", "PerRound",
+    "PerWorker", "Power", "Push", "Roles", "Schedule", "ServerStrategy", "SoftSync", "StaleSync", "Strategy", "Sync",
+    "Verdict", "Warmup", "assign",
 ]  # fmt: skip

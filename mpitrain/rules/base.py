@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from mpitrain.errors import UsageError
-from mpitrain.rules.damping import Damping, Keep
+from mpitrain.rules.batching import Batching, PerWorker
+from mpitrain.rules.damping import Damping, DelayCompensated, Keep
+from mpitrain.rules.placement import PLACEMENTS
 from mpitrain.rules.warmup import Warmup
 from mpitrain.text import Value, nearest
 
@@ -54,6 +56,7 @@ class Verdict(NamedTuple):
 
 
 WIRES = ("full", "float16", "bfloat16")
+OPTIMIZERS = ("server", "worker")
 NOTHING = Verdict(0.0, False, ())
 
 
@@ -81,6 +84,16 @@ class ServerStrategy(Strategy):
         warmup: how many workers train alone at first, and for how many epochs.
         push_wire, reply_wire: numbers on the wire, "full" as the model's own, or "float16", "bfloat16"; sums, optimizer
             and the final model stay in full.
+        optimizer: "server": gradients are pushed. "worker": each worker keeps an optimizer of its own and pushes what
+            that has made of its parameters, after rate and momentum; the server adds the (weighted) mean of it.
+        push_every, pull_every: n_push and n_fetch of Downpour SGD (Dean et al. 2012), in batches: in between the worker
+            goes on with its own parameters, by the plain SGD step (server's optimizer, which must be SGD) or by its own
+            optimizer's, and pushes the sum. pull_every=0: with every push.
+        inflight: 2 lets a worker compute on its next batch while push and answer are under way: every gradient is then
+            computed on parameters one answer older.
+        batching: how large each worker's batches are.
+        placement: which ranks serve when there are several nodes: "spread" evenly over them, "packed" on the first
+            ones, "beside" the workers, equally many on every node.
     """
 
     servers: int = 1
@@ -89,13 +102,46 @@ class ServerStrategy(Strategy):
 
     push_wire: str = "full"
     reply_wire: str = "full"
+    optimizer: str = "server"
+    push_every: int = 1
+    pull_every: int = 0
+    inflight: int = 1
+    batching: Batching = field(default=PerWorker(), metadata={"kind": "batching"})
+    placement: str = "spread"
+
+    elastic: ClassVar[bool] = False  # whether a push carries parameters and is answered with a difference
 
     def check(self) -> None:
-        for wire in (self.push_wire, self.reply_wire):
-            if wire not in WIRES:
-                raise UsageError(f"{self.name}: unknown wire {wire!r}{nearest(wire, list(WIRES))}")
-        if self.servers < 1:
-            raise UsageError(f"{self.name}: servers must be at least 1, got {self.servers}")
+        choices = {"push_wire": WIRES, "reply_wire": WIRES, "optimizer": OPTIMIZERS, "placement": PLACEMENTS}
+        for key, known in choices.items():
+            value = getattr(self, key)
+            if value not in known:
+                raise UsageError(f"{self.name}: unknown {key} {value!r}{nearest(value, list(known))}")
+        for key, least in (("servers", 1), ("push_every", 1), ("pull_every", 0)):
+            if getattr(self, key) < least:
+                raise UsageError(f"{self.name}: {key} must be at least {least}, got {getattr(self, key)}")
+        if self.inflight not in (1, 2):
+            raise UsageError(f"{self.name}: inflight must be 1 or 2, got {self.inflight}")
+        if self.inflight == 2 and self.pulls != self.push_every:
+            raise UsageError(
+                f"{self.name}: inflight=2 computes while the answer to a push is under way, so every push must be "
+                f"answered with parameters: leave pull_every out (it is {self.pull_every})"
+            )
+        if self.optimizer == "worker" and isinstance(self.damping, DelayCompensated):
+            raise UsageError(
+                f'{self.name}: delay_compensated corrects gradients, and with optimizer="worker" finished updates '
+                'are pushed: use optimizer="server", or another damping'
+            )
+
+    @property
+    def pulls(self) -> int:
+        """Batches between two reads of the model."""
+        return self.pull_every or self.push_every
+
+    @property
+    def moves(self) -> bool:
+        """Whether workers change their parameters between reads."""
+        return self.optimizer == "worker" or self.push_every > 1 or self.pulls > 1
 
     def num_servers(self) -> int:
         return self.servers

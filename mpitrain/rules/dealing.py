@@ -11,11 +11,19 @@ from typing import Any, NamedTuple
 
 
 class Lease(NamedTuple):
-    """`num_samples` samples from position `start` of the global order of `epoch` (epochs count from 0)."""
+    """`num_samples` samples from position `start` of the global order of `epoch` (epochs count from 0): what one
+    push covers. `batch_size`: to be cut into batches of so many; 0: it is one batch.
+    """
 
     epoch: int
     start: int
     num_samples: int
+    batch_size: int = 0
+
+    def batches(self) -> list[Lease]:
+        """The batches in it; the last one may be smaller."""
+        size, end = self.batch_size or self.num_samples, self.start + self.num_samples
+        return [Lease(self.epoch, at, min(size, end - at)) for at in range(self.start, end, size)]
 
 
 def share_out(start: int, count: int, num_workers: int, worker: int) -> tuple[int, int]:
@@ -31,7 +39,7 @@ class Dealer:
     epoch may be smaller.
 
     Args:
-        num_batches: stop after this many leases (a benchmark run), however many epochs that takes; None for
+        num_batches: stop after this many batches (a benchmark run), however many epochs that takes; None for
             no such limit.
         drop_last: leave a smaller last batch out (counted in `num_left_out`).
     """
@@ -52,28 +60,33 @@ class Dealer:
         self.returned: list[Lease] = []
         self.outstanding: dict[int, list[Lease]] = {}
 
-    def deal(self, worker: int) -> Lease | None:
+    def deal(self, worker: int, batch_size: int = 0, num_batches: int = 1) -> Lease | None:
         """The next lease for `worker`, or None when everything has been dealt; what came back goes out
-        first.
+        first. `batch_size`: instead of the usual one; num_batches: to put into one lease, as far as they go.
         """
+        size = batch_size or self.batch_size
         if self.returned and not self.closed:
             self.outstanding.setdefault(worker, []).append(self.returned.pop(0))
             return self.outstanding[worker][-1]
-        if self.closed or (self.num_batches is not None and self.num_dealt >= self.num_batches):
+        if self.num_batches is not None:
+            num_batches = min(num_batches, self.num_batches - self.num_dealt)
+        if self.closed or num_batches <= 0:
             return None
-        if self.cursor >= self.num_samples or self._tail_is_dropped():
+        if self.cursor >= self.num_samples or self._tail_is_dropped(size):
             self.num_left_out += max(0, self.num_samples - self.cursor)
             self.epoch, self.cursor = self.epoch + 1, 0
         if self.num_batches is None and self.epoch >= self.num_epochs:
             return None
-        lease = Lease(self.epoch, self.cursor, min(self.batch_size, self.num_samples - self.cursor))
-        self.cursor += lease.num_samples
-        self.num_dealt += 1
+        count = min(size * num_batches, self.num_samples - self.cursor)
+        count -= count % size if self.drop_last and count > size else 0
+        lease = Lease(self.epoch, self.cursor, count, size if count > size else 0)
+        self.cursor += count
+        self.num_dealt += -(-count // size)
         self.outstanding.setdefault(worker, []).append(lease)
         return lease
 
-    def _tail_is_dropped(self) -> bool:
-        return self.drop_last and self.num_samples - self.cursor < self.batch_size
+    def _tail_is_dropped(self, size: int) -> bool:
+        return self.drop_last and self.num_samples - self.cursor < min(size, self.num_samples)
 
     def settle(self, worker: int) -> Lease:
         """`worker` has handed in the gradient of its oldest lease."""

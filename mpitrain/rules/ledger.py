@@ -6,9 +6,10 @@ number of updates
     sum(tau applied) + sum(tau dropped) + sum(tau unused) + sum(tau in flight)  ==  sum over updates of the
     reads it left in flight
 
-exactly, for any speeds; with N workers that always have one read in flight the right side is T(N - 1)
-(`reference/algorithms.md` section 4). `identity()` returns both sides; a run in which they differ has lost or
-doubled a gradient.
+exactly, for any speeds; with N workers that always have R reads in flight the right side is T(N R - 1)
+(`reference/algorithms.md` section 4). A read that is used for several pushes (no pull in between) counts as one
+read for each, the later ones begun when the first was. `identity()` returns both sides; a run in which they
+differ has lost or doubled a gradient.
 """
 
 from __future__ import annotations
@@ -28,18 +29,23 @@ class Ledger:
         self.samples_accepted = self.samples_dropped = 0
         self.pushed_bytes = self.replied_bytes = 0
         self.staleness: Counter[int] = Counter()
-        self.reads: dict[int, int] = {}
+        self.reads: dict[int, list[int]] = {}  # versions being computed on, the oldest first
         self._last_read: dict[int, int] = {}
         self._tau_lost = 0
         self._left_in_flight = 0
 
-    def read(self, worker: int, num_bytes: int) -> None:
-        """`worker` is sent the present version and will compute on it; those since its last read it has
-        skipped.
+    def read(self, worker: int, num_bytes: int, uses: int = 1) -> None:
+        """`worker` is sent the present version and will compute on it for `uses` pushes; those since its last read
+        it has skipped.
         """
         self.skipped += max(0, self.version - self._last_read.get(worker, self.version) - 1)
-        self.reads[worker] = self._last_read[worker] = self.version
+        self.reads.setdefault(worker, []).extend([self.version] * uses)
+        self._last_read[worker] = self.version
         self.replied_bytes += num_bytes
+
+    def oldest_read(self, worker: int) -> int:
+        """The version that the next push of `worker` was computed on."""
+        return self.reads[worker][0]
 
     def push(
         self,
@@ -49,10 +55,15 @@ class Ledger:
         weight: float,
         finite: bool = True,
         late: bool = False,
+        keep: bool = False,
     ) -> int:
-        """A push ends its worker's read; returns its staleness. Weight 0 drops it: as `late` when its version
-        was over, as not finite, or for its staleness."""
-        staleness = self.version - self.reads.pop(worker)
+        """A push ends its worker's oldest read, unless the worker will `keep` it for the next; returns its staleness.
+        Weight 0 drops it: as `late` when its version was over, as not finite, or for its staleness."""
+        staleness = self.version - self.reads[worker][0]
+        if keep:
+            self._left_in_flight += staleness
+        else:
+            self._take(worker)
         self.pushed_bytes += num_bytes
         if finite and weight > 0:
             self.accepted += 1
@@ -69,12 +80,18 @@ class Ledger:
     def update(self) -> None:
         """What was gathered has been applied: a new version."""
         self.version += 1
-        self._left_in_flight += len(self.reads)
+        self._left_in_flight += sum(map(len, self.reads.values()))
+
+    def _take(self, worker: int) -> int:
+        version = self.reads[worker].pop(0)
+        if not self.reads[worker]:
+            del self.reads[worker]
+        return version
 
     def leave(self, worker: int) -> None:
-        """`worker` will not push again; the version it read last goes unused."""
-        if worker in self.reads:
-            self._tau_lost += self.version - self.reads.pop(worker)
+        """`worker` will not push what it computes on what it has read; those versions go unused."""
+        while worker in self.reads:
+            self._tau_lost += self.version - self._take(worker)
 
     def abort(self, worker: int) -> None:
         """`worker` is stopped in the middle of its gradient."""
@@ -91,7 +108,7 @@ class Ledger:
     def identity(self) -> tuple[int, int]:
         """Both sides of the staleness identity; equal, or something was lost."""
         applied = sum(tau * count for tau, count in self.staleness.items())
-        in_flight = sum(self.version - read for read in self.reads.values())
+        in_flight = sum(self.version - read for reads in self.reads.values() for read in reads)
         return applied + self._tau_lost + in_flight, self._left_in_flight
 
     def staleness_mean(self) -> float:
@@ -122,13 +139,13 @@ class Ledger:
         """Everything, JSON-able."""
         fields = dict(vars(self))
         fields["staleness"] = {str(tau): count for tau, count in self.staleness.items()}
-        for key in ("reads", "_last_read"):
-            fields[key] = {str(worker): version for worker, version in fields[key].items()}
+        fields["reads"] = {str(worker): list(versions) for worker, versions in self.reads.items()}
+        fields["_last_read"] = {str(worker): version for worker, version in self._last_read.items()}
         return fields
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
         vars(self).update(state)
         self.staleness = Counter({int(tau): count for tau, count in state["staleness"].items()})
-        self.reads = {int(worker): version for worker, version in state["reads"].items()}
+        self.reads = {int(worker): list(versions) for worker, versions in state["reads"].items()}
         self._last_read = {int(worker): version for worker, version in state["_last_read"].items()}

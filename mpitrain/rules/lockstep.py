@@ -20,6 +20,15 @@ from mpitrain.text import nearest, register
 STRAGGLERS = ("finish", "abort")
 
 
+def _check_lockstep(rule: ServerStrategy) -> None:
+    """In lockstep whoever did not read the newest version before pushing would be late for ever."""
+    if rule.inflight != 1 or rule.pulls > rule.push_every:
+        raise UsageError(
+            f"{rule.name}: an update takes gradients of the present version only, so it works neither with inflight=2 "
+            "nor with pull_every above push_every; use async, softsync or ssp for these"
+        )
+
+
 def _on_push(memory: dict[str, Any], push: Push, quorum: int) -> Verdict:
     if push.read < push.version:
         return Verdict(0.0, False, (push.worker,), late=True)
@@ -43,6 +52,10 @@ class Sync(ServerStrategy):
     """Wait for all N gradients, apply their mean, release everybody. Gradients are added in rank order as
     they come.
     """
+
+    def check(self) -> None:
+        super().check()
+        _check_lockstep(self)
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {"gathered": 0}
@@ -74,6 +87,7 @@ class Backup(ServerStrategy):
 
     def check(self) -> None:
         super().check()
+        _check_lockstep(self)
         if self.spare < 0:
             raise UsageError(f"backup: spare must not be negative, got {self.spare}")
         if self.stragglers not in STRAGGLERS:

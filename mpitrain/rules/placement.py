@@ -1,10 +1,15 @@
 """Which rank plays which role: a pure function of (number of ranks, node of every rank, number of servers).
 
 Law of this file: any rank can compute everybody's role without a message. On one node the servers are ranks
-0..s-1. Over several nodes they are spread one per node, from the last local rank of each node, so that no
-node's link carries two servers while another carries none and rank 0 stays a worker only when there are fewer
-servers than nodes. The lowest worker validates and owns the BatchNorm buffers; the lowest server deals the
-data.
+0..s-1. Over several nodes the strategy's placement picks them:
+
+- "spread": round-robin over the nodes, from the last local rank of each, so that no node's link carries two
+  servers while another carries none;
+- "packed": the lowest ranks, so that the first nodes serve and the others only work;
+- "beside": as spread, and refused unless every node gets equally many, so that a worker's share of the traffic
+  stays on its node and all links carry the same.
+
+The lowest worker validates and owns the BatchNorm buffers; the lowest server deals the data.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpitrain.errors import UsageError
+
+PLACEMENTS = ("spread", "packed", "beside")
 
 
 class Roles(NamedTuple):
@@ -35,15 +42,16 @@ class Roles(NamedTuple):
         return "server" if rank in self.servers else "worker"
 
 
-def assign(nodes: tuple[int, ...], num_servers: int) -> Roles:
+def assign(nodes: tuple[int, ...], num_servers: int, placement: str = "spread") -> Roles:
     """Deal out the roles.
 
     Args:
         nodes: node index of every rank; its length is the world's size.
         num_servers: how many ranks serve.
+        placement: one of `PLACEMENTS`.
 
     Raises:
-        UsageError: no rank would be left to work.
+        UsageError: no rank would be left to work, or "beside" does not come out even.
     """
     num_ranks = len(nodes)
     if num_servers >= num_ranks:
@@ -51,7 +59,14 @@ def assign(nodes: tuple[int, ...], num_servers: int) -> Roles:
             f"{num_servers} server(s) on {num_ranks} rank(s) leave no worker: start at least "
             f"{num_servers + 1} ranks or lower servers="
         )
-    servers = tuple(range(num_servers)) if len(set(nodes)) == 1 else _spread(nodes, num_servers)
+    num_nodes = len(set(nodes))
+    if placement == "beside" and num_servers % num_nodes:
+        raise UsageError(
+            f'placement="beside" puts equally many servers on every node: {num_servers} on {num_nodes} nodes do not '
+            f'come out even; use servers={-(-num_servers // num_nodes) * num_nodes}, or placement="spread"'
+        )
+    lowest = num_nodes == 1 or placement == "packed"
+    servers = tuple(range(num_servers)) if lowest else _spread(nodes, num_servers)
     return Roles(servers, tuple(rank for rank in range(num_ranks) if rank not in servers))
 
 

@@ -35,10 +35,15 @@ def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, 
     torch.manual_seed(job.seed)
     module = job.model if isinstance(job.model, nn.Module) else job.model()
     module = module.to(device)
+    return module, build_optimizer(job, module, lr)
+
+
+def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.optim.Optimizer:
+    """A new optimizer of the job for `module`, with `lr` as its rate unless that is None."""
     optimizer = job.optimizer(module.parameters())
     if lr is not None:
         set_learning_rate(optimizer, lr)
-    return module, optimizer
+    return optimizer
 
 
 def share_module(runtime: Any, module: nn.Module) -> None:

@@ -7,12 +7,23 @@ sizes by itself.
 from __future__ import annotations
 
 import math
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from mpitrain.effects import Kind, Role
-from mpitrain.model import FlatModel, Replica, ShardStore, check_elementwise, flat_model, shard_store
+from mpitrain.model import (
+    ElasticStore,
+    FlatModel,
+    LocalSteps,
+    Replica,
+    ShardStore,
+    check_optimizer,
+    flat_model,
+    local_steps,
+    shard_store,
+)  # fmt: skip
 from mpitrain.model.flat import make_layout
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.replay import record, save_order
@@ -42,7 +53,8 @@ def run_servers(session: Session) -> dict[str, Any]:
     runtime = session.runtime
     device = torch.device("cpu") if session.role == "server" else pick_device(runtime.local_rank)
     module, optimizer = attempt(runtime, lambda: build(session.job, session.overrides.lr, device))
-    attempt(runtime, lambda: check_elementwise(optimizer))
+    strategy = server_strategy(session)
+    attempt(runtime, lambda: check_optimizer(optimizer, strategy))
     layout = attempt(runtime, lambda: make_layout(module, optimizer, len(session.roles.servers)))
     runtime.compare(
         {
@@ -51,8 +63,19 @@ def run_servers(session: Session) -> dict[str, Any]:
         }
     )
     share_module(runtime, module)
-    model = flat_model(module, optimizer, server_strategy(session))
-    return _serve(session, model, optimizer) if session.role == "server" else _work(session, model, device)
+    model = flat_model(module, optimizer, strategy)
+    local = attempt(runtime, lambda: _local_steps(session, model, optimizer))
+    return (
+        _serve(session, model, optimizer)
+        if session.role == "server"
+        else _work(session, model, local, device)
+    )
+
+
+def _local_steps(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer) -> LocalSteps | None:
+    num_samples, num_workers = session.catalogue.num_samples, len(session.roles.workers)
+    schedule = session.job.schedule
+    return local_steps(model, optimizer, server_strategy(session), schedule, num_samples, num_workers)
 
 
 def server_strategy(session: Session) -> ServerStrategy:
@@ -61,7 +84,7 @@ def server_strategy(session: Session) -> ServerStrategy:
     return session.strategy
 
 
-def make_server(session: Session, store: ShardStore, meter: Meter) -> Server:
+def make_server(session: Session, store: ShardStore | ElasticStore, meter: Meter) -> Server:
     """This rank's server role."""
     strategy = server_strategy(session)
     job = session.job
@@ -81,15 +104,17 @@ def make_server(session: Session, store: ShardStore, meter: Meter) -> Server:
         dealer,
         job.on_nonfinite,
         session.catalogue.num_samples,
-        job.schedule,
+        job.schedule if strategy.optimizer == "server" else None,
+        job.batch_size,
     )
 
 
 def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     runtime, roles = session.runtime, session.roles
     shard = roles.servers.index(runtime.rank)
-    store = shard_store(model, shard, optimizer, server_strategy(session))
-    num_pushes = math.ceil(session.total_samples() / session.job.batch_size)
+    strategy = server_strategy(session)
+    store = shard_store(model, shard, optimizer, strategy, len(roles.workers))
+    num_pushes = math.ceil(session.total_samples() / (session.job.batch_size * strategy.push_every))
     meter = Meter(session.report, num_warmup(num_pushes))
     server = make_server(session, store, meter)
     order: list[int] = []
@@ -105,8 +130,10 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     return outcome
 
 
-def _work(session: Session, model: FlatModel, device: torch.device) -> dict[str, Any]:
-    runtime, roles, job = session.runtime, session.roles, session.job
+def _work(
+    session: Session, model: FlatModel, local: LocalSteps | None, device: torch.device
+) -> dict[str, Any]:
+    runtime, roles, job, strategy = session.runtime, session.roles, session.job, server_strategy(session)
     validates = runtime.rank == roles.validator
     with job.data.reader(session.catalogue, job.seed) as reader:
         measure = None
@@ -114,14 +141,20 @@ def _work(session: Session, model: FlatModel, device: torch.device) -> dict[str,
             measure = make_measure(
                 job, model.module, job.validate.reader(session.validation, job.seed), device
             )
-        replica = Replica(model, job.loss, reader.batch, reader.prefetch, job.seed, runtime.rank, measure)
-        worker = Worker(runtime.rank, roles, replica, session.report, wants_final=validates)
+        replica = Replica(
+            model, job.loss, reader.batch, reader.prefetch, job.seed, runtime.rank, measure, local=local
+        )
+        worker = Worker(
+            runtime.rank, roles, replica, session.report, wants_final=validates,
+            push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
+        )  # fmt: skip
         straggler = session.straggler()
         counts = _carry(
             session,
             roles.servers,
             lambda source, kind: model.frame_for(roles.servers.index(source), kind == Kind.FINAL),
             straggler.wrap(worker.run()),
+            computer=_computer(device) if strategy.inflight > 1 else None,
         )
     outcome: dict[str, Any] = {"detail": {"role": "worker", **counts}, "injected": straggler.counts()}
     if validates:
@@ -129,11 +162,19 @@ def _work(session: Session, model: FlatModel, device: torch.device) -> dict[str,
     return outcome
 
 
-def _carry(session: Session, peers: tuple[int, ...], frame_for: Any, role: Role) -> Any:
+def _carry(
+    session: Session, peers: tuple[int, ...], frame_for: Any, role: Role, computer: Executor | None = None
+) -> Any:
     def on_step(step: int) -> None:
         session.runtime.step = step
 
-    return MpiWorld(session.runtime.engine, peers, frame_for, on_step).run(role)
+    return MpiWorld(session.runtime.engine, peers, frame_for, on_step, computer).run(role)
+
+
+def _computer(device: torch.device) -> Executor:
+    """A thread to compute on while the main thread drives MPI; the current GPU is a thread's own."""
+    set_device = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
+    return ThreadPoolExecutor(1, "mpitrain-compute", initializer=set_device)
 
 
 def finish_model(session: Session, replica: Replica) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def assign_roles(runtime: Any, strategy: Strategy, own_loop: bool = False) -> Ro
         )
     if strategy.why_not_over_mpi():
         raise UsageError(f"{strategy}: {strategy.why_not_over_mpi()}")
-    roles = assign(runtime.nodes, strategy.num_servers())
+    roles = assign(runtime.nodes, strategy.num_servers(), getattr(strategy, "placement", "spread"))
     if isinstance(strategy, ServerStrategy):
         strategy.check_workers(len(roles.workers))
     return roles

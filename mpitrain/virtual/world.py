@@ -37,7 +37,7 @@ class VirtualWorld:
     """Runs roles in virtual time.
 
     Args:
-        compute: law of the time one gradient takes; applying and validating take none.
+        compute: law of the time one gradient of the usual size takes; applying and validating take none.
         network: law of the time a message takes.
         seed: key of every draw.
     """
@@ -83,7 +83,7 @@ class VirtualWorld:
 
     def _deliver(self, process: _Process, message: tuple[int, Any]) -> None:
         process.inbox.append(message)
-        if process.computing is not None:
+        if process.computing is not None and process.computing.interruptible:
             process.computing.broken_off, process.computing = True, None
             self._advance(process, Interrupted())
         elif process.waiting:
@@ -106,12 +106,13 @@ class VirtualWorld:
             elif isinstance(effect, Compute):
                 result = effect.task()
                 if effect.what == "gradient":
-                    process.computing = _Computed(result)
-                    self._schedule(self.now_s + self._draw(process), process, process.computing)
+                    process.computing = _Computed(result, effect.interruptible)
+                    took_s = effect.size * self._draw(process)
+                    self._schedule(self.now_s + took_s, process, process.computing)
                     return
                 answer = result
             elif isinstance(effect, Sleep):
-                process.computing = _Computed(None)
+                process.computing = _Computed(None, effect.interruptible)
                 self._schedule(self.now_s + effect.seconds, process, process.computing)
                 return
             elif isinstance(effect, Recv):
@@ -137,6 +138,6 @@ class VirtualWorld:
 class _Computed:
     """A gradient (or a sleep's None) that will be there when its time has passed, unless a message breaks it off."""
 
-    def __init__(self, result: Any):
-        self.result = result
+    def __init__(self, result: Any, interruptible: bool):
+        self.result, self.interruptible = result, interruptible
         self.broken_off = False

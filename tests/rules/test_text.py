@@ -72,7 +72,10 @@ def test_accepted_spellings(text, value):
         ("async(server=1)", "did you mean 'servers'"),
         ("async(servers=1, servers=2)", "given twice"),
         ("async(1, servers=2)", "given twice"),
-        ("async(1, keep(), warmup(), 'full', 'full', 6)", "at most 5"),
+        (
+            "async(1, keep(), warmup(), 'full', 'full', 'server', 1, 0, 1, per_worker(), 'spread', 6)",
+            "at most 11",
+        ),
         ("async(servers=0)", "at least 1"),
         ("async(servers='2')", "must be int"),
         ("async(servers=True)", "must be int"),

@@ -26,6 +26,23 @@ COURSE: dict[str, Callable[[int], ServerStrategy]] = {
     ),
     "softsync, blocking, all": lambda n: rules.SoftSync(updates=n, blocking=True),
     "ssp": lambda n: rules.StaleSync(bound=1),
+    "async, two in flight": lambda n: rules.Async(inflight=2),
+    "softsync, two in flight, drop": lambda n: rules.SoftSync(
+        updates=2, inflight=2, damping=rules.Drop(limit=3)
+    ),
+    "softsync, blocking, two in flight": lambda n: rules.SoftSync(
+        updates=max(1, n - 1), blocking=True, inflight=2
+    ),
+    "ssp, two in flight": lambda n: rules.StaleSync(bound=1, inflight=2),
+    "async, pushes of three": lambda n: rules.Async(push_every=3),
+    "async, pulls of two": lambda n: rules.Async(pull_every=2, optimizer="worker"),
+    "async, pulls within pushes": lambda n: rules.Async(push_every=3, pull_every=2, optimizer="worker"),
+    "ssp, pushes of two, pulls of three": lambda n: rules.StaleSync(bound=1, push_every=2, pull_every=3),
+    "sync, pushes of two": lambda n: rules.Sync(push_every=2, optimizer="worker"),
+    "async, two in flight, pushes of two": lambda n: rules.Async(inflight=2, push_every=2),
+    "async, per round": lambda n: rules.Async(batching=rules.PerRound()),
+    "sync, by speed": lambda n: rules.Sync(batching=rules.BySpeed()),
+    "elastic": lambda n: rules.Elastic(push_every=2),
     "ssp, rounds": lambda n: rules.StaleSync(bound=0, damping=rules.Power(1.0)),
 }
 

@@ -17,7 +17,7 @@ from mpitrain.effects import Compute, Kind, Message, Recv, Send
 from mpitrain.inject import Slow, Straggler
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, Worker
-from mpitrain.rules import Dealer, Lease, ServerStrategy, assign
+from mpitrain.rules import Dealer, Elastic, Lease, ServerStrategy, assign
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
 
@@ -45,12 +45,14 @@ class Added(NamedTuple):
 
 
 class NumberStore:
-    """Plain gradient descent on one float; `path` is its value after every update, `updates` who made them."""
+    """Plain gradient descent on one float; `path` is its value after every update, `updates` who made them. With a
+    `share` it is the centre of elastic averaging."""
 
-    def __init__(self, rate: float, value: float = 1.0):
-        self.rate, self.value = rate, value
+    def __init__(self, rate: float, value: float = 1.0, share: float | None = None):
+        self.rate, self.value, self.share = rate, value, share
         self.path = [value]
         self.updates: list[list[Added]] = []
+        self.differences: dict[int, float] = {}
         self._gathered: list[Added] = []
         self._total = 0.0
 
@@ -60,12 +62,19 @@ class NumberStore:
         payload.release()
 
     def apply(self) -> None:
-        self.value -= self.rate * (self._total / len(self._gathered))
+        if self.share is None:
+            self.value -= self.rate * (self._total / len(self._gathered))
+        else:
+            (one,) = self._gathered
+            self.differences[one.worker] = self.share * (self._total - self.value)
+            self.value += self.differences[one.worker]
         self.path.append(self.value)
         self.updates.append(self._gathered)
         self._gathered, self._total = [], 0.0
 
     def read(self, worker: int, full: bool = False) -> Number:
+        if worker in self.differences and not full:
+            return Number(self.differences.pop(worker), len(self.updates))
         return Number(self.value, len(self.updates))
 
 
@@ -73,26 +82,60 @@ class Gradient(NamedTuple):
     loss: float
     samples: int
     finite: bool
-    payloads: list[Number]
 
 
 class NumberReplica:
-    """The slope at what was loaded last; batches that start at a `poisoned` sample are not finite."""
+    """The slope at its own value, which moves by `rate` between reads where the rule says so; batches with a `poisoned`
+    sample are not finite."""
 
-    def __init__(self, num_shards: int, slope: Callable[[float, Lease], float], poisoned: frozenset[int]):
-        self.slope, self.poisoned = slope, poisoned
-        self.loaded = [Number(0.0, 0)] * num_shards
+    def __init__(
+        self,
+        rule: ServerStrategy,
+        rate: float,
+        slope: Callable[[float, Lease], float],
+        poisoned: frozenset[int],
+    ):
+        self.rule, self.rate, self.slope, self.poisoned = rule, rate, slope, poisoned
+        self.values = [0.0] * rule.servers
+        self.versions = [0] * rule.servers
+        self.covers: list[Lease] = []
+        self.total = [0.0] * rule.servers
 
     def load(self, shard: int, payload: Number) -> None:
-        self.loaded[shard] = payload
+        self.values[shard], self.versions[shard] = payload.value, payload.version
+        payload.release()
+
+    def nudge(self, shard: int, payload: Number) -> None:
+        self.values[shard] -= payload.value
         payload.release()
 
     def prefetch(self, lease: Lease) -> None:
         pass
 
+    def progress(self, samples: int) -> None:
+        pass
+
     def gradient(self, lease: Lease, step: int) -> Gradient:
-        payloads = [Number(self.slope(at.value, lease), at.version, lease) for at in self.loaded]
-        return Gradient(0.0, lease.num_samples, lease.start not in self.poisoned, payloads)
+        end = lease.start + lease.num_samples
+        finite = not any(lease.start <= sample < end for sample in self.poisoned)
+        if not self.rule.moves:  # the one before was pushed, or broken off
+            self.covers, self.total = [], [0.0] * len(self.total)
+        self.read = tuple(self.versions) if not self.covers else self.read
+        self.covers.append(lease)
+        for shard, value in enumerate(self.values):
+            slope = self.slope(value, lease)
+            move = self.rate * slope * finite * self.rule.moves
+            self.total[shard] += move if self.rule.optimizer == "worker" else slope
+            self.values[shard] -= move
+        return Gradient(0.0, lease.num_samples, finite)
+
+    def take(self) -> list[Number]:
+        first, last = self.covers[0], self.covers[-1]
+        lease = Lease(first.epoch, first.start, last.start + last.num_samples - first.start)
+        pushed = self.values if self.rule.elastic else self.total
+        payloads = [Number(value, read, lease) for value, read in zip(pushed, self.read, strict=True)]
+        self.covers, self.total = [], [0.0] * len(self.total)
+        return payloads
 
     def validate(self) -> dict[str, float]:
         return {}
@@ -116,7 +159,8 @@ class Trace:
     look: Callable[[Trace], None]
     joined: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
-    reading: dict[int, int] = field(default_factory=dict)  # versions being computed on, by worker
+    reading: dict[int, list[int]] = field(default_factory=dict)  # versions being computed on, by worker
+    due: Counter[int] = field(default_factory=Counter)  # answers each worker waits for
     pushes: list[Pushed] = field(default_factory=list)
     clock: Counter[int] = field(default_factory=Counter)  # pushes by worker
     replies: list[tuple[int, int]] = field(default_factory=list)  # (worker, version)
@@ -130,7 +174,7 @@ class Trace:
 
     def in_flight(self) -> int:
         """Sum of the staleness, so far, of what is being computed."""
-        return sum(self.version - read for read in self.reading.values())
+        return sum(self.version - read for reads in self.reading.values() for read in reads)
 
     def complete(self, num_workers: int) -> bool:
         """All have joined and nobody has left."""
@@ -145,32 +189,49 @@ class Trace:
                 return end.value
             if isinstance(effect, Recv):
                 self.look(self)
-            elif isinstance(effect, Send) and effect.message.kind == Kind.REPLY:
-                self._unused(effect.to)
-                self.reading[effect.to] = effect.message.version
-                self.replies.append((effect.to, effect.message.version))
+            elif isinstance(effect, Send) and effect.message.kind in (Kind.REPLY, Kind.DIFFERENCE):
+                self._on_answer(effect.to, effect.message)
             elif isinstance(effect, Compute):
                 self.update_s.append(self.world.now_s)
-                self.left_in_flight += len(self.reading)
+                self.left_in_flight += sum(map(len, self.reading.values()))
             answer = yield effect
             if isinstance(effect, Recv):
                 self._on_message(*answer)
 
+    def _on_answer(self, worker: int, message: Message) -> None:
+        if not self.due[worker]:  # nobody asked: it is to begin anew
+            self._unused(worker)
+        self.due[worker] = 0
+        if message.payload is None:
+            return
+        first = worker not in dict(self.replies)
+        uses = self.server.rule.inflight if first else 1
+        self.reading.setdefault(worker, []).extend([message.version] * uses)
+        self.replies.append((worker, message.version))
+
     def _on_message(self, source: int, message: Message) -> None:
+        self.due[source] += message.kind in (Kind.JOIN, Kind.PUSH, Kind.PULL)
         if message.kind == Kind.JOIN:
             self.joined.add(source)
         elif message.kind == Kind.DONE:
             self.left.add(source)
             self._unused(source)
+        elif message.kind == Kind.PULL:
+            self._unused(source)
         else:
-            staleness = self.version - self.reading.pop(source)
+            staleness = self.version - self.reading[source][0]
+            if message.pull:
+                self.reading[source].pop(0)
+                if not self.reading[source]:
+                    del self.reading[source]
+            else:  # it goes on with what it has, as if it had read it twice at the time
+                self.left_in_flight += staleness
             self.staleness += staleness
             self.clock[source] += 1
             self.pushes.append(Pushed(source, message.payload.lease, staleness))
 
     def _unused(self, worker: int) -> None:
-        if worker in self.reading:
-            self.staleness += self.version - self.reading.pop(worker)
+        self.staleness += sum(self.version - read for read in self.reading.pop(worker, []))
 
 
 class Shuffled(NetworkLaw):
@@ -250,14 +311,20 @@ def play(
     dealer = Dealer(num_samples, epochs, batch_size, num_batches)
     traces, processes = [], {}
     for shard in roles.servers:
-        store, mine = NumberStore(rate), dealer if shard == roles.dealer else None
-        server = Server(rule, store, roles.workers, NullReport(), mine, on_nonfinite, num_samples)
+        share = rule.share(num_workers) if isinstance(rule, Elastic) else None
+        store = NumberStore(1.0 if rule.optimizer == "worker" else rate, share=share)
+        mine = dealer if shard == roles.dealer else None
+        server = Server(
+            rule, store, roles.workers, NullReport(), mine, on_nonfinite, num_samples, batch_size=batch_size
+        )
         traces.append(Trace(server, store, world, look))
         processes[shard] = traces[shard].watch(server.run())
     injected = tuple(Slow(worker, factor) for worker, factor in (slow or {}).items())
     for index, rank in enumerate(roles.workers):
-        replica = NumberReplica(rule.servers, slope, poisoned)
-        worker = Worker(rank, roles, replica, NullReport(), wants_final=rank == roles.validator)
+        worker = Worker(
+            rank, roles, NumberReplica(rule, rate, slope, poisoned), NullReport(), wants_final=rank == roles.validator,
+            push_every=rule.push_every, pull_every=rule.pulls, inflight=rule.inflight,
+        )  # fmt: skip
         processes[rank] = Straggler(injected, index, seed).wrap(worker.run())
     return Play(traces, world.run(processes), roles.workers, world.now_s)
 

@@ -1,0 +1,100 @@
+"""A server's shard of the centre of elastic averaging.
+
+    d = a (x_i - xc)        xc <- xc + d        answered with d: the worker takes x_i <- x_i - d
+
+Law of this file: d is made once and used on both sides, so xc + sum over i of x_i is conserved (to the bit on
+dyadic numbers). Zhang, Choromanska and LeCun, NIPS 2015; `rules/elastic.py` holds the formulas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpitrain.model.flat import Layout
+from mpitrain.model.frame import Frame, FramePool, wire_dtype
+
+
+class ElasticStore:
+    """One shard of the centre.
+
+    Args:
+        layout: of the whole vector; shard: which part of it.
+        initial: 1-D tensor of the shard's first parameters; copied.
+        share: a, by which both sides close the difference.
+        push_wire, reply_wire: as in `ServerStrategy`. What both sides use is d as it travels.
+    """
+
+    correction = None
+
+    def __init__(
+        self,
+        layout: Layout,
+        shard: int,
+        initial: torch.Tensor,
+        share: float,
+        push_wire: str = "full",
+        reply_wire: str = "full",
+    ):
+        self.share = share
+        self.pool = FramePool(layout.size(shard), layout.dtype)
+        self.arrivals = FramePool(self.pool.numel, wire_dtype(push_wire, layout.dtype))
+        self._replies = FramePool(self.pool.numel, wire_dtype(reply_wire, layout.dtype))
+        self.centre = self.pool.take()
+        self.centre.body.copy_(initial)
+        self._gathered: list[tuple[int, Frame]] = []
+        self._answers: dict[int, Frame] = {}
+
+    def frame(self) -> Frame:
+        """An empty frame for arriving parameters."""
+        return self.arrivals.take()
+
+    def correct(self, worker: int, payload: Any) -> Any:
+        """Nothing to correct: parameters are exchanged."""
+        return payload
+
+    def add(self, worker: int, payload: Any, weight: float) -> None:
+        """Take one worker's parameters; the exchange itself is `apply`."""
+        self._gathered.append((worker, payload))
+
+    def apply(self) -> None:
+        """Make the difference of every exchange gathered, and move the centre by it."""
+        if self.centre.users > 1:  # somebody is still being sent the centre as it was
+            fresh = self.pool.take()
+            fresh.body.copy_(self.centre.body)
+            self.centre.release()
+            self.centre = fresh
+        for worker, payload in self._gathered:
+            difference = self._replies.take()
+            difference.body.copy_((payload.body.to(self.pool.dtype) - self.centre.body).mul_(self.share))
+            self.centre.body.add_(difference.body)
+            self._answers[worker] = difference
+            payload.release()
+        self._gathered.clear()
+
+    def set_rate(self, factor: float) -> None:
+        """Workers hold the rates."""
+
+    def read(self, worker: int, full: bool = False) -> Frame:
+        """The difference that answers `worker`'s push, or else the centre (unrounded where `full`)."""
+        if worker in self._answers and not full:
+            return self._answers.pop(worker)
+        if full or self._replies.dtype == self.pool.dtype:
+            return self.centre.hold()
+        reply = self._replies.take()
+        reply.body.copy_(self.centre.body)
+        return reply
+
+    def state(self) -> dict[str, Any]:
+        """The centre; a copy."""
+        assert not self._gathered, "state is taken between exchanges"
+        return {"parameters": self.centre.body.clone()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned; workers read anew."""
+        self._answers.clear()
+        if self.centre.users > 1:
+            self.centre.release()
+            self.centre = self.pool.take()
+        self.centre.body.copy_(state["parameters"])

@@ -1,0 +1,90 @@
+"""What a server deals out to workers: leases, ahead of their need, in the sizes of the strategy's batching.
+
+Law of this file: leases are dealt in rank order before anybody asks, then one for every push that comes in, so
+that who trains on what in lockstep is no matter of timing. Only the dealing server has a dealer; what a gradient
+weighs for its size, every server says alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from mpitrain.rules import Dealer, Lease, ServerStrategy
+
+LEASES_AHEAD = 1  # to read while computing on another; one more for every push that may be in flight
+
+
+class Deals:
+    """Leases and batch sizes of one server.
+
+    Args:
+        rule: the strategy: its `batching`, `push_every` and `inflight`.
+        dealer: where leases come from; None on the other servers, and where workers bring their own data.
+        num_workers: all of them; batch_size: the job's, 0 where workers bring their own data.
+    """
+
+    def __init__(self, rule: ServerStrategy, dealer: Dealer | None, num_workers: int, batch_size: int):
+        self.rule, self.dealer = rule, dealer
+        self.num_workers, self.batch_size = num_workers, batch_size
+        self.memory: dict[str, Any] = {}  # the batching's
+        self._answered_s: dict[int, float] = {}
+        self._dealt: dict[int, list[Lease]] = {}  # to workers that have not been answered yet
+
+    def first(self, workers: list[int], active: Collection[int]) -> None:
+        """Deal the first leases of `workers`, every round one run of the order."""
+        for _ in range(LEASES_AHEAD + self.rule.inflight):
+            for worker in workers:
+                self._dealt.setdefault(worker, []).extend(self._deal(worker, active))
+
+    def take(self, worker: int, num_leases: int, active: Collection[int]) -> list[Lease]:
+        """What to send along with an answer: leases dealt before, and so many more as far as they go."""
+        leases = self._dealt.pop(worker, [])
+        for _ in range(num_leases):
+            leases += self._deal(worker, active)
+        return leases
+
+    def _deal(self, worker: int, active: Collection[int]) -> list[Lease]:
+        if self.dealer is None:
+            return []
+        size = self.rule.batching.size(self.memory, worker, active, self.dealer.batch_size)
+        lease = self.dealer.deal(worker, size, self.rule.push_every)
+        return [lease] if lease else []
+
+    def settle(self, worker: int) -> Lease | None:
+        """`worker` has pushed what it made of its oldest lease."""
+        return self.dealer.settle(worker) if self.dealer else None
+
+    def close(self) -> None:
+        """Deal nothing more."""
+        if self.dealer:
+            self.dealer.close()
+
+    def answered(self, worker: int, now_s: float) -> None:
+        """An answer has gone out: from here on `worker`'s speed is measured."""
+        self._answered_s[worker] = now_s
+
+    def pushed(self, worker: int, num_samples: int, now_s: float) -> None:
+        """A push has come in."""
+        began_s = self._answered_s.get(worker)
+        if self.rule.batching.measures and began_s is not None:
+            self.rule.batching.measured(self.memory, worker, num_samples, now_s - began_s)
+
+    def weight(self, num_samples: int) -> float:
+        """What the size of a push makes it weigh, beside its damping."""
+        size = self.batch_size * self.rule.push_every
+        return self.rule.batching.weight(num_samples, self.num_workers, size) if size else 1.0
+
+    def num_left_out(self) -> int:
+        """Samples left out with incomplete last batches."""
+        return self.dealer.num_left_out if self.dealer else 0
+
+    def state(self) -> dict[str, Any]:
+        """Data position and the batching's memory, JSON-able."""
+        return {"dealer": self.dealer.state() if self.dealer else None, "batching": self.memory}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self.memory = state["batching"]
+        if self.dealer and state["dealer"]:
+            self.dealer.restore(state["dealer"])

@@ -1,0 +1,74 @@
+"""What the roles need of their surroundings: a store, a replica and a report, opaque to them.
+
+Law of this file: protocols only. Whoever implements them knows torch; the roles do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from mpitrain.effects import Payload
+from mpitrain.rules import Lease
+
+
+class Store(Protocol):
+    """A shard of the model with its optimizer, opaque to the role."""
+
+    def add(self, worker: int, payload: Any, weight: float) -> None:
+        """Gather one gradient; the store releases it when it is done with it."""
+
+    def correct(self, worker: int, payload: Any) -> Any:
+        """Where the damping corrects gradients: this one, on arrival, for what has changed since the worker's read."""
+
+    def apply(self) -> None:
+        """Take one optimizer step with the mean of what has been gathered."""
+
+    def set_rate(self, factor: float) -> None:
+        """Learning rates become `factor` times what they were at first."""
+
+    def read(self, worker: int, full: bool = False) -> Payload:
+        """The present parameters for `worker` (or the difference that answers its elastic push), unchanged for as long
+        as the payload is held; `full`: the parameters, unrounded."""
+
+
+class Report(Protocol):
+    """Where progress goes; does nothing except on the rank that logs."""
+
+    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None: ...
+    def event(self, name: str, **fields: Any) -> None: ...
+
+
+class Gradient(Protocol):
+    """What one batch gave."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def finite(self) -> bool: ...
+
+
+class Replica(Protocol):
+    """The worker's copy of the model with its data, opaque to the role."""
+
+    def load(self, shard: int, payload: Payload) -> None:
+        """Take over the parameters of one shard; the replica releases the payload."""
+
+    def nudge(self, shard: int, payload: Payload) -> None:
+        """Move the parameters of one shard by minus the payload, which the replica releases."""
+
+    def prefetch(self, lease: Lease) -> None:
+        """This batch will be computed on soon."""
+
+    def progress(self, samples: int) -> None:
+        """So many samples have been accepted: what a schedule on the worker follows."""
+
+    def gradient(self, lease: Any, step: int) -> Gradient | None:
+        """Forward and backward; None ends the work (only where the caller brings the data)."""
+
+    def take(self) -> list[Any]:
+        """What to push for all batches since the last push: one Payload a shard, in shard order."""
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of the present parameters; empty when there is nothing to validate."""

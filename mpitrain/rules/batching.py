@@ -1,0 +1,106 @@
+"""How large each worker's batches are.
+
+Law of this file: a batching decides sizes from counts and measured speeds that it is handed; it never asks a
+clock. Sizes of one round add up to a constant, so the rate keeps its meaning whoever is slow.
+
+mu is a worker's batch and lambda the number of workers: keeping mu * lambda constant keeps the accuracy of the
+small batch when workers are added (Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD", IJCAI 2016; Gupta,
+Zhang and Wang, "Model Accuracy and Runtime Tradeoff in Distributed Deep Learning", ICDM 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mpitrain.errors import UsageError
+from mpitrain.text import Value, register
+
+
+@dataclass(frozen=True, repr=False)
+class Batching(Value):
+    """Base. Its memory is a JSON-able dict that the role owns."""
+
+    measures: ClassVar[bool] = False  # times, so that a recorded run cannot be repeated from its order alone
+
+    def size(self, memory: dict[str, Any], worker: int, workers: Collection[int], batch_size: int) -> int:
+        """Samples of `worker`'s next batch, when `workers` take part and the job says `batch_size`."""
+        raise NotImplementedError
+
+    def measured(self, memory: dict[str, Any], worker: int, num_samples: int, seconds: float) -> None:
+        """`worker` took so long, answer to push, for so many samples."""
+
+    def weight(self, num_samples: int, num_workers: int, batch_size: int) -> float:
+        """What a gradient of `num_samples` samples weighs beside its damping."""
+        return 1.0
+
+
+@register("batching", "per_worker")
+@dataclass(frozen=True, repr=False)
+class PerWorker(Batching):
+    """mu = the job's `batch_size`, for everyone."""
+
+    def size(self, memory: dict[str, Any], worker: int, workers: Collection[int], batch_size: int) -> int:
+        return batch_size
+
+
+@register("batching", "per_round")
+@dataclass(frozen=True, repr=False)
+class PerRound(Batching):
+    """mu * lambda = the job's `batch_size`: it is divided among the workers that take part, the lower ones taking one
+    sample more where it does not divide; each takes at least one."""
+
+    def size(self, memory: dict[str, Any], worker: int, workers: Collection[int], batch_size: int) -> int:
+        share, longer = divmod(batch_size, len(workers))
+        return max(1, share + (sorted(workers).index(worker) < longer))
+
+
+@register("batching", "by_speed")
+@dataclass(frozen=True, repr=False)
+class BySpeed(Batching):
+    """Slow workers get smaller batches: a round of lambda batches has `lambda * batch_size` samples, divided in
+    proportion to the samples a second that each worker was last seen to make.
+
+    A gradient weighs its samples over `batch_size`, so a synchronous update is still the mean over all samples of
+    the round, and an asynchronous one moves in proportion to what it has seen.
+
+    Args:
+        smoothing: share of the newest measurement in the running mean of a worker's speed, in (0, 1].
+    """
+
+    smoothing: float = 0.3
+    measures: ClassVar[bool] = True
+
+    def check(self) -> None:
+        if not 0 < self.smoothing <= 1:
+            raise UsageError(f"by_speed: smoothing must lie in (0, 1], got {self.smoothing}")
+
+    def size(self, memory: dict[str, Any], worker: int, workers: Collection[int], batch_size: int) -> int:
+        speeds = {other: memory[str(other)] for other in workers if str(other) in memory}
+        if not speeds:
+            return batch_size
+        usual = sum(speeds.values()) / len(speeds)
+        ranks = sorted(workers)
+        return _divide(batch_size * len(ranks), [speeds.get(rank, usual) for rank in ranks])[
+            ranks.index(worker)
+        ]
+
+    def measured(self, memory: dict[str, Any], worker: int, num_samples: int, seconds: float) -> None:
+        speed = num_samples / max(seconds, 1e-9)
+        before = memory.get(str(worker), speed)
+        memory[str(worker)] = before + self.smoothing * (speed - before)
+
+    def weight(self, num_samples: int, num_workers: int, batch_size: int) -> float:
+        return num_samples / batch_size
+
+
+def _divide(total: int, weights: list[float]) -> list[int]:
+    """`total` in proportion to `weights`, in whole parts of at least 1 that add up (largest remainders)."""
+    spare = total - len(weights)
+    exact = [spare * weight / sum(weights) for weight in weights]
+    parts = [1 + int(part) for part in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda index: (int(exact[index]) - exact[index], index))
+    for index in by_remainder[: total - sum(parts)]:
+        parts[index] += 1
+    return parts
