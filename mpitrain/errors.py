@@ -3,6 +3,7 @@
     MpitrainError            exit 1   something failed while running
     |- NonFiniteError        exit 1   a loss or gradient is NaN or infinite and the job says stop
     |- WireError             exit 1   a message arrived damaged, short, or out of order
+    |- MismatchError         exit 1   the ranks of a group call different collectives (also a ValueError)
     |- DeadlockError         exit 1   virtual world: everybody waits and nothing is under way
     |- AgreedError           exit n   some rank failed at start-up; already reported once, all ranks leave
     together `- UsageError            exit 2   the user's input is wrong (also a ValueError)
@@ -32,6 +33,10 @@ class NonFiniteError(MpitrainError):
 
 class WireError(MpitrainError):
     """A message failed its checksum, byte count or sequence stamp."""
+
+
+class MismatchError(MpitrainError, ValueError):
+    """The ranks of a group have not called the same collective with the same shapes and dtypes."""
 
 
 class DeadlockError(MpitrainError):

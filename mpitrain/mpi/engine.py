@@ -21,7 +21,6 @@ when it is small, but Open MPI 5.0.11 crashes on a long one: send the length ahe
 
 import contextlib
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,11 +29,12 @@ from typing import Any
 from mpitrain.errors import UsageError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.op import Op
+from mpitrain.mpi.posting import Posting, withdraw
 from mpitrain.mpi.progress import Progress
 from mpitrain.mpi.waiting import Backoff, give_way
 
 
-class Engine:
+class Engine(Posting):
     """Drives the nonblocking operations of one process over communicator `comm` (see the module's law)."""
 
     def __init__(self, comm: "MPI.Comm"):
@@ -46,44 +46,6 @@ class Engine:
         self._stopping = False
         self._finished = threading.Condition()
         self._broken: BaseException | None = None
-
-    # ---- posting
-
-    def isend(self, buffer: Any, dest: int, tag: int, comm: "MPI.Comm | None" = None) -> Op:
-        """Send `buffer` (a tensor, or anything mpi4py takes as a message) to rank `dest` of `comm`."""
-        op = Op("send", _message(buffer), dest, tag)
-        target = self.comm if comm is None else comm
-        return self._submit(op, lambda: self._progress.post(op, lambda: target.Isend(op.buffer, dest, tag)))
-
-    def irecv(
-        self, buffer: Any, source: int, tag: int, comm: "MPI.Comm | None" = None, passive: bool = False
-    ) -> Op:
-        """Receive into `buffer` from rank `source`. `passive`: it may never come, so it keeps nobody awake."""
-        if source == MPI.ANY_SOURCE:
-            raise ValueError(
-                "receive from each rank by its number: under ANY_SOURCE a dead peer cannot be told apart"
-            )
-        op = Op("receive", _message(buffer), source, tag, passive)
-        target = self.comm if comm is None else comm
-        return self._submit(op, lambda: self._progress.post(op, lambda: target.Irecv(op.buffer, source, tag)))
-
-    def call(self, function: Callable[[], Any]) -> Op:
-        """Run `function()` in the thread that owns MPI, in turn; inline that is here and now."""
-        op = Op("call")
-        return self._submit(op, lambda: self._progress.run(op, function))
-
-    def collective(self, function: Callable[[], Any], gate: "MPI.Comm") -> Op:
-        """Run the blocking collective `function()` once every rank of `gate` has arrived, in order of submission.
-
-        `gate` is a communicator over the same ranks that carries nothing but these arrivals. All its ranks
-        must submit their collectives in the same order, as MPI demands anyway.
-        """
-        op = Op("collective")
-        return self._submit(op, lambda: self._progress.line_up(op, function, gate))
-
-    def cancel(self, op: Op) -> None:
-        """Withdraw a receive that nothing has matched: it completes with `cancelled` set and a CancelledError."""
-        self._command(lambda: _withdraw(op))
 
     # ---- waiting
 
@@ -179,7 +141,7 @@ class Engine:
         self._stopping = True
         for op in self.outstanding:
             if op.passive:
-                _withdraw(op)
+                withdraw(op)
 
     def _serve(self) -> None:
         try:
@@ -220,7 +182,7 @@ class Engine:
 
     # ---- handing over to the thread that owns MPI
 
-    def _submit(self, op: Op, start: Callable[[], None]) -> Op:
+    def _submit(self, op: Op, start: Callable[[], Any]) -> Op:
         def command() -> None:
             if self._broken is None:
                 self._backoff.traffic()
@@ -243,18 +205,3 @@ class Engine:
         if self._thread is not None:
             with self._finished:
                 self._finished.notify_all()
-
-
-def _withdraw(op: Op) -> None:
-    if op.request is not None and op.kind == "receive":  # MPI cannot cancel an arrival at a collective
-        op.request.Cancel()
-
-
-def _message(buffer: Any) -> Any:
-    """What mpi4py gets: tensors go through the one guarded function, everything else is the caller's message."""
-    torch = sys.modules.get("torch")  # no torch in this process, no tensor
-    if torch is None or not isinstance(buffer, torch.Tensor):
-        return buffer
-    from mpitrain.mpi.buffers import as_buffer
-
-    return as_buffer(buffer)

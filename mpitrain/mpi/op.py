@@ -16,7 +16,7 @@ class Op:
 
     __slots__ = (
         "buffer", "callbacks", "cancelled", "done", "error", "kind", "passive", "peer", "request", "result", "source",
-        "status_bytes", "tag",
+        "status_bytes", "tag", "what",
     )  # fmt: skip
 
     def __init__(self, kind: str, buffer: Any = None, peer: int = -1, tag: int = -1, passive: bool = False):
@@ -32,6 +32,7 @@ class Op:
         self.result: Any = None
         self.source = peer
         self.status_bytes = 0
+        self.what = ""  # what the user called it, for messages
         self.callbacks: list[Callable[[Op], None]] = []
 
     def __repr__(self) -> str:

@@ -1,34 +1,27 @@
 """torch.distributed over any MPI: the backend "mpi4py", a process group whose collectives run on one MPI thread.
 
-The law of this file: a collective returns at once with a Work and is carried out by the process's
-communication thread (`engine.py`), in the order in which it was issued, when all ranks have issued it; so
-DDP's buckets travel while the rest of the backward pass computes. The bulk moves in blocking collectives (2
-ranks, 16 MB: 4.4-5.0 ms, against 8 for Iallreduce). An error inside a collective is raised where its Work
-or future is waited for.
-
-Present: allreduce (also coalesced), broadcast, allgather, all_gather_single, barrier, send and recv: what
-DDP needs. The other operations raise NotImplementedError. The group's `timeout` is honoured where Python
-waits (`Work.wait`, so every synchronous call); DDP's own wait at the end of backward has none: there a rank
-that never comes is waited for until the job ends, as it does when any rank raises.
+The law of this file: who the ranks are comes from MPI, nothing of the group meets in the store, and torch's names are
+complete: what torch 2.11 and 2.13 ask of a group is here or in the three files that this class is made of
+(`group_reductions.py`, `group_moves.py`, `group_point.py`, on `group_core.py`). A collective returns at once with a
+Work and is carried out by the process's communication thread (`engine.py`) when all ranks have issued it (`lines.py`),
+so DDP's buckets travel while the rest of the backward pass computes. An error inside a collective, a difference
+between the ranks or a passed timeout is raised where its Work or future is waited for, in DDP's C++ too.
 """
 
-from collections.abc import Callable, Sequence
+import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
-from zlib import crc32
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mpitrain.errors import UsageError
-from mpitrain.mpi import buffers, reduction
+from mpitrain.mpi.group_moves import Moves
+from mpitrain.mpi.group_point import Points
+from mpitrain.mpi.group_reductions import Reductions
 from mpitrain.mpi.register import BACKEND, register
 from mpitrain.mpi.runtime import Runtime, start
 from mpitrain.mpi.work import MpiWork
-
-if TYPE_CHECKING:
-    from mpitrain.mpi.bindings import MPI
-    from mpitrain.mpi.op import Op
 
 
 def init_default_group(runtime: Runtime) -> None:
@@ -38,15 +31,43 @@ def init_default_group(runtime: Runtime) -> None:
 
 
 def rendezvous() -> dict[str, Any]:
-    """What `init_process_group` needs to know, from MPI. Nothing of the group meets in the store."""
+    """What `init_process_group` needs to know, from MPI. Nothing of the group meets in the store.
+
+    Where RANK and WORLD_SIZE are set (torchrun's names), they name the ranks; where not, they are set, with LOCAL_RANK
+    and LOCAL_WORLD_SIZE, for scripts that ask. Raises UsageError if they do not fit what MPI started.
+    """
     runtime = start()
-    return {"store": dist.HashStore(), "rank": runtime.rank, "world_size": runtime.size}
+    told = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    rank, size = (int(text) if text is not None and text.isdigit() else None for text in told)
+    every = runtime.allgather([rank, size])
+    if all(each == [None, None] for each in every):
+        _tell_scripts(runtime)
+        return {"store": dist.HashStore(), "rank": runtime.rank, "world_size": runtime.size}
+    if any(each[1] != runtime.size for each in every) or {each[0] for each in every} != set(
+        range(runtime.size)
+    ):
+        raise UsageError(
+            f"RANK={told[0]} WORLD_SIZE={told[1]} in the environment of rank {runtime.rank}, but MPI started"
+            f" {runtime.size} rank(s): start the ranks by mpirun or srun instead of torchrun, or unset the variables"
+        )
+    return {"store": dist.HashStore(), "rank": rank, "world_size": size}
+
+
+def _tell_scripts(runtime: Runtime) -> None:
+    values = {
+        "RANK": runtime.rank, "WORLD_SIZE": runtime.size, "LOCAL_RANK": runtime.local_rank,
+        "LOCAL_WORLD_SIZE": runtime.nodes.count(runtime.nodes[runtime.rank]),
+    }  # fmt: skip
+    for name, value in values.items():
+        os.environ.setdefault(name, str(value))
 
 
 def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
     """The creator that torch.distributed calls, on the members of a new group only."""
     runtime = start()
-    ranks = list(options.global_ranks_in_group) or list(range(runtime.size))
+    if not runtime.torch_ranks or not dist.is_initialized():
+        _learn_ranks(runtime, options)
+    ranks = [runtime.torch_ranks[rank] for rank in options.global_ranks_in_group] or list(runtime.torch_ranks)
     if options.group_size != len(ranks) or ranks[options.group_rank] != runtime.rank:
         raise UsageError(
             f"torch.distributed was told rank {options.group_rank} of {options.group_size}, but MPI started this"
@@ -55,30 +76,21 @@ def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
     return MpiProcessGroup(runtime, ranks, options.timeout)
 
 
-class MpiProcessGroup(dist.ProcessGroup):
-    """A process group over the given ranks of the world; made by torch.distributed through `create`."""
+def _learn_ranks(runtime: Runtime, options: Any) -> None:
+    """Which MPI rank each of torch's ranks is: the identity, unless the user has numbered them otherwise."""
+    everybody = not options.global_ranks_in_group and options.group_size == runtime.size
+    told = runtime.allgather(options.group_rank) if everybody else list(range(runtime.size))
+    known = sorted(told) == list(range(runtime.size))
+    runtime.torch_ranks = (
+        tuple(told.index(rank) for rank in range(runtime.size)) if known else tuple(range(runtime.size))
+    )
 
-    def __init__(self, runtime: Runtime, ranks: Sequence[int], timeout: timedelta):
-        super().__init__(ranks.index(runtime.rank), len(ranks))  # type: ignore[call-arg]
-        self._runtime, self._timeout = runtime, timeout
-        self._engine = runtime.engine
-        self._name = self._desc = ""
-        self._engine.start_thread()
-        self._comm, self._gate = self._engine.run(lambda: self._make_comms(ranks))
-        runtime.communicators += [self._comm, self._gate]
 
-    def _make_comms(self, ranks: Sequence[int]) -> "tuple[MPI.Intracomm, MPI.Intracomm]":
-        world = self._runtime.comm
-        if len(ranks) == world.size:
-            return world.Dup(), world.Dup()
-        tag = (
-            crc32(repr(list(ranks)).encode()) & 0x7FFF
-        )  # only members call, so the same tag must come from the ranks
-        group = world.group.Incl(list(ranks))
-        comm = world.Create_group(group, tag)
-        return comm, comm.Dup()
+class MpiProcessGroup(Reductions, Moves, Points):
+    """A process group over some ranks of the world; made by torch.distributed through `create`."""
 
-    # ---- what torch asks of every group
+    _name = _desc = ""
+    _coalescing: list[MpiWork] | None = None
 
     def getBackendName(self) -> str:
         """ "mpi4py"."""
@@ -100,152 +112,29 @@ class MpiProcessGroup(dist.ProcessGroup):
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
 
-    # ---- collectives
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The timeout of every operation from now on."""
+        self._timeout = timeout
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:  # type: ignore[override]
-        """Reduce each tensor over all ranks, in place. SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR where the dtype
-        allows it; bfloat16 and float16 are added in float32. TypeError otherwise."""
-        kind = "SUM" if opts is None else opts.reduceOp.op.name
-        for tensor in tensors:
-            reduction.check(tensor.dtype, kind)
-        marks = [buffers.mark(tensor) for tensor in tensors]
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
 
-        def carry() -> None:
-            for tensor, mark in zip(tensors, marks):
-                on_host = reduction.is_sixteen(tensor.dtype)
-                held = buffers.lease(tensor, reads=True, writes=True, after=mark, on_host=on_host)
-                reduction.allreduce(self._comm, held, kind)
-                held.finish()
+    # ---- several operations as one (dist._coalescing_manager with a device, batch_isend_irecv)
 
-        return self._work("allreduce", carry, tensors)
+    @property
+    def supports_coalescing(self) -> bool:
+        """True: between `_start_coalescing` and `_end_coalescing` every Work is remembered."""
+        return True
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """Several tensors in one Work."""
-        return self.allreduce(tensors, opts)
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> MpiWork:  # type: ignore[override]
-        """Copy the root's tensors to all ranks."""
-        root = opts.rootRank
-        marks = [buffers.mark(tensor) for tensor in tensors]
+    def _end_coalescing(self, device: torch.device) -> MpiWork:
+        """A Work that is done when all since `_start_coalescing` are."""
+        works, self._coalescing = self._coalescing or [], None
+        return MpiWork.of_all(self._engine, works, self._timeout)
 
-        def carry() -> None:
-            for tensor, mark in zip(tensors, marks):
-                is_root = self.rank() == root
-                held = buffers.lease(tensor, reads=is_root, writes=not is_root, after=mark)
-                for message in held.messages():
-                    self._comm.Bcast(message, root)
-                held.finish()
-
-        return self._work("broadcast", carry, tensors)
-
-    def allgather(  # type: ignore[override]
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> MpiWork:
-        """outputs[i][r] becomes rank r's inputs[i]; the sizes may differ between ranks."""
-        own = [slots[self.rank()] for slots in outputs]
-        for slot, tensor in zip(own, inputs):
-            slot.detach().copy_(tensor.detach())
-        marks = [buffers.mark(slot) for slot in own]
-
-        def carry() -> None:
-            for slots, mark in zip(outputs, marks):
-                self._fill(slots, mark)
-
-        return self._work("allgather", carry, outputs)
-
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
-        """output, seen as `size` equal parts, becomes the concatenation of all ranks' input."""
-        if output.numel() != input.numel() * self.size() or not output.is_contiguous():
-            raise ValueError(
-                f"output has {output.numel()} elements, wants {self.size()} x {input.numel()}, contiguous"
-            )
-        slots = list(output.detach().view(self.size(), -1))
-        slots[self.rank()].copy_(input.detach().reshape(-1))
-        mark = buffers.mark(output)
-
-        def carry() -> None:
-            if output.numel() > buffers.MAX_COUNT:
-                self._fill(slots, mark)
-                return
-            held = buffers.lease(output, reads=True, writes=True, after=mark)
-            for message in held.messages():  # one, or none for an empty tensor
-                self._comm.Allgather(buffers.IN_PLACE, message.blocks(self.size()))
-            held.finish()
-
-        return self._work("all_gather_single", carry, output)
-
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
-        """torch's older name for all_gather_single."""
-        return self.all_gather_single(output, input, opts)
-
-    def barrier(self, opts: Any = None) -> MpiWork:
-        """Done when all ranks have come here."""
-        return self._work("barrier", lambda: None, [])
-
-    def _fill(self, slots: Sequence[torch.Tensor], mark: Any) -> None:
-        """Every rank broadcasts its slot: any sizes, any number of elements."""
-        for root, slot in enumerate(slots):
-            held = buffers.lease(slot, reads=root == self.rank(), writes=root != self.rank(), after=mark)
-            for message in held.messages():
-                self._comm.Bcast(message, root)
-            held.finish()
-
-    # ---- point to point
-
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> MpiWork:
-        """Send one tensor to rank `dst` of this group."""
-        (tensor,) = tensors
-        return self._transfer(
-            f"send to {dst}", tensor, True, lambda message: self._engine.isend(message, dst, tag, self._comm)
-        )
-
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> MpiWork:
-        """Receive one tensor from rank `src` of this group."""
-        (tensor,) = tensors
-        return self._transfer(
-            f"receive from {src}",
-            tensor,
-            False,
-            lambda message: self._engine.irecv(message, src, tag, self._comm),
-        )
-
-    # ---- handing over to the communication thread
-
-    def _transfer(
-        self, what: str, tensor: torch.Tensor, outgoing: bool, post: "Callable[[Any], Op]"
-    ) -> MpiWork:
-        work = MpiWork(self._engine, what, [tensor], self._timeout)
-        mark = buffers.mark(tensor)
-
-        def begin() -> None:
-            held = buffers.lease(tensor, reads=outgoing, writes=not outgoing, after=mark)
-            message = held.messages()[0] if tensor.numel() else bytearray()
-            post(message).then(lambda op: work.settle(op, held.finish))
-
-        self._engine.call(begin).then(lambda op: work.end(op.error) if op.error else None)
+    def _remember(self, work: MpiWork) -> MpiWork:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
         return work
-
-    def _work(self, what: str, carry: Callable[[], None], result: Any) -> MpiWork:
-        """The Work of a collective that runs when all ranks have arrived."""
-        work = MpiWork(self._engine, what, result, self._timeout)
-        self._engine.collective(carry, self._gate).then(work.settle)
-        return work
-
-
-def _refuse(name: str) -> Callable[..., NoReturn]:
-    def refused(self: MpiProcessGroup, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"the mpi4py backend does not have {name} yet: it has what DDP needs (allreduce, broadcast, allgather,"
-            " all_gather_single, barrier, send, recv)"
-        )
-
-    refused.__name__ = name
-    return refused
-
-
-for _name in (
-    "reduce", "gather", "scatter", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced", "allgather_coalesced", "allgather_into_tensor_coalesced", "alltoall",
-    "alltoall_base", "all_to_all_single", "recv_anysource",
-):  # fmt: skip
-    setattr(MpiProcessGroup, _name, _refuse(_name))

@@ -1,17 +1,21 @@
-"""The single-threaded heart of the engine: outstanding requests, and collectives waiting for their turn.
+"""The single-threaded heart of the engine: outstanding requests, tasks made of them, and lines of collectives.
 
 The law of this file: no locks, no threads, no waiting. Whoever owns MPI calls it; `poll` tests and returns.
 The list of requests never holds a null one, because MPI answers "done" for those and a dead peer's stale
-buffer would be taken for a fresh message (`reference/reliability.md`, fact 9).
+buffer would be taken for a fresh message (`reference/reliability.md`, fact 9). An operation whose deadline
+passes fails with a TimeoutError; what MPI may still write to is kept alive for ever.
 """
 
 import contextlib
-from collections import deque
-from collections.abc import Callable
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from typing import Any
 
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.lines import Line, Task, Turn
 from mpitrain.mpi.op import Op
 
 
@@ -23,53 +27,86 @@ class Progress:
         self._on_done = on_done
         self._requests: list[Any] = []  # what MPI tests; `_ops` runs parallel to it
         self._ops: list[Op] = []
-        self._turns: deque[tuple[Op, Op | None, Callable[[], Any]]] = (
-            deque()
-        )  # collectives in order of submission
+        self._lines: dict[int, Line] = {}  # by the handle of the group's gate
+        self._deadlines: list[tuple[float, int, Op, Callable[[BaseException], None]]] = []
+        self._order = itertools.count()
         self._status = MPI.Status()
         self._failure: MPI.Exception | None = None  # the last error that MPI raised for a request
         self._abandoned: list[Any] = []  # requests and buffers that MPI may still write to after a break
 
     def __len__(self) -> int:
-        return len(self._ops) + len(self._turns)
+        return len(self._ops) + sum(map(len, self._lines.values()))
 
     @property
     def num_arriving(self) -> int:
         """Collectives that wait for other ranks."""
-        return len(self._turns)
+        return sum(len(line.turns) for line in self._lines.values())
 
     def outstanding(self) -> tuple[Op, ...]:
         """What has been posted and is not done, collectives last."""
-        return (*self._ops, *(turn[0] for turn in self._turns))
+        turns = [
+            turn
+            for line in self._lines.values()
+            for turn in (*([line.running] if line.running else []), *line.turns)
+        ]
+        return (*self._ops, *(turn.op for turn in turns))
 
-    def post(self, op: Op, start: Callable[[], "MPI.Request"]) -> None:
+    def post(self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None) -> Op:
         """Start a nonblocking operation; an error at once completes the Op with it."""
         try:
             op.request = start()
         except Exception as error:
             self.complete(op, error)
-            return
+            return op
         self._requests.append(op.request)
         self._ops.append(op)
         self.num_awake += not op.passive
+        if timeout_s is not None:
+            self._set_deadline(op, timeout_s, lambda error: self._abandon(op, error))
+        return op
 
     def run(self, op: Op, function: Callable[[], Any]) -> None:
-        """Call `function` here and now; its result or exception completes the Op."""
-        error: Exception | None = None
+        """Call `function` here and now; its result or exception completes the Op. A Task is then driven to its end."""
         try:
-            op.result = function()
+            result = function()
         except Exception as failure:
-            error = failure
-        self.complete(op, error)
+            self.complete(op, failure)
+            return
+        if isinstance(result, Generator):
+            self._drive(op, result)
+        else:
+            op.result = result
+            self.complete(op)
 
-    def line_up(self, op: Op, function: Callable[[], Any], gate: "MPI.Comm") -> None:
-        """Say on `gate` that this rank has arrived; `function` runs when all have and those before it have run."""
-        arrival = None
+    def line_up(
+        self,
+        op: Op,
+        function: Callable[[bool], Any],
+        gate: "MPI.Comm",
+        what: str = "",
+        balance: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Say on `gate` that this rank has arrived; `function(calm)` runs when all have and its turn has come."""
+        line = self._lines.get(gate.handle)
+        if line is None:
+            line = self._lines[gate.handle] = Line(gate)
+        if line.broken is not None:
+            self.complete(op, line.broken)
+            return
+        busy = any(len(other) for other in self._lines.values() if other is not line)
+        turn = Turn(op, function, what, balance, busy)
+        line.turns.append(turn)
         if gate.size > 1:
-            arrival = Op("arrival", passive=True)
-            self.post(arrival, gate.Ibarrier)
-        self._turns.append((op, arrival, function))
+            turn.arrival = Op("arrival", buffer=turn, passive=True)
+            self.post(turn.arrival, lambda: gate.Iallreduce(turn.said, turn.heard, MPI.SUM))
+        if timeout_s is not None:
+            self._set_deadline(op, timeout_s, lambda error: self._fail_line(line, error))
         self._take_turns()
+
+    def forget(self, gate: "MPI.Comm") -> None:
+        """Drop the line of a group that ends."""
+        self._lines.pop(gate.handle, None)
 
     def poll(self) -> int:
         """Test everything outstanding, complete what is finished, return how many that were."""
@@ -78,10 +115,14 @@ class Progress:
             if not self._test():
                 break
             num_done += 1
+        if self._deadlines:
+            self._expire()
         return num_done + self._take_turns()
 
     def complete(self, op: Op, error: BaseException | None = None) -> None:
         """Mark as done and tell whoever waits; exceptions of callbacks go to whoever polls."""
+        if op.done:  # it has timed out meanwhile
+            return
         op.error = error
         op.request = None
         op.done = True
@@ -95,12 +136,14 @@ class Progress:
         ops = self.outstanding()
         self._abandoned += [(self._requests, [op.buffer for op in ops])]
         self._requests, self._ops, self.num_awake = [], [], 0
-        self._turns.clear()
+        self._lines.clear()
         for op in ops:
             with contextlib.suppress(
                 Exception
             ):  # `error` came first; what its consequences raise adds nothing
                 self.complete(op, error)
+
+    # ---- requests
 
     def _test(self) -> bool:
         """Complete one finished request, if there is one."""
@@ -125,14 +168,18 @@ class Progress:
             index, error = 0, self._failure
         assert 0 <= index < len(requests), index
         op = self._ops[index]
-        requests[index], self._ops[index] = requests[-1], self._ops[-1]
-        requests.pop()
-        self._ops.pop()
-        self.num_awake -= not op.passive
+        self._remove(index)
         if error is None and op.kind == "receive":
             error = self._read_status(op)
         self.complete(op, error)
         return True
+
+    def _remove(self, index: int) -> None:
+        op = self._ops[index]
+        self._requests[index], self._ops[index] = self._requests[-1], self._ops[-1]
+        self._requests.pop()
+        self._ops.pop()
+        self.num_awake -= not op.passive
 
     def _read_status(self, op: Op) -> BaseException | None:
         status = self._status
@@ -143,14 +190,101 @@ class Progress:
         op.status_bytes = status.Get_elements(MPI.BYTE)  # Get_count overflows at 2 GB
         return None
 
+    # ---- deadlines
+
+    def _set_deadline(self, op: Op, timeout_s: float, fail: Callable[[BaseException], None]) -> None:
+        heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, next(self._order), op, fail))
+
+    def _expire(self) -> None:
+        """Fail what has passed its deadline; forget the deadlines of what is done."""
+        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] < time.monotonic()):
+            _, _, op, fail = heapq.heappop(self._deadlines)
+            if not op.done:
+                fail(TimeoutError(f"{op.what or op!r} is not done within the group's timeout"))
+
+    def _abandon(self, op: Op, error: BaseException) -> None:
+        """Complete an operation that MPI has not finished; its request and buffer stay alive."""
+        if op in self._ops:
+            index = self._ops.index(op)
+            if op.kind == "receive":
+                self._requests[index].Cancel()
+            self._abandoned.append((self._requests[index], op.buffer))
+            self._remove(index)
+        self.complete(op, error)
+
+    def _fail_line(self, line: Line, error: BaseException) -> None:
+        """A collective has timed out: it and everything behind it fails, now and later."""
+        line.broken = error
+        turns = ([line.running] if line.running else []) + list(line.turns)
+        line.turns.clear()
+        line.running = None
+        for turn in turns:
+            if turn.arrival is not None and not turn.arrival.done:
+                self._abandon(turn.arrival, error)
+            self.complete(turn.op, error)
+
+    # ---- tasks and turns
+
+    def _drive(self, op: Op, task: Task) -> None:
+        """Run a task up to its next wait; what it waits for brings it back here."""
+        error: BaseException | None = None
+        while not op.done:
+            try:
+                waited = list(task.send(None) if error is None else task.throw(error))
+            except StopIteration as end:
+                op.result = end.value
+                self.complete(op)
+                return
+            except Exception as failure:
+                self.complete(op, failure)
+                return
+            missing = [other for other in waited if not other.done]
+            if missing:
+                self._resume_after(missing, op, task, waited)
+                return
+            error = next((other.error for other in waited if other.error is not None), None)
+
+    def _resume_after(self, missing: list[Op], op: Op, task: Task, waited: list[Op]) -> None:
+        left = len(missing)
+
+        def one_done(_: Op) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                error = next((other.error for other in waited if other.error is not None), None)
+                self._drive(op, task if error is None else _failing(task, error))
+
+        for other in missing:
+            other.then(one_done)
+
     def _take_turns(self) -> int:
-        """Run the collectives at the head of the line whose ranks have all arrived."""
+        """Start the collectives at the heads of the lines whose ranks have all arrived."""
         num_run = 0
-        while self._turns and (self._turns[0][1] is None or self._turns[0][1].done):
-            op, arrival, function = self._turns.popleft()
-            num_run += 1
-            if arrival is not None and arrival.error is not None:
-                self.complete(op, arrival.error)
-            else:
-                self.run(op, function)
+        for line in [line for line in self._lines.values() if line.turns]:
+            while line.running is None and line.turns and line.turns[0].arrived:
+                num_run += 1
+                self._take_turn(line, line.turns.popleft())
         return num_run
+
+    def _take_turn(self, line: Line, turn: Turn) -> None:
+        line.running = turn
+
+        def over(_: Op) -> None:
+            if line.running is turn:
+                line.running = None
+
+        turn.op.callbacks.insert(0, over)
+        try:
+            calm = turn.check(line.gate)
+        except Exception as error:
+            self.complete(turn.op, error)
+            return
+        self.run(turn.op, lambda: turn.function(calm))
+
+
+def _failing(task: Task, error: BaseException) -> Task:
+    """A task that continues `task` by raising `error` in it."""
+    waited = task.throw(error)
+    while True:
+        yield waited
+        waited = task.send(None)

@@ -1,99 +1,104 @@
-"""Which MPI operation a torch reduction is, and the sum of 16-bit floats that MPI cannot do.
+"""Which MPI operation a torch reduction is, and how two pieces are combined where we add ourselves.
 
 The law of this file: the wire type is not the accumulation type. bfloat16 and float16 travel as 16 bits,
 are added in float32 in rank order, and rounded once; so the result is the same on every rank and does not
-depend on timing.
+depend on timing. Everything else has one MPI operation and one torch function that mean the same.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.buffers import MAX_COUNT, Lease, as_buffer
+from mpitrain.mpi.buffers import as_buffer
 
-_NUMBERS = {
-    "SUM": MPI.SUM,
-    "AVG": MPI.SUM,
-    "PRODUCT": MPI.PROD,
-    "MIN": MPI.MIN,
-    "MAX": MPI.MAX,
-}
-_BITS = {"BAND": MPI.BAND, "BOR": MPI.BOR, "BXOR": MPI.BXOR}
+_NUMBERS = {name: name for name in ("SUM", "PRODUCT", "MIN", "MAX")}
+_AVERAGES = _NUMBERS | {"AVG": "SUM", "PREMUL_SUM": "SUM"}
+_BITS = {name: name for name in ("BAND", "BOR", "BXOR")}
 _TRUTHS = {
-    "SUM": MPI.LOR,
-    "MAX": MPI.LOR,
-    "BOR": MPI.LOR,
-    "PRODUCT": MPI.LAND,
-    "MIN": MPI.LAND,
-    "BAND": MPI.LAND,
-    "BXOR": MPI.LXOR,
-}
+    "SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PRODUCT": "LAND", "MIN": "LAND", "BAND": "LAND", "BXOR": "LXOR",
+}  # fmt: skip
 _SIXTEEN = (torch.bfloat16, torch.float16)
-_IN_FLOAT32 = {
-    "SUM": torch.Tensor.add_,
-    "AVG": torch.Tensor.add_,
-    "PRODUCT": torch.Tensor.mul_,
-    "MIN": lambda a, b: torch.minimum(a, b, out=a),
-    "MAX": lambda a, b: torch.maximum(a, b, out=a),
+_OPERATIONS: dict[str, tuple[MPI.Op, Callable[[torch.Tensor, torch.Tensor], Any]]] = {
+    "SUM": (MPI.SUM, torch.Tensor.add_),
+    "PRODUCT": (MPI.PROD, torch.Tensor.mul_),
+    "MIN": (MPI.MIN, lambda a, b: torch.minimum(a, b, out=a)),
+    "MAX": (MPI.MAX, lambda a, b: torch.maximum(a, b, out=a)),
+    "BAND": (MPI.BAND, torch.Tensor.bitwise_and_),
+    "BOR": (MPI.BOR, torch.Tensor.bitwise_or_),
+    "BXOR": (MPI.BXOR, torch.Tensor.bitwise_xor_),
+    "LOR": (MPI.LOR, torch.Tensor.logical_or_),
+    "LAND": (MPI.LAND, torch.Tensor.logical_and_),
+    "LXOR": (MPI.LXOR, torch.Tensor.logical_xor_),
 }
+# torch adds these nowhere on a CPU: the library does, in place, by MPI_Reduce_local
+_ONLY_MPI = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def is_sixteen(dtype: torch.dtype) -> bool:
-    """True for the floats that go through `allreduce`'s float32 path."""
+    """True for the floats that are added in float32."""
     return dtype in _SIXTEEN
 
 
-def check(dtype: torch.dtype, kind: str) -> "MPI.Op | None":
-    """The MPI operation for `kind` on `dtype` (None: the 16-bit path); TypeError where it makes no sense.
+def check(dtype: torch.dtype, kind: str) -> str:
+    """The name of the elementwise operation for `kind` on `dtype`; TypeError where it makes no sense.
 
-    AVG is the sum divided by the number of ranks, for floats and complex numbers. bool: sum, max are `or`,
-    product, min are `and`.
+    AVG is the sum divided by the number of ranks, PREMUL_SUM the sum of the tensors times a factor, for floats and
+    complex numbers. bool: sum, max are `or`, product, min are `and`.
     """
-    if dtype in _SIXTEEN:
-        if kind in _IN_FLOAT32:
-            return None
-    elif dtype == torch.bool:
-        if kind in _TRUTHS:
-            return _TRUTHS[kind]
+    if dtype == torch.bool:
+        table = _TRUTHS
     elif dtype.is_complex:
-        if kind in ("SUM", "AVG", "PRODUCT"):
-            return _NUMBERS[kind]
-    elif kind in _NUMBERS and (kind != "AVG" or dtype.is_floating_point):
-        return _NUMBERS[kind]
-    elif kind in _BITS and not dtype.is_floating_point:
-        return _BITS[kind]
-    raise TypeError(f"the mpi4py backend cannot reduce {dtype} with {kind}")
+        table = {name: _AVERAGES[name] for name in ("SUM", "AVG", "PREMUL_SUM", "PRODUCT")}
+    elif dtype.is_floating_point:
+        table = _AVERAGES if dtype in (*_SIXTEEN, torch.float32, torch.float64) else {}
+    else:
+        table = _NUMBERS | _BITS
+    if kind not in table:
+        known = ", ".join(table) or "nothing; convert it first"
+        raise TypeError(f"the mpi4py backend cannot reduce {dtype} with {kind}; it can do {known}")
+    return table[kind]
 
 
-def allreduce(comm: "MPI.Intracomm", held: Lease, kind: str) -> None:
-    """Reduce the leased tensor over all ranks in place; blocking, in the thread that owns MPI."""
-    operation = check(held.memory.dtype, kind)
-    if operation is None:
-        flat = held.memory.view(-1)
-        for piece in flat.split(_sixteen_limit(comm.size)) if flat.numel() else ():
-            _allreduce_sixteen(comm, piece, kind)
-        return
-    for message in held.messages(reduction=True):
-        comm.Allreduce(MPI.IN_PLACE, message, operation)
-    if kind == "AVG":
-        held.memory.div_(comm.size)
+@dataclass(frozen=True)
+class Reduction:
+    """What one call wants: `kind` is torch's name, `name` the elementwise operation, `factor` multiplies before a
+    PREMUL_SUM."""
 
+    kind: str
+    name: str
+    factor: Any = None
 
-def _sixteen_limit(size: int) -> int:
-    return MAX_COUNT - MAX_COUNT % size
+    @staticmethod
+    def of(dtype: torch.dtype, opts: Any) -> "Reduction":
+        """From torch's options (None: SUM); TypeError for what this dtype cannot do."""
+        wanted = getattr(opts, "reduceOp", opts)
+        kind = "SUM" if wanted is None else getattr(wanted, "op", wanted).name
+        factor = wanted.__getstate__()[1] if kind == "PREMUL_SUM" else None
+        return Reduction(kind, check(dtype, kind), factor)
 
+    @property
+    def operation(self) -> "MPI.Op":
+        """MPI's name for it."""
+        return _OPERATIONS[self.name][0]
 
-def _allreduce_sixteen(comm: "MPI.Intracomm", flat: torch.Tensor, kind: str) -> None:
-    """Each rank adds one slice of everybody's tensor in float32, in rank order, rounds it, and hands it to all."""
-    size, count = comm.size, -(-flat.numel() // comm.size)
-    mine = flat.new_zeros(size * count)
-    mine[: flat.numel()] = flat
-    theirs = torch.empty_like(mine)
-    comm.Alltoall(as_buffer(mine).blocks(size), as_buffer(theirs).blocks(size))
-    slices = theirs.view(size, count)
-    total = slices[0].float()
-    for rank in range(1, size):
-        _IN_FLOAT32[kind](total, slices[rank].float())
-    if kind == "AVG":
-        total.div_(size)
-    comm.Allgather(as_buffer(total.to(flat.dtype)), as_buffer(mine).blocks(size))
-    flat.copy_(mine[: flat.numel()])
+    def before(self, memory: torch.Tensor) -> None:
+        """In place, on every rank's contribution."""
+        if self.factor is not None:
+            memory.mul_(
+                self.factor.to(memory.device) if isinstance(self.factor, torch.Tensor) else self.factor
+            )
+
+    def after(self, memory: torch.Tensor, size: int) -> None:
+        """In place, on the sum."""
+        if self.kind == "AVG":
+            memory.div_(size)
+
+    def combine(self, into: torch.Tensor, other: torch.Tensor) -> None:
+        """into = into OP other, elementwise; host tensors of the accumulation type."""
+        if into.dtype in _ONLY_MPI:
+            self.operation.Reduce_local(as_buffer(other, reduction=True), as_buffer(into, reduction=True))
+        else:
+            _OPERATIONS[self.name][1](into, other)

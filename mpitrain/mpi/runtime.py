@@ -55,6 +55,7 @@ class Runtime:
         self._gate: MPI.Intracomm = self.comm.Dup()
         self.communicators: list[MPI.Comm] = [self._gate]  # more to revoke when the job ends under ULFM
         self.rank, self.size = self.comm.rank, self.comm.size
+        self.torch_ranks: tuple[int, ...] = ()  # torch's ranks as MPI's, once there is a process group
         self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
         self.thread_level = _thread_level()
         self.fault_tolerance = fault_tolerance()

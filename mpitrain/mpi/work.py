@@ -6,7 +6,7 @@ reads the future in C++, takes it for a tensor and crashes. Only a callback that
 for C++ too, so the exception goes through one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,10 +30,30 @@ class MpiWork(Work):
         super().__init__()
         self._engine, self._what, self._result, self._timeout = engine, what, result, timeout
         self._error: BaseException | None = None
+        self.source = -1
         self._ended: Future[None] = Future(
             devices=_devices(result)
         )  # torch refuses to put other devices' tensors in
         self._future: Future[Any] = self._ended.then(self._outcome)
+
+    @classmethod
+    def of_all(cls, engine: Engine, works: Sequence["MpiWork"], timeout: timedelta) -> "MpiWork":
+        """A Work that is done when all `works` are, with the first error among them."""
+        whole = cls(engine, "coalesced operations", [], timeout)
+        if not works:
+            whole.end(None)
+            return whole
+        left = len(works)
+
+        def one_done(_: "Future[Any]") -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                whole.end(next((work._error for work in works if work._error is not None), None))
+
+        for work in works:
+            work._ended.add_done_callback(one_done)
+        return whole
 
     def settle(self, op: Op, finish: Callable[[], None] = lambda: None) -> None:
         """In the thread that owns MPI: `op` is done; `finish` brings its results home."""
@@ -83,6 +103,14 @@ class MpiWork(Work):
     def exception(self) -> BaseException | None:
         """What went wrong, if anything has."""
         return self._error
+
+    def _source_rank(self) -> int:
+        """Who sent what a receive from any source has got; -1 before it is done."""
+        return self.source
+
+    def source_rank(self) -> int:
+        """The same."""
+        return self.source
 
     def synchronize(self) -> None:
         """Nothing to do: when a Work is done, its results are where they belong, on the device too."""

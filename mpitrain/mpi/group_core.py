@@ -1,0 +1,132 @@
+"""What every operation of the process group stands on: communicators, the line, and the way to a Work.
+
+The law of this file: an operation returns a Work at once and is carried out as a Task by the thread that owns MPI, in
+the order of submission within the group. Two communicators a group: `_gate` carries arrivals and the heads of
+messages, `_comm` the collectives and the bodies of messages.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from mpitrain.mpi import buffers
+from mpitrain.mpi.lines import Task
+from mpitrain.mpi.op import Op
+from mpitrain.mpi.runtime import Runtime
+from mpitrain.mpi.work import MpiWork
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.bindings import MPI
+
+MEETING_TAG = 3  # on the world's communicator, whose other messages have other tags
+
+
+class GroupCore(dist.ProcessGroup):
+    """A group over the given ranks of the world (in the order of their ranks in the group)."""
+
+    def __init__(self, runtime: Runtime, ranks: Sequence[int], timeout: timedelta):
+        super().__init__(ranks.index(runtime.rank), len(ranks))  # type: ignore[call-arg]
+        self._runtime, self._timeout, self._ranks = runtime, timeout, list(ranks)
+        self._engine = runtime.engine
+        self._num_bodies = 0
+        self._engine.start_thread()
+        self._engine.run(lambda: self._meet())
+        self._comm, self._gate = self._engine.run(self._make_comms)
+        runtime.communicators += [self._comm, self._gate]
+
+    # ---- communicators
+
+    def _meet(self) -> Task:
+        """Done when every member is here (dissemination barrier): making a communicator blocks, and nobody may be kept
+        from driving what is under way by one who comes late."""
+        size, me, distance = len(self._ranks), self.rank(), 1
+        world = self._runtime.comm
+        while distance < size:
+            token = bytearray(4)
+            after, before = self._ranks[(me + distance) % size], self._ranks[(me - distance) % size]
+            yield (
+                self._engine.isend(self._token(), after, MEETING_TAG, world),
+                self._engine.irecv(token, before, MEETING_TAG, world, timeout_s=self._timeout_s()),
+            )
+            distance *= 2
+
+    def _token(self) -> bytes:
+        return crc32(repr(self._ranks).encode()).to_bytes(4, "little")
+
+    def _make_comms(self) -> "tuple[MPI.Intracomm, MPI.Intracomm]":
+        world = self._runtime.comm
+        if self._ranks == list(range(world.size)):
+            comm = world.Dup()
+        else:  # only members call, so the same tag must come from the ranks
+            comm = world.Create_group(
+                world.group.Incl(self._ranks), crc32(repr(self._ranks).encode()) & 0x7FFF
+            )
+        return comm, comm.Dup()
+
+    def _timeout_s(self) -> float:
+        return self._timeout.total_seconds()
+
+    # ---- handing over to the thread that owns MPI
+
+    def _collective(
+        self,
+        name: str,
+        what: str,
+        carry: Callable[[bool], Task],
+        result: Any,
+        opts: Any = None,
+        balance: int = 0,
+    ) -> MpiWork:
+        """The Work of a collective whose ranks must all say the same `what`."""
+        timeout = self._limit(opts)
+        work = MpiWork(self._engine, name, result, timeout)
+        text = f"{name}({what})"
+        op = self._engine.line_up(carry, self._gate, text, balance, timeout.total_seconds())
+        op.then(work.settle)
+        return self._remember(work)
+
+    def _remember(self, work: MpiWork) -> MpiWork:
+        return work
+
+    def _limit(self, opts: Any) -> timedelta:
+        """The timeout of one call: its own where the options name one, the group's otherwise."""
+        own = getattr(opts, "timeout", None)
+        return own if isinstance(own, timedelta) and own > timedelta(0) else self._timeout
+
+    def _call(self, calm: bool, name: str, *arguments: Any) -> Task:
+        """One of the library's own collectives: blocking where that is allowed, nonblocking otherwise."""
+        if calm:
+            getattr(self._comm, name)(*arguments)
+            return
+        start = getattr(self._comm, "I" + name.lower())
+        yield (self._engine.nonblocking(lambda: start(*arguments), arguments),)
+
+    def _send(self, memory: torch.Tensor, dest: int, tag: int) -> list[Op]:
+        """Send host memory of any size to a rank of the group, inside a Task."""
+        return [
+            self._engine.isend(buffers.message_of(piece), dest, tag, self._comm)
+            for piece in buffers.pieces(memory)
+        ]
+
+    def _receive(self, memory: torch.Tensor, source: int, tag: int) -> list[Op]:
+        """Receive into host memory of any size from a rank of the group, inside a Task."""
+        return [
+            self._engine.irecv(buffers.message_of(piece), source, tag, self._comm)
+            for piece in buffers.pieces(memory)
+        ]
+
+
+def shape_of(tensors: Iterable[torch.Tensor]) -> str:
+    """ "float32[3, 5]": dtype and number of elements of tensors that have one dtype, as compared between ranks."""
+    tensors = list(tensors)
+    dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    return f"{'/'.join(dtypes)}[{', '.join(str(tensor.numel()) for tensor in tensors)}]"
+
+
+def as_list(tensors: Any) -> list[Any]:
+    """torch's own groups take one tensor as well as a list."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)

@@ -1,0 +1,240 @@
+"""The collectives of the process group that only move data: broadcast, allgather, gather, scatter, all-to-all."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpitrain.mpi import buffers
+from mpitrain.mpi.group_core import GroupCore, as_list, shape_of
+from mpitrain.mpi.lines import Task, word
+from mpitrain.mpi.work import MpiWork
+
+MOVE_TAG = 4
+
+
+class Moves(GroupCore):
+    """Any dtype that travels, any layout."""
+
+    def broadcast(self, tensors: Any, opts: Any) -> MpiWork:  # type: ignore[override]
+        """Copy the root's tensors to all ranks."""
+        tensors, root = as_list(tensors), opts.rootRank
+        marks = [buffers.mark(tensor) for tensor in tensors]
+        is_root = self.rank() == root
+
+        def carry(calm: bool) -> Task:
+            for tensor, mark in zip(tensors, marks):
+                held = buffers.lease(tensor, reads=is_root, writes=not is_root, after=mark, on_host=not calm)
+                for message in held.messages():
+                    yield from self._call(calm, "Bcast", message, root)
+                held.finish()
+
+        return self._collective("broadcast", f"{shape_of(tensors)}, from {root}", carry, tensors, opts)
+
+    # ---- allgather
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
+        """outputs[i][r] becomes rank r's inputs[i]; the sizes may differ between ranks."""
+        inputs = as_list(inputs)
+        outputs = [outputs] if isinstance(outputs[0], torch.Tensor) else outputs
+        for slots, tensor in zip(outputs, inputs):
+            if len(slots) != self.size() or slots[self.rank()].numel() != tensor.numel():
+                raise ValueError(
+                    f"allgather wants {self.size()} outputs, the one of rank {self.rank()} as long as the input"
+                    f" ({tensor.numel()} elements); it got {shape_of(slots)}"
+                )
+        marks = [[buffers.mark(tensor) for tensor in (own, *slots)] for own, slots in zip(inputs, outputs)]
+
+        def carry(calm: bool) -> Task:
+            for slots, tensor, (mark, *theirs) in zip(outputs, inputs, marks):
+                lent = buffers.lease(tensor, reads=True, writes=False, after=mark, on_host=True)
+                held = [
+                    buffers.lease(slot, reads=False, writes=True, after=after, on_host=True)
+                    for slot, after in zip(slots, theirs)
+                ]
+                yield from self._spread([each.memory.view(-1) for each in held], lent.memory.view(-1))
+                for each in (lent, *held):
+                    each.finish()
+
+        what = "; ".join(shape_of(slots) for slots in outputs)
+        return self._collective("allgather", what, carry, outputs, opts)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> MpiWork:
+        """outputs[r][i] becomes rank r's inputs[i]."""
+        return self.allgather([list(slots) for slots in zip(*outputs)], list(inputs), opts)
+
+    def _spread(self, slots: list[torch.Tensor], own: torch.Tensor) -> Task:
+        """slots[r] becomes rank r's `own`: around the ring, each rank passing on what it has just received."""
+        size, me = self.size(), self.rank()
+        slots[me].copy_(own)
+        after, before = (me + 1) % size, (me - 1) % size
+        for step in range(size - 1):
+            sends = self._send(slots[(me - step) % size], after, MOVE_TAG)
+            yield sends + self._receive(slots[(me - step - 1) % size], before, MOVE_TAG)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
+        """output, seen as `size` equal parts, becomes the concatenation of all ranks' input."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
+        """torch's older name for all_gather_single."""
+        return self.all_gather_single(output, input, opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> MpiWork:
+        """Several of them in one Work."""
+        for output, own in zip(outputs, inputs):
+            if output.numel() != own.numel() * self.size():
+                raise ValueError(f"output has {output.numel()} elements, wants {self.size()} x {own.numel()}")
+        marks = [(buffers.mark(output), buffers.mark(own)) for output, own in zip(outputs, inputs)]
+
+        def carry(calm: bool) -> Task:
+            for output, own, (out_mark, own_mark) in zip(outputs, inputs, marks):
+                lent = buffers.lease(own, reads=True, writes=False, after=own_mark, on_host=True)
+                held = buffers.lease(output, reads=False, writes=True, after=out_mark, on_host=True)
+                if output.numel():
+                    yield from self._gather_single(calm, held.memory.view(-1), lent.memory.view(-1))
+                lent.finish()
+                held.finish()
+
+        return self._collective("all_gather_single", shape_of(outputs), carry, list(outputs), opts)
+
+    def _gather_single(self, calm: bool, whole: torch.Tensor, own: torch.Tensor) -> Task:
+        slots = list(whole.view(self.size(), -1))
+        if whole.numel() > buffers.MAX_COUNT:
+            yield from self._spread(slots, own)
+            return
+        slots[self.rank()].copy_(own)
+        message = buffers.message_of(whole).blocks(self.size())
+        yield from self._call(calm, "Allgather", buffers.IN_PLACE, message)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> MpiWork:
+        """torch's older name for all_gather_single_coalesced."""
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
+
+    # ---- from and to one root
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> MpiWork:  # type: ignore[override]
+        """On the root outputs[i][r] becomes rank r's inputs[i]; equal shapes."""
+        (own,), root = as_list(inputs), opts.rootRank
+        slots = list(outputs[0]) if outputs and self.rank() == root else []
+        if self.rank() == root:
+            self._check_slots("gather", slots, own)
+        return self._root_moves("gather", own, slots, root, opts, to_root=True)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> MpiWork:  # type: ignore[override]
+        """outputs[i] becomes the root's inputs[i][this rank]; equal shapes."""
+        (own,), root = as_list(outputs), opts.rootRank
+        slots = list(inputs[0]) if inputs and self.rank() == root else []
+        if self.rank() == root:
+            self._check_slots("scatter", slots, own)
+        return self._root_moves("scatter", own, slots, root, opts, to_root=False)
+
+    def _check_slots(self, name: str, slots: list[torch.Tensor], own: torch.Tensor) -> None:
+        fits = all(slot.numel() == own.numel() and slot.dtype == own.dtype for slot in slots)
+        if len(slots) != self.size() or not fits:
+            raise ValueError(
+                f"{name} wants {self.size()} tensors on the root, each like {shape_of([own])}; got {shape_of(slots)}"
+            )
+
+    def _root_moves(
+        self, name: str, own: torch.Tensor, slots: list[torch.Tensor], root: int, opts: Any, to_root: bool
+    ) -> MpiWork:
+        marks = [buffers.mark(tensor) for tensor in (own, *slots)]
+
+        def carry(calm: bool) -> Task:
+            mine = buffers.lease(own, reads=to_root, writes=not to_root, after=marks[0], on_host=True)
+            held = [
+                buffers.lease(slot, reads=not to_root, writes=to_root, after=mark, on_host=True)
+                for slot, mark in zip(slots, marks[1:])
+            ]
+            if held:
+                flat = [each.memory.view(-1) for each in held]
+                target, source = (flat[root], mine.memory) if to_root else (mine.memory, flat[root])
+                target.view(-1).copy_(source.view(-1))
+                move = self._receive if to_root else self._send
+                yield [op for r in range(self.size()) if r != root for op in move(flat[r], r, MOVE_TAG)]
+            else:
+                yield (self._send if to_root else self._receive)(mine.memory.view(-1), root, MOVE_TAG)
+            for each in (mine, *held):
+                each.finish()
+
+        result = [slots] if to_root else [own]
+        way = "to" if to_root else "from"
+        return self._collective(name, f"{shape_of([own])}, {way} {root}", carry, result, opts)
+
+    # ---- all to all
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
+        """outputs[r] becomes rank r's inputs[this rank]; all lengths may differ."""
+        return self._exchange("alltoall", list(outputs), list(inputs), list(outputs), opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> MpiWork:
+        """The same on parts of one tensor each, cut along the first dimension (equally, if no sizes are given)."""
+        outputs = self._split("output", output, output_split_sizes)
+        inputs = self._split("input", input, input_split_sizes)
+        return self._exchange("all_to_all_single", outputs, inputs, output, opts)
+
+    def alltoall_base(self, *arguments: Any, **named: Any) -> MpiWork:
+        """torch's older name for all_to_all_single."""
+        return self.all_to_all_single(*arguments, **named)
+
+    def _split(self, name: str, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[torch.Tensor]:
+        length = tensor.shape[0] if tensor.dim() else -1
+        if sizes is None or not len(sizes):
+            if length < 0 or length % self.size():
+                raise ValueError(
+                    f"{name} of shape {tuple(tensor.shape)} cannot be cut into {self.size()} equal parts"
+                )
+            sizes = [length // self.size()] * self.size()
+        if len(sizes) != self.size() or sum(sizes) != length:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} cannot be cut into {list(sizes)}")
+        return list(tensor.detach().split(list(sizes)))
+
+    def _exchange(
+        self, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], result: Any, opts: Any
+    ) -> MpiWork:
+        size, me = self.size(), self.rank()
+        if len(outputs) != size or len(inputs) != size or inputs[me].numel() != outputs[me].numel():
+            raise ValueError(
+                f"{name} wants {size} inputs and outputs, and what this rank sends itself to fit"
+            )
+        dtype = outputs[0].dtype
+        if any(tensor.dtype != dtype for tensor in (*outputs, *inputs)):
+            raise TypeError(f"{name} wants one dtype, got {shape_of((*outputs, *inputs))}")
+        marks = [buffers.mark(tensor) for tensor in (*outputs, *inputs)]
+        balance = sum(word(f"{me}>{rank}: {tensor.numel()}") for rank, tensor in enumerate(inputs))
+        balance -= sum(word(f"{rank}>{me}: {tensor.numel()}") for rank, tensor in enumerate(outputs))
+
+        def carry(calm: bool) -> Task:
+            held = [
+                buffers.lease(tensor, reads=False, writes=True, after=mark, on_host=True)
+                for tensor, mark in zip(outputs, marks)
+            ]
+            lent = [
+                buffers.lease(tensor, reads=True, writes=False, after=mark, on_host=True)
+                for tensor, mark in zip(inputs, marks[size:])
+            ]
+            held[me].memory.view(-1).copy_(lent[me].memory.view(-1))
+            ops = []
+            for step in range(1, size):
+                after, before = (me + step) % size, (me - step) % size
+                ops += self._receive(held[before].memory.view(-1), before, MOVE_TAG)
+                ops += self._send(lent[after].memory.view(-1), after, MOVE_TAG)
+            yield ops
+            for each in (*held, *lent):
+                each.finish()
+
+        return self._collective(name, str(dtype).removeprefix("torch."), carry, result, opts, balance)

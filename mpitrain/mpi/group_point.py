@@ -1,0 +1,180 @@
+"""Messages between two ranks of the process group, and its barriers.
+
+The law of this file: a receiver learns what comes before its memory is touched. A message is a head of fixed length,
+with dtype, length and the first bytes, and, if it is longer, a body that the receiver asks for only when the head
+fits: Open MPI 5.0.11 crashes when a long message is longer than its receive. What does not fit is an error where it
+is received.
+"""
+
+import functools
+import struct
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from mpitrain.errors import MismatchError
+from mpitrain.mpi import buffers
+from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.group_core import GroupCore, as_list, shape_of
+from mpitrain.mpi.lines import Task, word
+from mpitrain.mpi.op import Op
+from mpitrain.mpi.work import MpiWork
+
+_HEAD = struct.Struct("<QQQ")  # word(dtype), elements, number of the body
+_INLINE_BYTES = 4096 - _HEAD.size
+_BODY_TAG = 16384  # bodies are numbered above it; the algorithms' tags lie below
+
+
+class Points(GroupCore):
+    """send, recv, recv from any source, barrier, monitored barrier."""
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> MpiWork:
+        """Send one tensor to rank `dst` of this group."""
+        (tensor,) = as_list(tensors)
+        _check_tag(tag)
+        mark = buffers.mark(tensor)
+
+        def carry() -> Task:
+            held = buffers.lease(tensor, reads=True, writes=False, after=mark, on_host=True)
+            raw = (
+                held.memory.view(-1).view(torch.uint8)
+                if tensor.numel()
+                else torch.empty(0, dtype=torch.uint8)
+            )
+            number, self._num_bodies = self._num_bodies, (self._num_bodies + 1) % _BODY_TAG
+            head = bytearray(_HEAD.size + min(raw.numel(), _INLINE_BYTES))
+            _HEAD.pack_into(head, 0, word(str(tensor.dtype)), tensor.numel(), number)
+            memoryview(head)[_HEAD.size :] = raw[:_INLINE_BYTES].numpy().data
+            limit_s = self._timeout_s()
+            ops = [self._engine.isend(head, dst, tag, self._gate, timeout_s=limit_s)]
+            if raw.numel() > _INLINE_BYTES:
+                for piece in buffers.pieces(raw[_INLINE_BYTES:]):
+                    message = buffers.message_of(piece)
+                    ops.append(
+                        self._engine.isend(message, dst, _BODY_TAG + number, self._comm, timeout_s=limit_s)
+                    )
+            yield ops
+            held.finish()
+
+        return self._transfer(f"send to {dst}", tensor, carry)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> MpiWork:
+        """Receive one tensor from rank `src` of this group; MismatchError if another dtype or length comes."""
+        return self._recv(tensors, src, tag, f"receive from {src}")
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> MpiWork:
+        """Receive one tensor from whoever sends one; the Work's `_source_rank()` tells from whom it came."""
+        return self._recv(tensors, MPI.ANY_SOURCE, tag, "receive from any rank")
+
+    def _recv(self, tensors: Any, source: int, tag: int, what: str) -> MpiWork:
+        (tensor,) = as_list(tensors)
+        _check_tag(tag)
+        mark = buffers.mark(tensor)
+
+        def carry() -> Task:
+            head = bytearray(_HEAD.size + _INLINE_BYTES)
+            op = Op("receive", head, source, tag, passive=True)
+            op.what = what
+            yield (self._engine.post(op, lambda: self._gate.Irecv(head, source, tag), self._timeout_s()),)
+            dtype_word, num_elements, number = _HEAD.unpack_from(head)
+            if dtype_word != word(str(tensor.dtype)) or num_elements != tensor.numel():
+                raise MismatchError(
+                    f"rank {op.source} sent {num_elements} elements of"
+                    f" {_name(dtype_word)} with tag {tag}, rank {self.rank()} receives into {shape_of([tensor])}"
+                )
+            held = buffers.lease(tensor, reads=False, writes=True, after=mark, on_host=True)
+            if tensor.numel():
+                raw = held.memory.view(-1).view(torch.uint8)
+                raw[:_INLINE_BYTES] = torch.frombuffer(head, dtype=torch.uint8)[_HEAD.size :][: raw.numel()]
+                if raw.numel() > _INLINE_BYTES:
+                    yield [
+                        self._engine.irecv(
+                            buffers.message_of(piece), op.source, _BODY_TAG + number, self._comm,
+                            timeout_s=self._timeout_s(),
+                        )
+                        for piece in buffers.pieces(raw[_INLINE_BYTES:])
+                    ]  # fmt: skip
+            held.finish()
+            work.source = op.source
+
+        work = self._transfer(what, tensor, carry)
+        return work
+
+    def _transfer(self, what: str, tensor: torch.Tensor, carry: Any) -> MpiWork:
+        work = MpiWork(self._engine, what, [tensor], self._timeout)
+        self._engine.call(carry).then(work.settle)
+        return self._remember(work)
+
+    # ---- barriers
+
+    def barrier(self, opts: Any = None) -> MpiWork:
+        """Done when all ranks have come here; with a device in the options, when its queued work is done, too."""
+        device = getattr(opts, "device", None)
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+        return self._collective("barrier", "", lambda calm: _nothing(), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names who did not come: rank 0 hears from everybody within `timeout`, then lets all go.
+
+        Raises:
+            TimeoutError: on rank 0 naming the ranks that are missing (the first, or all with `wait_all_ranks`), on
+                the others because rank 0 has not answered.
+        """
+        limit = self._timeout if timeout is None else timeout
+        me, limit_s = self.rank(), limit.total_seconds()
+        heard = [bytearray(1) for _ in range(self.size())]
+        tag = _BODY_TAG - 1
+
+        def report() -> list[Op]:
+            peers = range(1, self.size()) if me == 0 else (0,)
+            calls = [self._engine.irecv(heard[peer], peer, tag, self._comm) for peer in peers]
+            if me:
+                self._engine.isend(b"c", 0, tag, self._comm)
+            return calls
+
+        calls = self._engine.run(report)
+        try:
+            self._engine.wait(*calls, timeout_s=limit_s)
+        except TimeoutError:
+            missing = [op.peer for op in calls if not op.done]
+            for op in calls:
+                self._engine.cancel(op)
+            if me:
+                raise TimeoutError(
+                    f"rank 0 has not let rank {me} pass the monitored barrier within {limit}"
+                ) from None
+            named = missing if wait_all_ranks else missing[:1]
+            raise TimeoutError(
+                f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} did not come to the monitored barrier"
+                f" within {limit}"
+            ) from None
+        if me == 0:
+            for peer in range(1, self.size()):
+                self._engine.isend(b"g", peer, tag, self._comm)
+
+
+def _nothing() -> Task:
+    return
+    yield ()
+
+
+_NAMES = {word(str(dtype)): str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def _name(dtype_word: int) -> str:
+    return _NAMES.get(dtype_word, "an unknown dtype")
+
+
+def _check_tag(tag: int) -> None:
+    largest = _largest_tag()
+    if not 0 <= tag <= largest:
+        raise ValueError(f"tag {tag}: this MPI allows 0 to {largest}")
+
+
+@functools.cache
+def _largest_tag() -> int:
+    largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    return largest if isinstance(largest, int) else 32767  # what every MPI allows
