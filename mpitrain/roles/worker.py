@@ -117,12 +117,11 @@ class Worker:
 
     def _one_batch(self, lease: Lease | None, last: bool, epoch: int) -> Generator[Effect, Any, bool]:
         started_s = yield Now()
-        task = Compute(
+        gradient = yield Compute(
             lambda: self.replica.gradient(lease, self.num_batches),
-            "gradient",
             interruptible=self.inflight == 1,
+            size=lease.num_samples / self.batch_size if lease and self.batch_size else 1.0,
         )
-        gradient = yield task
         if gradient is None:
             return False
         if isinstance(gradient, Interrupted):

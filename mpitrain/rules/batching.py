@@ -96,11 +96,14 @@ class BySpeed(Batching):
 
 
 def _divide(total: int, weights: list[float]) -> list[int]:
-    """`total` in proportion to `weights`, in whole parts of at least 1 that add up (largest remainders)."""
-    spare = total - len(weights)
-    exact = [spare * weight / sum(weights) for weight in weights]
-    parts = [1 + int(part) for part in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda index: (int(exact[index]) - exact[index], index))
+    """`total` in proportion to `weights`, in whole parts that add up (largest remainders), each at least 1: what that
+    takes comes from the largest part."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    parts = [int(part) for part in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda index: (parts[index] - exact[index], index))
     for index in by_remainder[: total - sum(parts)]:
         parts[index] += 1
+    while 0 in parts:
+        parts[parts.index(max(parts))] -= 1
+        parts[parts.index(0)] += 1
     return parts

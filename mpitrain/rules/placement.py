@@ -6,8 +6,8 @@ Law of this file: any rank can compute everybody's role without a message. On on
 - "spread": round-robin over the nodes, from the last local rank of each, so that no node's link carries two
   servers while another carries none;
 - "packed": the lowest ranks, so that the first nodes serve and the others only work;
-- "beside": as spread, and refused unless every node gets equally many, so that a worker's share of the traffic
-  stays on its node and all links carry the same.
+- "beside": equally many on every node, its last local ranks, so that a share of every worker's traffic stays on
+  its node and all links carry the same; refused where that does not come out even.
 
 The lowest worker validates and owns the BatchNorm buffers; the lowest server deals the data.
 """
@@ -59,24 +59,37 @@ def assign(nodes: tuple[int, ...], num_servers: int, placement: str = "spread") 
             f"{num_servers} server(s) on {num_ranks} rank(s) leave no worker: start at least "
             f"{num_servers + 1} ranks or lower servers="
         )
-    num_nodes = len(set(nodes))
-    if placement == "beside" and num_servers % num_nodes:
-        raise UsageError(
-            f'placement="beside" puts equally many servers on every node: {num_servers} on {num_nodes} nodes do not '
-            f'come out even; use servers={-(-num_servers // num_nodes) * num_nodes}, or placement="spread"'
-        )
-    lowest = num_nodes == 1 or placement == "packed"
-    servers = tuple(range(num_servers)) if lowest else _spread(nodes, num_servers)
+    if len(set(nodes)) == 1 or placement == "packed":
+        servers = tuple(range(num_servers))
+    else:
+        servers = (_beside if placement == "beside" else _spread)(nodes, num_servers)
     return Roles(servers, tuple(rank for rank in range(num_ranks) if rank not in servers))
+
+
+def _by_node(nodes: tuple[int, ...]) -> dict[int, list[int]]:
+    ranks: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks.setdefault(node, []).append(rank)
+    return ranks
+
+
+def _beside(nodes: tuple[int, ...], num_servers: int) -> tuple[int, ...]:
+    by_node = _by_node(nodes)
+    share, rest = divmod(num_servers, len(by_node))
+    if rest or any(len(ranks) < share for ranks in by_node.values()):
+        raise UsageError(
+            f'placement="beside" puts equally many servers on every node: {num_servers} on {len(by_node)} nodes of '
+            f"{', '.join(str(len(ranks)) for ranks in by_node.values())} ranks do not come out even; use a multiple of "
+            f'{len(by_node)} that leaves room, or placement="spread"'
+        )
+    return tuple(sorted(rank for ranks in by_node.values() for rank in ranks[len(ranks) - share :]))
 
 
 def _spread(nodes: tuple[int, ...], num_servers: int) -> tuple[int, ...]:
     """Round-robin over the nodes, taking each node's highest free rank, and never a node's only rank while
     another has more.
     """
-    by_node: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        by_node.setdefault(node, []).append(rank)
+    by_node = _by_node(nodes)
     taken: list[int] = []
     while len(taken) < num_servers:
         richest = max(len(ranks) for ranks in by_node.values())

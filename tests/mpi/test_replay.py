@@ -20,6 +20,12 @@ STRATEGIES = (
     "async(damping=gap_aware())",
     "async(damping=drop(limit=2))",
     "async(servers=2,push_wire='bfloat16',reply_wire='float16')",
+    "async(servers=2,inflight=2)",
+    "async(optimizer='worker',push_every=3,pull_every=2)",
+    "softsync(updates=2,inflight=2,push_every=2)",
+    "elastic(push_every=3,servers=2)",
+    "ssp(bound=1,pull_every=3,push_wire='bfloat16',optimizer='worker')",
+    "sync(batching=per_round())",
 )
 
 RUNS = """

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from mpitrain import Async, simulate
+from mpitrain.text import parse
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -110,6 +111,87 @@ def test_one_worker_makes_the_same_bits_in_both_worlds(tmp_path):
         toy.make_job(), Async(servers=2), workers=1, run_dir=str(tmp_path / "virtual"), quiet=True
     )
     assert_equal(load_file(tmp_path / "sgd" / "model.safetensors"), load_file(virtual["model"]))
+
+
+WRAPPED = """
+import torch, json
+from pathlib import Path
+import mpitrain as mt
+from tests import toy
+
+rates = []
+torch.manual_seed(3)
+model = toy.linear_float32()
+optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4, momentum=0.5)
+model, optimizer = mt.wrap(model, optimizer, {strategy})
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5) if {schedules} else None
+reader = toy.Memory().reader(None, 0)
+for step in range(10):
+    optimizer.zero_grad()
+    toy.linear_loss(model, reader.batch(0, 4 * step, 4)).backward()
+    optimizer.step()
+    if schedule:
+        schedule.step()
+mt.finish()
+torch.save(model.state_dict(), Path("{path}"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "schedules", "mpirun_args"),
+    [
+        ('mt.Async(optimizer="worker", push_every=3)', True, ()),
+        ('mt.Async(servers=2, optimizer="worker", push_every=3, pull_every=2)', False, TCP),
+    ],
+)
+def test_a_wrapped_loop_may_keep_its_own_optimizer_and_schedule(tmp_path, strategy, schedules, mpirun_args):
+    """One worker: whatever it pushes together, the servers end where torch's own loop does, on dyadic data."""
+    path = tmp_path / "model.pt"
+    script = WRAPPED.format(strategy=strategy, schedules=schedules, path=path)
+    run_ranks(3 if "servers=2" in strategy else 2, script, mpirun_args=mpirun_args).check()
+    model = toy.linear_float32()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4, momentum=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5) if schedules else None
+    reader = toy.Memory().reader(None, 0)
+    for step in range(10):
+        optimizer.zero_grad()
+        toy.linear_loss(model, reader.batch(0, 4 * step, 4)).backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    assert_equal(torch.load(path), model.state_dict())
+
+
+WORLDS = (
+    "async(servers=2,inflight=2)",
+    "elastic(moving_rate=0.3,push_every=2)",
+    "async(optimizer='worker',push_every=4,pull_every=2)",
+)
+
+IN_FLIGHT = """
+import mpitrain as mt
+from mpitrain.text import parse
+from mpitrain.mpi.runtime import start
+from tests import toy
+
+for index, text in enumerate({strategies!r}):
+    job = toy.make_job(data=toy.Memory(num_samples=96, num_features=5))
+    mt.train(job, parse(text, "strategy"), run_dir="{path}/" + str(index), quiet=True, schedule="decay(every=0.5)")
+"""
+
+
+def test_one_worker_makes_the_same_bits_in_both_worlds_whatever_it_does_between_reads(tmp_path):
+    for servers in (1, 2):
+        texts = [text for text in WORLDS if ("servers=2" in text) == (servers == 2)]
+        path = tmp_path / str(servers)
+        run_ranks(1 + servers, IN_FLIGHT.format(strategies=texts, path=path)).check()
+        for index, text in enumerate(texts):
+            virtual = simulate(
+                toy.make_job(data=toy.Memory(num_samples=96, num_features=5)), parse(text, "strategy"), workers=1,
+                run_dir=str(path / f"v{index}"), quiet=True, schedule="decay(every=0.5)",
+            )  # fmt: skip
+            real = load_file(path / str(index) / "model.safetensors")
+            assert_equal(real, load_file(virtual["model"]))
 
 
 NONFINITE = """

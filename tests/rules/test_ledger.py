@@ -88,6 +88,25 @@ def test_roles_are_a_function_of_the_node_map(nodes, num_servers, servers):
     assert roles.validator == min(roles.workers)
 
 
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(1, 6))
+def test_placements_keep_their_word(sizes, num_servers):
+    nodes = tuple(node for node, size in enumerate(sizes) for _ in range(size))
+    if num_servers >= len(nodes):
+        return
+    assert assign(nodes, num_servers, "packed").servers == tuple(range(num_servers))
+    if num_servers % len(sizes):
+        with pytest.raises(UsageError, match="do not come out even"):
+            assign(nodes, num_servers, "beside")
+    elif min(sizes) >= num_servers // len(sizes):
+        beside = [nodes[rank] for rank in assign(nodes, num_servers, "beside").servers]
+        assert {beside.count(node) for node in range(len(sizes))} == {num_servers // len(sizes)}
+
+
+def test_the_dry_run_shows_where_servers_are_placed():
+    nodes = (0, 0, 0, 1, 1, 1)
+    assert assign(nodes, 2, "packed").servers == (0, 1) and assign(nodes, 2, "beside").servers == (2, 5)
+
+
 @pytest.mark.parametrize("num_servers", [2, 3])
 def test_no_worker_left_is_refused(num_servers):
     with pytest.raises(UsageError, match="start at least"):
