@@ -49,7 +49,10 @@ class Payload(Protocol):
 class Message(NamedTuple):
     """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples`
     in the batch or accepted in all, `loss` of the batch, `finite` of the whole gradient, `stop` no more work, `pull`
-    a push that is to be answered with parameters, `leases` as (epoch, start, count, batch size), `text` a note."""
+    a push that is to be answered with parameters, `leases` as (epoch, start, count, batch size), `text` a note.
+    Checkpoints: `mark` is the accepted samples at which every shard writes the next one, `ends` that the run ends with
+    it (from a worker: that it was told to end), `cut` the one that this answer belongs to, `batches` how many a worker
+    that joins has done before."""
 
     kind: Kind
     version: int = 0
@@ -62,6 +65,10 @@ class Message(NamedTuple):
     leases: tuple[tuple[int, int, int, int], ...] = ()
     text: str = ""
     payload: Payload | None = None
+    mark: int = 0
+    ends: bool = False
+    cut: int = 0
+    batches: int = 0
 
 
 class Send(NamedTuple):
@@ -76,8 +83,8 @@ class Recv(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run `task()` and answer its result. `what` tells a virtual world what to charge: "gradient", "apply"
-    or "validate", `size` by how much more than usual; `interruptible`: there, a message breaks it off.
+    """Run `task()` and answer its result. `what` tells a virtual world what to charge: "gradient", "apply",
+    "validate" or "checkpoint", `size` by how much more than usual; `interruptible`: there, a message breaks it off.
     """
 
     task: Callable[[], Any]

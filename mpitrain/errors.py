@@ -4,6 +4,7 @@
     |- NonFiniteError        exit 1   a loss or gradient is NaN or infinite and the job says stop
     |- WireError             exit 1   a message arrived damaged, short, or out of order
     |- MismatchError         exit 1   the ranks of a group call different collectives (also a ValueError)
+    |- CheckpointError       exit 1   a checkpoint is damaged, missing or cannot be written
     |- DeadlockError         exit 1   virtual world: everybody waits and nothing is under way
     |- AgreedError           exit n   some rank failed at start-up; already reported once, all ranks leave
     together `- UsageError            exit 2   the user's input is wrong (also a ValueError)
@@ -37,6 +38,10 @@ class WireError(MpitrainError):
 
 class MismatchError(MpitrainError, ValueError):
     """The ranks of a group have not called the same collective with the same shapes and dtypes."""
+
+
+class CheckpointError(MpitrainError):
+    """A checkpoint that does not verify, or that cannot be written; names the file."""
 
 
 class DeadlockError(MpitrainError):

@@ -1,11 +1,12 @@
-"""The header of a message: 128 bytes, the same on every machine.
+"""The header of a message: 160 bytes, the same on every machine.
 
 Law of this file: a header is believed only when its magic number, its checksum and its place in the
 sequence are right (DESIGN 4.11). It is small enough to travel eagerly; what follows it (a payload, or a
 note's text) has its exact length in it.
 
-    magic 4s | kind u8 | finite, stop, pull u8 | leases u8 | - | sequence, version, step, samples i64 | loss f64 |
-    payload bytes i64 | text bytes i64 | 3 x (epoch u32, start i64, count u32, batch size u32) | crc32 u32
+    magic 4s | kind u8 | finite, stop, pull, ends u8 | leases u8 | - | sequence, version, step, samples i64 |
+    mark, cut, batches i64 | loss f64 | payload bytes i64 | text bytes i64 |
+    3 x (epoch u32, start i64, count u32, batch size u32) | crc32 u32 | zeros
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import zlib
 from mpitrain.effects import Kind, Message
 from mpitrain.errors import WireError
 
-HEADER_BYTES = 128
+HEADER_BYTES = 160
 MAX_TEXT_BYTES = 1 << 20
-_MAGIC = b"mpt2"
-_FIELDS = struct.Struct("<4sBBBxqqqqdqq" + 3 * "IqII")
+_MAGIC = b"mpt3"
+_FIELDS = struct.Struct("<4sBBBxqqqqqqqdqq" + 3 * "IqII")
 _CHECKSUM = struct.Struct("<I")
 _MAX_LEASES = 3
 assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
@@ -30,12 +31,12 @@ def encode(message: Message, sequence: int) -> bytearray:
     assert len(message.leases) <= _MAX_LEASES, message.leases
     leases = [number for lease in message.leases for number in lease]
     payload_bytes = message.payload.num_bytes if message.payload is not None else 0
-    flags = message.finite | message.stop << 1 | message.pull << 2
+    flags = message.finite | message.stop << 1 | message.pull << 2 | message.ends << 3
     header = bytearray(HEADER_BYTES)
     _FIELDS.pack_into(
         header, 0, _MAGIC, message.kind, flags, len(message.leases), sequence,
-        message.version, message.step, message.samples, message.loss, payload_bytes, len(message.text.encode()),
-        *leases, *[0] * (4 * _MAX_LEASES - len(leases)),
+        message.version, message.step, message.samples, message.mark, message.cut, message.batches,
+        message.loss, payload_bytes, len(message.text.encode()), *leases, *[0] * (4 * _MAX_LEASES - len(leases)),
     )  # fmt: skip
     _CHECKSUM.pack_into(header, _FIELDS.size, zlib.crc32(memoryview(header)[: _FIELDS.size]))
     return header
@@ -48,9 +49,8 @@ def decode(header: bytearray, sequence: int, source: int) -> tuple[Message, int,
         WireError: damaged, foreign, out of order, or of a kind this version does not know.
     """
     view = memoryview(header)[: _FIELDS.size]
-    (magic, kind, flags, num_leases, got, version, step, samples, loss, payload_bytes, text_bytes, *rest) = (
-        _FIELDS.unpack(view)
-    )
+    (magic, kind, flags, num_leases, got, version, step, samples, *rest) = _FIELDS.unpack(view)
+    mark, cut, batches, loss, payload_bytes, text_bytes, *rest = rest
     (checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
     if magic != _MAGIC or checksum != zlib.crc32(view):
         raise WireError(
@@ -69,6 +69,9 @@ def decode(header: bytearray, sequence: int, source: int) -> tuple[Message, int,
     leases = tuple(
         (rest[4 * i], rest[4 * i + 1], rest[4 * i + 2], rest[4 * i + 3]) for i in range(num_leases)
     )
-    finite, stop, pull = bool(flags & 1), bool(flags & 2), bool(flags & 4)
-    message = Message(Kind(kind), version, step, samples, loss, finite, stop, pull, leases)
+    finite, stop, pull, ends = (bool(flags & bit) for bit in (1, 2, 4, 8))
+    message = Message(
+        Kind(kind), version, step, samples, loss, finite, stop, pull, leases,
+        mark=mark, ends=ends, cut=cut, batches=batches,
+    )  # fmt: skip
     return message, payload_bytes, text_bytes

@@ -72,3 +72,16 @@ class Replica(Protocol):
 
     def validate(self) -> dict[str, float]:
         """Metrics of the present parameters; empty when there is nothing to validate."""
+
+
+class Keeper(Protocol):
+    """Writes this rank's part of a checkpoint, with the tensors that belong to it."""
+
+    def next_mark(self, samples: int) -> int:
+        """Accepted samples at which to write next; 0 while nothing is due."""
+
+    def asked(self) -> bool:
+        """Whether this process has been told to end."""
+
+    def save(self, mark: int, role_state: dict[str, Any], parts: list[str] | tuple[()]) -> None:
+        """Write in the background; `parts`: names of all that make the checkpoint complete (the first part knows)."""

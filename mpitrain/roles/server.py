@@ -14,8 +14,10 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv, Role, Send
+from mpitrain.roles.cuts import Cuts
 from mpitrain.roles.deals import Deals
-from mpitrain.roles.ports import Report, Store
+from mpitrain.roles.gathering import Gathering
+from mpitrain.roles.ports import Keeper, Report, Store
 from mpitrain.rules import Dealer, Ledger, Push, Schedule, ServerStrategy, Verdict
 
 Steps = Generator[Effect, Any, None]
@@ -25,15 +27,13 @@ class Server:
     """One shard's server.
 
     Args:
-        rule: the strategy, asked about every push.
-        store: the shard's parameters and optimizer.
-        workers: ranks that will join, push and leave.
-        report: where progress and notes go.
+        rule, store, workers, report: the strategy, the shard, the ranks that will join, where progress goes.
         dealer: deals batches; given to exactly one server, or to none when workers bring their own data.
         on_nonfinite: "stop" ends the run in order, nothing applied; "skip" counts the push and goes on.
         epoch_samples: samples of one epoch, the measure of warm-up and schedule; 0 when workers bring their own data.
         schedule: factor on the learning rate, by the samples that the shard's updates have consumed.
         batch_size: the job's; what the strategy's batching starts from; 0 when workers bring their own data.
+        keeper: writes this shard's part of a checkpoint.
     """
 
     def __init__(
@@ -47,23 +47,24 @@ class Server:
         epoch_samples: int = 0,
         schedule: Schedule | None = None,
         batch_size: int = 0,
+        keeper: Keeper | None = None,
     ):
         self.rule, self.store, self.report = rule, store, report
         self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
-        self.num_workers = len(workers)
+        self.workers = workers
         self.deals = Deals(rule, dealer, len(workers), batch_size)
+        self.cuts = Cuts(keeper, dealer is not None)
         self.applied_samples = 0  # in updates so far: the progress that the schedule follows
         self.ledger = Ledger()
+        self.gathering = Gathering(store)
         self.present = set(workers)  # will push, or wait for the warm-up to end
         self.active = set(rule.warmup.first(workers))  # take part now
         self.memory = rule.start(tuple(sorted(self.active)))
         self.held: set[int] = set()
         self.failure = ""
-        self.max_pending = 0
         self._lobby: set[int] = set()  # joined during the warm-up
-        self._pending: dict[tuple[int, int], tuple[Payload, float]] = {}  # (worker, step): waits for its turn
-        self._added: set[int] = set()  # workers whose gradients are in the update being gathered
         self._next_step: dict[int, int] = {}  # of each worker: names the push that a reply answers
+        self._num_batches: dict[int, int] = {}  # each worker's, pushed: keys the randomness of its next one
         self._want_final: list[int] = []
         self._keeps: set[int] = set()  # pushed and want no parameters: they go on with what they have
         self._exchanged: set[int] = set()  # pushed parameters, to be answered with the difference
@@ -78,16 +79,19 @@ class Server:
             Kind.PULL: self._on_pull,
         }
         self.deals.first(sorted(self.active), self.active)
+        self.cuts.look(self.ledger.samples_accepted)
         while self.present:
             source, message = yield Recv()
             yield from answer[message.kind](source, message)
+        if self.cuts.ends and not self.cuts.ended:  # everybody has left before this shard came to the mark
+            yield from self._cut()
         for worker in self._want_final:
             payload = self.store.read(worker, full=True)
             yield Send(worker, Message(Kind.FINAL, version=self.ledger.version, payload=payload))
         return self.summary()
 
     def _on_join(self, worker: int, message: Message) -> Steps:
-        self._next_step[worker] = message.step
+        self._next_step.setdefault(worker, message.step)
         if worker in self.active or not self.active:
             yield from self._welcome(worker)
         else:
@@ -107,6 +111,8 @@ class Server:
         assert payload is not None, f"push of rank {worker}, step {message.step}, carries no gradient"
         self.held.add(worker)
         self._next_step[worker] = message.step + 1
+        self._num_batches[worker] = self._num_batches.get(worker, 0) + (message.batches or 1)
+        self.cuts.hear(message, self.ledger.samples_accepted)
         if not message.pull:
             self._keeps.add(worker)
         lease = self.deals.settle(worker)
@@ -118,27 +124,18 @@ class Server:
             return
         push = Push(worker, message.step, message.version, self.ledger.version, now_s, self.held, self.active)
         verdict = self.rule.on_push(self.memory, push)
-        staleness = self.ledger.push(
-            worker,
-            message.samples,
-            payload.num_bytes,
-            verdict.weight,
-            late=verdict.late,
-            keep=not message.pull,
-        )
+        size, late, keep = payload.num_bytes, verdict.late, not message.pull
+        staleness = self.ledger.push(worker, message.samples, size, verdict.weight, late=late, keep=keep)
         if verdict.weight > 0:
             payload = self.store.correct(worker, payload) if self.rule.damping.corrects else payload
-            self._pending[worker, message.step] = (
-                payload,
-                verdict.weight * self.deals.weight(message.samples),
-            )
+            weight = verdict.weight * self.deals.weight(message.samples)
+            self.gathering.take(worker, message.step, payload, weight)
             self._exchanged.update([worker] if self.rule.elastic else [])
-            self.max_pending = max(self.max_pending, len(self._pending))
-            self._add_in_turn()
+            self.gathering.add_in_turn(self.rule.contributors(self.active))
         else:
             payload.release()
         yield from self._carry_out(verdict)
-        if self.failure:
+        if self.failure or self.cuts.ended:
             yield from self._send_off()
         epoch = lease.epoch + 1 if lease else 1
         samples, version = self.ledger.samples_accepted, self.ledger.version
@@ -147,14 +144,17 @@ class Server:
 
     def _carry_out(self, verdict: Verdict) -> Steps:
         if verdict.flush:
-            self._add_in_turn(last=True)
+            self.gathering.add_all()
             if self.schedule is not None and self.epoch_samples:
                 progress = self.applied_samples / self.epoch_samples
-                self.store.set_rate(self.schedule.factor(progress, self.num_workers))
+                self.store.set_rate(self.schedule.factor(progress, len(self.workers)))
             self.applied_samples = self.ledger.samples_accepted
             yield Compute(self.store.apply, "apply")
-            self._added.clear()
+            self.gathering.clear()
             self.ledger.update()
+            self.cuts.look(self.ledger.samples_accepted)
+            if self.cuts.due(self.ledger.samples_accepted):
+                yield from self._cut()
         for worker in verdict.restart:
             if worker in self.ledger.reads:  # or else it has not joined yet
                 self.ledger.abort(worker)
@@ -162,16 +162,12 @@ class Server:
         for worker in verdict.release:
             yield from self._release(worker, 1)
 
-    def _add_in_turn(self, last: bool = False) -> None:
-        """Hand the store, in rank order, those gradients before which no other can come."""
-        due = frozenset() if last else self.rule.contributors(self.active)
-        if due is None:
-            return
-        for key in sorted(self._pending):
-            if any(other < key[0] and other not in self._added for other in due):
-                break
-            self.store.add(key[0], *self._pending.pop(key))
-            self._added.add(key[0])
+    def _cut(self) -> Steps:
+        workers = sorted(self.present)
+        shards = self.rule.servers
+        yield Compute(lambda: self.cuts.save(self.state(), shards, workers), "checkpoint")
+        if self.cuts.ended:
+            self.deals.close()
 
     def _refuse(self, worker: int, message: Message, payload: Payload) -> Steps:
         """A gradient that was stopped when it was already under way, or a NaN or infinite one: that is never applied;
@@ -236,9 +232,11 @@ class Server:
             version=self.ledger.version,
             step=self._next_step[worker],
             samples=self.ledger.samples_accepted,
-            stop=bool(self.failure),
+            stop=bool(self.failure) or self.cuts.ended,
             leases=tuple(leases),
             payload=payload,
+            batches=self._num_batches.get(worker, 0),
+            **self.cuts.on_answer(worker),
         )
         self._exchanged.discard(worker)
         yield Send(worker, message)
@@ -250,10 +248,10 @@ class Server:
         self.ledger.leave(worker)
         if message.stop:
             self._want_final.append(worker)
-        self._add_in_turn()
+        self.gathering.add_in_turn(self.rule.contributors(self.active))
         yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))
         if not self.active:
-            if self._pending or self._added:  # too few for an update of their own, but nothing is lost
+            if not self.gathering.empty:  # too few for an update of their own, but nothing is lost
                 yield from self._carry_out(Verdict(0.0, True, ()))
             yield from self._open_lobby()  # the data ended before the warm-up did
 
@@ -263,28 +261,40 @@ class Server:
 
     def summary(self) -> dict[str, Any]:
         """Counts of this shard for `result.json`, with the failure that ended the run, if any."""
-        left_out = self.deals.num_left_out()
-        counts = {"samples_left_out": left_out, "max_pending": self.max_pending, "failure": self.failure}
+        waited, left_out = self.gathering.max_pending, self.deals.num_left_out()
+        counts = {"samples_left_out": left_out, "max_pending": waited, "failure": self.failure}
         return {**self.ledger.summary(), **counts}
 
     def state(self) -> dict[str, Any]:
         """Rule memory, counts and data position, JSON-able; the store saves its tensors itself."""
-        assert not self._pending and not self._added, "state is taken when no update is being gathered"
+        assert self.gathering.empty, "state is taken when no update is being gathered"
         return {
+            "workers": sorted(self.workers),
             "memory": self.memory,
             "ledger": self.ledger.state(),
+            "deals": self.deals.state(),
+            "next_step": {str(worker): step for worker, step in self._next_step.items()},
+            "num_batches": {str(worker): count for worker, count in self._num_batches.items()},
             "failure": self.failure,
             "applied_samples": self.applied_samples,
-            "deals": self.deals.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned: the workers join anew, and what they computed on goes
-        unused.
+        unused. With other workers than before, the rule begins anew on the same parameters and counts.
         """
-        self.memory, self.failure = state["memory"], state["failure"]
-        self.applied_samples = state["applied_samples"]
+        self.failure, self.applied_samples = state["failure"], state["applied_samples"]
         self.ledger.restore(state["ledger"])
-        for worker in list(self.ledger.reads):
-            self.ledger.leave(worker)
         self.deals.restore(state["deals"])
+        pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
+        if self.rule.warmup.is_over(pushed, self.epoch_samples):
+            self.active = set(self.present)
+        same = sorted(self.workers) == state["workers"]
+        self.ledger.begin_anew(forget=not same)
+        if same:
+            self.memory = state["memory"]
+            self._next_step = {int(worker): step for worker, step in state["next_step"].items()}
+            self._num_batches = {int(worker): count for worker, count in state["num_batches"].items()}
+        else:
+            self.memory = self.rule.start(tuple(sorted(self.active)))
+        self.cuts.last = self.ledger.samples_accepted

@@ -16,7 +16,7 @@ from collections.abc import Generator
 from typing import Any
 
 from mpitrain.effects import Compute, Effect, Interrupted, Kind, Message, Now, Recv, Role, Send
-from mpitrain.roles.ports import Gradient, Replica, Report
+from mpitrain.roles.ports import Gradient, Keeper, Replica, Report
 from mpitrain.rules import Lease, Roles
 
 PREFETCH = 2  # batches to read ahead
@@ -33,6 +33,7 @@ class Worker:
         wants_final: fetch the final model at the end, as the validator must.
         push_every, pull_every, inflight: as in `ServerStrategy`; a lease is one push whatever `push_every` says.
         batch_size: the usual one, where batches differ in size on purpose: virtual time charges by it.
+        keeper: writes this worker's part of a checkpoint.
     """
 
     def __init__(
@@ -47,11 +48,14 @@ class Worker:
         pull_every: int = 1,
         inflight: int = 1,
         batch_size: int = 0,
+        keeper: Keeper | None = None,
     ):
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
         self.leased, self.wants_final = leased, wants_final
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
-        self.batch_size = batch_size
+        self.batch_size, self.keeper = batch_size, keeper
+        self.mark = self._cut = 0
+        self.ends = False
         self.batches: deque[tuple[Lease, bool]] = deque()  # with: is it the last of its lease
         self.versions = [0] * len(roles.servers)
         self.step = self.samples = self.num_batches = self.progress = 0
@@ -59,13 +63,14 @@ class Worker:
         self.compute_s = self.wait_s = 0.0
         self._unpushed: list[Gradient] = []
         self._since_pull = self._num_prefetched = 0
+        self._joined = False
         self._num_awaited = 0  # pushes that have not been answered
 
     def run(self) -> Role:
         """Work until no lease is left or a server says stop; returns this worker's counts."""
         yield from self._tell_all(Kind.JOIN)
         yield from self._collect(Kind.REPLY)
-        epoch = 0
+        epoch = self.batches[0][0].epoch if self.batches else 0
         while not self.stopped and (self.batches or not self.leased):
             lease, last = self._next_batch() if self.leased else (None, False)
             if lease and lease.epoch > epoch:
@@ -91,7 +96,6 @@ class Worker:
 
     def state(self) -> dict[str, Any]:
         """The worker's own counts, JSON-able: the number of its batches keys the randomness of the next one."""
-        assert not self._unpushed, "state is taken right after a push"
         return {
             "step": self.step,
             "samples": self.samples,
@@ -165,6 +169,9 @@ class Worker:
                 finite=all(gradient.finite for gradient in self._unpushed),
                 pull=pull,
                 payload=payloads[shard],
+                mark=self.mark,
+                ends=self.ends or (self.keeper is not None and self.keeper.asked()),
+                batches=len(self._unpushed),
             )
             yield Send(server, message)
         self._unpushed.clear()
@@ -192,6 +199,9 @@ class Worker:
             if not crossed:
                 missing.discard(source)
             self._take_in(source, message)
+        if self._cut and self.keeper is not None:
+            keeper, mark, self._cut = self.keeper, self._cut, 0
+            yield Compute(lambda: keeper.save(mark, self.state(), ()), "checkpoint")
 
     def _take_in(self, source: int, message: Message) -> None:
         shard = self.roles.servers.index(source)
@@ -199,6 +209,10 @@ class Worker:
         if source == self.roles.dealer:
             self.progress = message.samples
             self.replica.progress(self.progress)
+            self.mark, self._cut = message.mark, message.cut or self._cut
+            if not self._joined:
+                self.step, self.num_batches, self._joined = message.step, message.batches, True
+        self.ends = self.ends or message.ends
         for lease in map(Lease._make, message.leases):
             pieces = lease.batches()
             self.batches.extend((piece, piece is pieces[-1]) for piece in pieces)

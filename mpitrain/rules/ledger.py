@@ -93,6 +93,13 @@ class Ledger:
         while worker in self.reads:
             self._tau_lost += self.version - self._take(worker)
 
+    def begin_anew(self, forget: bool) -> None:
+        """After a restart nothing that was read is computed on any more; `forget`: the workers are others, too."""
+        for worker in list(self.reads):
+            self.leave(worker)
+        if forget:
+            self._last_read.clear()
+
     def abort(self, worker: int) -> None:
         """`worker` is stopped in the middle of its gradient."""
         self.late += 1

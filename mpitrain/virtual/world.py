@@ -19,7 +19,7 @@ from mpitrain.errors import DeadlockError
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.network import Links, NetworkLaw
 
-HEADER_BYTES = 128  # what a message costs on the wire beside its payload: the size of mpi/wire.py's header
+HEADER_BYTES = 160  # what a message costs on the wire beside its payload: the size of mpi/wire.py's header
 
 
 class _Process:

@@ -1,0 +1,114 @@
+"""When this rank's part of a checkpoint is due, and its writing in the background.
+
+Law of this file: the role hands over a state of its own (tensors copied), one writer thread brings it to disk, and at
+most one is under way: a second waits for it. A failed write warns, is counted and leaves the checkpoints before it
+alone; only the third in a row ends the run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.checkpoint.parts import folder_of, prune, write_part
+from mpitrain.checkpoint.policy import CheckpointPolicy
+from mpitrain.errors import CheckpointError
+
+MAX_FAILURES = 3
+
+
+class Keeper:
+    """One rank's part of every checkpoint.
+
+    Args:
+        run_dir: of the run; part: this rank's part, such as "shard-0".
+        policy: how often (asked on the dealing server only); keep: complete checkpoints to keep.
+        about: JSON-able, into every part: what the run is.
+        asked: whether this process has been told to end (a signal).
+        warn: told of a write that failed.
+        more: `more(state)` may add to what the role hands over (tensors, copied).
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        part: str,
+        policy: CheckpointPolicy,
+        keep: int = 2,
+        about: Any = None,
+        asked: Callable[[], bool] = lambda: False,
+        warn: Callable[[str], None] = lambda text: None,
+        more: Callable[[], dict[str, Any]] = dict,
+    ):
+        self.run_dir, self.part, self.policy, self.keep = run_dir, part, policy, keep
+        self.about, self.asked, self._warn, self._more = about, asked, warn, more
+        self.num_written = self.num_failed = self.num_bytes = 0
+        self.copy_s = self.write_s = self.wait_s = 0.0
+        self._failures = 0
+        self._cost_s: float | None = None
+        self._last_s = time.monotonic()
+        self._thread: threading.Thread | None = None
+
+    def next_mark(self, samples: int) -> int:
+        """Accepted samples at which to write next, 0 while nothing is due; the dealing server asks."""
+        if self.policy.samples:
+            return self.policy.next_mark(samples)
+        busy = self._thread is not None and self._thread.is_alive()
+        due = not busy and time.monotonic() - self._last_s >= self.policy.interval_s(self._cost_s)
+        return samples + 1 if due else 0
+
+    def save(self, mark: int, role_state: dict[str, Any], parts: Sequence[str] = ()) -> None:
+        """Take over the state and start writing; waits only for the writing before."""
+        began_s = time.monotonic()
+        self.wait()
+        waited_s = time.monotonic()
+        state = {"role": role_state, **self._more()}
+        self.wait_s += waited_s - began_s
+        self.copy_s += time.monotonic() - waited_s
+        self._last_s = time.monotonic()
+        self._thread = threading.Thread(target=self._write, args=(mark, state, tuple(parts)), daemon=True)
+        self._thread.start()
+
+    def _write(self, mark: int, state: dict[str, Any], parts: tuple[str, ...]) -> None:
+        began_s = time.monotonic()
+        try:
+            self.num_bytes += write_part(folder_of(self.run_dir, mark), self.part, state, parts, self.about)
+            self.num_written += 1
+            self._failures = 0
+            if parts:  # the first part knows what is complete
+                prune(self.run_dir, self.keep)
+        except CheckpointError as error:
+            self.num_failed, self._failures = self.num_failed + 1, self._failures + 1
+            self._warn(str(error))
+        took_s = time.monotonic() - began_s
+        self.write_s += took_s
+        self._cost_s = took_s
+
+    def wait(self) -> None:
+        """Until nothing is being written any more.
+
+        Raises:
+            CheckpointError: the last three writes failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failures >= MAX_FAILURES:
+            raise CheckpointError(
+                f"{self._failures} checkpoints in a row could not be written to {self.run_dir}; free space or choose "
+                "another --run-dir, then --resume auto"
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """What checkpoints have cost, for `result.json`."""
+        return {
+            "num_written": self.num_written,
+            "num_failed": self.num_failed,
+            "num_bytes": self.num_bytes,
+            "copy_s": self.copy_s,
+            "write_s": self.write_s,
+            "wait_s": self.wait_s,
+        }

@@ -1,0 +1,67 @@
+"""When every shard writes its part of a checkpoint, agreed without a message of its own.
+
+Law of this file: the dealing server names a mark (accepted samples) ahead of time; it travels on its answers to the
+workers and on their pushes to the other servers; each shard writes at its first update at or beyond the mark. In
+lockstep all shards have the same update there, and each worker is told, with the answer that follows, that what it
+holds now belongs to the checkpoint. Without lockstep every shard is cut at its own version.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpitrain.effects import Message
+from mpitrain.roles.ports import Keeper
+
+
+class Cuts:
+    """One server's part in it.
+
+    Args:
+        keeper: writes; None where nothing is to be written.
+        deals: whether this server names the marks.
+    """
+
+    def __init__(self, keeper: Keeper | None, deals: bool):
+        self.keeper, self.deals = keeper, deals
+        self.mark = self.last = 0
+        self.ends = self.ended = False
+        self._told: dict[int, int] = {}  # workers whose next answer says that it belongs to a checkpoint
+
+    def look(self, samples: int) -> None:
+        """Name the next mark where one is due (the dealing server, after every update)."""
+        if self.keeper is None or not self.deals or self.ends:
+            return
+        if self.keeper.asked():
+            self.mark, self.ends = samples + 1, True
+        elif self.mark <= self.last:
+            self.mark = self.keeper.next_mark(samples)
+
+    def hear(self, message: Message, samples: int) -> None:
+        """Take over what a push tells: a mark from the dealing server, or that its sender was told to end."""
+        if self.keeper is None or self.ends:
+            return
+        if self.deals and message.ends and not message.mark:
+            self.mark, self.ends = samples + 1, True
+        elif not self.deals and message.mark > self.last:
+            self.mark, self.ends = message.mark, message.ends
+
+    def due(self, samples: int) -> bool:
+        """Whether this update is the one to write."""
+        return self.keeper is not None and self.last < self.mark <= samples
+
+    def save(self, state: dict[str, Any], shards: int, workers: list[int]) -> None:
+        """Write `state`; from now on the answers to `workers` say that they belong to it."""
+        assert self.keeper is not None
+        parts = [f"shard-{i}" for i in range(shards)] + [f"worker-{rank}" for rank in workers]
+        self.keeper.save(self.mark, state, parts if self.deals else ())
+        self.last, self.ended = self.mark, self.ends
+        if self.deals:
+            self._told = dict.fromkeys(workers, self.mark)
+
+    def on_answer(self, worker: int) -> dict[str, Any]:
+        """Fields of an answer to `worker`."""
+        if self.keeper is None:
+            return {}
+        asks = not self.deals and self.keeper.asked()  # this server was told to end: the workers pass it on
+        return {"mark": self.mark, "ends": self.ends or asks, "cut": self._told.pop(worker, 0)}

@@ -1,0 +1,51 @@
+"""The gradients of the update being gathered.
+
+Law of this file: they are added in rank order, never in order of arrival, so the bits depend on the set of gradients
+alone; those that wait for their turn are counted at their peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from mpitrain.roles.ports import Store
+
+
+class Gathering:
+    """What has arrived for the next update of one store."""
+
+    def __init__(self, store: Store):
+        self.store = store
+        self.max_pending = 0
+        self._pending: dict[tuple[int, int], tuple[Any, float]] = {}  # (worker, step): waits for its turn
+        self._added: set[int] = set()  # workers whose gradients are in the store
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has arrived since the last update."""
+        return not self._pending and not self._added
+
+    def take(self, worker: int, step: int, payload: Any, weight: float) -> None:
+        """One more gradient."""
+        self._pending[worker, step] = (payload, weight)
+        self.max_pending = max(self.max_pending, len(self._pending))
+
+    def add_in_turn(self, due: Set[int] | None) -> None:
+        """Hand the store, in rank order, those gradients before which no other can come: `due` are the workers that
+        contribute to this update, None where that is not known."""
+        if due is None:
+            return
+        for key in sorted(self._pending):
+            if any(other < key[0] and other not in self._added for other in due):
+                break
+            self.store.add(key[0], *self._pending.pop(key))
+            self._added.add(key[0])
+
+    def add_all(self) -> None:
+        """Nothing more comes: hand the store what is left."""
+        self.add_in_turn(frozenset())
+
+    def clear(self) -> None:
+        """The update has been made."""
+        self._added.clear()
