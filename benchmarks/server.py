@@ -1,26 +1,37 @@
-"""How long does one push and pull through a parameter server take, beside bare mpi4py doing the same?
+"""How long does one push and pull through parameter servers take, and what does a server carry a second?
 
-    mpitrain launch -n 4 benchmarks/server.py [--megabytes 25] [--rounds 40]
+    mpitrain launch -n 7 benchmarks/server.py [--megabytes 0.0655 1 4 25 64] [--servers 1 2] [--rounds 30]
 
-Ranks 0 and 1 are our server and worker, ranks 2 and 3 a bare mpi4py pair: Isend/Irecv of the gradient, the
-same torch operations of SGD with momentum on the server, Isend/Irecv of the parameters. The pairs take turns
-in blocks; whoever is not at turn sleeps. The bound is what copying the bytes there and back takes: two
-messages without any update between them.
+Rank 0 is one worker to each of three kinds of server, which have S ranks each and split the vector evenly:
+
+    ours          our server and worker roles, driven as `mt.wrap` drives them
+    bare mpi4py   Isend/Irecv of gradient and parameters, the torch operations of SGD with momentum between
+    torch RPC     a parameter server as in torch's tutorials, over TensorPipe: a remote object whose method takes
+                  the gradient, steps torch.optim.SGD and returns the parameters (rpc_sync; rpc_async and wait
+                  with several servers)
+    bytes only    bare mpi4py without the update: what copying there and back takes, the bound
+
+They take turns in blocks, for every size and number of servers; whoever is not at turn sleeps. The gradient is
+in place before the clock starts, and the new parameters are where the worker can use them when it stops. What a
+server carries is 2 * bytes / time of one worker that never pauses, gradients in and parameters out.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import statistics
 import time
+import warnings
 
 import torch
+import torch.distributed.rpc as rpc
 from common import machine, median_ratio, table, write_row
 from torch import nn
 
 from mpitrain.model import FlatModel, ShardStore
-from mpitrain.model.replica import Replica
+from mpitrain.model.replica import Gradient, Replica
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.report import NullReport
@@ -30,116 +41,187 @@ from mpitrain.rules import Async, Roles
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402
 
-RATE, MOMENTUM, IDLE_S = 0.01, 0.9, 5
+RATE, MOMENTUM = 0.01, 0.9
 TURN_TAG, PUSH_TAG, PULL_TAG = 101, 102, 103
+UPDATE, COPY, LEAVE = 1, 2, 0  # words to a bare server
+DRIVER = 0
+WAYS = ("ours", "bare mpi4py", "torch RPC", "bytes only")
 
 
-def wait_turn(runtime, source):
-    token = bytearray(1)
-    runtime.engine.wait(runtime.engine.irecv(token, source, TURN_TAG, passive=True))
-    return token[0]
+def parts(numel, num_servers):
+    """Sizes of the servers' slices."""
+    cuts = [numel * shard // num_servers for shard in range(num_servers + 1)]
+    return [high - low for low, high in zip(cuts, cuts[1:])]
 
 
-def give_turn(runtime, to, word=1):
-    runtime.engine.wait(runtime.engine.isend(bytearray([word]), to, TURN_TAG))
+def flat_model(numel, num_servers):
+    """One flat parameter under SGD with momentum; the optimizer is the prototype of the servers'."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(numel))
+    module.weight.grad = torch.full((numel,), 2.0**-10)
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM)
+    return module, optimizer, FlatModel(module, optimizer, num_servers)
+
+
+def say(to, word, count=0):
+    runtime.engine.wait(runtime.engine.isend(bytearray([word, count]), to, TURN_TAG))
+
+
+def hear(source):
+    """The next (word, count) of a rank; naps while there is none."""
+    words = bytearray(2)
+    runtime.engine.wait(runtime.engine.irecv(words, source, TURN_TAG, passive=True))
+    return words
 
 
 class Ours:
-    """Our worker, driven as `mt.wrap` drives it."""
+    """Our worker. Gathering the gradient into its frames is measured by step_time.py."""
 
-    def __init__(self, runtime, numel):
-        module = nn.Module()
-        module.weight = nn.Parameter(torch.zeros(numel))
-        flat = FlatModel(module, torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM), 1)
-        module.weight.grad = torch.full((numel,), 2.0**-10)
-        self.module, self.replica = module, Replica(flat, None, None, None, 0, 1)
-        self.world = MpiWorld(runtime.engine, (0,), lambda source, kind: flat.frame_for(0, final=True))
-        self.role = Worker(1, Roles((0,), (1,)), self.replica, NullReport(), leased=False).run()
+    def __init__(self, numel, servers):
+        self.servers = servers
+        self.module, _, flat = flat_model(numel, len(servers))
+        self.replica = Replica(flat, None, None, None, 0, DRIVER)
+        self.world = MpiWorld(
+            runtime.engine, servers, lambda source, kind: flat.frame_for(servers.index(source), final=True)
+        )
+        roles = Roles(servers, (DRIVER,))
+        self.role = Worker(DRIVER, roles, self.replica, NullReport(), leased=False).run()
         self.world.advance(self.role, None)
         self.frames = flat.push_frames()
         flat.gather_gradients(self.frames)
 
     def step(self):
-        from mpitrain.model.replica import Gradient
-
-        # the gradient is in its frame already, as the bare pair's is: gathering it is measured by
-        # step_time.py
         self.world.advance(self.role, Gradient(0.0, 1, True, [frame.hold() for frame in self.frames]))
 
     def leave(self):
         self.world.advance(self.role, None)
+        for server in self.servers:  # it listens no more: what comes next is for its successor
+            hear(server)
 
 
-def serve(runtime, numel):
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.zeros(numel))
-    prototype = torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM)
-    flat = FlatModel(module, prototype, 1)
-    store = ShardStore(flat.layout, 0, flat.frames[0].body, prototype)
-    server = Server(Async(), store, (1,), NullReport())
-    MpiWorld(runtime.engine, (1,), lambda source, kind: store.frame()).run(server.run())
+def serve_ours(numel, num_servers, shard):
+    _, prototype, flat = flat_model(numel, num_servers)
+    store = ShardStore(flat.layout, shard, flat.frames[shard].body, prototype)
+    server = Server(Async(), store, (DRIVER,), NullReport())
+    MpiWorld(runtime.engine, (DRIVER,), lambda source, kind: store.frame()).run(server.run())
+    say(DRIVER, LEAVE)
 
 
-def bare_serve(runtime, numel, num_rounds, block):
+class Bare:
+    """A worker by hand; `word` tells the servers whether to update."""
+
+    def __init__(self, numel, servers):
+        sizes = parts(numel, len(servers))
+        self.gradients = [part.numpy() for part in torch.full((numel,), 2.0**-10).split(sizes)]
+        self.weights = [part.numpy() for part in torch.zeros(numel).split(sizes)]
+        self.servers = servers
+
+    def begin(self, word, count):
+        for server in self.servers:
+            say(server, word, count)
+
+    def step(self):
+        comm, requests = runtime.comm, []
+        for server, gradient, weight in zip(self.servers, self.gradients, self.weights):
+            requests.append(comm.Irecv([weight, MPI.FLOAT], server, PULL_TAG))
+            requests.append(comm.Isend([gradient, MPI.FLOAT], server, PUSH_TAG))
+        MPI.Request.Waitall(requests)
+
+    def leave(self):
+        self.begin(LEAVE, 0)
+
+
+def serve_bare(numel):
     comm = runtime.comm
     gradient, weight, velocity = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)
     incoming, outgoing = gradient.numpy(), weight.numpy()
-    while update := wait_turn(runtime, 3):
-        for _ in range(block):
-            comm.Irecv([incoming, MPI.FLOAT], 3, PUSH_TAG).Wait()
-            if update == 1:
+    while (words := hear(DRIVER))[0] != LEAVE:
+        for _ in range(words[1]):
+            comm.Irecv([incoming, MPI.FLOAT], DRIVER, PUSH_TAG).Wait()
+            if words[0] == UPDATE:
                 velocity.mul_(MOMENTUM).add_(gradient)
                 weight.add_(velocity, alpha=-RATE)
-            comm.Isend([outgoing, MPI.FLOAT], 3, PULL_TAG).Wait()
+            comm.Isend([outgoing, MPI.FLOAT], DRIVER, PULL_TAG).Wait()
 
 
-def bare_block(runtime, gradient, weight, block, word):
-    comm = runtime.comm
-    give_turn(runtime, 2, word)
+class RemoteServer:
+    """The object of the RPC servers. Unlike the tutorial's it copies no gradient and returns a bare tensor
+    instead of a module: the peer at its best.
+    """
+
+    def __init__(self, numel):
+        self.weight = nn.Parameter(torch.zeros(numel))
+        self.optimizer = torch.optim.SGD([self.weight], lr=RATE, momentum=MOMENTUM)
+
+    @staticmethod
+    def update_and_fetch(reference, gradient):
+        self = reference.local_value()
+        self.weight.grad = gradient
+        self.optimizer.step()
+        return self.weight.detach()
+
+
+class Remote:
+    """A worker of RPC servers."""
+
+    def __init__(self, numel, servers):
+        sizes = parts(numel, len(servers))
+        names = [rpc_name(server) for server in servers]
+        self.servers = [
+            rpc.remote(name, RemoteServer, args=(size,)) for name, size in zip(names, sizes, strict=True)
+        ]
+        self.gradients = [torch.full((size,), 2.0**-10) for size in sizes]
+        self.weights = []
+
+    def step(self):
+        calls = [
+            (server.owner(), RemoteServer.update_and_fetch, (server, gradient))
+            for server, gradient in zip(self.servers, self.gradients, strict=True)
+        ]
+        if len(calls) == 1:
+            self.weights = [rpc.rpc_sync(*calls[0])]
+        else:
+            self.weights = [future.wait() for future in [rpc.rpc_async(*call) for call in calls]]
+
+    def leave(self):
+        """The servers free their objects when the last reference goes."""
+        self.servers.clear()
+
+
+def rpc_name(rank):
+    return f"rank{rank}"
+
+
+def join_rpc(members):
+    """Connect the ranks `members`, the driver first; everybody else only learns the port."""
+    port = runtime.share(_free_port() if runtime.rank == DRIVER else None)
+    if runtime.rank not in members:
+        return
+    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+    # torch's own, at every start of its RPC
+    warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    rpc.init_rpc(
+        rpc_name(runtime.rank),
+        rank=members.index(runtime.rank),
+        world_size=len(members),
+        rpc_backend_options=options,
+    )
+
+
+def block_of(megabytes):
+    """Steps of a turn: more of the short ones."""
+    return max(5, min(50, round(50 / megabytes)))
+
+
+def timed(step, count):
+    """Median seconds of `count` steps."""
     seconds = []
-    for _ in range(block):
+    for _ in range(count):
         began_s = time.perf_counter()
-        receive = comm.Irecv([weight, MPI.FLOAT], 2, PULL_TAG)
-        comm.Isend([gradient, MPI.FLOAT], 2, PUSH_TAG).Wait()
-        receive.Wait()
+        step()
         seconds.append(time.perf_counter() - began_s)
     return statistics.median(seconds)
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--megabytes", type=float, default=25)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--block", type=int, default=5)
-    options = parser.parse_args()
-    assert runtime.size == 4, "start with 4 ranks"
-    pids = runtime.allgather(os.getpid())
-    numel = int(options.megabytes * 1e6 / 4)
-    if runtime.rank == 0:
-        serve(runtime, numel)
-    elif runtime.rank == 2:
-        bare_serve(runtime, numel, options.rounds, options.block)
-    elif runtime.rank == 1:
-        ours = Ours(runtime, numel)
-        for _ in range(options.rounds):
-            wait_turn(runtime, 3)
-            seconds = []
-            for _ in range(options.block):
-                began_s = time.perf_counter()
-                ours.step()
-                seconds.append(time.perf_counter() - began_s)
-            runtime.engine.wait(
-                runtime.engine.isend(
-                    bytearray(str(statistics.median(seconds)).ljust(32).encode()), 3, TURN_TAG
-                )
-            )
-        wait_turn(runtime, 3)  # the server stays, idle, until its processor time has been looked at
-        ours.leave()
-    else:
-        compare(runtime, options, numel, pids[0])
-    runtime.finish()
 
 
 def cpu_s(pid):
@@ -149,49 +231,126 @@ def cpu_s(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def compare(runtime, options, numel, server_pid):
-    gradient, weight = torch.full((numel,), 2.0**-10).numpy(), torch.zeros(numel).numpy()
-    rows = {"ours": [], "bare mpi4py": [], "bound (bytes only)": []}
-    for _ in range(options.rounds):
-        give_turn(runtime, 1)
-        answer = bytearray(32)
-        runtime.engine.wait(runtime.engine.irecv(answer, 1, TURN_TAG, passive=True))
-        rows["ours"].append(float(answer.decode()))
-        rows["bare mpi4py"].append(bare_block(runtime, gradient, weight, options.block, 1))
-        rows["bound (bytes only)"].append(bare_block(runtime, gradient, weight, options.block, 2))
-    give_turn(runtime, 2, 0)
+def idle_share(pid, seconds):
+    """Share of a core that a waiting process takes."""
     time.sleep(1)
-    before_s = cpu_s(server_pid)
-    time.sleep(IDLE_S)
-    idle = (cpu_s(server_pid) - before_s) / IDLE_S
-    give_turn(runtime, 1)
-    warm = options.rounds // 10
-    rows = {name: values[warm:] for name, values in rows.items()}
-    lines = [("push + pull", "median ms", "ratio to bare", "95 % interval")]
-    ratios = {}
-    for name, values in rows.items():
-        middle, low, high = ratios[name] = median_ratio(values, rows["bare mpi4py"])
-        lines.append(
-            (name, f"{statistics.median(values) * 1e3:.2f}", f"{middle:.3f}", f"{low:.3f} - {high:.3f}")
-        )
+    before_s = cpu_s(pid)
+    time.sleep(seconds)
+    return (cpu_s(pid) - before_s) / seconds
+
+
+def compare(megabytes, ranks, num_rounds):
+    """One size on one number of servers: paired seconds by way. Leaves our servers up, see `Ours.leave`."""
+    numel, block = int(megabytes * 1e6 / 4), block_of(megabytes)
+    ours, bare, remote = Ours(numel, ranks[0]), Bare(numel, ranks[1]), Remote(numel, ranks[2])
+    seconds = {way: [] for way in WAYS}
+    for _ in range(num_rounds + max(1, num_rounds // 10)):
+        seconds["ours"].append(timed(ours.step, block))
+        bare.begin(UPDATE, block)
+        seconds["bare mpi4py"].append(timed(bare.step, block))
+        seconds["torch RPC"].append(timed(remote.step, block))
+        bare.begin(COPY, block)
+        seconds["bytes only"].append(timed(bare.step, block))
+    check_alike(ours, bare, remote)
+    bare.leave()
+    remote.leave()
+    return ours, {way: values[-num_rounds:] for way, values in seconds.items()}
+
+
+def check_alike(ours, bare, remote):
+    """All three have made the same updates: the parameters agree, to the order of rounding."""
+    theirs = torch.cat([torch.from_numpy(part) for part in bare.weights])
+    assert torch.allclose(ours.module.weight.detach(), theirs)
+    assert torch.allclose(torch.cat(remote.weights), theirs)
+
+
+def drive(options, ranks, pids):
+    """Every cell; prints the tables and writes one row a cell."""
     print(
-        f"{options.megabytes:g} MB, SGD with momentum, one host, {machine()['cpu']}, "
-        f"{len(rows['ours'])} rounds of {options.block}"
+        f"push + pull, SGD with momentum, one host, {machine()['cpu']}, {machine()['num_cores']} cores, "
+        f"{options.rounds} rounds",
+        flush=True,
     )
-    print(table(lines))
-    print(f"the server, idle for {IDLE_S} s: {idle:.1%} of a core")
-    medians = {name: statistics.median(values) * 1e3 for name, values in rows.items()}
-    path = write_row(
-        "server",
-        {
-            "megabytes": options.megabytes,
-            "median_ms": medians,
-            "ratio_to_bare": ratios,
-            "idle_core": idle,
-            "mpi": runtime.library,
-        },
-    )
+    times = [("MB", "servers", *(f"{way} ms" for way in WAYS), "ours MB/s")]
+    against = [("MB", "servers", "ours / bare", "95 %", "RPC / ours", "95 %")]
+    idle, path = None, None
+    for megabytes in options.megabytes:
+        for num_servers in options.servers:
+            ours, seconds = compare(megabytes, [group[:num_servers] for group in ranks], options.rounds)
+            if idle is None and options.idle_s:
+                idle = idle_share(pids[ranks[0][0]], options.idle_s)
+            ours.leave()
+            medians = {way: statistics.median(values) for way, values in seconds.items()}
+            carried = {way: 2 * megabytes / medians[way] for way in WAYS}
+            to_bare = median_ratio(seconds["ours"], seconds["bare mpi4py"])
+            gain = median_ratio(seconds["torch RPC"], seconds["ours"])
+            cell = f"{megabytes:g}", str(num_servers)
+            times.append((*cell, *(f"{medians[way] * 1e3:.2f}" for way in WAYS), f"{carried['ours']:.0f}"))
+            ratios = [(f"{one[0]:.2f}", f"{one[1]:.2f} - {one[2]:.2f}") for one in (to_bare, gain)]
+            against.append((*cell, *ratios[0], *ratios[1]))
+            row = {
+                "megabytes": megabytes, "servers": num_servers, "rounds": options.rounds,
+                "block": block_of(megabytes), "median_ms": {way: medians[way] * 1e3 for way in WAYS},
+                "megabytes_per_second": carried, "ours_to_bare": to_bare, "rpc_to_ours": gain,
+                "idle_core": idle, "load_before": options.load, "mpi": runtime.library,
+            }  # fmt: skip
+            path = write_row("server", row)
+    print(table(times))
+    print()
+    print(table(against))
+    if idle is not None:
+        print(f"our server, idle for {options.idle_s:g} s: {idle:.1%} of a core")
     print(f"written to {path}")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.0655, 1, 4, 25, 64])
+    parser.add_argument(
+        "--servers", type=int, nargs="+", help="default: 1 and up, as many as there are ranks for"
+    )
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--idle-s", type=float, default=5, help="how long to look at the idle server, 0: not")
+    options = parser.parse_args()
+    most = (runtime.size - 1) // 3
+    options.servers = options.servers or list(range(1, most + 1))
+    assert 1 <= max(options.servers) <= most, f"start with {1 + 3 * max(options.servers or [1])} ranks"
+    options.load = os.getloadavg()
+    torch.set_num_threads(1)
+    ranks = [tuple(range(1 + kind * most, 1 + (kind + 1) * most)) for kind in range(3)]
+    pids = runtime.allgather(os.getpid())
+    members = (DRIVER, *ranks[2])
+    join_rpc(members)
+    runtime.barrier()
+    if runtime.rank == DRIVER:
+        drive(options, ranks, pids)
+    for kind, serve in enumerate((serve_ours, serve_bare)):
+        if runtime.rank in ranks[kind]:
+            serve_cells(options, ranks[kind].index(runtime.rank), serve)
+    if runtime.rank in members:
+        rpc.shutdown()  # serves until the driver comes here too
+    runtime.finish()
+
+
+def serve_cells(options, shard, serve):
+    """A server rank's side of `drive`."""
+    for megabytes in options.megabytes:
+        for num_servers in options.servers:
+            numel = int(megabytes * 1e6 / 4)
+            if shard >= num_servers:
+                continue
+            if serve is serve_ours:
+                serve_ours(numel, num_servers, shard)
+            else:
+                serve_bare(parts(numel, num_servers)[shard])
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""Every benchmark runs: at a tiny size it prints its table, at most 80 columns wide where it says so, and writes
+its row. No figure of time is looked at."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, run_ranks
+
+BENCHMARKS = {
+    "rates": (1, ["--workers", "4", "--seeds", "1", "--exponents", "0", "0", "--epochs", "1"]),
+    "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
+    "step_time": (3, ["--rounds", "1", "--block", "1", "--model", "mlp"]),
+    "stragglers": (5, ["--seeds", "1", "--epochs", "1", "--base-ms", "1", "--compute", "emulated"]),
+}
+
+
+def rows_of(name: str, results: Path) -> list[dict]:
+    return [json.loads(line) for line in (results / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_every_benchmark_is_here():
+    found = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"common"}
+    assert found == set(BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_it_prints_its_table_and_writes_its_row(name, tmp_path):
+    num_ranks, arguments = BENCHMARKS[name]
+    python = run_python()
+    command = [python, str(ROOT / "benchmarks" / f"{name}.py"), *arguments]
+    env = {"MPITRAIN_BENCHMARK_RESULTS": str(tmp_path)}
+    out = run_ranks(num_ranks, command, env=env, timeout_s=120).check().stdout
+    assert f"written to {tmp_path / name}.jsonl" in out
+    CHECKS[name](out, rows_of(name, tmp_path))
+
+
+def run_python() -> str:
+    from tests.ranks import find_mpi
+
+    return str(find_mpi()[0])
+
+
+def check_rates(out, rows):
+    (row,) = rows
+    assert row["workers"] == 4 and len(row["ways"]) == 5
+    for name, way in row["ways"].items():
+        assert name in out
+        (only,) = way["sweep"]
+        assert len(only["runs"]) == 1 and 0 < only["runs"][0]["best"] <= 1
+    # the control's rate is the others' over N - 1
+    matched, plain = (row["ways"][name]["sweep"][0]["rate"] for name in ("async matched", "async"))
+    assert matched == pytest.approx(plain / 3)
+    table = out[out.index("             way") :].splitlines()[:6]
+    assert len(table) == 6 and all(len(line) <= 80 for line in table)
+
+
+def check_server(out, rows):
+    assert [(row["megabytes"], row["servers"]) for row in rows] == [(0.0655, 1), (1, 1)]
+    for row in rows:
+        assert set(row["median_ms"]) == {"ours", "bare mpi4py", "torch RPC", "bytes only"}
+        assert all(value > 0 for value in row["median_ms"].values())
+        carried = row["megabytes_per_second"]["ours"] * row["median_ms"]["ours"] / 1e3
+        assert carried == pytest.approx(2 * row["megabytes"])  # in and out
+    assert "RPC / ours" in out
+
+
+def check_step_time(out, rows):
+    (row,) = rows
+    assert set(row["median_ms"]) == {"one process", "gloo", "allreduce", "bare mpi4py", "async"}
+    assert all(way in out for way in row["median_ms"])
+
+
+def check_stragglers(out, rows):
+    (row,) = rows
+    assert row["compute"] == "emulated compute" and "torch DDP over gloo" in row["rules"]
+    for name, rule in row["rules"].items():
+        assert name in out and rule["samples_per_second"] > 0
+        assert len(rule["runs"]) == 1 and rule["runs"][0]["slept_s"] > 0
+
+
+CHECKS = {name: globals()[f"check_{name}"] for name in BENCHMARKS}
