@@ -1,8 +1,13 @@
 """What does one slow worker of four cost each update rule, in samples per second and in time to the target?
 
     mpitrain launch -n 5 benchmarks/stragglers.py [--seeds 5] [--epochs 8] [--base-ms 12] [--compute emulated real]
+        [--rules "sync()" "async()" ...]
 
-The digits job on four workers, one of which takes five times as long a batch (it sleeps, it does not spin).
+The digits job on four workers, one of which takes five times as long a batch: it sleeps, it does not spin, four
+times what a batch takes on a core of its own (measured first, on one rank, while the others wait). The sleep is
+the same for every contestant. `slow(factor=5)` would multiply what each batch took in that contestant, and where
+four workers are let go at once on two cores that is twice as long as under DDP, whose slow rank computes after
+its sleep, when the others are done: a longer sleep would be ordered for the one than for the other.
 Rank 0 serves; when it is the turn of torch's DDP over gloo, the peer, it waits, and the slow rank sleeps by
 the same helper, on the same batches. Two kinds of row:
 
@@ -47,7 +52,7 @@ from mpitrain.text import parse
 from mpitrain.training.measure import Meter, build, make_measure, num_warmup
 from mpitrain.training.straggling import Nap
 
-WORKERS, SLOW = 4, "slow(worker=2, factor=5)"
+WORKERS, SLOW_WORKER, FACTOR = 4, 2, 5
 BASE, PEER = "sync()", "torch DDP over gloo"
 RULES = [BASE, "backup(spare=1)", "async()", "softsync(updates=2)", "ssp(bound=3)"]
 MUST_GAIN = RULES[1:4]  # at least twice the samples per second of sync, and sooner at the target
@@ -72,10 +77,30 @@ def digits(folder: Path, base_s: float) -> mt.Job:
     )
 
 
-def run_ours(job, strategy, folder):
+def batch_s(job):
+    """What a batch takes where nobody else computes, in seconds; measured on rank 0."""
+    seconds = []
+    if runtime.rank == 0:
+        module, _ = build(job, None, torch.device("cpu"))
+        with job.data.reader(job.data.scan(), job.seed) as reader:
+            for step in range(40):
+                batch = reader.batch(0, step * job.batch_size, job.batch_size)
+                began_s = time.monotonic()
+                job.loss(module, batch).backward()
+                seconds.append(time.monotonic() - began_s)
+    return runtime.share(statistics.median(seconds[10:]) if seconds else None)
+
+
+def order(job):
+    """The injection that makes one worker `FACTOR` times as slow."""
+    seconds = (FACTOR - 1) * batch_s(job)
+    return f"stall(worker={SLOW_WORKER}, chance=1.0, seconds={seconds:.5f})"
+
+
+def run_ours(job, strategy, inject, folder):
     """One run over our server; what rank 0 finds in its files."""
     with contextlib.redirect_stdout(io.StringIO()):  # the FOM line of every run would drown the table
-        result = mt.train(job, strategy, run_dir=str(folder), quiet=True, inject=SLOW)
+        result = mt.train(job, strategy, run_dir=str(folder), quiet=True, inject=inject)
     if runtime.rank != 0:
         return None
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -86,11 +111,11 @@ def run_ours(job, strategy, folder):
     return summary(result["samples_per_second"], marks, job) | counts
 
 
-def run_gloo(job, group):
+def run_gloo(job, inject, group):
     """The same training by torch's DDP over gloo; figures on the lowest worker, what it slept on each."""
     worker, began_s = runtime.rank - 1, time.monotonic()
     module, optimizer = build(job, None, torch.device("cpu"))
-    nap = Nap(Straggler(read([SLOW]), worker, job.seed), module.parameters())
+    nap = Nap(Straggler(read([inject]), worker, job.seed), module.parameters())
     parallel = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
     catalogue = job.data.scan()
     batch = job.batch_size * WORKERS
@@ -135,18 +160,18 @@ def base_s(kind, options):
     return options.base_ms / 1e3 if kind == "emulated" else 0.0
 
 
-def contest(kind, seed, options, folder, group):
+def contest(kind, seed, inject, options, folder, group):
     """One round: every contestant once; figures by name on rank 0."""
     job = dataclasses.replace(digits(folder, base_s(kind, options)), seed=seed, epochs=options.epochs)
-    names = [*RULES, PEER]
+    names = [*options.rules, PEER]
     turn = seed % len(names)
     figures = {}
     for name in names[turn:] + names[:turn]:
         runtime.barrier()
         if name != PEER:
-            figures[name] = run_ours(job, parse(name, "strategy"), folder / f"{kind}-{seed}-{name}")
+            figures[name] = run_ours(job, parse(name, "strategy"), inject, folder / f"{kind}-{seed}-{name}")
         else:
-            each = runtime.allgather(run_gloo(job, group) if runtime.rank > 0 else {"slept_s": 0.0})
+            each = runtime.allgather(run_gloo(job, inject, group) if runtime.rank > 0 else {"slept_s": 0.0})
             figures[name] = each[1] | {"slept_s": max(one["slept_s"] for one in each)}
         if runtime.rank == 0:
             found = figures[name]
@@ -162,7 +187,7 @@ def _seconds(value):
     return "missed" if value is None or value == math.inf else f"{value:.2f} s"
 
 
-def show(kind, rounds):
+def show(kind, rounds, rules):
     """The table of one kind of compute, and its row for the results file."""
     label = "emulated compute" if kind == "emulated" else "real compute"
     lines = [
@@ -170,7 +195,7 @@ def show(kind, rounds):
     ]
     row = {"compute": label, "rules": {}}
     base = [figures[BASE]["samples_per_second"] for figures in rounds]
-    for name in [*RULES, PEER]:
+    for name in [*rules, PEER]:
         runs = [figures[name] for figures in rounds]
         rates = [run["samples_per_second"] for run in runs]
         ratio = median_ratio(rates, base)
@@ -187,10 +212,10 @@ def show(kind, rounds):
             "samples_per_second": statistics.median(rates), "ratio_to_sync": ratio,
             "to_target_s": None if target_s == math.inf else target_s, "reached": reached, "runs": runs,
         }  # fmt: skip
-    print(f"\n{label}: worker 2 of {WORKERS} five times as slow, medians of {len(rounds)} seed(s)")
+    print(f"\n{label}: worker {SLOW_WORKER} of {WORKERS} {FACTOR}x as slow, medians of {len(rounds)} seed(s)")
     print(table(lines))
     sync = row["rules"][BASE]["to_target_s"] or math.inf
-    for name in MUST_GAIN:
+    for name in (name for name in MUST_GAIN if name in rules):
         found = row["rules"][name]
         sooner = (found["to_target_s"] or math.inf) < sync
         row["rules"][name]["holds"] = holds = found["ratio_to_sync"][0] >= 2 and sooner
@@ -209,7 +234,9 @@ def main():
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--base-ms", type=float, default=12)
     parser.add_argument("--compute", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES, help=f"always with {BASE}")
     options = parser.parse_args()
+    options.rules = [name for name in RULES if name in options.rules or name == BASE]
     assert runtime.size == WORKERS + 1, f"start with {WORKERS + 1} ranks"
     torch.set_num_threads(1)
     load = os.getloadavg()
@@ -222,19 +249,28 @@ def main():
     dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
     group = dist.new_group(list(range(1, runtime.size)), backend="gloo")
     # not counted: the first run of a process pays for torch's lazy imports, several seconds on few cores
-    contest("real", options.seeds, argparse.Namespace(**vars(options) | {"epochs": 1}), folder, group)
+    orders = dict.fromkeys(KINDS, order(digits(folder, 0.0)))
+    contest(
+        "real",
+        options.seeds,
+        orders["real"],
+        argparse.Namespace(**vars(options) | {"epochs": 1}),
+        folder,
+        group,
+    )
     if runtime.rank == 0:
         print("this was the warm-up; from here on it counts", flush=True)
+    orders = {kind: order(digits(folder, base_s(kind, options))) for kind in options.compute}
     rounds = {kind: [] for kind in options.compute}
     for seed in range(options.seeds):
         for kind in options.compute:
-            rounds[kind].append(contest(kind, seed, options, folder, group))
+            rounds[kind].append(contest(kind, seed, orders[kind], options, folder, group))
     if runtime.rank == 0:
         for kind in options.compute:
-            row = show(kind, rounds[kind]) | {
+            row = show(kind, rounds[kind], options.rules) | {
                 "seeds": options.seeds,
                 "epochs": options.epochs,
-                "inject": SLOW,
+                "inject": orders[kind],
                 "slept_per_batch_s": base_s(kind, options),
                 "load_before": load,
             }
