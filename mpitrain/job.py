@@ -17,6 +17,7 @@ import mpitrain.rules
 from mpitrain import inject as injection
 from mpitrain.errors import UsageError
 from mpitrain.rules import AllReduce, Schedule, Strategy
+from mpitrain.rules.checkpointing import read_policy
 from mpitrain.text import nearest, parse
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class Job:
         seed: key of initialisation, order and every other draw.
         on_nonfinite: "stop" at the first NaN or infinite gradient, or "skip" such batches and count them.
         drop_last: leave an incomplete last batch of an epoch out.
+        checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
+            `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is told
+            to end (SIGUSR1, SIGTERM) writes one in any case. keep_checkpoints: how many complete ones stay.
         synthetic: samples for `--synthetic`, which needs no files.
         name: for the run directory; the job file's name if None.
     """
@@ -63,11 +67,14 @@ class Job:
     seed: int = 0
     on_nonfinite: str = "stop"
     drop_last: bool = False
+    checkpoint_every: str = "auto"
+    keep_checkpoints: int = 2
+    mtbf_s: float = 86400.0
     synthetic: Any = None
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "batch_size"):
+        for key in ("epochs", "batch_size", "keep_checkpoints"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"Job: {key} must be a whole number of at least 1, got {value!r}")
@@ -88,6 +95,7 @@ class Job:
             raise UsageError(
                 f"Job: schedule must be a value such as mpitrain.Gradual(epochs=5), got {self.schedule!r}"
             )
+        read_policy(self.checkpoint_every, self.mtbf_s)
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
 
@@ -107,6 +115,8 @@ class Overrides:
     steps: int | None = None
     quiet: bool = False
     inject: tuple[str, ...] = ()
+    checkpoint_every: str | None = None
+    resume: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inject", injection.texts(self.inject))
@@ -136,7 +146,7 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
     overrides.check()
     changes: dict[str, Any] = {
         key: value
-        for key in ("epochs", "batch_size", "seed")
+        for key in ("epochs", "batch_size", "seed", "checkpoint_every")
         if (value := getattr(overrides, key)) is not None
     }
     if overrides.strategy is not None:

@@ -154,7 +154,7 @@ def _poll_in_backward(parameters: list[Any], engine: Any) -> None:
     thread that owns MPI (a GPU's backward runs on another)."""
 
     def poll(parameter: Any) -> None:
-        if engine.owns_mpi():
+        if engine.owns_mpi:
             engine.poll()
 
     for parameter in parameters:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.checkpoint.parts import folder_of, prune, write_part
-from mpitrain.checkpoint.policy import CheckpointPolicy
 from mpitrain.errors import CheckpointError
+from mpitrain.rules.checkpointing import CheckpointPolicy
 
 MAX_FAILURES = 3
 
@@ -29,7 +29,8 @@ class Keeper:
         about: JSON-able, into every part: what the run is.
         asked: whether this process has been told to end (a signal).
         warn: told of a write that failed.
-        more: `more(state)` may add to what the role hands over (tensors, copied).
+        more: what else belongs to this part, by name (tensors, copied).
+        writers: worker ranks that write a part of their own, as the dealing server must know.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class Keeper:
         asked: Callable[[], bool] = lambda: False,
         warn: Callable[[str], None] = lambda text: None,
         more: Callable[[], dict[str, Any]] = dict,
+        writers: tuple[int, ...] = (),
     ):
         self.run_dir, self.part, self.policy, self.keep = run_dir, part, policy, keep
         self.about, self.asked, self._warn, self._more = about, asked, warn, more
+        self.writers = writers
         self.num_written = self.num_failed = self.num_bytes = 0
         self.copy_s = self.write_s = self.wait_s = 0.0
         self._failures = 0

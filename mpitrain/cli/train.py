@@ -52,6 +52,17 @@ def add_parser(commands: Any) -> None:
         "--nodes", type=positive, metavar="M", help="nodes of the dry run (default: the job's, or 1)"
     )
     run.add_argument(
+        "--checkpoint-every",
+        metavar="WHEN",
+        help='samples ("5000"), seconds ("60s"), auto (the default) or never; SIGUSR1 and SIGTERM '
+        "write one and end the run with exit code 75",
+    )
+    run.add_argument(
+        "--resume",
+        metavar="FROM",
+        help="auto: go on from the newest checkpoint in --run-dir, if there is one; or another run's directory",
+    )
+    run.add_argument(
         "--synthetic",
         action="store_true",
         help="draw samples from the job's synthetic= instead of reading data",
@@ -107,6 +118,8 @@ def overrides(arguments: argparse.Namespace) -> Any:
         steps=arguments.steps,
         quiet=arguments.quiet,
         inject=tuple(arguments.inject),
+        checkpoint_every=getattr(arguments, "checkpoint_every", None),
+        resume=getattr(arguments, "resume", None),
     )
 
 

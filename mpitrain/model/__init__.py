@@ -7,9 +7,11 @@ from mpitrain.model.frame import Frame, FramePool
 from mpitrain.model.local import LocalSteps, local_steps
 from mpitrain.model.optimizer import check_elementwise, rebuild
 from mpitrain.model.replica import Gradient, Replica
+from mpitrain.model.reshard import reshard
 from mpitrain.model.shard import ShardStore
 
 __all__ = [
     "ElasticStore", "FlatModel", "Frame", "FramePool", "Gradient", "Layout", "LocalSteps", "Replica", "ShardStore",
-    "check_elementwise", "check_optimizer", "flat_model", "local_steps", "rebuild", "shard_store",
+    "check_elementwise", "check_optimizer", "flat_model", "local_steps", "rebuild", "reshard",
+    "shard_store",
 ]  # fmt: skip

@@ -110,8 +110,7 @@ class LocalSteps:
         self._moved = None
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state; taken right after a push, when nothing has accumulated."""
-        assert self._moved is None, "state is taken right after a push"
+        """The optimizer's state, without what has accumulated since the last push: who resumes computes that anew."""
         return {"optimizer": self.optimizer.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -175,3 +175,26 @@ class Replica:
                 self._own(shard).body.copy_(now.body)
         for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
             own.copy_(buffer)
+
+    def state(self) -> dict[str, Any]:
+        """Buffers (BatchNorm's and the like) and what the local optimizer remembers; tensors are copies."""
+        buffers = self._buffers if self.shared else [b for b in self.model.module.buffers() if b is not None]
+        return {
+            "buffers": [buffer.detach().clone() for buffer in buffers],
+            "local": _copied(self.local.state()) if self.local else None,
+        }
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        buffers = self._buffers if self.shared else [b for b in self.model.module.buffers() if b is not None]
+        for buffer, saved in zip(buffers, state["buffers"], strict=True):
+            buffer.copy_(saved)
+        if self.local is not None and state["local"] is not None:
+            self.local.restore(state["local"])
+
+
+def _copied(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree
+    )

@@ -50,14 +50,17 @@ class Cuts:
         """Whether this update is the one to write."""
         return self.keeper is not None and self.last < self.mark <= samples
 
-    def save(self, state: dict[str, Any], shards: int, workers: list[int]) -> None:
-        """Write `state`; from now on the answers to `workers` say that they belong to it."""
+    def save(
+        self, state: dict[str, Any], num_shards: int, present: set[int], workers: tuple[int, ...]
+    ) -> None:
+        """Write `state`; from now on the answers to the workers that have a part say that they belong to it."""
         assert self.keeper is not None
-        parts = [f"shard-{i}" for i in range(shards)] + [f"worker-{rank}" for rank in workers]
+        writers = sorted(present.intersection(self.keeper.writers))
+        parts = [f"shard-{i}" for i in range(num_shards)] + [f"worker-{workers.index(w)}" for w in writers]
         self.keeper.save(self.mark, state, parts if self.deals else ())
         self.last, self.ended = self.mark, self.ends
         if self.deals:
-            self._told = dict.fromkeys(workers, self.mark)
+            self._told = dict.fromkeys(writers, self.mark)
 
     def on_answer(self, worker: int) -> dict[str, Any]:
         """Fields of an answer to `worker`."""

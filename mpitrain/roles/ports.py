@@ -75,7 +75,11 @@ class Replica(Protocol):
 
 
 class Keeper(Protocol):
-    """Writes this rank's part of a checkpoint, with the tensors that belong to it."""
+    """Writes this rank's part of a checkpoint, with the tensors that belong to it; `writers` are the worker ranks that
+    write one too."""
+
+    @property
+    def writers(self) -> tuple[int, ...]: ...
 
     def next_mark(self, samples: int) -> int:
         """Accepted samples at which to write next; 0 while nothing is due."""

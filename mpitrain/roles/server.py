@@ -163,9 +163,8 @@ class Server:
             yield from self._release(worker, 1)
 
     def _cut(self) -> Steps:
-        workers = sorted(self.present)
-        shards = self.rule.servers
-        yield Compute(lambda: self.cuts.save(self.state(), shards, workers), "checkpoint")
+        shards, present = self.rule.servers, self.present
+        yield Compute(lambda: self.cuts.save(self.state(), shards, present, self.workers), "checkpoint")
         if self.cuts.ended:
             self.deals.close()
 

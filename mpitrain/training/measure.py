@@ -118,11 +118,13 @@ class Meter:
     Args:
         report: where progress goes.
         num_warmup: calls of `progress` that belong to the warm-up.
+        samples: that were accepted before this start (a run that was resumed).
     """
 
-    def __init__(self, report: Any, num_warmup: int):
-        self.report, self.num_warmup = report, num_warmup
-        self.num_calls = self.first_samples = self.last_samples = self.step = 0
+    def __init__(self, report: Any, num_warmup: int, samples: int = 0):
+        self.report, self.num_warmup, self.start_samples = report, num_warmup, samples
+        self.first_samples = self.last_samples = samples
+        self.num_calls = self.step = 0
         self.first_s = self.last_s = self.begin_s = time.monotonic()
         self.paused_s = 0.0
         self.metrics: dict[str, Any] = {}
@@ -149,7 +151,8 @@ class Meter:
         spent_s = self.last_s - self.first_s - self.paused_s
         samples = self.last_samples - self.first_samples
         if samples <= 0 or spent_s <= 0:  # nothing but warm-up: take it all
-            spent_s, samples = max(1e-9, self.last_s - self.begin_s), self.last_samples
+            spent_s = max(1e-9, self.last_s - self.begin_s)
+            samples = self.last_samples - self.start_samples
         return {
             "samples_per_second": samples / spent_s,
             "samples": self.last_samples,

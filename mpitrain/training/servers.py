@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.checkpoint import Keeper
 from mpitrain.effects import Kind, Role
 from mpitrain.model import (
     ElasticStore,
@@ -22,9 +23,10 @@ from mpitrain.model import (
     check_optimizer,
     flat_model,
     local_steps,
+    reshard,
     shard_store,
 )  # fmt: skip
-from mpitrain.model.flat import make_layout
+from mpitrain.model.flat import Layout, make_layout
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, Worker
@@ -39,6 +41,7 @@ from mpitrain.training.measure import (
     save_model,
     share_module,
 )
+from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
 
 # What the dealing server's shard tells of the whole run; every shard's own counts are under "ranks".
@@ -63,6 +66,7 @@ def run_servers(session: Session) -> dict[str, Any]:
         }
     )
     share_module(runtime, module)
+    attempt(runtime, lambda: check(session.resume, about(session, layout)))
     model = flat_model(module, optimizer, strategy)
     local = attempt(runtime, lambda: _local_steps(session, model, optimizer))
     return (
@@ -78,13 +82,21 @@ def _local_steps(session: Session, model: FlatModel, optimizer: torch.optim.Opti
     return local_steps(model, optimizer, server_strategy(session), schedule, num_samples, num_workers)
 
 
+def about(session: Session, layout: Layout) -> dict[str, Any]:
+    """What this run's checkpoints say of it."""
+    names = [f"{name} {shape}" for name, shape in zip(layout.names, layout.shapes, strict=True)]
+    return about_run(session.job, session.catalogue.num_samples, names)
+
+
 def server_strategy(session: Session) -> ServerStrategy:
     """The strategy in force, of the server family."""
     assert isinstance(session.strategy, ServerStrategy)
     return session.strategy
 
 
-def make_server(session: Session, store: ShardStore | ElasticStore, meter: Meter) -> Server:
+def make_server(
+    session: Session, store: ShardStore | ElasticStore, meter: Meter, keeper: Keeper | None = None
+) -> Server:
     """This rank's server role."""
     strategy = server_strategy(session)
     job = session.job
@@ -106,6 +118,7 @@ def make_server(session: Session, store: ShardStore | ElasticStore, meter: Meter
         session.catalogue.num_samples,
         job.schedule if strategy.optimizer == "server" else None,
         job.batch_size,
+        keeper,
     )
 
 
@@ -115,19 +128,46 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     strategy = server_strategy(session)
     store = shard_store(model, shard, optimizer, strategy, len(roles.workers))
     num_pushes = math.ceil(session.total_samples() / (session.job.batch_size * strategy.push_every))
-    meter = Meter(session.report, num_warmup(num_pushes))
-    server = make_server(session, store, meter)
+    resume = session.resume
+    meter = Meter(session.report, num_warmup(num_pushes), resume.mark if resume else 0)
+    # workers with state of their own: the validator's buffers, and everybody's optimizer where workers keep it
+    writers = roles.workers if strategy.optimizer == "worker" else (roles.validator,)
+    keeper = make_keeper(
+        session.job,
+        session.run_dir,
+        f"shard-{shard}",
+        about(session, model.layout),
+        lambda: {"store": store.state()},
+        writers,
+    )
+    server = make_server(session, store, meter, keeper)
+    if resume is not None:
+        attempt(runtime, lambda: _restore(resume, server, store, model.layout, shard))
     order: list[int] = []
     counts = _carry(session, roles.workers, lambda source, kind: store.frame(), record(server.run(), order))
     save_order(session.run_dir, shard, order)
+    keeper.wait()
+    counts["checkpoints"] = keeper.summary()
     counts["peak_waiting_buffers"] = store.pool.num_frames
     outcome: dict[str, Any] = {
         "detail": {"rank": runtime.rank, "role": "server", "shard": shard, **counts},
         "failure": counts["failure"],
+        "requeue": server.cuts.ended,
     }
     if runtime.rank == roles.dealer:
         outcome["result"] = {**meter.result(), **{key: counts[key] for key in _SHOWN}}
     return outcome
+
+
+def _restore(resume: Resume, server: Server, store: Any, layout: Layout, shard: int) -> None:
+    """This shard's part, or, with another number of servers, all parts cut anew; counts then are those of the first."""
+    states = [read_own_part(resume, f"shard-{index}") for index in range(resume.shards())]
+    if len(states) == layout.num_shards:
+        mine = states[shard]
+    else:
+        mine = {**states[0], "store": reshard([state["store"] for state in states], layout, shard)}
+    store.restore(mine["store"])
+    server.restore(mine["role"])
 
 
 def _work(
@@ -148,6 +188,16 @@ def _work(
             runtime.rank, roles, replica, session.report, wants_final=validates,
             push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
         )  # fmt: skip
+        index = roles.workers.index(runtime.rank)
+        keeper = make_keeper(
+            job,
+            session.run_dir,
+            f"worker-{index}",
+            about(session, model.layout),
+            lambda: {"replica": replica.state()},
+        )
+        worker.keeper = keeper
+        attempt_restore(session, worker, replica, index)
         straggler = session.straggler()
         counts = _carry(
             session,
@@ -156,10 +206,27 @@ def _work(
             straggler.wrap(worker.run()),
             computer=_computer(device) if strategy.inflight > 1 else None,
         )
-    outcome: dict[str, Any] = {"detail": {"role": "worker", **counts}, "injected": straggler.counts()}
+    keeper.wait()
+    detail = {"role": "worker", **counts, "checkpoints": keeper.summary()}
+    outcome: dict[str, Any] = {"detail": detail, "injected": straggler.counts()}
     if validates:
         outcome["result"] = finish_model(session, replica)
     return outcome
+
+
+def attempt_restore(session: Session, worker: Worker, replica: Replica, index: int) -> None:
+    """This worker's part, where the checkpoint has one; parameters and leases come from the servers."""
+    resume = session.resume
+    if resume is None:
+        return
+
+    def restore() -> None:
+        mine = read_own_part(resume, f"worker-{index}")
+        if mine is not None:
+            worker.restore(mine["role"])
+            replica.restore(mine["replica"])
+
+    attempt(session.runtime, restore)
 
 
 def _carry(

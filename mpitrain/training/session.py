@@ -19,12 +19,16 @@ from typing import Any
 
 from mpitrain.data import Catalogue
 from mpitrain.environment import collect
-from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.replay import RUN_FILE
 from mpitrain.report import NullReport, Report, default_run_dir, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
+from mpitrain.training import signals
+from mpitrain.training.resuming import Resume, find
+
+REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto
 
 
 @dataclasses.dataclass
@@ -40,6 +44,7 @@ class Session:
     run_dir: Path
     report: Any
     started_s: float
+    resume: Resume | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -76,6 +81,11 @@ class Session:
         if gathered is not None:
             result = judge(self, gathered)
             say_end(self.report, result)
+            mark = self.run_dir / REQUEUE_FILE
+            if result["exit_code"] == EXIT_REQUEUE:
+                mark.write_text(f"{result['samples']}\n")
+            else:
+                mark.unlink(missing_ok=True)
             self.report.finish(result)
         return dict(self.runtime.share(result))
 
@@ -113,6 +123,8 @@ def prepare(
         (run_dir / "env.json").write_text(text + "\n")
         write_json(run_dir / RUN_FILE, _how_started(session, job_file))
         _describe_start(session)
+    session.resume = attempt(runtime, lambda: find(runtime, overrides, run_dir, session.report))
+    signals.install()
     return session
 
 
@@ -247,7 +259,9 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         for name, goal in session.job.target.items()
         if not merged["metrics"].get(name, float("-inf")) >= goal
     }  # `not >=` so that NaN misses
-    code = EXIT_ERROR if failures else EXIT_TARGET_MISSED if missed else EXIT_OK
+    requeue = any(outcome.get("requeue") for outcome in gathered) and not failures
+    missed = {} if requeue else missed
+    code = EXIT_ERROR if failures else EXIT_TARGET_MISSED if missed else EXIT_REQUEUE if requeue else EXIT_OK
     result = {
         **merged,
         **merged["metrics"],
@@ -256,7 +270,7 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         "workers": len(session.roles.workers),
         "servers": len(session.roles.servers),
         "nodes": session.runtime.num_nodes,
-        "status": "ok" if code == EXIT_OK else "fail",
+        "status": {EXIT_OK: "ok", EXIT_REQUEUE: "requeue"}.get(code, "fail"),
         "exit_code": code,
         "failure": failures[0] if failures else "",
         "target": dict(session.job.target),
@@ -265,6 +279,7 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         "batch_size": session.job.batch_size,
         "epochs": session.job.epochs,
         "run_dir": str(session.run_dir),
+        "resumed_from": session.resume.mark if session.resume else None,
         "fault_tolerance": session.runtime.fault_tolerance,
         "inject": [str(one) for one in session.overrides.injections],
         "injected": [row for outcome in gathered for row in outcome.get("injected", [])],

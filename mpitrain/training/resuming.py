@@ -1,0 +1,127 @@
+"""Checkpoints of a run: who writes what, where a run resumes from, and whether that belongs to this job.
+
+Law of this file: rank 0 looks for the newest checkpoint that verifies and tells the others which it is; every rank then
+reads its own part of that one. What would silently change the meaning of a run (parameters, samples, seed) is refused;
+another number of workers or servers is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpitrain.checkpoint import Keeper, newest, read_part
+from mpitrain.checkpoint.parts import FOLDER, verify
+from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.job import Job, Overrides
+from mpitrain.rules.checkpointing import read_policy
+from mpitrain.training import signals
+
+
+class Resume(NamedTuple):
+    """The checkpoint a run goes on from: `folder`, `mark` (accepted samples), `parts`, and what its run was."""
+
+    folder: Path
+    mark: int
+    parts: tuple[str, ...]
+    about: dict[str, Any]
+
+    def part(self, name: str) -> Any:
+        """The state of one part, or None where the checkpoint has none of that name."""
+        return read_part(self.folder, name) if name in self.parts else None
+
+    def shards(self) -> int:
+        """How many shards it was written from."""
+        return sum(name.startswith("shard-") for name in self.parts)
+
+
+def find(runtime: Any, overrides: Overrides, run_dir: Path, report: Any) -> Resume | None:
+    """Where to go on from, the same on all ranks: `--resume auto` is the newest checkpoint in the run directory, or the
+    beginning where there is none; `--resume DIR` another run's.
+
+    Raises:
+        UsageError: no checkpoint in DIR.
+        CheckpointError: none of them verifies.
+    """
+    if overrides.resume is None:
+        return None
+    source = run_dir if overrides.resume == "auto" else Path(overrides.resume)
+    found, text = None, None
+    if runtime.rank == 0:
+        found = newest(source)
+        if found is None and overrides.resume != "auto":
+            raise UsageError(f"--resume {source}: no checkpoint there (looked in {source / FOLDER})")
+        for reason in found.refused if found else ():
+            report.event("checkpoint passed over", reason=reason)
+        text = str(found.folder.resolve()) if found else None
+    text = runtime.share(text)
+    if text is None:
+        return None
+    folder = Path(text)
+    parts, about = verify(folder) if runtime.rank == 0 else ((), None)
+    parts, about = runtime.share([list(parts), about])
+    report.event("resume", checkpoint=str(folder), samples=int(folder.name))
+    return Resume(folder, int(folder.name), tuple(parts), about)
+
+
+def about_run(job: Job, num_samples: int, parameters: list[str]) -> dict[str, Any]:
+    """What a checkpoint says of its run; `parameters`: names and shapes."""
+    return {
+        "parameters": parameters,
+        "num_samples": num_samples,
+        "seed": job.seed,
+        "strategy": str(job.strategy),
+        "batch_size": job.batch_size,
+    }
+
+
+def check(resume: Resume | None, about: dict[str, Any]) -> None:
+    """Refuse a checkpoint of something else.
+
+    Raises:
+        UsageError: names what differs.
+    """
+    for key in ("parameters", "num_samples", "seed"):
+        if resume is not None and resume.about[key] != about[key]:
+            there, here = resume.about[key], about[key]
+            if key == "parameters":
+                there = sorted(set(there) - set(here)) or "fewer"
+                here = sorted(set(here) - set(resume.about[key])) or "fewer"
+            raise UsageError(
+                f"{resume.folder} was written by another run: its {key} are {there}, this job's are {here}; give the "
+                "job that wrote it, or another --run-dir"
+            )
+
+
+def make_keeper(
+    job: Job,
+    run_dir: Path,
+    part: str,
+    about: dict[str, Any],
+    more: Callable[[], dict[str, Any]],
+    writers: tuple[int, ...] = (),
+) -> Keeper:
+    """This rank's part of the run's checkpoints."""
+
+    def warn(text: str) -> None:
+        print(f"mpitrain: warning: {text}", flush=True)
+
+    policy = read_policy(job.checkpoint_every, job.mtbf_s)
+    return Keeper(
+        run_dir, part, policy, job.keep_checkpoints, about, signals.asked, warn, more, writers=writers
+    )
+
+
+def read_own_part(resume: Resume | None, name: str) -> Any:
+    """This rank's state in the checkpoint; None without one.
+
+    Raises:
+        CheckpointError: damaged since rank 0 has verified it.
+    """
+    if resume is None:
+        return None
+    try:
+        return resume.part(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; start again with --resume auto") from error
