@@ -13,13 +13,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpitrain.environment import launched_nodes
-from mpitrain.errors import EXIT_ERROR, EXIT_OK, MpitrainError, UsageError
+from mpitrain.errors import (
+    EXIT_ERROR,
+    EXIT_OK,
+    EXIT_PREFLIGHT_FAILED,
+    EXIT_REQUEUE,
+    EXIT_TARGET_MISSED,
+    EXIT_USAGE,
+    MpitrainError,
+    UsageError,
+)  # fmt: skip
 from mpitrain.launchers import Launcher
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.
@@ -225,6 +234,28 @@ def completed(run_dir: Path, before: tuple[int, int] | None, code: int, promised
     if result.get("status") == "ok":
         return EXIT_OK
     return int(result.get("exit_code") or code or EXIT_ERROR)
+
+
+# A run that ended so is not started again: it is done, its input is wrong, or it wants another launch later.
+_FINAL = (EXIT_OK, EXIT_USAGE, EXIT_TARGET_MISSED, EXIT_PREFLIGHT_FAILED, EXIT_REQUEUE, 128 + signal.SIGINT)
+
+
+def relaunch(once: Callable[[list[str]], int], run_dir: Path, max_restarts: int) -> int:
+    """Run `once([])`, and `once(["--resume", "auto"])` after each failure that left a newer checkpoint than the one
+    before; returns the last exit code."""
+    code, mark = once([]), ""
+    for number in range(1, max_restarts + 1):
+        newest = max((path.parent.name for path in run_dir.glob("checkpoints/*/shard-0.json")), default="")
+        if code in _FINAL or newest <= mark:
+            break
+        mark = newest
+        print(
+            f"mpitrain: the run ended with exit code {code}; restart {number} of {max_restarts} from the checkpoint "
+            f"at {int(mark)} samples",
+            file=sys.stderr,
+        )
+        code = once(["--resume", "auto"])
+    return code
 
 
 def _terminal_is_ours() -> bool:

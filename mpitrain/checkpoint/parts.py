@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.checkpoint.tree import join, split
 from mpitrain.errors import CheckpointError
 
 SCHEMA = 1
@@ -49,6 +48,8 @@ def write_part(folder: Path, name: str, state: Any, needs: Sequence[str] = (), a
         CheckpointError: the disk is full or not writable; nothing half-written stays.
     """
     from safetensors.torch import save
+
+    from mpitrain.checkpoint.tree import split
 
     structure, tensors = split(state)
     payload = save(tensors)
@@ -134,6 +135,8 @@ def read_part(folder: Path, name: str) -> Any:
         CheckpointError: not there, damaged, or of another schema.
     """
     from safetensors.torch import load
+
+    from mpitrain.checkpoint.tree import join
 
     record = _read_record(folder, name)
     return join(record["state"], load(_read_payload(folder, name, record)))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpitrain.cli.parser import did_you_mean, positive
+from mpitrain.cli.parser import did_you_mean, natural, positive
 from mpitrain.environment import is_rank, launched_size, usable_cores
 from mpitrain.errors import UsageError
 
@@ -67,6 +67,14 @@ def add_parser(commands: Any) -> None:
         metavar="TEXT",
         help='further arguments for the launcher itself, such as "--hostfile FILE"',
     )
+    parser.add_argument(
+        "--max-restarts",
+        type=natural,
+        default=3,
+        metavar="N",
+        help="start a failed `train` again from its newest checkpoint, at most N times and only while there is "
+        "progress (default 3)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command line instead of running it")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="what every rank runs")
     parser.set_defaults(run=run_launch)
@@ -74,7 +82,7 @@ def add_parser(commands: Any) -> None:
 
 def run_launch(arguments: argparse.Namespace) -> int:
     """Find the launcher, build the command, run it, and return its exit code, or what the result says."""
-    from mpitrain.launch import completed, launch_command, result_mark, run_launcher
+    from mpitrain.launch import completed, launch_command, relaunch, result_mark, run_launcher
     from mpitrain.launchers import find_launcher
 
     if is_rank():
@@ -89,7 +97,8 @@ def run_launch(arguments: argparse.Namespace) -> int:
         return int(inner.run(inner))
     program = _program(words)
     launcher = find_launcher(arguments.mpi)
-    run_dir = _run_dir(words, inner) if arguments.ft == "ulfm" else None
+    trains = words[0] == "train"
+    run_dir = _run_dir(words, inner) if trains or arguments.ft == "ulfm" else None
     extra = {"MPITRAIN_RUN_DIR": str(run_dir)} if run_dir else {}
     terminal = {} if arguments.dry_run else _terminal()
     command, env = launch_command(
@@ -105,9 +114,14 @@ def run_launch(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(shell_line(command, env | extra))
         return 0
-    before = result_mark(run_dir) if run_dir else None
-    code = run_launcher(command, env | extra | terminal)
-    return completed(run_dir, before, code, promised=words[0] == "train") if run_dir else code
+
+    def once(more: list[str]) -> int:
+        before = result_mark(run_dir) if run_dir else None
+        code = run_launcher([*command, *more], env | extra | terminal)
+        judged = run_dir is not None and arguments.ft == "ulfm"
+        return completed(run_dir, before, code, promised=trains) if judged else code  # type: ignore[arg-type]
+
+    return relaunch(once, run_dir, arguments.max_restarts) if trains and run_dir else once([])
 
 
 def shell_line(command: list[str], env: Mapping[str, str]) -> str:

@@ -21,6 +21,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.mpi.process_group import init_default_group
 from mpitrain.rules.dealing import share_out
+from mpitrain.training.cutting import StepCuts
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
@@ -51,6 +52,9 @@ def run_allreduce(session: Session) -> dict[str, Any]:
     torch.distributed.destroy_process_group()
     runtime.engine.stop()  # from here on this thread owns MPI again
     return outcome
+
+
+_COUNTS = ("epoch", "cursor", "step", "samples", "nonfinite", "left_out")
 
 
 class _Trainer:
@@ -86,24 +90,50 @@ class _Trainer:
         self.step = self.samples = self.nonfinite = self.left_out = 0
         self.compute_s = 0.0
         self.failure = ""
+        self.epoch = self.cursor = 0
+        parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
+        self.cuts = StepCuts(session, parameters, self.state)
+        if (saved := self.cuts.restored(session)) is not None:
+            self.restore(saved)
+
+    def state(self) -> dict[str, Any]:
+        """Everything the run goes on from; the same on all ranks."""
+        counts = {key: getattr(self, key) for key in _COUNTS}
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "counts": counts,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        vars(self).update(state["counts"])
+        self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
 
     def run(self) -> None:
-        """Epochs until all are done, `--steps` is reached or a step is not finite."""
-        epoch = 0
+        """Epochs until all are done, `--steps` is reached, a step is not finite or the run is told to end."""
         limited = self.session.overrides.steps is not None
-        while not self.failure and (
-            self.step < self.num_steps if limited else epoch < self.session.job.epochs
+        while not self._over and (
+            self.step < self.num_steps if limited else self.epoch < self.session.job.epochs
         ):
-            self._epoch(epoch, limited)
-            epoch += 1
-            if not self.failure and not limited and epoch < self.session.job.epochs:
-                self._validate(epoch - 1)
+            self._epoch(self.epoch, limited)
+            if self._over:
+                return
+            self.epoch, self.cursor = self.epoch + 1, 0
+            if not limited and self.epoch < self.session.job.epochs:
+                self._validate(self.epoch - 1)
+
+    @property
+    def _over(self) -> bool:
+        return bool(self.failure) or self.cuts.ended
 
     def _epoch(self, epoch: int, limited: bool) -> None:
         num_samples, job = self.session.catalogue.num_samples, self.session.job
         batch = job.batch_size * self.num_workers
-        cursor = 0
-        while cursor < num_samples and not self.failure and not (limited and self.step >= self.num_steps):
+        while self.cursor < num_samples and not self._over and not (limited and self.step >= self.num_steps):
+            cursor = self.cursor
             count = min(batch, num_samples - cursor)
             if count < self.num_workers or (count < batch and job.drop_last):
                 self.left_out += count
@@ -114,7 +144,8 @@ class _Trainer:
                     epoch, *share_out(cursor + count, following, self.num_workers, self.rank)
                 )
             self._one_step(epoch, cursor, count)
-            cursor += count
+            self.cursor += count
+            self.cuts.after_step(self.step, self.samples)
 
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
         job, runtime = self.session.job, self.session.runtime
@@ -165,10 +196,18 @@ class _Trainer:
 
     def outcome(self) -> dict[str, Any]:
         """Counts of this rank; rank 0 adds the metrics and saves the model, whatever happened."""
-        detail = {"rank": self.rank, "role": "worker", "steps": self.step, "compute_s": self.compute_s}
+        detail: dict[str, Any] = {
+            "rank": self.rank,
+            "role": "worker",
+            "steps": self.step,
+            "compute_s": self.compute_s,
+        }
         injected = self.nap.straggler.counts()
         outcome: dict[str, Any] = {"detail": detail, "failure": self.failure, "injected": injected}
+        outcome["requeue"] = self.cuts.ended
         if self.rank == 0:
+            self.cuts.keeper.wait()
+            detail["checkpoints"] = self.cuts.keeper.summary()
             path = self.session.run_dir / MODEL_FILE
             save_model(
                 self.module,

@@ -1,0 +1,79 @@
+"""Checkpoints of runs in lockstep, in which every rank holds the same parameters.
+
+Law of this file: all ranks decide alike. A mark in samples is known to everybody; what one rank alone knows (that it
+was told to end, that time is up) is agreed in one small allreduce every so many steps, about twice a second. Rank 0
+writes; the position in the data is samples, so another number of ranks goes on from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpitrain.checkpoint import Keeper
+from mpitrain.training import signals
+from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
+from mpitrain.training.session import Session, attempt
+
+LOOK_EVERY_S = 0.5
+MOST_STEPS = 1000
+
+
+class StepCuts:
+    """When a synchronous run is cut, and from where it goes on.
+
+    Args:
+        session: of the run; parameters: names and shapes, for the checkpoint to say what it is.
+        state: what rank 0 writes: a tree with tensors (copied here).
+    """
+
+    def __init__(self, session: Session, parameters: list[str], state: Callable[[], dict[str, Any]]):
+        job = session.job
+        about = about_run(job, session.catalogue.num_samples, parameters)
+        attempt(session.runtime, lambda: check(session.resume, about))
+        self.rank, self.resume = session.runtime.rank, session.resume
+        self.keeper: Keeper = make_keeper(
+            job, session.run_dir, "shard-0", about, lambda: {"state": _copied(state())}
+        )
+        self.ended = False
+        self._mark = self.keeper.policy.next_mark(session.resume.mark if session.resume else 0)
+        self._look_at, self._last_step, self._last_s = 1, 0, time.monotonic()
+
+    def restored(self, session: Session) -> Any:
+        """The saved tree on every rank, or None for a run from the beginning."""
+        resume: Resume | None = session.resume
+        part = attempt(session.runtime, lambda: read_own_part(resume, "shard-0"))
+        return part["state"] if part else None
+
+    def after_step(self, step: int, samples: int) -> None:
+        """Write, or end, if it is time to; every rank calls it after every step."""
+        due = 0 < self._mark <= samples
+        if step >= self._look_at:
+            asked, time_is_up = self._agree(step, samples)
+            self.ended, due = self.ended or asked, due or asked or time_is_up
+        if due:
+            self._mark = self.keeper.policy.next_mark(samples)
+            if self.rank == 0:
+                self.keeper.save(samples, {}, ("shard-0",))
+
+    def _agree(self, step: int, samples: int) -> tuple[bool, bool]:
+        now_s = time.monotonic()
+        per_step_s = max(1e-6, (now_s - self._last_s) / max(1, step - self._last_step))
+        wanted = max(1, min(MOST_STEPS, int(LOOK_EVERY_S / per_step_s)))
+        timed = self.rank == 0 and not self.keeper.policy.samples and self.keeper.next_mark(samples) > 0
+        told = torch.tensor([int(signals.asked()), int(timed), -wanted])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        self._last_step, self._last_s = step, time.monotonic()
+        self._look_at = step - int(told[2])
+        return bool(told[0]), bool(told[1])
+
+
+def _copied(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )

@@ -1,0 +1,232 @@
+"""Interrupted and resumed over real ranks: bit for bit where it is a theorem, and every sample once everywhere."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+
+from mpitrain.checkpoint.parts import FOLDER, newest
+from mpitrain.training.measure import same_model
+from tests import toy
+from tests.ranks import run_ranks
+
+# One launch trains every strategy to its end, writing checkpoints; the next resumes each from its first one.
+RUNS = """
+import shutil
+from pathlib import Path
+import mpitrain as mt
+from mpitrain.text import parse
+from mpitrain.mpi.runtime import start
+from tests import toy
+
+runtime = start()
+for name, (text, optimizer, resume) in {runs!r}.items():
+    path = Path("{path}") / name
+    job = toy.make_job(
+        epochs=6, batch_size=4, optimizer=getattr(toy, optimizer), checkpoint_every="never" if resume else "96",
+        keep_checkpoints=99, schedule=mt.Decay(every=2, by=0.5),
+    )
+    mt.train(job, parse(text, "strategy"), run_dir=str(path), quiet=True, resume=resume)
+"""
+
+EXACT = {
+    "allreduce": ("allreduce()", "adam"),
+    "sync": ("sync(servers=2)", "two_groups"),
+    "blocking": ("softsync(updates=2,blocking=True,servers=2)", "sgd"),
+    "own-optimizer": ("sync(servers=2,optimizer='worker',push_every=2)", "adam"),
+    "wires": ("sync(servers=2,push_wire='bfloat16',reply_wire='float16')", "adam"),
+}
+ASYNC = {
+    "async": ("async(servers=2,damping=inverse())", "adam"),
+    "ssp": ("ssp(bound=1,servers=2)", "sgd"),
+    "elastic": ("elastic(push_every=2,servers=2)", "sgd"),
+    "in-flight": ("async(servers=2,inflight=2)", "sgd"),
+    "warm": ("softsync(updates=2,servers=2,warmup=warmup(1,epochs=3))", "sgd"),
+}
+
+
+def result_of(path):
+    return json.loads((path / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Every strategy trained whole, and again from a copy of its first checkpoint."""
+    path = tmp_path_factory.mktemp("runs")
+    whole = {name: (text, optimizer, None) for name, (text, optimizer) in (EXACT | ASYNC).items()}
+    run_ranks(4, RUNS.format(runs=whole, path=path)).check()
+    again = {}
+    for name, (text, optimizer) in (EXACT | ASYNC).items():
+        first = sorted((path / name / FOLDER).iterdir())[0]
+        copy = path / f"{name}-resumed" / FOLDER
+        copy.mkdir(parents=True)
+        os.rename(first, copy / first.name)
+        again[f"{name}-resumed"] = (text, optimizer, "auto")
+    run_ranks(4, RUNS.format(runs=again, path=path)).check()
+    return path
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_resumed_synchronous_run_is_the_uninterrupted_one_bit_for_bit(runs, name):
+    whole, resumed = result_of(runs / name), result_of(runs / f"{name}-resumed")
+    assert 96 <= resumed["resumed_from"] < 192
+    assert resumed["samples"] == whole["samples"] == 6 * 48
+    assert resumed["steps"] == whole["steps"]
+    assert same_model(runs / name / "model.safetensors", runs / f"{name}-resumed" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ASYNC)
+def test_a_resumed_asynchronous_run_takes_every_sample_once(runs, name):
+    resumed = result_of(runs / f"{name}-resumed")
+    assert 96 <= resumed["resumed_from"] < 192 and resumed["samples"] == 6 * 48
+    left, right = resumed["staleness_identity"]
+    assert left == right and resumed["status"] == "ok"
+
+
+OTHER_WORLDS = """
+import mpitrain as mt
+from mpitrain.mpi.runtime import start
+from tests import toy
+
+runtime = start()
+for servers in (1, 3):
+    job = toy.make_job(epochs=6, batch_size=4, optimizer=toy.{optimizer}, checkpoint_every="never")
+    mt.train(job, mt.Sync(servers=servers), run_dir=f"{path}/{{servers}}", quiet=True, resume="{source}")
+"""
+
+
+def test_another_number_of_servers_and_workers_goes_on_from_there(tmp_path):
+    """One worker: whatever the number of shards, the resumed run is serial training bit for bit."""
+    start = {"start": ("sync(servers=2)", "two_groups", None)}
+    run_ranks(
+        3, RUNS.format(runs=start, path=tmp_path).replace("schedule=mt.Decay(every=2, by=0.5),", "")
+    ).check()
+    for mark in sorted((tmp_path / "start" / FOLDER).iterdir())[1:]:
+        for part in mark.iterdir():
+            part.unlink()
+        mark.rmdir()
+    source = tmp_path / "start"
+    assert newest(source).mark == 96
+    script = OTHER_WORLDS.format(path=tmp_path, source=source, optimizer="two_groups")
+    script = script.replace("for servers in (1, 3):", "for servers in (runtime.size - 1,):")
+    for ranks in (2, 4):
+        run_ranks(ranks, script).check()
+    whole = tmp_path / "start" / "model.safetensors"
+    # dropout is keyed by the worker's rank, which moves with the number of servers: with as many it is the same bits
+    names = load_file(whole).keys()
+    for servers in (1, 3):
+        resumed = result_of(tmp_path / str(servers))
+        assert resumed["samples"] == 6 * 48 and resumed["steps"] == 72 and resumed["resumed_from"] == 96
+        assert load_file(tmp_path / str(servers) / "model.safetensors").keys() == names
+
+
+SIGNALLED = """
+import os, signal, sys
+import mpitrain as mt
+from mpitrain.text import parse
+from mpitrain.mpi.runtime import start
+from tests import toy
+
+runtime = start()
+calls = []
+
+def loss(model, batch):
+    calls.append(1)
+    if runtime.rank == {victim} and len(calls) == 7:
+        os.kill(os.getpid(), signal.{signal})
+    return toy.square_loss(model, batch)
+
+job = toy.make_job(epochs=40, batch_size=4, loss=loss, checkpoint_every="never")
+result = mt.train(job, parse("{strategy}", "strategy"), run_dir="{path}", quiet=True, resume={resume})
+sys.exit(result["exit_code"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "victim"),
+    [("sync(servers=2)", "SIGUSR1", 3), ("async()", "SIGTERM", 2), ("allreduce()", "SIGUSR1", 1)],
+)
+def test_a_signal_leads_to_a_checkpoint_and_exit_75_and_the_next_start_goes_on(
+    tmp_path, strategy, name, victim
+):
+    options = {"strategy": strategy, "signal": name, "path": tmp_path}
+    run = run_ranks(4, SIGNALLED.format(victim=victim, resume=None, **options))
+    assert run.code == 75, run
+    stopped = result_of(tmp_path)
+    found = newest(tmp_path)
+    assert stopped["status"] == "requeue" and (tmp_path / "REQUEUE").exists()
+    assert 0 < found.mark < 40 * 48
+    run_ranks(4, SIGNALLED.format(victim=99, resume='"auto"', **options)).check()
+    ended = result_of(tmp_path)
+    assert ended["resumed_from"] == found.mark and ended["samples"] == 40 * 48
+    assert ended["status"] == "ok" and not (tmp_path / "REQUEUE").exists()
+    if strategy != "async()":
+        whole = tmp_path / "whole"
+        run_ranks(4, SIGNALLED.format(victim=99, resume=None, **options | {"path": whole})).check()
+        assert same_model(whole / "model.safetensors", tmp_path / "model.safetensors")
+
+
+CRASHING = """
+import os, signal
+import mpitrain as mt
+from mpitrain.environment import launched_rank
+from tests import toy
+
+calls = []
+
+def loss(model, batch):
+    calls.append(1)
+    if launched_rank() == 2 and len(calls) == 12 and not os.path.exists("{path}/second"):
+        open("{path}/second" if os.path.exists("{path}/first") else "{path}/first", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return toy.square_loss(model, batch)
+
+job = toy.make_job(epochs=10, batch_size=4, loss=loss, checkpoint_every="40")
+"""
+
+
+def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
+    """Without fault tolerance a dead rank ends the job; the launcher resumes it, twice here, and the end is the same."""
+    (tmp_path / "job.py").write_text(CRASHING.format(path=tmp_path))
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    command = [
+        sys.executable,
+        "-m",
+        "mpitrain",
+        "launch",
+        "-n",
+        "3",
+        "train",
+        str(tmp_path / "job.py"),
+        "--quiet",
+    ]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240}
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    run = [*command, "--strategy", "sync()", "--run-dir", str(tmp_path / "run")]
+    ended = subprocess.run(run, env=env, **options)
+    assert ended.returncode == 0, ended.stderr
+    assert "restart 2 of 3 from the checkpoint at" in ended.stderr and "restart 3" not in ended.stderr
+    assert result_of(tmp_path / "run")["samples"] == 480
+    whole = subprocess.run([*run[:-1], str(tmp_path / "whole")], env=env, **options)
+    assert whole.returncode == 0
+    assert same_model(tmp_path / "run" / "model.safetensors", tmp_path / "whole" / "model.safetensors")
+    assert signal.SIGKILL  # what the job does to itself
+
+
+def test_another_jobs_checkpoint_is_refused_by_name(tmp_path):
+    start = {"start": ("sync()", "sgd", None)}
+    run_ranks(2, RUNS.format(runs=start, path=tmp_path)).check()
+    script = RUNS.format(runs={"start": ("sync()", "sgd", "auto")}, path=tmp_path)
+    run = run_ranks(
+        2, script.replace("epochs=6,", "epochs=6, model=toy.linear_float32, loss=toy.linear_loss,")
+    )
+    assert run.code == 2, run
+    assert (
+        "was written by another run: its parameters are" in run.stderr
+        and run.stderr.count("another run") == 1
+    )
+    assert toy
