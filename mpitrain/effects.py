@@ -33,6 +33,9 @@ class Kind(enum.IntEnum):
     NOTE = 6  # worker -> server: something for the run's report, as JSON text
     PULL = 7  # worker -> server: send me the model; no gradient
     DIFFERENCE = 8  # server -> worker: what both sides of an elastic exchange move by
+    IDLE = 10  # worker -> server: I have nothing to compute on, and stay in case there is more
+    WAKE = 11  # server -> worker that is idle: join again, or, with `stop`, leave
+    LOST = 9  # world -> server: this worker is dead; never on the wire
 
 
 class Payload(Protocol):
@@ -52,7 +55,8 @@ class Message(NamedTuple):
     a push that is to be answered with parameters, `leases` as (epoch, start, count, batch size), `text` a note.
     Checkpoints: `mark` is the accepted samples at which every shard writes the next one, `ends` that the run ends with
     it (from a worker: that it was told to end), `cut` the one that this answer belongs to, `batches` how many a worker
-    that joins has done before."""
+    that joins has done before. `heir`: this worker validates from now on, for the one that did is gone; `park`: it
+    should stay although it has nothing to do."""
 
     kind: Kind
     version: int = 0
@@ -69,6 +73,8 @@ class Message(NamedTuple):
     ends: bool = False
     cut: int = 0
     batches: int = 0
+    heir: bool = False
+    park: bool = False
 
 
 class Send(NamedTuple):
@@ -79,7 +85,9 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Answered with `(source, message)` when the next message is here."""
+    """Answered with `(source, message)` when the next message is here, or with None after `timeout_s` without one."""
+
+    timeout_s: float | None = None
 
 
 class Compute(NamedTuple):
@@ -103,6 +111,12 @@ class Now(NamedTuple):
     """Answered with the world's clock in seconds."""
 
 
+class Forget(NamedTuple):
+    """Rank `rank` is given up: nothing is sent to it any more, nor waited for. Answered with None."""
+
+    rank: int
+
+
 class Sleep(NamedTuple):
     """Let `seconds` pass without using the core; messages progress meanwhile. Answered with None. `interruptible` as
     in `Compute`."""
@@ -111,5 +125,5 @@ class Sleep(NamedTuple):
     interruptible: bool = True
 
 
-Effect = Send | Recv | Compute | Now | Sleep
+Effect = Send | Recv | Compute | Now | Sleep | Forget
 Role = Generator[Effect, Any, Any]

@@ -29,7 +29,7 @@ def record(role: Role, order: list[int]) -> Role:
         except StopIteration as end:
             return end.value
         answer = yield effect
-        if isinstance(effect, Recv) and answer[1].kind != Kind.NOTE:
+        if isinstance(effect, Recv) and answer is not None and answer[1].kind != Kind.NOTE:
             order.append(answer[0])
 
 
@@ -54,7 +54,7 @@ def repeat(role: Role, order: Sequence[int]) -> Role:
             )
         while not early.get(source):
             arrived = yield effect
-            if arrived[1].kind != Kind.NOTE:
+            if arrived is not None and arrived[1].kind != Kind.NOTE:
                 early.setdefault(arrived[0], deque()).append(arrived)
         answer = early[source].popleft()
 

@@ -45,7 +45,7 @@ def fom_line(result: Mapping[str, Any]) -> str:
     """The figure-of-merit line of a finished run.
 
     Args:
-        result: holds at least `FOM_KEYS`; `status` is `"ok"` or `"fail"`.
+        result: holds at least `FOM_KEYS`; `status` is `"ok"`, `"fail"` or `"requeue"`.
 
     Raises:
         ValueError: a key is missing or the status is another word: no suite may read a half-filled line.
@@ -53,8 +53,8 @@ def fom_line(result: Mapping[str, Any]) -> str:
     missing = [key for key in FOM_KEYS if key not in result]
     if missing:
         raise ValueError(f"a result needs {', '.join(missing)} for its FOM line")
-    if result["status"] not in ("ok", "fail"):
-        raise ValueError(f"status is {result['status']!r}; a FOM line says ok or fail")
+    if result["status"] not in ("ok", "fail", "requeue"):
+        raise ValueError(f"status is {result['status']!r}; a FOM line says ok, fail or requeue")
     counts = " ".join(f"{key}={int(result[key])}" for key in ("workers", "servers", "nodes", "steps"))
     return (
         f"FOM samples_per_second={float(result['samples_per_second']):.1f} unit=samples/s "

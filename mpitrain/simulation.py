@@ -22,7 +22,7 @@ from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.model import FlatModel, Replica, check_optimizer, flat_model, local_steps, shard_store
 from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
-from mpitrain.roles import Server, Worker
+from mpitrain.roles import TolerantServer, Worker
 from mpitrain.rules import Dealer, PerWorker, Roles, ServerStrategy, Strategy, assign
 from mpitrain.text import names, parse, registered
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
@@ -165,7 +165,7 @@ class _Simulation:
                 )
 
             servers = [
-                Server(
+                TolerantServer(
                     self.strategy, shard_store(model, shard, optimizer, self.strategy, self.num_workers),
                     self.roles.workers, log if shard == 0 else NullReport(),
                     dealer if shard == 0 else None, job.on_nonfinite, self.catalogue.num_samples,

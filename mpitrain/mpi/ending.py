@@ -67,6 +67,12 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR
 
 
+def is_dead_peer(error: BaseException) -> bool:
+    """True if this error says that the very rank it was about is dead (ULFM), not that the job was called off."""
+    dead = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in dead
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """True if this error only says that another rank has failed (MPI error classes of ULFM).
 
@@ -95,10 +101,34 @@ def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
     if runtime.size == 1:
         MPI.Finalize()
         os._exit(code)
+    if runtime.fault_tolerance == "ulfm" and runtime.expendable and not is_lost_peer(error):
+        os.kill(os.getpid(), signal.SIGKILL)  # the servers are told, and go on without us
     if runtime.fault_tolerance == "ulfm":
         _leave_ulfm(runtime, error)
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+def end_without_some(runtime: "Runtime") -> NoReturn:
+    """The orderly end of a run that has lost ranks: the others say bye to rank 0, which takes along what only sleeps.
+
+    `MPI_Finalize` is left out: after a failure it hangs one time in four, and a stopped rank would hold it for ever.
+    """
+    from mpitrain.mpi import points
+
+    points.say_bye(runtime.engine, runtime.rank, runtime.size, runtime.given_up)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if runtime.rank == 0:
+        for rank in runtime.given_up:  # stopped ones on this host; MPI has no other way to end them
+            if runtime.nodes[rank] == runtime.nodes[0]:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(runtime.pids[rank], signal.SIGKILL)
+        if runtime.fault_tolerance != "ulfm":
+            _set_alarm()
+            MPI.COMM_WORLD.Abort(runtime.exit_code)
+    os._exit(runtime.exit_code)
 
 
 def report(runtime: "Runtime", error: BaseException) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError
-from mpitrain.mpi import ending, exchange
+from mpitrain.mpi import ending, exchange, points
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.places import name_ranks, node_indices
@@ -50,6 +50,9 @@ class Runtime:
         self.role = ""
         self.step = -1
         self.run_dir: Path | None = None
+        self.expendable = False  # the others go on without this rank: under ULFM it dies alone
+        self.exit_code = 0  # what the process ends with where it cannot end by itself
+        self.given_up: set[int] = set()  # ranks that are dead, or will never answer again
         self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
         self._gate: MPI.Intracomm = self.comm.Dup()
@@ -63,8 +66,10 @@ class Runtime:
         self.engine: Engine = Engine(self.comm)
         ending.install_hooks(self)
         atexit.register(self.finish)
-        names = self.allgather(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
-        self.nodes = node_indices(names)
+        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        told = self.allgather([name, os.getpid()])
+        self.nodes = node_indices([name for name, _ in told])
+        self.pids = [pid for _, pid in told]
         self.num_nodes = max(self.nodes) + 1
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
 
@@ -91,6 +96,15 @@ class Runtime:
     def gather(self, value: Any) -> list[Any] | None:
         """The JSON values of all ranks in rank order, on rank 0; None elsewhere."""
         return self.together(lambda: exchange.gather(self.comm, value))
+
+    def gather_living(self, value: Any, wait_s: float = 10.0) -> dict[int, Any] | None:
+        """The JSON values of all ranks that still answer, by rank, on rank 0; None elsewhere. Messages, no collective:
+        a dead rank is left out at once, one that was given up after `wait_s`, and both are in `given_up` then."""
+        return points.gather(self.engine, self.rank, self.size, value, self.given_up, wait_s)
+
+    def share_living(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank that still answers."""
+        return points.share(self.engine, self.rank, self.size, value, self.given_up)
 
     def allgather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks in rank order, on every rank."""
@@ -149,6 +163,8 @@ class Runtime:
         """The orderly end: finish what is under way, wait for every rank, finalize MPI. Safe to call twice."""
         if MPI.Is_finalized() or os.getpid() != self._pid:  # a forked child leaves MPI to its parent
             return
+        if self.given_up:
+            ending.end_without_some(self)
         self.engine.stop()
         self.barrier()
         MPI.Finalize()

@@ -4,8 +4,8 @@ Law of this file: a header is believed only when its magic number, its checksum 
 sequence are right (DESIGN 4.11). It is small enough to travel eagerly; what follows it (a payload, or a
 note's text) has its exact length in it.
 
-    magic 4s | kind u8 | finite, stop, pull, ends u8 | leases u8 | - | sequence, version, step, samples i64 |
-    mark, cut, batches i64 | loss f64 | payload bytes i64 | text bytes i64 |
+    magic 4s | kind u8 | finite, stop, pull, ends, heir, park u8 | leases u8 | - |
+    sequence, version, step, samples i64 | mark, cut, batches i64 | loss f64 | payload bytes i64 | text bytes i64 |
     3 x (epoch u32, start i64, count u32, batch size u32) | crc32 u32 | zeros
 """
 
@@ -31,7 +31,8 @@ def encode(message: Message, sequence: int) -> bytearray:
     assert len(message.leases) <= _MAX_LEASES, message.leases
     leases = [number for lease in message.leases for number in lease]
     payload_bytes = message.payload.num_bytes if message.payload is not None else 0
-    flags = message.finite | message.stop << 1 | message.pull << 2 | message.ends << 3
+    told = (message.finite, message.stop, message.pull, message.ends, message.heir, message.park)
+    flags = sum(bit << place for place, bit in enumerate(told))
     header = bytearray(HEADER_BYTES)
     _FIELDS.pack_into(
         header, 0, _MAGIC, message.kind, flags, len(message.leases), sequence,
@@ -69,9 +70,9 @@ def decode(header: bytearray, sequence: int, source: int) -> tuple[Message, int,
     leases = tuple(
         (rest[4 * i], rest[4 * i + 1], rest[4 * i + 2], rest[4 * i + 3]) for i in range(num_leases)
     )
-    finite, stop, pull, ends = (bool(flags & bit) for bit in (1, 2, 4, 8))
+    finite, stop, pull, ends, heir, park = (bool(flags & bit) for bit in (1, 2, 4, 8, 16, 32))
     message = Message(
         Kind(kind), version, step, samples, loss, finite, stop, pull, leases,
-        mark=mark, ends=ends, cut=cut, batches=batches,
+        mark=mark, ends=ends, cut=cut, batches=batches, heir=heir, park=park,
     )  # fmt: skip
     return message, payload_bytes, text_bytes

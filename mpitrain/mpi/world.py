@@ -9,14 +9,16 @@ at the two ends are not what its header says is an error, never an update.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor, wait
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send, Sleep
+from mpitrain.effects import Compute, Effect, Forget, Kind, Message, Now, Recv, Role, Send, Sleep
 from mpitrain.errors import WireError
+from mpitrain.mpi.ending import is_dead_peer
 from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.waiting import LONG_NAP_S, SHORT_NAP_S, give_way
@@ -31,6 +33,9 @@ class _Peer:
     def __init__(self, rank: int):
         self.rank = rank
         self.num_sent = self.num_received = 0
+        self.num_unsent = 0
+        self.listening: Op | None = None
+        self.lost = False
         self.header = bytearray(HEADER_BYTES)
 
 
@@ -42,6 +47,7 @@ class MpiWorld:
         peers: ranks this role exchanges messages with.
         frame_for: `frame_for(source, kind) -> frame` to receive the payload of that rank's next message into.
         on_step: told the role's step as it changes, for error messages.
+        losable: peers whose death is a message (`Kind.LOST`), not an error.
         computer: computes gradients on a thread of its own, so that messages travel meanwhile: the thread that owns
             MPI keeps driving it.
     """
@@ -53,13 +59,12 @@ class MpiWorld:
         frame_for: Callable[[int, Kind], Any],
         on_step: Callable[[int], None] = lambda step: None,
         computer: Executor | None = None,
+        losable: Collection[int] = (),
     ):
         self.engine, self.frame_for, self.on_step = engine, frame_for, on_step
         self._peers = {rank: _Peer(rank) for rank in peers}
         self._inbox: deque[tuple[int, Message]] = deque()
-        self._listening: list[Op] = []
-        self._computer = computer
-        self._num_unsent = 0
+        self._computer, self._losable = computer, frozenset(losable)
         self._error: BaseException | None = None
         self._start_s = time.monotonic()
         for peer in self._peers.values():
@@ -106,11 +111,14 @@ class MpiWorld:
             if not self._inbox:
                 self.engine.poll()
             if not self._inbox:
-                self.engine.wait_any(lambda: self._inbox or self._error)
+                with contextlib.suppress(TimeoutError):
+                    self.engine.wait_any(lambda: self._inbox or self._error, effect.timeout_s)
             self._raise_error()
-            return self._inbox.popleft()
+            return self._inbox.popleft() if self._inbox else None
         if isinstance(effect, Sleep):
             return self._sleep(effect.seconds)
+        if isinstance(effect, Forget):
+            return self._forget(self._peers[effect.rank])
         assert isinstance(effect, Now), f"{effect!r} is no effect"
         return time.monotonic() - self._start_s
 
@@ -125,6 +133,10 @@ class MpiWorld:
                 time.sleep(min(left_s, LONG_NAP_S))
 
     def _send(self, peer: _Peer, message: Message) -> None:
+        if peer.lost:
+            if message.payload is not None:
+                message.payload.release()
+            return
         self.on_step(
             message.version if message.kind == Kind.REPLY else message.step + (message.kind == Kind.PUSH)
         )
@@ -139,25 +151,27 @@ class MpiWorld:
             self._isend(payload.raw, peer.rank, PAYLOAD_TAG, payload.release)
 
     def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> None:
-        self._num_unsent += 1
+        peer = self._peers[rank]
+        peer.num_unsent += 1
 
         def on_done(op: Op) -> None:
-            self._num_unsent -= 1
-            self._error = self._error or op.error
+            peer.num_unsent -= 1
+            if op.error is not None:
+                self._fail(peer, op.error)
             sent()
 
         self.engine.isend(buffer, rank, tag).then(on_done)
 
     def _listen(self, peer: _Peer) -> None:
         op = self.engine.irecv(peer.header, peer.rank, HEADER_TAG, passive=True)
-        self._listening = [other for other in self._listening if not other.done] + [op]
+        peer.listening = op
         op.then(lambda op: self._on_header(peer, op))
 
     def _on_header(self, peer: _Peer, op: Op) -> None:
         if op.cancelled:
             return
         if op.error is not None:
-            self._error = self._error or op.error
+            self._fail(peer, op.error)
             return
         try:
             message, payload_bytes, text_bytes = decode(peer.header, peer.num_received, peer.rank)
@@ -207,11 +221,30 @@ class MpiWorld:
                 return
             except WireError as failure:
                 error = failure
-        self._error = self._error or error
+        assert error is not None
+        self._fail(peer, error)
+
+    def _fail(self, peer: _Peer, error: BaseException) -> None:
+        """A dead peer that we can do without is told of once; everything else ends the role."""
+        if peer.lost:
+            return
+        if peer.rank in self._losable and is_dead_peer(error):
+            peer.lost = True
+            self._inbox.append((peer.rank, Message(Kind.LOST)))
+        else:
+            self._error = self._error or error
+
+    def _forget(self, peer: _Peer) -> None:
+        peer.lost = True
+        if peer.listening is not None and not peer.listening.done:
+            self.engine.cancel(peer.listening)
 
     def _arrived(self, peer: _Peer, message: Message) -> None:
-        self._inbox.append((peer.rank, message))
-        self._listen(peer)
+        if not peer.lost:
+            self._inbox.append((peer.rank, message))
+            self._listen(peer)
+        elif message.payload is not None:
+            message.payload.release()
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -219,12 +252,16 @@ class MpiWorld:
 
     def _leave(self) -> None:
         """Everything sent has left; nobody listens any more."""
-        self.engine.wait_any(lambda: not self._num_unsent or self._error)
+        peers = self._peers.values()
+        self.engine.wait_any(
+            lambda: self._error or not any(peer.num_unsent for peer in peers if not peer.lost)
+        )
         self._raise_error()
-        for op in self._listening:
+        listening = [peer.listening for peer in peers if peer.listening is not None and not peer.lost]
+        for op in listening:
             if not op.done:
                 self.engine.cancel(op)
-        self.engine.wait_any(lambda: all(op.done for op in self._listening))
+        self.engine.wait_any(lambda: all(op.done for op in listening))
 
 
 def _stamp(message: Message) -> int:

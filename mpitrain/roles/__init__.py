@@ -3,6 +3,7 @@ in here.
 """
 
 from mpitrain.roles.server import Server
+from mpitrain.roles.tolerant import TolerantServer
 from mpitrain.roles.worker import Worker
 
-__all__ = ["Server", "Worker"]
+__all__ = ["Server", "TolerantServer", "Worker"]

@@ -37,12 +37,15 @@ class Deals:
             for worker in workers:
                 self._dealt.setdefault(worker, []).extend(self._deal(worker, active))
 
+    def top_up(self, worker: int, num_leases: int, active: Collection[int]) -> None:
+        """Deal what the next `take` will send along."""
+        for _ in range(num_leases):
+            self._dealt.setdefault(worker, []).extend(self._deal(worker, active))
+
     def take(self, worker: int, num_leases: int, active: Collection[int]) -> list[Lease]:
         """What to send along with an answer: leases dealt before, and so many more as far as they go."""
-        leases = self._dealt.pop(worker, [])
-        for _ in range(num_leases):
-            leases += self._deal(worker, active)
-        return leases
+        self.top_up(worker, num_leases, active)
+        return self._dealt.pop(worker, [])
 
     def _deal(self, worker: int, active: Collection[int]) -> list[Lease]:
         if self.dealer is None:
@@ -50,6 +53,24 @@ class Deals:
         size = self.rule.batching.size(self.memory, worker, active, self.dealer.batch_size)
         lease = self.dealer.deal(worker, size, self.rule.push_every)
         return [lease] if lease else []
+
+    def take_back(self, worker: int) -> None:
+        """`worker` is gone: what it was dealt is dealt to others."""
+        self._dealt.pop(worker, None)
+        if self.dealer:
+            self.dealer.take_back(worker)
+
+    def has_nothing(self, worker: int) -> bool:
+        """Whether `worker` would have nothing to compute on."""
+        return self.dealer is not None and not self.dealer.outstanding.get(worker)
+
+    def waiting(self) -> int:
+        """How many leases have come back and wait to be dealt again."""
+        return len(self.dealer.returned) if self.dealer and not self.dealer.closed else 0
+
+    def outstanding(self) -> bool:
+        """Whether anybody still has a lease."""
+        return self.dealer is not None and any(self.dealer.outstanding.values())
 
     def settle(self, worker: int) -> Lease | None:
         """`worker` has pushed what it made of its oldest lease."""

@@ -37,18 +37,10 @@ class Server:
     """
 
     def __init__(
-        self,
-        rule: ServerStrategy,
-        store: Store,
-        workers: tuple[int, ...],
-        report: Report,
-        dealer: Dealer | None = None,
-        on_nonfinite: str = "stop",
-        epoch_samples: int = 0,
-        schedule: Schedule | None = None,
-        batch_size: int = 0,
-        keeper: Keeper | None = None,
-    ):
+        self, rule: ServerStrategy, store: Store, workers: tuple[int, ...], report: Report,
+        dealer: Dealer | None = None, on_nonfinite: str = "stop", epoch_samples: int = 0,
+        schedule: Schedule | None = None, batch_size: int = 0, keeper: Keeper | None = None,
+    ):  # fmt: skip
         self.rule, self.store, self.report = rule, store, report
         self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
         self.workers = workers
@@ -62,7 +54,12 @@ class Server:
         self.memory = rule.start(tuple(sorted(self.active)))
         self.held: set[int] = set()
         self.failure = ""
+        self.parked: set[int] = set()  # has nothing to do, and waits in case there is more (`tolerant.py`)
         self._lobby: set[int] = set()  # joined during the warm-up
+        self._answers: dict[Kind, Callable[[int, Message], Steps]] = {
+            Kind.JOIN: self._on_join, Kind.PUSH: self._on_push, Kind.DONE: self._on_done,
+            Kind.NOTE: self._on_note, Kind.PULL: self._on_pull,
+        }  # fmt: skip
         self._next_step: dict[int, int] = {}  # of each worker: names the push that a reply answers
         self._num_batches: dict[int, int] = {}  # each worker's, pushed: keys the randomness of its next one
         self._want_final: list[int] = []
@@ -71,24 +68,23 @@ class Server:
 
     def run(self) -> Role:
         """Serve until every worker has left; returns the shard's counts."""
-        answer: dict[Kind, Callable[[int, Message], Steps]] = {
-            Kind.JOIN: self._on_join,
-            Kind.PUSH: self._on_push,
-            Kind.DONE: self._on_done,
-            Kind.NOTE: self._on_note,
-            Kind.PULL: self._on_pull,
-        }
         self.deals.first(sorted(self.active), self.active)
         self.cuts.look(self.ledger.samples_accepted)
-        while self.present:
-            source, message = yield Recv()
-            yield from answer[message.kind](source, message)
+        while (arrived := (yield from self._next())) is not None:
+            yield from self._take(*arrived)
         if self.cuts.ends and not self.cuts.ended:  # everybody has left before this shard came to the mark
             yield from self._cut()
         for worker in self._want_final:
             payload = self.store.read(worker, full=True)
             yield Send(worker, Message(Kind.FINAL, version=self.ledger.version, payload=payload))
         return self.summary()
+
+    def _next(self) -> Generator[Effect, Any, tuple[int, Message] | None]:
+        """The next message; None when every worker has left."""
+        return (yield Recv()) if self.present else None
+
+    def _take(self, source: int, message: Message) -> Steps:
+        yield from self._answers[message.kind](source, message)
 
     def _on_join(self, worker: int, message: Message) -> Steps:
         self._next_step.setdefault(worker, message.step)
@@ -198,11 +194,11 @@ class Server:
 
     def _end_warmup(self) -> Steps:
         """When its samples are in, everybody who is present takes part."""
-        if self.active == self.present:
+        if self.active | self.parked == self.present:
             return
         pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
         if self.rule.warmup.is_over(pushed, self.epoch_samples):
-            newcomers = sorted(self.present - self.active)
+            newcomers = sorted(self.present - self.active - self.parked)
             for worker in newcomers:
                 self.rule.on_join(self.memory, worker, self.active)
                 self.active.add(worker)
@@ -235,15 +231,18 @@ class Server:
             leases=tuple(leases),
             payload=payload,
             batches=self._num_batches.get(worker, 0),
-            **self.cuts.on_answer(worker),
+            **self._about(worker),
         )
         self._exchanged.discard(worker)
         yield Send(worker, message)
 
+    def _about(self, worker: int) -> dict[str, Any]:
+        """Further fields of an answer."""
+        return self.cuts.on_answer(worker)
+
     def _on_done(self, worker: int, message: Message) -> Steps:
-        self.present.discard(worker)
-        self.active.discard(worker)
-        self.held.discard(worker)
+        for group in (self.present, self.active, self.held, self.parked):
+            group.discard(worker)
         self.ledger.leave(worker)
         if message.stop:
             self._want_final.append(worker)

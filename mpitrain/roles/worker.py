@@ -52,6 +52,7 @@ class Worker:
     ):
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
         self.leased, self.wants_final = leased, wants_final
+        self.validates = rank == roles.validator
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
         self.batch_size, self.keeper = batch_size, keeper
         self.mark = self._cut = 0
@@ -63,7 +64,7 @@ class Worker:
         self.compute_s = self.wait_s = 0.0
         self._unpushed: list[Gradient] = []
         self._since_pull = self._num_prefetched = 0
-        self._joined = False
+        self._joined = self._park = False
         self._num_awaited = 0  # pushes that have not been answered
 
     def run(self) -> Role:
@@ -78,8 +79,9 @@ class Worker:
                 epoch = lease.epoch
             if not (yield from self._one_batch(lease, last, epoch)):
                 break
-            if self._num_awaited and not self.batches and self.leased:
+            if not self.batches and self.leased:
                 yield from self._await_answer()  # it may bring more to do
+                yield from self._idle()
         if self._unpushed and not self.stopped:
             yield from self._push()
         yield from self._await_answer()
@@ -118,6 +120,21 @@ class Worker:
         for lease, _ in itertools.islice(self.batches, self._num_prefetched, PREFETCH):
             self.replica.prefetch(lease)
             self._num_prefetched += 1
+
+    def _idle(self) -> Generator[Effect, Any, None]:
+        """Stay for as long as the dealing server wants, in case somebody's leases come back."""
+        while self._park and not self.batches and not self.stopped:
+            self._park = False
+            yield from self._tell_all(Kind.IDLE)
+            source, message = yield Recv()
+            while message.kind == Kind.REPLY:  # a restart that crossed it (virtual time only)
+                self._take_in(source, message)
+                source, message = yield Recv()
+            assert message.kind == Kind.WAKE, f"rank {source} sent {message.kind!r} to an idle worker"
+            if message.stop:
+                return
+            yield from self._tell_all(Kind.JOIN)
+            yield from self._collect(Kind.REPLY)
 
     def _one_batch(self, lease: Lease | None, last: bool, epoch: int) -> Generator[Effect, Any, bool]:
         started_s = yield Now()
@@ -209,6 +226,9 @@ class Worker:
         if source == self.roles.dealer:
             self.progress = message.samples
             self.replica.progress(self.progress)
+            if message.heir:
+                self.validates = self.wants_final = True
+            self._park = message.park
             self.mark, self._cut = message.mark, message.cut or self._cut
             if not self._joined:
                 self.step, self.num_batches, self._joined = message.step, message.batches, True
@@ -233,7 +253,7 @@ class Worker:
         """The validator measures the parameters it holds when the first batch of the next epoch reaches
         it.
         """
-        if self.rank != self.roles.validator:
+        if not self.validates:
             return
         metrics = yield Compute(self.replica.validate, "validate")
         if metrics:

@@ -46,6 +46,7 @@ def train_command(path: str, overrides: Overrides) -> int:
     except BaseException as error:
         runtime.end_job(error)
     sys.stdout.flush()
+    runtime.exit_code = code
     runtime.finish()
     return code
 

@@ -29,7 +29,7 @@ from mpitrain.model import (
 from mpitrain.model.flat import Layout, make_layout
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.replay import record, save_order
-from mpitrain.roles import Server, Worker
+from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.rules import Dealer, ServerStrategy
 from mpitrain.training.measure import (
     MODEL_FILE,
@@ -47,7 +47,7 @@ from mpitrain.training.session import Session, attempt
 # What the dealing server's shard tells of the whole run; every shard's own counts are under "ranks".
 _SHOWN = (
     "accepted", "late", "dropped", "nonfinite", "skipped", "samples_dropped", "samples_left_out", "staleness_mean",
-    "staleness_max", "staleness_histogram", "staleness_identity", "pushed_bytes", "replied_bytes",
+    "staleness_max", "staleness_histogram", "staleness_identity", "pushed_bytes", "replied_bytes", "lost",
 )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def make_server(
         if deals
         else None
     )
-    return Server(
+    return TolerantServer(
         strategy,
         store,
         session.roles.workers,
@@ -144,7 +144,10 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     if resume is not None:
         attempt(runtime, lambda: _restore(resume, server, store, model.layout, shard))
     order: list[int] = []
-    counts = _carry(session, roles.workers, lambda source, kind: store.frame(), record(server.run(), order))
+    losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
+    role = record(server.run(), order)
+    counts = _carry(session, roles.workers, lambda source, kind: store.frame(), role, losable=losable)
+    runtime.given_up.update(int(rank) for rank in counts["lost"])
     save_order(session.run_dir, shard, order)
     keeper.wait()
     counts["checkpoints"] = keeper.summary()
@@ -175,9 +178,10 @@ def _work(
 ) -> dict[str, Any]:
     runtime, roles, job, strategy = session.runtime, session.roles, session.job, server_strategy(session)
     validates = runtime.rank == roles.validator
+    runtime.expendable = True
     with job.data.reader(session.catalogue, job.seed) as reader:
         measure = None
-        if validates and session.validation is not None:
+        if session.validation is not None:  # on every worker: any may have to take over
             measure = make_measure(
                 job, model.module, job.validate.reader(session.validation, job.seed), device
             )
@@ -209,7 +213,7 @@ def _work(
     keeper.wait()
     detail = {"role": "worker", **counts, "checkpoints": keeper.summary()}
     outcome: dict[str, Any] = {"detail": detail, "injected": straggler.counts()}
-    if validates:
+    if worker.validates:
         outcome["result"] = finish_model(session, replica)
     return outcome
 
@@ -230,12 +234,13 @@ def attempt_restore(session: Session, worker: Worker, replica: Replica, index: i
 
 
 def _carry(
-    session: Session, peers: tuple[int, ...], frame_for: Any, role: Role, computer: Executor | None = None
-) -> Any:
+    session: Session, peers: tuple[int, ...], frame_for: Any, role: Role,
+    computer: Executor | None = None, losable: tuple[int, ...] = (),
+) -> Any:  # fmt: skip
     def on_step(step: int) -> None:
         session.runtime.step = step
 
-    return MpiWorld(session.runtime.engine, peers, frame_for, on_step, computer).run(role)
+    return MpiWorld(session.runtime.engine, peers, frame_for, on_step, computer, losable).run(role)
 
 
 def _computer(device: torch.device) -> Executor:

@@ -76,7 +76,8 @@ class Session:
         """Gather every rank's `outcome`, judge the run, write `result.json` and print the FOM line on rank
         0; returns the result.
         """
-        gathered = self.runtime.gather(outcome)
+        living = isinstance(self.strategy, ServerStrategy)  # its workers may be lost: no collective then
+        gathered = self._gather_living(outcome) if living else self.runtime.gather(outcome)
         result = None
         if gathered is not None:
             result = judge(self, gathered)
@@ -87,7 +88,12 @@ class Session:
             else:
                 mark.unlink(missing_ok=True)
             self.report.finish(result)
-        return dict(self.runtime.share(result))
+        share = self.runtime.share_living if living else self.runtime.share
+        return dict(share(result))
+
+    def _gather_living(self, outcome: dict[str, Any]) -> list[dict[str, Any]] | None:
+        gathered = self.runtime.gather_living(outcome)
+        return None if gathered is None else [gathered[rank] for rank in sorted(gathered)]
 
 
 def prepare(
@@ -250,6 +256,9 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for outcome in gathered:
         merged |= outcome.get("result", {})
+    if "metrics" not in merged:
+        merged |= {"metrics": {}, "model": None}
+        gathered = [*gathered, {"failure": "no worker was left to save and validate the model", "detail": {}}]
     failures = sorted(
         (outcome["failure"] for outcome in gathered if outcome.get("failure")),
         key=lambda text: not text.startswith("rank"),

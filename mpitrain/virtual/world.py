@@ -14,7 +14,7 @@ import random
 from collections import deque
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Interrupted, Now, Recv, Role, Send, Sleep
+from mpitrain.effects import Compute, Effect, Forget, Interrupted, Now, Recv, Role, Send, Sleep
 from mpitrain.errors import DeadlockError
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.network import Links, NetworkLaw
@@ -28,7 +28,7 @@ class _Process:
         self.inbox: deque[tuple[int, Any]] = deque()
         self.waiting = False
         self.computing: _Computed | None = None
-        self.num_draws = 0
+        self.num_draws = self.num_waits = 0
         self.finished = False
         self.result: Any = None
 
@@ -49,6 +49,8 @@ class VirtualWorld:
         self._links = Links()
         self._heap: list[tuple[float, int, _Process, Any]] = []
         self._serial = 0
+        self._forgotten: set[int] = set()  # given up by somebody: nobody answers them any more
+        self._num_pending = 0  # events other than deadlines
         self._processes: dict[int, _Process] = {}
 
     def run(self, roles: dict[int, Role]) -> dict[int, Any]:
@@ -63,14 +65,20 @@ class VirtualWorld:
         while self._heap:
             self.now_s, _, process, event = heapq.heappop(self._heap)
             self.num_events += 1
+            self._num_pending -= not isinstance(event, _TimeUp)
             if isinstance(event, tuple):
                 self._deliver(process, event)
+            elif isinstance(event, _TimeUp):
+                if process.waiting and process.num_waits == event.wait:
+                    process.waiting = False
+                    self._advance(process, None)
             elif event is None:
                 self._advance(process, None)
             elif not event.broken_off:
                 process.computing = None
                 self._advance(process, event.result)
-        waiting = [process.rank for process in self._processes.values() if not process.finished]
+        processes = self._processes.values()
+        waiting = [p.rank for p in processes if not p.finished and p.rank not in self._forgotten]
         if waiting:
             raise DeadlockError(
                 f"deadlock at t={self.now_s:.3f} s: ranks {waiting} wait for a message that nobody has sent"
@@ -79,6 +87,7 @@ class VirtualWorld:
 
     def _schedule(self, time_s: float, process: _Process, event: Any) -> None:
         self._serial += 1
+        self._num_pending += not isinstance(event, _TimeUp)
         heapq.heappush(self._heap, (time_s, self._serial, process, event))
 
     def _deliver(self, process: _Process, message: tuple[int, Any]) -> None:
@@ -118,8 +127,15 @@ class VirtualWorld:
             elif isinstance(effect, Recv):
                 if not process.inbox:
                     process.waiting = True
+                    process.num_waits += 1
+                    if (
+                        effect.timeout_s is not None and self._num_pending
+                    ):  # else nobody is left who could send
+                        self._schedule(self.now_s + effect.timeout_s, process, _TimeUp(process.num_waits))
                     return
                 answer = process.inbox.popleft()
+            elif isinstance(effect, Forget):
+                self._forgotten.add(effect.rank)
             else:
                 raise AssertionError(f"rank {process.rank} yielded {effect!r}, which is no effect")
 
@@ -133,6 +149,13 @@ class VirtualWorld:
         stream = random.Random(f"{self.seed}/{process.rank}/{process.num_draws}")
         process.num_draws += 1
         return self.compute.seconds(stream)
+
+
+class _TimeUp:
+    """A `Recv` that has waited long enough, if it is still the same one."""
+
+    def __init__(self, wait: int):
+        self.wait = wait
 
 
 class _Computed:

@@ -190,7 +190,7 @@ job = toy.make_job(epochs=10, batch_size=4, loss=loss, checkpoint_every="40")
 
 
 def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
-    """Without fault tolerance a dead rank ends the job; the launcher resumes it, twice here, and the end is the same."""
+    """Without fault tolerance a dead rank ends the job; the launcher resumes it, twice here, to the same end."""
     (tmp_path / "job.py").write_text(CRASHING.format(path=tmp_path))
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     command = [

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mpitrain.effects import Compute, Kind, Message, Recv, Send
 from mpitrain.inject import Slow, Straggler
 from mpitrain.report import NullReport
-from mpitrain.roles import Server, Worker
+from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.rules import Dealer, Elastic, Lease, ServerStrategy, assign
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
@@ -195,7 +195,7 @@ class Trace:
                 self.update_s.append(self.world.now_s)
                 self.left_in_flight += sum(map(len, self.reading.values()))
             answer = yield effect
-            if isinstance(effect, Recv):
+            if isinstance(effect, Recv) and answer is not None:
                 self._on_message(*answer)
 
     def _on_answer(self, worker: int, message: Message) -> None:
@@ -216,7 +216,7 @@ class Trace:
         elif message.kind == Kind.DONE:
             self.left.add(source)
             self._unused(source)
-        elif message.kind == Kind.PULL:
+        elif message.kind in (Kind.PULL, Kind.IDLE):
             self._unused(source)
         else:
             staleness = self.version - self.reading[source][0]
@@ -303,6 +303,7 @@ def play(
     on_nonfinite: str = "stop",
     look: Callable[[Trace], None] = lambda trace: None,
     seed: int = 0,
+    least_silence_s: float = float("inf"),
 ) -> Play:
     """Run `rule` to its end; `slow` holds factors by worker index, `poisoned` first samples of batches."""
     rule.check_workers(num_workers)
@@ -314,9 +315,10 @@ def play(
         share = rule.share(num_workers) if isinstance(rule, Elastic) else None
         store = NumberStore(1.0 if rule.optimizer == "worker" else rate, share=share)
         mine = dealer if shard == roles.dealer else None
-        server = Server(
+        server = TolerantServer(
             rule, store, roles.workers, NullReport(), mine, on_nonfinite, num_samples, batch_size=batch_size
         )
+        server.attendance.least_silence_s = least_silence_s
         traces.append(Trace(server, store, world, look))
         processes[shard] = traces[shard].watch(server.run())
     injected = tuple(Slow(worker, factor) for worker, factor in (slow or {}).items())

@@ -1,0 +1,83 @@
+"""JSON between ranks of which some may be dead: messages from and to rank 0, no collective.
+
+Law of this file: every receive is from one rank, so that a dead one is told apart; nobody waits for a rank that is
+known to be lost, and for one that was given up no longer than the deadline.
+"""
+
+import contextlib
+import time
+from typing import Any
+
+import numpy as np
+
+from mpitrain.mpi.ending import is_dead_peer
+from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.exchange import from_bytes, to_bytes
+from mpitrain.mpi.op import Op
+
+LENGTH_TAG, BODY_TAG, BYE_TAG = 21, 22, 23
+
+
+def gather(
+    engine: Engine, rank: int, size: int, value: Any, given_up: set[int], wait_s: float
+) -> dict[int, Any] | None:
+    """`Runtime.gather_living`."""
+    if rank != 0:
+        engine.wait(*_send(engine, 0, value))
+        return None
+    values = {0: from_bytes(to_bytes(value))}
+    deadline_s = time.monotonic() + wait_s
+    for source in (*sorted(set(range(1, size)) - given_up), *sorted(given_up)):
+        left_s = max(0.0, deadline_s - time.monotonic()) if source in given_up else None
+        try:
+            values[source] = _receive(engine, source, left_s)
+            given_up.discard(source)
+        except TimeoutError:
+            continue
+        except Exception as error:
+            if not is_dead_peer(error):
+                raise
+            given_up.add(source)
+    return values
+
+
+def share(engine: Engine, rank: int, size: int, value: Any, given_up: set[int]) -> Any:
+    """`Runtime.share_living`."""
+    if rank != 0:
+        said = _receive(engine, 0, None)
+        given_up.update(said["given_up"])
+        return said["value"]
+    said = {"value": value, "given_up": sorted(given_up)}
+    ops = [op for to in range(1, size) if to not in given_up for op in _send(engine, to, said)]
+    for op in ops:
+        engine.wait_any(lambda op=op: op.done)  # type: ignore[misc]
+        if op.error is not None and not is_dead_peer(op.error):
+            raise op.error
+    return from_bytes(to_bytes(value))
+
+
+def say_bye(engine: Engine, rank: int, size: int, given_up: set[int], wait_s: float = 10.0) -> None:
+    """Rank 0 returns when all that still answer have come here, or after `wait_s`."""
+    with contextlib.suppress(Exception):  # whoever is gone by now has said bye in another way
+        if rank != 0:
+            engine.wait(engine.isend(bytearray(1), 0, BYE_TAG))
+            return
+        others = [source for source in range(1, size) if source not in given_up]
+        ops = [
+            engine.irecv(bytearray(1), source, BYE_TAG, passive=True, timeout_s=wait_s) for source in others
+        ]
+        engine.wait_any(lambda: all(op.done for op in ops), wait_s)
+
+
+def _send(engine: Engine, to: int, value: Any) -> list[Op]:
+    data = to_bytes(value)
+    length = np.array([len(data)], dtype=np.int64)
+    return [engine.isend(length, to, LENGTH_TAG), engine.isend(bytearray(data), to, BODY_TAG)]
+
+
+def _receive(engine: Engine, source: int, timeout_s: float | None) -> Any:
+    length = np.zeros(1, dtype=np.int64)
+    engine.wait(engine.irecv(length, source, LENGTH_TAG, passive=True, timeout_s=timeout_s))
+    data = bytearray(int(length[0]))
+    engine.wait(engine.irecv(data, source, BODY_TAG, timeout_s=timeout_s))
+    return from_bytes(data)

@@ -1,0 +1,140 @@
+"""A server that goes on without a worker that dies or falls silent.
+
+Law of this file: no lease is lost with its worker. A worker that has nothing left to do is asked to stay while others
+still hold leases (`park`): it says that it is idle, and to every rule it has left; should one of the others be lost,
+the dealing server wakes it, it joins again and takes over. A worker is given up as silent only when everybody else
+waits or has left; should it wake after that, what it pushes is refused and it is told to leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from mpitrain.effects import Forget, Kind, Message, Now, Recv, Send
+from mpitrain.roles.attendance import Attendance
+from mpitrain.roles.server import Server, Steps
+
+LOOK_EVERY_S = 0.5
+
+
+class TolerantServer(Server):
+    """`Server`, and what it does about workers that are lost; the arguments are the same."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.attendance = Attendance(self.workers)
+        self._answers[Kind.IDLE] = self._on_idle
+        self._woken: set[int] = set()  # told to join again, and not here yet
+
+    def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
+        while self.present:
+            arrived = yield Recv(LOOK_EVERY_S)
+            now_s = yield Now()
+            if arrived is None:
+                yield from self._look_for_silence(now_s)
+            elif arrived[1].kind == Kind.LOST:
+                yield from self._lose(arrived[0], "died")
+            elif arrived[0] in self.attendance.lost:
+                yield from self._turn_away(*arrived)
+            else:
+                self.attendance.heard(arrived[0], now_s)
+                return tuple(arrived)
+        for worker in self.attendance.lost:
+            yield Forget(worker)
+        return None
+
+    def _turn_away(self, worker: int, message: Message) -> Steps:
+        """A worker that was given up has woken: its leases are others' now."""
+        if message.payload is not None:
+            message.payload.release()
+        if message.kind == Kind.IDLE:
+            yield Send(worker, Message(Kind.WAKE, stop=True))
+        elif message.kind in (Kind.PUSH, Kind.JOIN, Kind.PULL):
+            step = message.step + (message.kind == Kind.PUSH)
+            yield Send(worker, Message(Kind.REPLY, version=self.ledger.version, step=step, stop=True))
+        elif message.kind == Kind.DONE and message.stop:
+            self._want_final.append(worker)
+
+    def _take(self, source: int, message: Message) -> Steps:
+        yield from super()._take(source, message)
+        yield from self._wake()
+
+    def _on_idle(self, worker: int, message: Message) -> Steps:
+        """It has been answered, has nothing to compute on, and waits to be woken."""
+        self.parked.add(worker)
+        self.active.discard(worker)
+        self.ledger.leave(worker)
+        self.gathering.add_in_turn(self.rule.contributors(self.active))
+        yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))
+
+    def _on_join(self, worker: int, message: Message) -> Steps:
+        if worker not in self.parked:
+            yield from super()._on_join(worker, message)
+            return
+        self.parked.discard(worker)
+        self.rule.on_join(self.memory, worker, self.active)
+        self.active.add(worker)
+        self.deals.top_up(worker, 1, self.active)
+        yield from self._welcome(worker)
+
+    def _wake(self) -> Steps:
+        """The dealing server: to work, when leases have come back; to the end, when all are settled."""
+        if self.deals.dealer is None:
+            return
+        over = self._over or not self.deals.outstanding()
+        for worker in sorted(self.parked - self._woken):
+            if over or self.deals.waiting() > len(self._woken & self.parked):
+                self._woken.add(worker)
+                yield Send(worker, Message(Kind.WAKE, stop=over))
+        self._woken &= self.parked
+
+    @property
+    def _over(self) -> bool:
+        return bool(self.failure) or self.cuts.ended
+
+    def _look_for_silence(self, now_s: float) -> Steps:
+        """Whoever still works while all others wait, or have left, and has been silent for too long is given up."""
+        waiting = self.parked | self.held | self._lobby
+        working = self.present - waiting
+        others = waiting or len(self.present) + len(self.attendance.lost) < len(self.workers)
+        if others and working and all(self.attendance.is_silent(worker, now_s) for worker in working):
+            for worker in sorted(working):
+                yield from self._lose(worker, "silent")
+
+    def _lose(self, worker: int, how: str) -> Steps:
+        if worker in self.attendance.lost:
+            return
+        was_active = worker in self.active
+        for group in (
+            self.present,
+            self.active,
+            self.held,
+            self.parked,
+            self._lobby,
+            self._keeps,
+            self._exchanged,
+        ):
+            group.discard(worker)
+        self._want_final = [other for other in self._want_final if other != worker]
+        self.attendance.lose(worker, self.present, how)
+        self.ledger.leave(worker)
+        self.deals.take_back(worker)
+        self.report.event("worker lost", rank=worker, how=how, version=self.ledger.version)
+        if was_active:
+            self.gathering.add_in_turn(self.rule.contributors(self.active))
+            yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))
+        if not self.present and len(self.attendance.lost) == len(self.workers):
+            self.failure = self.failure or f"rank {worker} (worker) {how}, and no other worker is left"
+        if not self.active and not self.parked:
+            yield from self._open_lobby()
+        yield from self._wake()
+
+    def _about(self, worker: int) -> dict[str, Any]:
+        heir = worker == self.attendance.validator != min(self.workers)
+        stays = not self._over and self.deals.has_nothing(worker) and self.deals.outstanding()
+        return {**super()._about(worker), "heir": heir, "park": stays}
+
+    def summary(self) -> dict[str, Any]:
+        """`Server.summary`, with the ranks that were lost, and how."""
+        return {**super().summary(), "lost": {str(rank): how for rank, how in self.attendance.lost.items()}}
