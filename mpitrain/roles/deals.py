@@ -69,8 +69,8 @@ class Deals:
         return len(self.dealer.returned) if self.dealer and not self.dealer.closed else 0
 
     def outstanding(self) -> bool:
-        """Whether anybody still has a lease."""
-        return self.dealer is not None and any(self.dealer.outstanding.values())
+        """Whether anything that has been dealt is not settled: somebody has it, or it has come back."""
+        return self.dealer is not None and (any(self.dealer.outstanding.values()) or self.waiting() > 0)
 
     def settle(self, worker: int) -> Lease | None:
         """`worker` has pushed what it made of its oldest lease."""

@@ -46,6 +46,7 @@ class VirtualWorld:
         self.compute, self.network, self.seed = compute, network, seed
         self.now_s = 0.0
         self.num_events = 0
+        self.ended_s: dict[int, float] = {}  # by rank
         self._links = Links()
         self._heap: list[tuple[float, int, _Process, Any]] = []
         self._serial = 0
@@ -106,6 +107,7 @@ class VirtualWorld:
                 effect: Effect = process.role.send(answer)
             except StopIteration as end:
                 process.finished, process.result = True, end.value
+                self.ended_s[process.rank] = self.now_s
                 return
             answer = None
             if isinstance(effect, Send):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mpitrain.effects import Compute, Kind, Message, Recv, Send
-from mpitrain.inject import Slow, Straggler
+from mpitrain.inject import Pause, Slow, Straggler
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.rules import Dealer, Elastic, Lease, ServerStrategy, assign
@@ -218,7 +218,7 @@ class Trace:
             self._unused(source)
         elif message.kind in (Kind.PULL, Kind.IDLE):
             self._unused(source)
-        else:
+        elif source not in self.server.attendance.lost:
             staleness = self.version - self.reading[source][0]
             if message.pull:
                 self.reading[source].pop(0)
@@ -257,6 +257,7 @@ class Play:
     returned: dict[int, Any]
     workers: tuple[int, ...]
     now_s: float
+    ended_s: float  # when the dealing server did
 
     @property
     def trace(self) -> Trace:
@@ -304,8 +305,10 @@ def play(
     look: Callable[[Trace], None] = lambda trace: None,
     seed: int = 0,
     least_silence_s: float = float("inf"),
+    freeze: tuple[int, int, float] | None = None,
 ) -> Play:
-    """Run `rule` to its end; `slow` holds factors by worker index, `poisoned` first samples of batches."""
+    """Run `rule` to its end; `slow` holds factors by worker index, `poisoned` first samples of batches; `freeze`: a
+    worker's index, the batch it freezes in, and for how many seconds."""
     rule.check_workers(num_workers)
     roles = assign((0,) * (rule.servers + num_workers), rule.servers)
     world = VirtualWorld(compute, network, seed)
@@ -321,14 +324,16 @@ def play(
         server.attendance.least_silence_s = least_silence_s
         traces.append(Trace(server, store, world, look))
         processes[shard] = traces[shard].watch(server.run())
-    injected = tuple(Slow(worker, factor) for worker, factor in (slow or {}).items())
+    stuck = (Pause(freeze[0], freeze[1], freeze[2]),) if freeze else ()
+    injected = stuck + tuple(Slow(worker, factor) for worker, factor in (slow or {}).items())
     for index, rank in enumerate(roles.workers):
         worker = Worker(
             rank, roles, NumberReplica(rule, rate, slope, poisoned), NullReport(), wants_final=rank == roles.validator,
             push_every=rule.push_every, pull_every=rule.pulls, inflight=rule.inflight,
         )  # fmt: skip
         processes[rank] = Straggler(injected, index, seed).wrap(worker.run())
-    return Play(traces, world.run(processes), roles.workers, world.now_s)
+    returned = world.run(processes)
+    return Play(traces, returned, roles.workers, world.now_s, world.ended_s[roles.dealer])
 
 
 class Desk:
