@@ -11,7 +11,7 @@ from typing import Any
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.inject import check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.rules import AllReduce, PerWorker, Roles, ServerStrategy, assign
+from mpitrain.rules import AllReduce, Codec, PerWorker, Roles, ServerStrategy, assign
 
 
 def dry_run_command(path: str, overrides: Overrides, num_ranks: int, num_nodes: int) -> int:
@@ -121,7 +121,9 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
     if not roles.servers:
         num = len(roles.workers)
         least = _size(2 * (num - 1) / num * num_bytes)
-        return [*lines, f"messages    allreduce of {_size(num_bytes)} a step; at least {least} sent per rank"]
+        lines.append(f"messages    allreduce of {_size(num_bytes)} a step; at least {least} sent per rank")
+        assert isinstance(job.strategy, AllReduce)
+        return lines + _compressed(job.strategy.codec, module, num_bytes, num)
     from mpitrain.model import check_optimizer
     from mpitrain.model.flat import make_layout
     from mpitrain.model.frame import wire_dtype
@@ -145,6 +147,26 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
 
 def _every(num_batches: int) -> str:
     return "per batch" if num_batches == 1 else f"every {num_batches} batches"
+
+
+def _compressed(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str]:
+    """What a codec makes of an allreduce, and the link below which the saved bytes can pay for its time."""
+    if codec.is_none:
+        return []
+    from mpitrain.model.compression import is_reduced, message_bytes
+
+    small = message_bytes(codec, module)
+    ratio = f"{num_bytes / max(1, small):.1f} times fewer bytes than float32"
+    if is_reduced(codec):
+        travels = f"averaged: at least {_size(2 * (num - 1) / num * small)} sent per rank"
+    else:
+        travels = f"handed to all: each rank receives {_size((num - 1) * small)}"
+    return [
+        f"codec       {codec}: {_size(small)} a message once its density is reached, {ratio}",
+        f"            {travels}",
+        "            worth it where the link is slower than the bytes saved over the codec's time:",
+        "            measure both with benchmarks/compression.py",
+    ]
 
 
 def _size(num_bytes: float) -> str:

@@ -62,14 +62,18 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = Non
         raise UsageError("mpitrain.wrap was called before in this process; one model per run")
     if isinstance(strategy, AllReduce):
         from mpitrain.mpi.process_group import init_default_group
-        from mpitrain.training.allreduce import data_parallel
+        from mpitrain.model.compression import check_optimizer
+        from mpitrain.training.allreduce import attach, data_parallel
         from mpitrain.training.measure import share_module
 
         runtime.role = "worker"
         share_module(runtime, model)
         init_default_group(runtime)
         _wrapped = _Wrapped(Roles((), tuple(range(runtime.size))), runtime.rank, None)
-        return data_parallel(model), optimizer
+        check_optimizer(strategy.codec, optimizer)
+        parallel = data_parallel(model)
+        attach(parallel, strategy.codec)
+        return parallel, optimizer
     assert isinstance(strategy, ServerStrategy), strategy
     remote = _join(runtime, model, optimizer, strategy)
     _wrapped = _Wrapped(remote.roles, runtime.rank, remote)

@@ -1,4 +1,4 @@
-"""Decisions as data: importing this package registers every strategy, damping and warm-up with the text
+"""Decisions as data: importing this package registers every strategy, damping, codec and warm-up with the text
 parser.
 """
 
@@ -6,6 +6,18 @@ from mpitrain.rules.allreduce import AllReduce
 from mpitrain.rules.asynchronous import Async
 from mpitrain.rules.base import Push, ServerStrategy, Strategy, Verdict
 from mpitrain.rules.batching import Batching, BySpeed, PerRound, PerWorker
+from mpitrain.rules.compression import (
+    QSGD,
+    BFloat16,
+    Codec,
+    EightBit,
+    Float16,
+    OneBit,
+    PowerSGD,
+    Threshold,
+    TopK,
+    Uncompressed,
+)
 from mpitrain.rules.damping import Damping, DelayCompensated, Drop, GapAware, Inverse, Keep, Power
 from mpitrain.rules.dealing import Dealer, Lease
 from mpitrain.rules.elastic import Elastic
@@ -18,8 +30,9 @@ from mpitrain.rules.ssp import StaleSync
 from mpitrain.rules.warmup import Warmup
 
 __all__ = [
-    "AllReduce", "Async", "Backup", "Batching", "BySpeed", "ConstantRate", "Cosine", "Damping", "Dealer", "Decay",
-    "DelayCompensated", "Drop", "Elastic", "GapAware", "Gradual", "Inverse", "Keep", "Lease", "Ledger", "PerRound",
-    "PerWorker", "Power", "Push", "Roles", "Schedule", "ServerStrategy", "SoftSync", "StaleSync", "Strategy", "Sync",
-    "Verdict", "Warmup", "assign",
+    "AllReduce", "Async", "BFloat16", "Backup", "Batching", "BySpeed", "Codec", "ConstantRate", "Cosine",
+    "Damping", "Dealer", "Decay", "DelayCompensated", "Drop", "EightBit", "Elastic", "Float16", "GapAware",
+    "Gradual", "Inverse", "Keep", "Lease", "Ledger", "OneBit", "PerRound", "PerWorker", "Power", "PowerSGD",
+    "Push", "QSGD", "Roles", "Schedule", "ServerStrategy", "SoftSync", "StaleSync", "Strategy", "Sync",
+    "Threshold", "TopK", "Uncompressed", "Verdict", "Warmup", "assign",
 ]  # fmt: skip

@@ -6,9 +6,10 @@ nothing to decide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpitrain.rules.base import Strategy
+from mpitrain.rules.compression import Codec, Uncompressed
 from mpitrain.text import register
 
 
@@ -17,4 +18,9 @@ from mpitrain.text import register
 class AllReduce(Strategy):
     """Every rank is a worker; gradients are averaged in buckets while backward still runs (Li et al.,
     "PyTorch Distributed", VLDB 2020).
+
+    Args:
+        codec: what travels in place of the gradients.
     """
+
+    codec: Codec = field(default=Uncompressed(), metadata={"kind": "codec"})

@@ -16,12 +16,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mpitrain.model.compression import check_optimizer
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.mpi.process_group import init_default_group
+from mpitrain.rules import AllReduce, Codec
 from mpitrain.rules.dealing import share_out
 from mpitrain.training.cutting import StepCuts
+from mpitrain.training.hooks import CodecHook, attach_codec
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
@@ -41,6 +44,8 @@ def run_allreduce(session: Session) -> dict[str, Any]:
     runtime, job = session.runtime, session.job
     device = pick_device(runtime.local_rank)
     module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, device))
+    codec = codec_of(session.strategy)
+    attempt(runtime, lambda: check_optimizer(codec, optimizer))
     shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters()]
     runtime.compare({"parameters": shapes})
     share_module(runtime, module)
@@ -76,6 +81,7 @@ class _Trainer:
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
         self.nap = Nap(session.straggler(), module.parameters())
         self.parallel = data_parallel(module)
+        self.hook = attach(self.parallel, codec_of(session.strategy), session.job.seed)
         self.rates = Rates(optimizer)
         self.gradients = [parameter for _, parameter, _ in trainable(module, optimizer)]
         job = session.job
@@ -178,7 +184,8 @@ class _Trainer:
             self.optimizer.step()
             self.samples += count
         self.step += 1
-        self.meter.progress(self.samples, self.step, epoch + 1, value)
+        told = self.hook.statistics(with_norm=False) if self.hook else {}
+        self.meter.progress(self.samples, self.step, epoch + 1, value, **told)
         self.compute_s += self.nap.take()
 
     def _refuse(self, value: float) -> None:
@@ -214,14 +221,27 @@ class _Trainer:
                 path,
                 {"strategy": str(self.session.strategy), "job": self.session.job.name or ""},
             )
-            counts = {
+            counts: dict[str, Any] = {
                 "accepted": self.step - self.nonfinite,
                 "nonfinite": self.nonfinite,
                 "samples_left_out": self.left_out,
             }
             metrics = self.measure() if self.measure else {}
+            if self.hook is not None:
+                counts["codec"] = {"name": str(self.hook.codec), **self.hook.statistics()}
             outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": str(path)}
         return outcome
+
+
+def codec_of(strategy: Any) -> Codec:
+    """The codec of an allreduce."""
+    assert isinstance(strategy, AllReduce)
+    return strategy.codec
+
+
+def attach(parallel: DistributedDataParallel, codec: Codec, seed: int = 0) -> CodecHook | None:
+    """The hook of a codec, or None where numbers travel as they are."""
+    return None if codec.is_none else attach_codec(parallel, codec, seed=seed)
 
 
 def data_parallel(module: nn.Module, group: Any = None) -> DistributedDataParallel:

@@ -1,0 +1,159 @@
+"""The encoder: gradients in, one message a step out, what was not sent kept for the next.
+
+Law of this file: with x the clipped gradient and r the residual,
+
+    u = r + x;  send q = C(u);  r = u - q
+
+so what was sent and what is kept add up to the gradients (error feedback: Seide et al. 2014, Karimireddy et al.
+2019). Clipping comes before the residual, per worker, at clip / sqrt(num_workers) (Lin et al. 2018). A NaN or
+infinite gradient never enters the residual: the message says so and poisons what it is added to. An encoder's
+messages are a function of its state, seed and gradients alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from mpitrain.codecs import wire
+from mpitrain.codecs.layout import Part, Plan, plan_of
+from mpitrain.codecs.memory import Memory
+
+
+class Encoder:
+    """Base of the codecs' encoders: one for every stream of messages from one worker.
+
+    Args:
+        dense_below: fields of fewer numbers travel in full.
+        warmup_steps: so many messages travel in full at first.
+        clip: largest norm of the mean gradient this worker may contribute to, 0 for no clipping.
+        num_workers: how many contribute to a sum.
+        seed, worker: key of the randomness where there is any.
+    """
+
+    # slots whose sum with what was sent is conserved; "" where nothing is kept
+    residual: ClassVar[str] = "residual"
+
+    def __init__(
+        self,
+        dense_below: int = 1024,
+        warmup_steps: int = 0,
+        clip: float = 0.0,
+        num_workers: int = 1,
+        seed: int = 0,
+        worker: int = 0,
+    ):
+        self.dense_below, self.warmup_steps, self.clip = dense_below, warmup_steps, clip
+        self.num_workers, self.seed, self.worker = num_workers, seed, worker
+        self.memory = Memory()
+        self.step = 0
+        self.last: dict[str, float] = {}
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the next message travels in full."""
+        return self.step < self.warmup_steps
+
+    def encode(self, parts: Sequence[Part], dense: bool = False) -> torch.Tensor:
+        """The next message (uint8, host memory), for the gradients in `parts`, which are not changed.
+
+        `dense` sends everything in full, the residual too, which is zero afterwards: what a resynchronisation
+        or a change of workers needs.
+
+        Raises:
+            UsageError: parts that are not flat float32 tensors of their layout's size.
+        """
+        plan = plan_of(parts, self.dense_below)
+        alpha = self._alpha(parts)
+        if alpha is None:
+            message = wire.assemble(wire.Header(wire.POISON, plan.num_coded, self.dense_below), [])
+        elif dense or self.is_dense:
+            message = self._in_full(parts, plan, alpha)
+        else:
+            message = self._encode(parts, plan, alpha)
+        self.step += 1
+        self.last["bytes"] = message.numel()
+        return message
+
+    def accumulate(self, parts: Sequence[Part]) -> None:
+        """Change `parts` into what a dense message of them would send, and count it as sent: for who sums
+        dense numbers by other means."""
+        plan = plan_of(parts, self.dense_below)
+        alpha = self._alpha(parts)
+        if alpha is None:
+            for part in parts:
+                part.flat.fill_(math.nan)
+        else:
+            for part in parts:
+                part.flat.mul_(alpha)
+            for mine, part in zip(self._drain(parts, plan), parts, strict=True):
+                part.flat.copy_(mine)
+        self.step += 1
+        self.last.update(density=1.0, bytes=4.0 * sum(part.flat.numel() for part in parts))
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of what is kept back."""
+        return self.memory.norm(self.residual) if self.residual else 0.0
+
+    def statistics(self) -> dict[str, float]:
+        """Of the last message: density (share of the coded numbers that were sent), bytes, and whatever the
+        codec adds."""
+        return dict(self.last)
+
+    def state(self) -> dict[str, Any]:
+        """{"step", "numbers": JSON-able, "tensors": by "slot/parameter", in host memory}."""
+        return {"step": self.step, "numbers": self._numbers(), "tensors": self.memory.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned, to the bit."""
+        self.step = state["step"]
+        self._restore_numbers(state["numbers"])
+        self.memory.restore(state["tensors"])
+
+    # ---- what a codec fills in
+
+    def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
+        """The compressed message; changes the memory."""
+        raise NotImplementedError
+
+    def _numbers(self) -> dict[str, float]:
+        return {}
+
+    def _restore_numbers(self, numbers: dict[str, float]) -> None:
+        pass
+
+    def _drain(self, parts: Sequence[Part], plan: Plan) -> list[torch.Tensor]:
+        """What a dense message sends for already clipped `parts`; leaves the residual zero."""
+        if not self.residual:
+            return [part.flat for part in parts]
+        kept = self.memory.slot(self.residual, parts)
+        sent = [part.flat + mine for part, mine in zip(parts, kept, strict=True)]
+        self.memory.clear(self.residual)
+        return sent
+
+    # ---- shared
+
+    def _alpha(self, parts: Sequence[Part]) -> float | None:
+        """The factor that clips, or None where a gradient is not finite."""
+        norms = [float(torch.linalg.vector_norm(part.flat)) for part in parts]
+        norm = math.sqrt(sum(norm * norm for norm in norms))
+        if not math.isfinite(norm) and not all(bool(torch.isfinite(part.flat).all()) for part in parts):
+            return None
+        limit = self.clip / math.sqrt(self.num_workers)
+        return limit / norm if self.clip and norm > limit else 1.0
+
+    def _in_full(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
+        scaled = parts if alpha == 1.0 else [Part(part.flat * alpha, part.layout) for part in parts]
+        sent = [
+            Part(mine, part.layout) for mine, part in zip(self._drain(scaled, plan), parts, strict=True)
+        ]
+        coded = [sent[part].flat[start:stop].cpu() for part, start, stop, _ in plan.runs]
+        self.last["density"] = 1.0
+        header = wire.Header(wire.DENSE, plan.num_coded, self.dense_below)
+        return wire.assemble(header, [wire.dense_numbers(sent, plan, 1.0), *coded])
+
+    def _header(self, plan: Plan, kind: int, **fields: Any) -> wire.Header:
+        return wire.Header(kind, plan.num_coded, self.dense_below, **fields)

@@ -1,0 +1,53 @@
+"""16-bit floats: q = round16(x), nothing kept back.
+
+Law of this file: float16 has 10 bits of fraction and ends at 65504 (beyond it is infinite, which stops the run);
+bfloat16 has 7 and the range of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpitrain.codecs import wire
+from mpitrain.codecs.encoder import Encoder
+from mpitrain.codecs.layout import Part, Plan
+
+_DTYPES = {wire.FLOAT16: torch.float16, wire.BFLOAT16: torch.bfloat16}
+
+
+class Float16Encoder(Encoder):
+    """float16 on the wire."""
+
+    residual = ""
+    number = wire.FLOAT16
+
+    def __init__(self, **shared: Any):
+        super().__init__(**shared)
+        self.dtype = _DTYPES[self.number]
+
+    def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
+        rounded = [
+            parts[part].flat[start:stop].mul(alpha).to(self.dtype).view(torch.int16)
+            for part, start, stop, _ in plan.runs
+        ]
+        self.last["density"] = 1.0
+        return wire.assemble(
+            self._header(plan, self.number), [wire.dense_numbers(parts, plan, alpha), *rounded]
+        )
+
+
+class BFloat16Encoder(Float16Encoder):
+    """bfloat16 on the wire."""
+
+    number = wire.BFLOAT16
+
+
+def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+    """parts += weight * the rounded numbers."""
+    for part, start, stop, _ in plan.runs:
+        flat = parts[part].flat
+        sent = reader.tensor(stop - start, "<i2", flat.device).view(_DTYPES[header.kind])
+        flat[start:stop].add_(sent.float(), alpha=weight)

@@ -1,0 +1,68 @@
+"""Stochastic levels, unbiased (Alistarh et al., "QSGD", NeurIPS 2017): nothing is kept back, E[q] = x.
+
+    q_i = |x| sign(x_i) xi_i / s, xi_i = floor(s |x_i| / |x|) or one more, at random so that the mean is right
+
+Law of this file: |x| is the Euclidean norm of a bucket of 512 numbers; a level takes ceil(log2(2 s + 1)) bits.
+The randomness is keyed by (seed, worker, message), so a message can be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpitrain.codecs import wire
+from mpitrain.codecs.bits import num_packed_bytes, pack, unpack
+from mpitrain.codecs.eightbit import blocks
+from mpitrain.codecs.encoder import Encoder
+from mpitrain.codecs.layout import Part, Plan
+
+BUCKET = 512
+
+
+class QsgdEncoder(Encoder):
+    """Args: levels: s."""
+
+    residual = ""
+
+    def __init__(self, levels: int = 7, **shared: Any):
+        super().__init__(**shared)
+        self.levels = levels
+
+    def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
+        key = np.random.SeedSequence([self.seed, self.worker, self.step]).generate_state(1, np.uint64)
+        device = parts[0].flat.device if parts else torch.device("cpu")
+        generator = torch.Generator(device).manual_seed(int(key[0] >> np.uint64(1)))
+        norms, codes = [], []
+        width = (2 * self.levels).bit_length()
+        for part, start, stop, _ in plan.chunks():
+            x = blocks(parts[part].flat[start:stop] * alpha, BUCKET)
+            norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+            level = x.abs() / norm.clamp_min(torch.finfo(torch.float32).tiny) * self.levels
+            noise = torch.rand(x.shape, generator=generator, device=device)
+            level = (level + noise).floor_().clamp_max_(self.levels)
+            code = (level * x.sign() + self.levels).view(-1)[: stop - start]
+            norms.append(norm.view(-1).cpu())
+            codes.append(pack(code.to(torch.uint8).cpu().numpy(), width))
+        self.last["density"] = 1.0
+        dense = wire.dense_numbers(parts, plan, alpha)
+        return wire.assemble(self._header(plan, wire.QSGD, extra=self.levels), [dense, *norms, *codes])
+
+
+def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+    """parts += weight * norm * level / s."""
+    norms = [
+        torch.from_numpy(reader.take(-(-(stop - start) // BUCKET), "<f4").copy())
+        for _, start, stop, _ in plan.chunks()
+    ]
+    levels = header.extra
+    width = (2 * levels).bit_length()
+    for (part, start, stop, _), norm in zip(plan.chunks(), norms, strict=True):
+        flat = parts[part].flat
+        data = reader.take(num_packed_bytes(stop - start, width), "|u1")
+        code = torch.from_numpy(unpack(data, width, stop - start)).to(flat.device).float() - levels
+        sent = blocks(code, BUCKET) * (norm.to(flat.device).view(-1, 1) / levels)
+        flat[start:stop].add_(sent.view(-1)[: stop - start], alpha=weight)

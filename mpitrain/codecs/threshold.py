@@ -1,0 +1,122 @@
+"""Threshold coding: +tau or -tau where a number has grown to tau (Strom, "Scalable distributed DNN training using
+commodity GPU cloud computing", Interspeech 2015).
+
+    u = r + x;  q_i = tau sign(u_i) where |u_i| >= tau, else 0;  r = u - q
+
+Law of this file: the tau in use is a power of two unless told otherwise, so that u - q is exact in float32 as
+long as |u| < 2^24 tau; it travels with each message. tau is steered towards a density in both directions: it
+shrinks by d when fewer than density/band of the numbers were sent, grows by 1/d when more than density * band,
+d = 0.5^(1/20) (Deeplearning4j's rule), so after k steps out of band it is tau0 d^(+-k). The first tau is the
+quantile of the first gradient that gives the density, where none is set. From there it climbs: residuals that do a
+random walk of step s cross tau at a rate of (s/tau)^2, so the climb, in which more is sent, is a warm-up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpitrain.codecs import index, wire
+from mpitrain.codecs.encoder import Encoder
+from mpitrain.codecs.layout import CHUNK, Part, Plan
+from mpitrain.codecs.sparse import find, pack_signs, scatter, split, unpack_signs
+
+DECAY = 0.5 ** (1 / 20)
+SAMPLE = 1 << 16
+# Above this density a bitmap is used (Deeplearning4j's rule): it is three times as fast to code there.
+BITMAP_ABOVE = 1 / 16
+
+
+class ThresholdEncoder(Encoder):
+    """Args: density: share of the numbers to send; tau: the first threshold, 0 for the quantile; adaptive: steer it;
+    band: how far off the density may be before tau moves; power_of_two: round the tau in use; coding: of the
+    indices.
+    """
+
+    def __init__(
+        self, density: float = 1e-3, tau: float = 0.0, adaptive: bool = True, band: float = 2.0,
+        power_of_two: bool = True, coding: str = "auto", **shared: Any,
+    ):  # fmt: skip
+        super().__init__(**shared)
+        self.density, self.tau, self.adaptive, self.band = density, tau, adaptive, band
+        self.power_of_two, self.coding = power_of_two, coding
+
+    def tau_in_use(self) -> float:
+        """tau as it is sent: the nearest power of two (on the logarithmic scale), or its float32."""
+        exponent = max(-120, min(120, round(math.log2(self.tau))))
+        return 2.0**exponent if self.power_of_two else float(np.float32(self.tau))
+
+    def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
+        kept = self.memory.slot("residual", parts)
+        if not self.tau:
+            self.tau = self._quantile([part.flat for part in parts], plan) * alpha
+        tau = self.tau_in_use()
+        indices = self._select(parts, kept, plan, alpha, tau)
+        negative = np.empty(len(indices), bool)
+        for run, low, high in split(plan, indices):
+            residual = kept[run.part]
+            where = torch.from_numpy(indices[low:high] + (run.start - run.offset)).to(residual.device)
+            signs = residual[where].sign()
+            residual.index_add_(0, where, signs, alpha=-tau)
+            negative[low:high] = (signs < 0).cpu().numpy()
+        coding = self.coding
+        if coding == "auto" and len(indices) > BITMAP_ABOVE * plan.num_coded:
+            coding = "bitmap"
+        coder, coded = index.encode(indices, plan.num_coded, coding)
+        density = len(indices) / max(1, plan.num_coded)
+        self.last.update(density=density, tau=tau)
+        if self.adaptive:
+            self._steer(density)
+        header = self._header(plan, wire.THRESHOLD, coder=coder, count=len(indices), scale=tau)
+        return wire.assemble(
+            header, [wire.dense_numbers(parts, plan, alpha), pack_signs(negative), coded]
+        )
+
+    def _select(
+        self, parts: Sequence[Part], kept: list[torch.Tensor], plan: Plan, alpha: float, tau: float
+    ) -> np.ndarray:
+        """Add the gradients to the residual and find what has reached tau, a cache-sized piece at a time."""
+        found = []
+        scratch = torch.empty(CHUNK, device=parts[0].flat.device) if parts else None
+        for part, start, stop, offset in plan.chunks():
+            u = kept[part][start:stop].add_(parts[part].flat[start:stop], alpha=alpha)
+            assert scratch is not None
+            where = find(torch.abs(u, out=scratch[: stop - start]) >= tau)
+            found.append(where.add_(offset))
+        return torch.cat(found).cpu().numpy() if found else np.zeros(0, np.int64)
+
+    def _quantile(self, flats: Sequence[torch.Tensor], plan: Plan) -> float:
+        """The |x| that only `density` of the numbers exceed, from every n-th of those that are not zero."""
+        stride = max(1, plan.num_coded // SAMPLE)
+        pieces = [flats[part][start:stop:stride].abs() for part, start, stop, _ in plan.runs]
+        sample = torch.cat(pieces) if pieces else torch.zeros(0)
+        sample = sample[sample > 0]
+        if not sample.numel():
+            return 2.0**-10  # nothing to go by: Strom's order of magnitude, steered from there
+        rank = max(1, min(sample.numel(), round(self.density * sample.numel())))
+        return float(sample.topk(rank).values[-1])
+
+    def _steer(self, density: float) -> None:
+        if density < self.density / self.band:
+            self.tau *= DECAY
+        elif density > self.density * self.band:
+            self.tau /= DECAY
+
+    def _numbers(self) -> dict[str, float]:
+        return {"tau": self.tau}
+
+    def _restore_numbers(self, numbers: dict[str, float]) -> None:
+        self.tau = numbers["tau"]
+
+
+def add_signs(
+    reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float
+) -> None:
+    """parts += weight * (+-tau) at the indices."""
+    signs = unpack_signs(reader.take((header.count + 7) // 8, "|u1"), header.count)
+    indices = index.decode(header.coder, reader.rest(), header.count, plan.num_coded)
+    scatter(parts, plan, indices, signs.mul_(header.scale * weight))

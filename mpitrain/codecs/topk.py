@@ -1,0 +1,119 @@
+"""Sampled top-k with momentum correction and masking (Lin et al., "Deep Gradient Compression", ICLR 2018).
+
+    v = mu v + x (momentum 0: v = x);  u = r + v;  send the largest |u_i|, k = density * n of each field
+    r = u, v = v, both zero where something was sent
+
+Law of this file: what is sent is a copy (or its float16 rounding, whose error stays in r). The threshold comes
+from a 1 % strided sample with a seeded offset; it is taken when between 0.8 k and 1.3 k numbers pass, else moved,
+at most ten times. A dense message (warm-up) sends r + v and masks nothing: with momentum SGD's mean of the v it
+*is* momentum SGD, so the optimizer itself must have no momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpitrain.codecs import index, wire
+from mpitrain.codecs.encoder import Encoder
+from mpitrain.codecs.layout import Field, Part, Plan
+from mpitrain.codecs.sparse import find, scatter
+
+SAMPLED = 0.01
+LEAST_SAMPLE = 1024
+MANY, FEW = 1.3, 0.8
+MAX_TRIES = 10
+_DTYPES = {"float32": ("<f4", torch.float32), "float16": ("<f2", torch.float16)}
+
+
+class TopKEncoder(Encoder):
+    """Args: density: k over the numbers of a field; momentum: mu; nesterov: mu v + x enters the residual in
+    place of v; values: "float32" or "float16" on the wire; coding: of the indices.
+    """
+
+    def __init__(
+        self, density: float = 1e-3, momentum: float = 0.0, nesterov: bool = False, values: str = "float32",
+        coding: str = "auto", **shared: Any,
+    ):  # fmt: skip
+        super().__init__(**shared)
+        self.density, self.momentum, self.nesterov = density, momentum, nesterov
+        self.values, self.coding = values, coding
+
+    def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
+        scaled = parts if alpha == 1.0 else [Part(part.flat * alpha, part.layout) for part in parts]
+        sums = self._momentum_corrected(scaled)
+        kept = self.memory.slot("residual", parts)
+        for mine, step in zip(kept, sums, strict=True):
+            mine.add_(step)
+        dense = wire.dense_numbers([Part(mine, part.layout) for mine, part in zip(kept, parts)], plan, 1.0)
+        for part, start, stop, _ in plan.dense:
+            kept[part][start:stop] = 0
+        indices, values = [], []
+        for part, field, offset in plan.fields:
+            where, sent = self._take(kept[part], part, field)
+            indices.append(where.cpu().numpy() + offset)
+            values.append(sent.cpu())
+        chosen = np.concatenate(indices) if indices else np.zeros(0, np.int64)
+        coder, coded = index.encode(chosen, plan.num_coded, self.coding)
+        self.last["density"] = len(chosen) / max(1, plan.num_coded)
+        header = self._header(
+            plan, wire.SPARSE, coder=coder, count=len(chosen), extra=int(self.values == "float16")
+        )
+        return wire.assemble(header, [dense, torch.cat(values) if values else torch.zeros(0), coded])
+
+    def _take(self, kept: torch.Tensor, part: int, field: Field) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices in the field of what is sent and the values; takes them out of the memory."""
+        u = kept[field.start : field.start + field.numel]
+        size = u.abs()
+        where = find(size >= self._threshold(size))
+        sent = u[where].to(_DTYPES[self.values][1])
+        u[where] -= sent.to(u.dtype)
+        if self.momentum:
+            self._velocity[part][field.start : field.start + field.numel][where] = 0
+        return where, sent
+
+    def _threshold(self, size: torch.Tensor) -> float:
+        """A value that about k of these magnitudes reach."""
+        k = max(1, round(self.density * size.numel()))
+        stride = max(1, min(round(1 / SAMPLED), size.numel() // LEAST_SAMPLE))
+        offset = (self.step * 2654435761 + self.seed) % stride
+        sample = size[offset::stride]
+        rank = max(1, min(sample.numel(), round(k * sample.numel() / size.numel())))
+        threshold = float(sample.topk(rank).values[-1])
+        for _ in range(MAX_TRIES if stride > 1 else 0):
+            count = int(torch.count_nonzero(size >= threshold))
+            if FEW * k <= count <= MANY * k:
+                break
+            if count > MANY * k:  # exact among the few that pass
+                return float(size[size >= threshold].topk(k).values[-1])
+            threshold *= FEW
+        return max(threshold, torch.finfo(torch.float32).tiny)
+
+    def _momentum_corrected(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """What enters the residual: x, or the velocity."""
+        if not self.momentum:
+            return [part.flat for part in parts]
+        self._velocity = self.memory.slot("momentum", parts)
+        for v, part in zip(self._velocity, parts, strict=True):
+            v.mul_(self.momentum).add_(part.flat)
+        if not self.nesterov:
+            return self._velocity
+        return [v * self.momentum + part.flat for v, part in zip(self._velocity, parts, strict=True)]
+
+    def _drain(self, parts: Sequence[Part], plan: Plan) -> list[torch.Tensor]:
+        sums = self._momentum_corrected(parts)
+        kept = self.memory.slot("residual", parts)
+        sent = [step + mine for step, mine in zip(sums, kept, strict=True)]
+        self.memory.clear("residual")
+        return sent
+
+
+def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+    """parts += weight * the sent values."""
+    name = "float16" if header.extra else "float32"
+    values = torch.from_numpy(reader.take(header.count, _DTYPES[name][0]).copy()).float()
+    indices = index.decode(header.coder, reader.rest(), header.count, plan.num_coded)
+    scatter(parts, plan, indices, values.mul_(weight))

@@ -1,0 +1,108 @@
+"""A message: 32 bytes of header, the dense numbers, then what its kind puts there. Always host memory.
+
+Law of this file: a message says by itself how it is decoded; the receiver brings only the layouts. Its length
+is exactly what the sections take: the byte count of a message is `message.numel()`, nothing travels outside.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mpitrain.codecs.layout import Part, Plan
+from mpitrain.errors import WireError
+
+_HEADER = struct.Struct("<2sBBIQQfI")
+HEADER_BYTES = _HEADER.size
+_MAGIC = b"mc"
+
+DENSE, POISON, FLOAT16, BFLOAT16, EIGHTBIT, THRESHOLD, SPARSE, ONEBIT, POWER, QSGD = range(10)
+
+
+class Header(NamedTuple):
+    """kind: one of the constants above; coder, scale, extra: the kind's own; count: sent numbers where the kind
+    sends some only; num_coded: size of the coded space; dense_below: makes the plan.
+    """
+
+    kind: int
+    num_coded: int
+    dense_below: int
+    coder: int = 0
+    count: int = 0
+    scale: float = 0.0
+    extra: int = 0
+
+
+def assemble(header: Header, sections: Sequence[np.ndarray | torch.Tensor]) -> torch.Tensor:
+    """One uint8 tensor of everything."""
+    head = _HEADER.pack(
+        _MAGIC, header.kind, header.coder, header.dense_below, header.num_coded, header.count, header.scale,
+        header.extra,
+    )  # fmt: skip
+    arrays = [np.frombuffer(head, np.uint8)]
+    for section in sections:
+        array = section.detach().cpu().contiguous().numpy() if torch.is_tensor(section) else section
+        arrays.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def read_header(message: torch.Tensor) -> Header:
+    """The header of `message`.
+
+    Raises:
+        WireError: these bytes are no message.
+    """
+    if message.numel() < HEADER_BYTES:
+        raise WireError(f"a compressed message has at least {HEADER_BYTES} bytes, got {message.numel()}")
+    magic, kind, coder, below, coded, count, scale, extra = _HEADER.unpack(
+        message[:HEADER_BYTES].numpy().tobytes()
+    )
+    if magic != _MAGIC or kind > QSGD:
+        raise WireError(f"not a compressed message: it starts with {magic!r}, kind {kind}")
+    return Header(kind, coded, below, coder, count, scale, extra)
+
+
+class Reader:
+    """Takes sections off a message, one after another."""
+
+    def __init__(self, message: torch.Tensor):
+        self._bytes, self._at = message.numpy(), HEADER_BYTES
+
+    def take(self, count: int, dtype: str) -> np.ndarray:
+        """The next `count` numbers of a numpy dtype such as "<f4".
+
+        Raises:
+            WireError: the message is too short.
+        """
+        stop = self._at + count * np.dtype(dtype).itemsize
+        if stop > len(self._bytes):
+            raise WireError(f"a compressed message ends at byte {len(self._bytes)}, needs {stop}")
+        section = self._bytes[self._at : stop]
+        self._at = stop
+        return section.view(dtype) if section.ctypes.data % 8 == 0 else section.copy().view(dtype)
+
+    def tensor(self, count: int, dtype: str, device: torch.device) -> torch.Tensor:
+        """The same as a tensor on a device."""
+        return torch.from_numpy(self.take(count, dtype)).to(device)
+
+    def rest(self) -> np.ndarray:
+        """All bytes that are left."""
+        return self.take(len(self._bytes) - self._at, "|u1")
+
+
+def dense_numbers(parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
+    """The numbers that travel in full, times alpha."""
+    pieces = [parts[part].flat[start:stop] for part, start, stop, _ in plan.dense]
+    return torch.cat(pieces).mul(alpha) if pieces else torch.zeros(0)
+
+
+def add_dense(reader: Reader, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+    """Add what `dense_numbers` sent."""
+    numbers = torch.from_numpy(reader.take(plan.num_dense, "<f4"))
+    for part, start, stop, offset in plan.dense:
+        flat = parts[part].flat
+        flat[start:stop].add_(numbers[offset : offset + stop - start].to(flat.device), alpha=weight)

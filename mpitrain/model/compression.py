@@ -1,0 +1,90 @@
+"""The encoder that a strategy's codec asks for, and layouts by parameter name.
+
+Law of this file: a codec's fields are its encoder's arguments; nothing is translated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from mpitrain.codecs import (
+    BFloat16Encoder,
+    EightBitEncoder,
+    Encoder,
+    Field,
+    Float16Encoder,
+    Layout,
+    OneBitEncoder,
+    Part,
+    PowerSgdEncoder,
+    QsgdEncoder,
+    ThresholdEncoder,
+    TopKEncoder,
+)
+from mpitrain.errors import UsageError
+from mpitrain.rules.compression import Codec
+
+ENCODERS: dict[str, type[Encoder]] = {
+    "float16": Float16Encoder,
+    "bfloat16": BFloat16Encoder,
+    "eightbit": EightBitEncoder,
+    "threshold": ThresholdEncoder,
+    "topk": TopKEncoder,
+    "onebit": OneBitEncoder,
+    "powersgd": PowerSgdEncoder,
+    "qsgd": QsgdEncoder,
+}
+
+
+def make_encoder(codec: Codec, num_workers: int = 1, worker: int = 0, seed: int = 0) -> Encoder:
+    """An encoder for one stream of messages of one of `num_workers` workers. `none` has no encoder."""
+    options = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}
+    return ENCODERS[codec.name](**options, num_workers=num_workers, worker=worker, seed=seed)
+
+
+def make_layout_of(entries: Iterable[tuple[str, Sequence[int]]]) -> Layout:
+    """Fields one after another, from names and shapes."""
+    fields, start = [], 0
+    for name, shape in entries:
+        fields.append(Field(name, tuple(shape), start))
+        start += fields[-1].numel
+    return tuple(fields)
+
+
+def message_bytes(codec: Codec, module: nn.Module) -> int:
+    """Bytes of one worker's message for this module once the density is reached: made, from random numbers of one
+    seed, and measured.
+
+    Raises:
+        UsageError: parameters that are not float32.
+    """
+    entries = [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad]
+    if codec.is_none:
+        return 4 * sum(torch.Size(shape).numel() for _, shape in entries)
+    layout = make_layout_of(entries)
+    total = layout[-1].start + layout[-1].numel if layout else 0
+    numbers = torch.randn(total, generator=torch.Generator().manual_seed(0))
+    encoder = make_encoder(codec)
+    encoder.warmup_steps = 0
+    return int(encoder.encode([Part(numbers, layout)]).numel())
+
+
+def is_reduced(codec: Codec) -> bool:
+    """Whether data-parallel ranks average what this codec makes; messages of the others are handed to all."""
+    return codec.name in ("none", "float16", "bfloat16", "powersgd")
+
+
+def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse momentum twice.
+
+    Raises:
+        UsageError: the codec and the optimizer both have a momentum.
+    """
+    if getattr(codec, "momentum", 0.0) and any(group.get("momentum") for group in optimizer.param_groups):
+        raise UsageError(
+            f"{codec}: the workers' momentum replaces the optimizer's (Lin et al. 2018): set momentum=0 there, or here"
+        )

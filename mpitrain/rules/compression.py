@@ -1,0 +1,176 @@
+"""Codecs by name: what travels in place of float32 gradients, and what it costs.
+
+Law of this file: values only. `model/compression.py` makes the encoder a value asks for; the fields here carry the
+names that the encoders in `codecs/` take. Everything a codec does not send is kept for the next message, but for
+float16, bfloat16 and qsgd, which keep nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpitrain.errors import UsageError
+from mpitrain.text import Value, nearest, register
+
+CODINGS = ("auto", "raw", "bitmap", "elias_fano", "rice")
+
+
+@dataclass(frozen=True, repr=False)
+class Codec(Value):
+    """Base of the codecs."""
+
+    def check(self) -> None:
+        """Fields that several codecs have, where they are there."""
+        if getattr(self, "dense_below", 0) < 0:
+            raise UsageError(f"{self.name}: dense_below must not be negative")
+        if getattr(self, "warmup_steps", 0) < 0:
+            raise UsageError(f"{self.name}: warmup_steps must not be negative")
+        if not 0 <= getattr(self, "clip", 0.0) < float("inf"):
+            raise UsageError(f"{self.name}: clip must be finite and not negative, 0 is off")
+        if not 0 < getattr(self, "density", 0.5) <= 1:
+            raise UsageError(f"{self.name}: density must be in (0, 1]")
+        if (coding := getattr(self, "coding", "auto")) not in CODINGS:
+            raise UsageError(f"{self.name}: unknown coding {coding!r}{nearest(coding, list(CODINGS))}")
+
+    @property
+    def is_none(self) -> bool:
+        """Whether numbers travel as they are."""
+        return False
+
+
+@register("codec", "none")
+@dataclass(frozen=True, repr=False)
+class Uncompressed(Codec):
+    """Numbers travel as they are."""
+
+    @property
+    def is_none(self) -> bool:
+        return True
+
+
+@register("codec", "float16")
+@dataclass(frozen=True, repr=False)
+class Float16(Codec):
+    """Half the bytes; 10 bits of fraction, infinite above 65504. Sums are taken in float32 over MPI."""
+
+
+@register("codec", "bfloat16")
+@dataclass(frozen=True, repr=False)
+class BFloat16(Codec):
+    """Half the bytes; 7 bits of fraction, the range of float32. Sums are taken in float32 over MPI."""
+
+
+@dataclass(frozen=True, repr=False)
+class Feedback(Codec):
+    """Base of the codecs that keep a residual, and of qsgd.
+
+    Args:
+        dense_below: parameters of fewer numbers travel in full.
+        warmup_steps: so many steps travel in full at first.
+        clip: largest norm of the mean gradient; each worker clips its own at clip / sqrt(workers), before the residual
+            (Lin et al. 2018). 0 is off.
+    """
+
+    dense_below: int = 1024
+    warmup_steps: int = 0
+    clip: float = 0.0
+
+
+@register("codec", "eightbit")
+@dataclass(frozen=True, repr=False)
+class EightBit(Feedback):
+    """A quarter of the bytes: int8 with a float32 scale for 256 numbers (Dettmers et al., ICLR 2022)."""
+
+
+@register("codec", "threshold")
+@dataclass(frozen=True, repr=False)
+class Threshold(Feedback):
+    """+tau or -tau where the residual has reached tau (Strom, Interspeech 2015); about 12.5 bits for each number sent at
+    a density of 1e-3, 2500 times fewer bytes.
+
+    Args:
+        density: share of the numbers to send, which tau is steered to.
+        tau: the first threshold; 0 takes the quantile of the first gradient.
+        adaptive: steer tau; False keeps it.
+        band: tau stays while the density is within this factor of the target.
+        power_of_two: round the tau in use to a power of two, which makes the residual exact.
+        coding: of the indices: "auto" (the smallest, a bitmap above 1/16), "raw", "bitmap", "elias_fano", "rice".
+    """
+
+    density: float = 1e-3
+    tau: float = 0.0
+    adaptive: bool = True
+    band: float = 2.0
+    power_of_two: bool = True
+    coding: str = "auto"
+
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.tau < float("inf") or not 1 <= self.band < float("inf"):
+            raise UsageError("threshold: needs tau >= 0 (0 chooses it) and band >= 1")
+
+
+@register("codec", "topk")
+@dataclass(frozen=True, repr=False)
+class TopK(Feedback):
+    """The largest numbers of each parameter by a sampled threshold (Lin et al., Deep Gradient Compression, ICLR 2018).
+
+    Args:
+        density: share of each parameter's numbers to send.
+        momentum: of the worker's own momentum, which is compressed in place of the gradient and masked where it was
+            sent; the optimizer must then have none.
+        nesterov: Nesterov's form of it.
+        values: "float32" or "float16" on the wire.
+        coding: of the indices, as in `threshold`.
+    """
+
+    density: float = 1e-3
+    momentum: float = 0.0
+    nesterov: bool = False
+    values: str = "float32"
+    coding: str = "auto"
+
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"topk: momentum must be in [0, 1), got {self.momentum}")
+        if self.nesterov and not self.momentum:
+            raise UsageError("topk: nesterov needs a momentum")
+        if self.values not in ("float32", "float16"):
+            raise UsageError(f"topk: values must be float32 or float16, got {self.values!r}")
+
+
+@register("codec", "onebit")
+@dataclass(frozen=True, repr=False)
+class OneBit(Feedback):
+    """Signs, and two means for what flows into each output: 32 times fewer bytes (Seide et al., Interspeech 2014)."""
+
+
+@register("codec", "powersgd")
+@dataclass(frozen=True, repr=False)
+class PowerSGD(Feedback):
+    """Each n x m matrix as rank (n + m) numbers (Vogels et al., NeurIPS 2019); needs no decoding of N messages, as
+    the two thin matrices are averaged themselves.
+    """
+
+    rank: int = 2
+
+    def check(self) -> None:
+        super().check()
+        if self.rank < 1:
+            raise UsageError(f"powersgd: rank must be at least 1, got {self.rank}")
+
+
+@register("codec", "qsgd")
+@dataclass(frozen=True, repr=False)
+class QSGD(Feedback):
+    """Unbiased stochastic levels -s..s of the norm of 512 numbers, 4 bits a number for s = 7 (Alistarh et al., NeurIPS
+    2017).
+    """
+
+    levels: int = 7
+
+    def check(self) -> None:
+        super().check()
+        if not 1 <= self.levels <= 127:
+            raise UsageError(f"qsgd: levels must be 1 to 127, got {self.levels}")

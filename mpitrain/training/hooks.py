@@ -1,0 +1,191 @@
+"""DDP communication hooks for codecs: over the "mpi4py" group and any other that torch has.
+
+Law of this file: every rank adds the same messages in rank order, so replicas hold the same bits. Three ways:
+
+    float16, bfloat16   each bucket is cast and averaged by the group's allreduce, while backward still runs
+    powersgd            the thin matrices are averaged, once a step
+    all others          one message a rank and step, for all buckets together, handed to all (allgather)
+
+The last two exchange when the last bucket is ready: their messages are so small that two collectives a step beat
+two a bucket. While a codec's warm-up lasts, buckets are averaged in full. Replaces DDP's own reduction, so a
+parameter that got no gradient counts as zero.
+"""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from mpitrain.codecs import Encoder, Field, Layout, Part, PowerSgdEncoder, add_message
+from mpitrain.errors import UsageError
+from mpitrain.model.compression import make_encoder
+from mpitrain.rules.compression import Codec
+
+_CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class CodecHook:
+    """The state of the hook: an encoder, the buckets of the step under way, and what was measured.
+
+    Args:
+        parameters: (name, parameter) as the module has them; residuals are kept by these names.
+        codec: any but `none`.
+        group: the ranks, default all.
+        seed: of the codec's randomness.
+    """
+
+    def __init__(self, parameters: Any, codec: Codec, group: Any = None, seed: int = 0):
+        self.codec, self.group = codec, group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._names = {id(parameter): name for name, parameter in parameters}
+        self._cast = _CASTS.get(codec.name)
+        self.encoder: Encoder | None = (
+            None if self._cast else make_encoder(codec, self.size, self.rank, seed)
+        )
+        self._waiting: list[tuple[Part, Future[Any]]] = []
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self.num_steps, self.sent_bytes, self.codec_s = 0, 0, 0.0
+        self._cast_bytes = 0
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future[Any]:
+        """What DDP calls for every bucket; the future's value replaces the bucket."""
+        if self._cast is not None:
+            return self._cast_and_reduce(bucket)
+        future: Future[Any] = Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else None)
+        self._waiting.append((Part(bucket.buffer(), self._layout(bucket)), future))
+        if bucket.is_last():
+            waiting, self._waiting = self._waiting, []
+            self._exchange([part for part, _ in waiting])
+            for part, done in waiting:
+                done.set_result(part.flat)
+        return future
+
+    def statistics(self, with_norm: bool = True) -> dict[str, float]:
+        """Of the last step: density, bytes sent by this rank and what the codec adds (tau); bytes and codec
+        milliseconds as means over the steps; the residual's norm now, which costs a pass over it."""
+        found = {"bytes": float(self._cast_bytes)} if self.encoder is None else self.encoder.statistics()
+        if with_norm and self.encoder is not None and self.encoder.residual:
+            found["residual_norm"] = self.encoder.residual_norm()
+        steps = max(1, self.num_steps)
+        return found | {"mean_bytes": self.sent_bytes / steps, "codec_ms": 1e3 * self.codec_s / steps}
+
+    def state(self) -> dict[str, Any]:
+        """The encoder's: {"step", "numbers", "tensors"}; empty for a cast."""
+        return self.encoder.state() if self.encoder is not None else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        if self.encoder is not None:
+            self.encoder.restore(state)
+
+    def _layout(self, bucket: dist.GradBucket) -> Layout:
+        parameters = bucket.parameters()
+        key = tuple(id(parameter) for parameter in parameters)
+        if key not in self._layouts:
+            fields, start = [], 0
+            for parameter in parameters:
+                fields.append(Field(self._names[id(parameter)], tuple(parameter.shape), start))
+                start += parameter.numel()
+            self._layouts[key] = tuple(fields)
+        return self._layouts[key]
+
+    def _cast_and_reduce(self, bucket: dist.GradBucket) -> Future[Any]:
+        flat = bucket.buffer()
+        began_s = time.perf_counter()
+        small = flat.to(self._cast).div_(self.size)
+        self._count(small.numel() * small.element_size(), began_s, bucket.is_last(), bucket.index() == 0)
+        work = dist.all_reduce(small, group=self.group, async_op=True)
+        assert work is not None
+
+        def back(done: Future[Any]) -> torch.Tensor:
+            done.value()  # raises what the collective raised
+            return flat.copy_(small)
+
+        return work.get_future().then(back)
+
+    def _count(self, num_bytes: int, began_s: float, is_last: bool, is_first: bool) -> None:
+        self._cast_bytes = num_bytes + (0 if is_first else self._cast_bytes)
+        self.sent_bytes += num_bytes
+        self.codec_s += time.perf_counter() - began_s
+        self.num_steps += is_last
+
+    def _exchange(self, parts: list[Part]) -> None:
+        encoder = self.encoder
+        assert encoder is not None
+        self.num_steps += 1
+        if encoder.is_dense:
+            encoder.accumulate(parts)
+            for part in parts:
+                self._mean(part.flat)
+        elif isinstance(encoder, PowerSgdEncoder):
+            exchanged_s = [0.0]
+
+            def mean(tensor: torch.Tensor) -> None:
+                started_s = time.perf_counter()
+                self._mean(tensor)
+                exchanged_s[0] += time.perf_counter() - started_s
+
+            began_s = time.perf_counter()
+            encoder.reduce(parts, mean)
+            self.codec_s += time.perf_counter() - began_s - exchanged_s[0]
+        else:
+            began_s = time.perf_counter()
+            message = encoder.encode(parts)
+            self.codec_s += time.perf_counter() - began_s
+            messages = self._allgather(message, parts[0].flat.device)
+            began_s = time.perf_counter()
+            for part in parts:
+                part.flat.zero_()
+            for other in messages:
+                add_message(other, parts, 1.0 / self.size)
+            self.codec_s += time.perf_counter() - began_s
+        self.sent_bytes += int(encoder.statistics()["bytes"])
+
+    def _mean(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
+        tensor.div_(self.size)
+
+    def _allgather(self, message: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+        """Every rank's message, in rank order: sizes first, then all padded to the longest."""
+        size = torch.tensor([message.numel()], dtype=torch.int64, device=device)
+        sizes = size.new_zeros(self.size)
+        dist.all_gather_into_tensor(sizes, size, group=self.group)
+        lengths = sizes.tolist()
+        longest = -(-max(lengths) // 8) * 8
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded[: message.numel()] = message.to(device)
+        everything = padded.new_empty(longest * self.size)
+        dist.all_gather_into_tensor(everything, padded, group=self.group)
+        rows = everything.cpu().view(self.size, longest)
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def attach_codec(
+    parallel: DistributedDataParallel, codec: Codec, group: Any = None, seed: int = 0
+) -> CodecHook:
+    """Make a DDP module exchange its gradients by `codec`; the returned hook has `statistics`, `state`, `restore`.
+
+    Raises:
+        UsageError: gradients that are not float32, where the codec is more than a cast.
+    """
+    named = [(name, p) for name, p in parallel.module.named_parameters() if p.requires_grad]
+    odd = [name for name, parameter in named if parameter.dtype != torch.float32]
+    if odd and codec.name not in _CASTS:
+        raise UsageError(f"{codec}: gradients must be float32; {odd[0]} is not. float16() and bfloat16() take any")
+    hook = CodecHook(named, codec, group, seed)
+    parallel.register_comm_hook(None, _Call(hook))
+    return hook
+
+
+class _Call:
+    """DDP wants a callable with annotations of just these types and a name."""
+
+    def __init__(self, hook: CodecHook):
+        self._hook = hook
+        self.__name__ = self.__qualname__ = f"{hook.codec.name}_hook"
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        return self._hook(state, bucket)
