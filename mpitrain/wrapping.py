@@ -61,16 +61,16 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = Non
     if _wrapped is not None:
         raise UsageError("mpitrain.wrap was called before in this process; one model per run")
     if isinstance(strategy, AllReduce):
-        from mpitrain.mpi.process_group import init_default_group
         from mpitrain.model.compression import check_optimizer
+        from mpitrain.mpi.process_group import init_default_group
         from mpitrain.training.allreduce import attach, data_parallel
         from mpitrain.training.measure import share_module
 
         runtime.role = "worker"
+        check_optimizer(strategy.codec, optimizer)
         share_module(runtime, model)
         init_default_group(runtime)
         _wrapped = _Wrapped(Roles((), tuple(range(runtime.size))), runtime.rank, None)
-        check_optimizer(strategy.codec, optimizer)
         parallel = data_parallel(model)
         attach(parallel, strategy.codec)
         return parallel, optimizer

@@ -30,7 +30,8 @@ def pack(values: np.ndarray, width: int) -> np.ndarray:
         for place in range(1, each):
             packed |= columns[:, place] << (place * width)
         return packed
-    octets = values.astype("<u1" if width < 8 else "<u4").view(np.uint8).reshape(len(values), -1)
+    octets = values.astype("<u1" if width < 8 else "<u4").view(np.uint8)
+    octets = octets.reshape(len(values), 1 if width < 8 else 4)
     bits = np.unpackbits(octets, axis=1, count=width, bitorder="little")
     return np.packbits(bits.reshape(-1), bitorder="little")
 

@@ -34,6 +34,7 @@ _ADDERS: dict[int, Adder] = {
     wire.EIGHTBIT: eightbit.add,
     wire.THRESHOLD: add_signs,
     wire.SPARSE: topk.add,
+    wire.SPARSE16: topk.add,
     wire.ONEBIT: onebit.add,
     wire.POWER: powersgd.add,
     wire.QSGD: qsgd.add,

@@ -3,7 +3,7 @@ Optimizers via Block-wise Quantization", ICLR 2022, with linear levels), rounded
 
     s = max |u| / 127 over the block;  q = s round(u / s);  r = u - q
 
-Law of this file: blocks start anew with every piece of at most a chunk, the same on both sides.
+Law of this file: blocks start anew with every parameter (and every chunk of one), the same on both sides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EightBitEncoder(Encoder):
     def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
         kept = self.memory.slot("residual", parts)
         scales, codes = [], []
-        for part, start, stop, _ in plan.chunks():
+        for _, (part, start, stop, _) in plan.field_chunks():
             residual = kept[part][start:stop].add_(parts[part].flat[start:stop], alpha=alpha)
             u = blocks(residual, BLOCK)
             scale = u.abs().amax(dim=1, keepdim=True).div_(127)
@@ -49,9 +49,9 @@ def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: P
     """parts += weight * scale * code."""
     scales = [
         torch.from_numpy(reader.take(-(-(stop - start) // BLOCK), "<f4").copy())
-        for _, start, stop, _ in plan.chunks()
+        for _, (_, start, stop, _) in plan.field_chunks()
     ]
-    for (part, start, stop, _), scale in zip(plan.chunks(), scales, strict=True):
+    for (_, (part, start, stop, _)), scale in zip(plan.field_chunks(), scales, strict=True):
         flat = parts[part].flat
         code = blocks(reader.tensor(stop - start, "|i1", flat.device).float(), BLOCK)
         sent = (code * scale.to(flat.device).view(-1, 1)).view(-1)[: stop - start]

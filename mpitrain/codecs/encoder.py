@@ -147,9 +147,7 @@ class Encoder:
 
     def _in_full(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
         scaled = parts if alpha == 1.0 else [Part(part.flat * alpha, part.layout) for part in parts]
-        sent = [
-            Part(mine, part.layout) for mine, part in zip(self._drain(scaled, plan), parts, strict=True)
-        ]
+        sent = [Part(mine, part.layout) for mine, part in zip(self._drain(scaled, plan), parts, strict=True)]
         coded = [sent[part].flat[start:stop].cpu() for part, start, stop, _ in plan.runs]
         self.last["density"] = 1.0
         header = wire.Header(wire.DENSE, plan.num_coded, self.dense_below)

@@ -20,13 +20,13 @@ from typing import NamedTuple
 import numpy as np
 
 from mpitrain.codecs.bits import num_packed_bytes, pack, unpack
-from mpitrain.errors import UsageError
+from mpitrain.errors import UsageError, WireError
 
 MAX_SPACE = 2**32
 
 
 class Coder(NamedTuple):
-    """encode(indices, n) -> uint8; decode(data, m, n) -> int64 indices; num_bytes(indices, n) is what `encode` takes."""
+    """encode(indices, n) -> uint8; decode(data, m, n) -> int64 indices; num_bytes(indices, n): what encode takes."""
 
     name: str
     encode: Callable[[np.ndarray, int], np.ndarray]
@@ -144,5 +144,15 @@ def encode(indices: np.ndarray, n: int, coding: str = "auto") -> tuple[int, np.n
 
 
 def decode(number: int, data: np.ndarray, m: int, n: int) -> np.ndarray:
-    """The m indices (int64) that coder `number` made into `data`."""
-    return CODERS[number].decode(data, m, n)
+    """The m indices (int64) that coder `number` made into `data`.
+
+    Raises:
+        WireError: `data` holds no m increasing indices below n.
+    """
+    try:
+        indices = CODERS[number].decode(data, m, n)
+    except (IndexError, ValueError) as error:
+        raise WireError(f"{len(data)} bytes are no {m} indices below {n}: {error}") from error
+    if len(indices) != m or (m and not (indices[0] >= 0 and indices[-1] < n)):
+        raise WireError(f"{len(data)} bytes hold {len(indices)} indices, not {m} below {n}")
+    return indices

@@ -66,6 +66,14 @@ class Plan(NamedTuple):
             for low in range(start, stop, size):
                 yield Run(part, low, min(low + size, stop), offset + low - start)
 
+    def field_chunks(self, size: int = CHUNK) -> Iterator[tuple[Field, Run]]:
+        """The same, but no chunk reaches over the end of a field: what is done to one does not depend on its
+        neighbours, so a message's numbers stay what they are when buckets are rebuilt."""
+        for part, field, offset in self.fields:
+            for low in range(0, field.numel, size):
+                high = min(low + size, field.numel)
+                yield field, Run(part, field.start + low, field.start + high, offset + low)
+
 
 @lru_cache(maxsize=64)
 def make_plan(layouts: tuple[Layout, ...], dense_below: int) -> Plan:

@@ -61,7 +61,9 @@ def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: P
         rows = columns(parts[part].flat, field).shape[0]
         pair = torch.from_numpy(reader.take(2 * rows, "<f4").copy()).view(rows, 2)
         means.append(pair.to(parts[part].flat.device).unbind(dim=1))
-    bits = np.unpackbits(reader.rest(), count=plan.num_coded, bitorder="little").view(bool)
+    bits = np.unpackbits(
+        reader.take((plan.num_coded + 7) // 8, "|u1"), count=plan.num_coded, bitorder="little"
+    ).view(bool)
     for (part, field, offset), (above, below) in zip(plan.fields, means, strict=True):
         flat = columns(parts[part].flat, field)
         positive = torch.from_numpy(bits[offset : offset + field.numel]).to(flat.device).view_as(flat)

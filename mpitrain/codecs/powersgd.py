@@ -76,8 +76,8 @@ class PowerSgdEncoder(Encoder):
             for part in parts:
                 part.flat.fill_(math.nan)
             return
-        for (part, field), matrix, (p, q) in zip(chosen, matrices, thin, strict=True):
-            columns(kept[part], field).copy_(matrix).addmm_(p, q.T, alpha=-1)
+        for (place, field), matrix, (p, q) in zip(chosen, matrices, thin, strict=True):
+            columns(kept[place], field).copy_(matrix).addmm_(p, q.T, alpha=-1)
             torch.mm(p, q.T, out=matrix)
 
     def _chosen(self, plan: Plan) -> tuple[list[tuple[int, Field]], list[tuple[int, Field]]]:

@@ -3,13 +3,14 @@
     q_i = |x| sign(x_i) xi_i / s, xi_i = floor(s |x_i| / |x|) or one more, at random so that the mean is right
 
 Law of this file: |x| is the Euclidean norm of a bucket of 512 numbers; a level takes ceil(log2(2 s + 1)) bits.
-The randomness is keyed by (seed, worker, message), so a message can be made again.
+The randomness is keyed by (seed, worker, message, parameter), so a message can be made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -33,16 +34,13 @@ class QsgdEncoder(Encoder):
         self.levels = levels
 
     def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
-        key = np.random.SeedSequence([self.seed, self.worker, self.step]).generate_state(1, np.uint64)
-        device = parts[0].flat.device if parts else torch.device("cpu")
-        generator = torch.Generator(device).manual_seed(int(key[0] >> np.uint64(1)))
         norms, codes = [], []
         width = (2 * self.levels).bit_length()
-        for part, start, stop, _ in plan.chunks():
+        for field, (part, start, stop, _) in plan.field_chunks():
             x = blocks(parts[part].flat[start:stop] * alpha, BUCKET)
             norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
             level = x.abs() / norm.clamp_min(torch.finfo(torch.float32).tiny) * self.levels
-            noise = torch.rand(x.shape, generator=generator, device=device)
+            noise = self._noise(x, f"{field.name}/{start - field.start}")
             level = (level + noise).floor_().clamp_max_(self.levels)
             code = (level * x.sign() + self.levels).view(-1)[: stop - start]
             norms.append(norm.view(-1).cpu())
@@ -51,16 +49,22 @@ class QsgdEncoder(Encoder):
         dense = wire.dense_numbers(parts, plan, alpha)
         return wire.assemble(self._header(plan, wire.QSGD, extra=self.levels), [dense, *norms, *codes])
 
+    def _noise(self, like: torch.Tensor, name: str) -> torch.Tensor:
+        key = [self.seed, self.worker, self.step, crc32(name.encode())]
+        word = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1
+        generator = torch.Generator(like.device).manual_seed(word)
+        return torch.rand(like.shape, generator=generator, device=like.device)
+
 
 def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
     """parts += weight * norm * level / s."""
     norms = [
         torch.from_numpy(reader.take(-(-(stop - start) // BUCKET), "<f4").copy())
-        for _, start, stop, _ in plan.chunks()
+        for _, (_, start, stop, _) in plan.field_chunks()
     ]
     levels = header.extra
     width = (2 * levels).bit_length()
-    for (part, start, stop, _), norm in zip(plan.chunks(), norms, strict=True):
+    for (_, (part, start, stop, _)), norm in zip(plan.field_chunks(), norms, strict=True):
         flat = parts[part].flat
         data = reader.take(num_packed_bytes(stop - start, width), "|u1")
         code = torch.from_numpy(unpack(data, width, stop - start)).to(flat.device).float() - levels

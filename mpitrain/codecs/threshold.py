@@ -71,10 +71,10 @@ class ThresholdEncoder(Encoder):
         self.last.update(density=density, tau=tau)
         if self.adaptive:
             self._steer(density)
-        header = self._header(plan, wire.THRESHOLD, coder=coder, count=len(indices), scale=tau)
-        return wire.assemble(
-            header, [wire.dense_numbers(parts, plan, alpha), pack_signs(negative), coded]
+        header = self._header(
+            plan, wire.THRESHOLD, coder=coder, num_sent=len(indices), scale=tau, extra=len(coded)
         )
+        return wire.assemble(header, [wire.dense_numbers(parts, plan, alpha), pack_signs(negative), coded])
 
     def _select(
         self, parts: Sequence[Part], kept: list[torch.Tensor], plan: Plan, alpha: float, tau: float
@@ -117,6 +117,6 @@ def add_signs(
     reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float
 ) -> None:
     """parts += weight * (+-tau) at the indices."""
-    signs = unpack_signs(reader.take((header.count + 7) // 8, "|u1"), header.count)
-    indices = index.decode(header.coder, reader.rest(), header.count, plan.num_coded)
+    signs = unpack_signs(reader.take((header.num_sent + 7) // 8, "|u1"), header.num_sent)
+    indices = index.decode(header.coder, reader.take(header.extra, "|u1"), header.num_sent, plan.num_coded)
     scatter(parts, plan, indices, signs.mul_(header.scale * weight))

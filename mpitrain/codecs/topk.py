@@ -59,9 +59,8 @@ class TopKEncoder(Encoder):
         chosen = np.concatenate(indices) if indices else np.zeros(0, np.int64)
         coder, coded = index.encode(chosen, plan.num_coded, self.coding)
         self.last["density"] = len(chosen) / max(1, plan.num_coded)
-        header = self._header(
-            plan, wire.SPARSE, coder=coder, count=len(chosen), extra=int(self.values == "float16")
-        )
+        kind = wire.SPARSE16 if self.values == "float16" else wire.SPARSE
+        header = self._header(plan, kind, coder=coder, num_sent=len(chosen), extra=len(coded))
         return wire.assemble(header, [dense, torch.cat(values) if values else torch.zeros(0), coded])
 
     def _take(self, kept: torch.Tensor, part: int, field: Field) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +76,8 @@ class TopKEncoder(Encoder):
 
     def _threshold(self, size: torch.Tensor) -> float:
         """A value that about k of these magnitudes reach."""
+        if self.density == 1.0:
+            return torch.finfo(torch.float32).tiny
         k = max(1, round(self.density * size.numel()))
         stride = max(1, min(round(1 / SAMPLED), size.numel() // LEAST_SAMPLE))
         offset = (self.step * 2654435761 + self.seed) % stride
@@ -113,7 +114,7 @@ class TopKEncoder(Encoder):
 
 def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
     """parts += weight * the sent values."""
-    name = "float16" if header.extra else "float32"
-    values = torch.from_numpy(reader.take(header.count, _DTYPES[name][0]).copy()).float()
-    indices = index.decode(header.coder, reader.rest(), header.count, plan.num_coded)
+    name = "float16" if header.kind == wire.SPARSE16 else "float32"
+    values = torch.from_numpy(reader.take(header.num_sent, _DTYPES[name][0]).copy()).float()
+    indices = index.decode(header.coder, reader.take(header.extra, "|u1"), header.num_sent, plan.num_coded)
     scatter(parts, plan, indices, values.mul_(weight))

@@ -20,11 +20,11 @@ _HEADER = struct.Struct("<2sBBIQQfI")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"mc"
 
-DENSE, POISON, FLOAT16, BFLOAT16, EIGHTBIT, THRESHOLD, SPARSE, ONEBIT, POWER, QSGD = range(10)
+DENSE, POISON, FLOAT16, BFLOAT16, EIGHTBIT, THRESHOLD, SPARSE, ONEBIT, POWER, QSGD, SPARSE16 = range(11)
 
 
 class Header(NamedTuple):
-    """kind: one of the constants above; coder, scale, extra: the kind's own; count: sent numbers where the kind
+    """kind: one of the constants above; coder, scale, extra: the kind's own; num_sent: of those where the kind
     sends some only; num_coded: size of the coded space; dense_below: makes the plan.
     """
 
@@ -32,7 +32,7 @@ class Header(NamedTuple):
     num_coded: int
     dense_below: int
     coder: int = 0
-    count: int = 0
+    num_sent: int = 0
     scale: float = 0.0
     extra: int = 0
 
@@ -40,7 +40,7 @@ class Header(NamedTuple):
 def assemble(header: Header, sections: Sequence[np.ndarray | torch.Tensor]) -> torch.Tensor:
     """One uint8 tensor of everything."""
     head = _HEADER.pack(
-        _MAGIC, header.kind, header.coder, header.dense_below, header.num_coded, header.count, header.scale,
+        _MAGIC, header.kind, header.coder, header.dense_below, header.num_coded, header.num_sent, header.scale,
         header.extra,
     )  # fmt: skip
     arrays = [np.frombuffer(head, np.uint8)]
@@ -61,7 +61,7 @@ def read_header(message: torch.Tensor) -> Header:
     magic, kind, coder, below, coded, count, scale, extra = _HEADER.unpack(
         message[:HEADER_BYTES].numpy().tobytes()
     )
-    if magic != _MAGIC or kind > QSGD:
+    if magic != _MAGIC or kind > SPARSE16:
         raise WireError(f"not a compressed message: it starts with {magic!r}, kind {kind}")
     return Header(kind, coded, below, coder, count, scale, extra)
 

@@ -85,7 +85,7 @@ class EightBit(Feedback):
 @register("codec", "threshold")
 @dataclass(frozen=True, repr=False)
 class Threshold(Feedback):
-    """+tau or -tau where the residual has reached tau (Strom, Interspeech 2015); about 12.5 bits for each number sent at
+    """+tau or -tau where the residual has reached tau (Strom, Interspeech 2015); 12.5 bits for each number sent at
     a density of 1e-3, 2500 times fewer bytes.
 
     Args:

@@ -228,7 +228,9 @@ class _Trainer:
             }
             metrics = self.measure() if self.measure else {}
             if self.hook is not None:
-                counts["codec"] = {"name": str(self.hook.codec), **self.hook.statistics()}
+                told = self.hook.statistics()
+                self.meter.event("codec", **told)
+                counts["codec"] = {"name": str(self.hook.codec), **told}
             outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": str(path)}
         return outcome
 

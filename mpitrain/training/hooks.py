@@ -42,9 +42,7 @@ class CodecHook:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = {id(parameter): name for name, parameter in parameters}
         self._cast = _CASTS.get(codec.name)
-        self.encoder: Encoder | None = (
-            None if self._cast else make_encoder(codec, self.size, self.rank, seed)
-        )
+        self.encoder: Encoder | None = None if self._cast else make_encoder(codec, self.size, self.rank, seed)
         self._waiting: list[tuple[Part, Future[Any]]] = []
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self.num_steps, self.sent_bytes, self.codec_s = 0, 0, 0.0
@@ -174,7 +172,9 @@ def attach_codec(
     named = [(name, p) for name, p in parallel.module.named_parameters() if p.requires_grad]
     odd = [name for name, parameter in named if parameter.dtype != torch.float32]
     if odd and codec.name not in _CASTS:
-        raise UsageError(f"{codec}: gradients must be float32; {odd[0]} is not. float16() and bfloat16() take any")
+        raise UsageError(
+            f"{codec}: gradients must be float32; {odd[0]} is not. float16() and bfloat16() take any"
+        )
     hook = CodecHook(named, codec, group, seed)
     parallel.register_comm_hook(None, _Call(hook))
     return hook

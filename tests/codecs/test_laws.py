@@ -1,0 +1,227 @@
+"""What each codec's paper promises (reference sections 5 and 12, oracles 11-15)."""
+
+import math
+
+import pytest
+import torch
+
+from mpitrain import rules
+from mpitrain.codecs import ThresholdEncoder, TopKEncoder, add_message, whole
+from mpitrain.model.compression import make_encoder
+from tests.codecs.course import LAYOUT, NUMEL, decoded, gradients, part, residual
+
+D = 0.5 ** (1 / 20)
+
+
+def test_tau_moves_by_d_in_both_directions_and_rests_in_the_band():
+    """Oracle 13: after k steps out of band tau is tau0 d^(+-k), in float64."""
+    low = ThresholdEncoder(density=0.01, tau=1e3)
+    for _ in range(30):
+        low.encode(part(gradients()))
+    assert low.tau == pytest.approx(1e3 * D**30, rel=1e-12)
+    high = ThresholdEncoder(density=0.01, tau=1e-4)
+    for _ in range(15):
+        high.encode(part(gradients(scale=1.0)))
+    assert high.tau == pytest.approx(1e-4 * D**-15, rel=1e-12)
+    resting = ThresholdEncoder(density=0.5, tau=2.0**-7, band=4.0)
+    for _ in range(5):
+        resting.encode(part(gradients()))
+    assert resting.tau == 2.0**-7
+    fixed = ThresholdEncoder(density=0.01, tau=1e3, adaptive=False)
+    fixed.encode(part(gradients()))
+    assert fixed.tau == 1e3
+
+
+@pytest.mark.parametrize("start", [1e-6, 1.0])
+def test_the_density_ends_in_the_band_from_either_side(start):
+    encoder = ThresholdEncoder(density=0.02, tau=start, band=4.0)
+    densities = []
+    for step in range(420):
+        encoder.encode(part(gradients(step % 50)))
+        densities.append(encoder.statistics()["density"])
+    tail = densities[-60:]
+    assert 0.02 / 4 <= sum(tail) / len(tail) <= 0.02 * 4
+
+
+def test_tau_in_use_is_a_power_of_two_and_travels():
+    encoder = ThresholdEncoder(density=0.05, tau=0.011)
+    sent = decoded(encoder.encode(part(gradients())))
+    values = sent[: LAYOUT[0].numel].abs().unique()
+    assert values.tolist() == [0.0, 2.0**-7 if abs(math.log2(0.011) + 7) < 0.5 else 2.0**-6]
+    free = ThresholdEncoder(density=0.05, tau=0.011, power_of_two=False)
+    sent = decoded(free.encode(part(gradients())))[: LAYOUT[0].numel].abs().unique()
+    assert sent.tolist() == [0.0, float(torch.tensor(0.011))]
+
+
+def test_a_bitmap_above_one_in_sixteen():
+    for tau, name in ((0.015, "bitmap"), (0.03, "rice")):
+        encoder = ThresholdEncoder(tau=tau, power_of_two=False, adaptive=False)
+        message = encoder.encode(part(gradients()))
+        density = encoder.statistics()["density"]
+        assert (density > 1 / 16) == (name == "bitmap")
+        assert ["raw", "bitmap", "elias_fano", "rice"][int(message[3])] == name
+
+
+def test_a_thousandth_of_the_numbers_is_a_thousandth_of_the_bytes_and_less():
+    """At density p a message has n (H(p) + p) bits at best: 2578 times less than float32 for p = 1e-3; p = 2.8e-3 is
+    where a thousand ends."""
+    n = 2_000_000
+    x = torch.zeros(n)
+    x[torch.randperm(n, generator=torch.Generator().manual_seed(1))[: n // 1000]] = 1.0
+    message = ThresholdEncoder(tau=1.0, adaptive=False).encode(whole(x))
+    assert 4 * n / message.numel() >= 2400
+    by_hand = TopKEncoder(density=1e-3, values="float16").encode(whole(torch.randn(n)))
+    assert 4 * n / by_hand.numel() >= 900
+
+
+def test_dgc_masks_both_memories_where_it_sent():
+    """Oracle 12."""
+    encoder = make_encoder(rules.TopK(density=0.05, momentum=0.9))
+    encoder.encode(part(gradients()))
+    sent = decoded(encoder.encode(part(gradients(1))))
+    tensors = encoder.memory.state()
+    for field in LAYOUT:
+        where = sent[field.start : field.start + field.numel].reshape(field.shape) != 0
+        assert (tensors[f"residual/{field.name}"][where] == 0).all()
+        if field.numel >= 1024:
+            assert (tensors[f"momentum/{field.name}"][where] == 0).all()
+            assert (tensors[f"momentum/{field.name}"][~where] != 0).any()
+
+
+def test_dgc_with_everything_sent_is_plain_sgd_and_dense_is_momentum_sgd():
+    """Oracle 12: k = n with masking sends x every step; the dense branch sends the velocity."""
+    masked = make_encoder(rules.TopK(density=1.0, momentum=0.9, dense_below=0))
+    for step in range(4):
+        assert torch.equal(decoded(masked.encode(part(gradients(step)))), gradients(step))
+    dense = make_encoder(rules.TopK(momentum=0.9, warmup_steps=10))
+    weights = torch.zeros(NUMEL, requires_grad=True)
+    optimizer = torch.optim.SGD([weights], lr=1.0, momentum=0.9)
+    ours = torch.zeros(NUMEL)
+    for step in range(4):
+        weights.grad = gradients(step)
+        optimizer.step()
+        ours -= decoded(dense.encode(part(gradients(step))))
+    assert torch.equal(ours, weights.detach())
+
+
+@pytest.mark.parametrize("n", [5_000, 300_000])
+def test_the_sampled_threshold_sends_about_k(n):
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        encoder = TopKEncoder(density=0.01, dense_below=0)
+        x = torch.randn(n, generator=generator)
+        encoder.encode(whole(x))
+        assert 0.8 <= encoder.statistics()["density"] / 0.01 <= 1.3
+
+
+def test_onebit_residuals_of_a_column_sum_to_zero():
+    """Per column and sign, and the two values are the column's means."""
+    encoder = make_encoder(rules.OneBit())
+    x = gradients()
+    sent = decoded(encoder.encode(part(x)))
+    field = LAYOUT[0]
+    u, q = (t[field.start : field.start + field.numel].view(field.shape) for t in (x, sent))
+    r = residual(encoder)[: field.numel].view(field.shape)
+    for row in range(field.shape[0]):
+        for sign in (u[row] >= 0, u[row] < 0):
+            assert r[row][sign].sum().abs() < 1e-6
+            assert torch.allclose(q[row][sign], u[row][sign].mean(), rtol=1e-4)
+
+
+def test_powersgd_recovers_a_matrix_of_its_rank_in_one_step():
+    """Oracle 15."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(96, 2, generator=generator), torch.randn(2, 64, generator=generator)
+    x = torch.zeros(NUMEL)
+    x[: 96 * 64] = (left @ right).view(-1)
+    encoder = make_encoder(rules.PowerSGD(rank=2))
+    assert torch.allclose(decoded(encoder.encode(part(x)))[: 96 * 64], x[: 96 * 64], atol=1e-5)
+
+
+def test_powersgd_of_n_workers_is_powersgd_of_the_mean():
+    """Linear: the reduced result of workers equals that of one worker with their mean gradient."""
+    encoders = [make_encoder(rules.PowerSGD(rank=2), 3, worker) for worker in range(3)]
+    alone = make_encoder(rules.PowerSGD(rank=2))
+    for step in range(3):
+        xs = [gradients(step, worker=worker) for worker in range(3)]
+        results = _lockstep(encoders, xs)
+        for result in results[1:]:
+            assert torch.equal(result, results[0])
+        single = torch.stack(xs).mean(0)
+        alone.reduce(part(single), lambda tensor: None)
+        assert torch.allclose(results[0], single, atol=2e-5)
+
+
+def _lockstep(encoders, xs):
+    """Run every worker's `reduce` in a thread that meets the others in `mean`."""
+    import threading
+
+    barrier, box = threading.Barrier(len(xs)), {}
+
+    def run(index):
+        def mean(tensor):
+            box[index] = tensor.clone()
+            barrier.wait(30)
+            total = torch.stack([box[worker] for worker in range(len(xs))]).mean(0)
+            barrier.wait(30)
+            tensor.copy_(total)
+
+        encoders[index].reduce(part(xs[index]), mean)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(xs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return xs
+
+
+def test_powersgd_of_a_poisoned_worker_leaves_all_residuals():
+    encoders = [make_encoder(rules.PowerSGD(rank=2), 2, worker) for worker in range(2)]
+    _lockstep(encoders, [gradients(0), gradients(1)])
+    kept = [residual(encoder) for encoder in encoders]
+    bad = gradients(2)
+    bad[5] = math.nan
+    for result in _lockstep(encoders, [bad, gradients(3)]):
+        assert result.isnan().all()
+    assert all(torch.equal(residual(encoder), was) for encoder, was in zip(encoders, kept, strict=True))
+
+
+def test_qsgd_is_unbiased_and_within_its_variance():
+    """Oracle 15: E[q] = x; E|q - x|^2 <= min(n/s^2, sqrt(n)/s) |x|^2 for a bucket of n."""
+    n, levels, draws = 512, 4, 400
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    encoder = make_encoder(rules.QSGD(levels=levels, dense_below=0))
+    total, error = torch.zeros(n), 0.0
+    for _ in range(draws):
+        q = torch.zeros(n)
+        add_message(encoder.encode(whole(x)), whole(q))
+        total += q
+        error += float((q - x).square().sum()) / draws
+    norm = float(x.norm())
+    assert error <= min(n / levels**2, math.sqrt(n) / levels) * norm**2
+    spread = norm / levels / 2 / math.sqrt(draws)  # of the mean of a two-valued draw, at most
+    assert ((total / draws - x).abs() <= 6 * spread).all()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["threshold(density=2)", "threshold(band=0.5)", "topk(momentum=1)", "topk(values='int8')", "qsgd(levels=0)",
+     "powersgd(rank=0)", "eightbit(clip=-1)", "threshold(coding='zip')", "topk(nesterov=True)",
+     "onebit(warmup_steps=-1)"],
+)  # fmt: skip
+def test_wrong_options_are_refused(text):
+    from mpitrain.errors import UsageError
+    from mpitrain.text import parse
+
+    with pytest.raises(UsageError):
+        parse(text, "codec")
+
+
+def test_the_text_of_an_allreduce_with_a_codec():
+    from mpitrain.text import parse
+
+    value = parse("allreduce(codec=threshold(density=0.01))", "strategy")
+    assert value == rules.AllReduce(codec=rules.Threshold(density=0.01))
+    assert parse(str(value), "strategy") == value
+    assert str(rules.AllReduce()) == "allreduce()"
