@@ -38,6 +38,16 @@ def test_allreduce_says_its_steps_and_the_least_it_sends():
     assert "allreduce of 200 B a step; at least 300 B sent per rank" in text
 
 
+def test_a_codec_says_its_bytes():
+    codec = mt.EightBit(dense_below=0)
+    text = plan(mt.AllReduce(codec=codec), 3)
+    size = 32 + 50 + 4 * 4  # header, a byte a number, a scale for each of four parameters
+    assert f"eightbit(dense_below=0): {size} B a message" in text and "2.0 times fewer" in text
+    assert f"each rank receives {2 * size} B" in text
+    assert "averaged: at least" in plan(mt.AllReduce(codec=mt.PowerSGD()), 3)
+    assert "codec" not in plan(mt.AllReduce(), 3)
+
+
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [

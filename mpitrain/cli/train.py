@@ -22,6 +22,8 @@ strategies:
   ssp(bound=3)         async, nobody more than 3 ahead of the slowest
   server strategies take servers=N, warmup=warmup(1, epochs=2) and damping= one
   of inverse(), drop(limit=9), power(0.5), delay_compensated(0.04), gap_aware()
+  allreduce takes codec= one of float16(), bfloat16(), eightbit(), onebit(),
+  threshold(density=1e-3), topk(density=1e-3), powersgd(rank=2), qsgd(levels=7)
 
 examples:
   mpitrain launch -n 4 train jobs/digits.py

@@ -1,8 +1,12 @@
 """Codec hooks (`programs/codec_cases.py`) on 3 ranks; a run with a codec by the command line; gloo's group."""
 
+import json
+import sys
+
 import pytest
 
 from tests.mpi.cases import assert_passed, case_names, launch
+from tests.ranks import ROOT, run_ranks
 
 CASES = case_names("codec_cases")
 
@@ -20,7 +24,16 @@ def test_on_three_ranks(three, case):
 def test_a_run_tells_what_its_codec_did(tmp_path):
     """By the command line: density, tau, residual norm, bytes and milliseconds in result.json and metrics.jsonl."""
     strategy = "allreduce(codec=threshold(density=0.05))"
-    argv = [sys.executable, "-m", "mpitrain", "train", str(ROOT / "jobs/digits.py"), "--synthetic", "--steps", "12"]
+    argv = [
+        sys.executable,
+        "-m",
+        "mpitrain",
+        "train",
+        str(ROOT / "jobs/digits.py"),
+        "--synthetic",
+        "--steps",
+        "12",
+    ]
     run = run_ranks(2, [*argv, "--strategy", strategy, "--run-dir", str(tmp_path)]).check()
     assert f"strategy={strategy} " in run.stdout
     told = json.loads((tmp_path / "result.json").read_text())["codec"]

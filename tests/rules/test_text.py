@@ -44,8 +44,8 @@ def test_both_spellings_round_trip(value):
     assert " " not in str(value).replace("'a b'", "")
 
 
-def test_every_registered_strategy_and_damping_round_trips_and_is_exported():
-    for cls in registered("strategy") + registered("damping"):
+def test_every_registered_strategy_damping_and_codec_round_trips_and_is_exported():
+    for cls in registered("strategy") + registered("damping") + registered("codec"):
         value = cls()
         assert parse(str(value), cls.kind) == value
         assert getattr(mpitrain, cls.__name__) is cls
