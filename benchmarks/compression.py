@@ -58,7 +58,10 @@ class Contestant:
         self.way, self.module, self.hook, self.turn = way, make(), None, 0
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
         if way in PEERS:
-            self.parallel = DistributedDataParallel(self.module, process_group=groups["gloo"])
+            # torch's PowerSGD starts collectives in callbacks; over gloo those of two buckets cross and the job
+            # aborts, so it gets one bucket.
+            bucket = {"bucket_cap_mb": 1000} if way == "gloo powersgd" else {}
+            self.parallel = DistributedDataParallel(self.module, process_group=groups["gloo"], **bucket)
             if way == "gloo fp16":
                 self.parallel.register_comm_hook(groups["gloo"], default_hooks.fp16_compress_hook)
             elif way == "gloo powersgd":

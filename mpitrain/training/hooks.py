@@ -24,6 +24,8 @@ from mpitrain.errors import UsageError
 from mpitrain.model.compression import make_encoder
 from mpitrain.rules.compression import Codec
 
+# torch 2.13 renamed it and warns at the old name
+_allgather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -150,13 +152,13 @@ class CodecHook:
         """Every rank's message, in rank order: sizes first, then all padded to the longest."""
         size = torch.tensor([message.numel()], dtype=torch.int64, device=device)
         sizes = size.new_zeros(self.size)
-        dist.all_gather_into_tensor(sizes, size, group=self.group)
+        _allgather(sizes, size, group=self.group)
         lengths = sizes.tolist()
         longest = -(-max(lengths) // 8) * 8
         padded = torch.zeros(longest, dtype=torch.uint8, device=device)
         padded[: message.numel()] = message.to(device)
         everything = padded.new_empty(longest * self.size)
-        dist.all_gather_into_tensor(everything, padded, group=self.group)
+        _allgather(everything, padded, group=self.group)
         rows = everything.cpu().view(self.size, longest)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
