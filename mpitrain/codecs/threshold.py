@@ -3,12 +3,17 @@ commodity GPU cloud computing", Interspeech 2015).
 
     u = r + x;  q_i = tau sign(u_i) where |u_i| >= tau, else 0;  r = u - q
 
-Law of this file: the tau in use is a power of two unless told otherwise, so that u - q is exact in float32 as
-long as |u| < 2^24 tau; it travels with each message. tau is steered towards a density in both directions: it
-shrinks by d when fewer than density/band of the numbers were sent, grows by 1/d when more than density * band,
-d = 0.5^(1/20) (Deeplearning4j's rule), so after k steps out of band it is tau0 d^(+-k). The first tau is the
-quantile of the first gradient that gives the density, where none is set. From there it climbs: residuals that do a
-random walk of step s cross tau at a rate of (s/tau)^2, so the climb, in which more is sent, is a warm-up.
+Law of this file: the tau in use is rounded to an eighth of its power of two (or to that power, as is usual), so
+that u - q is exact in float32 as long as |u| < 2^20 tau; it travels with each message. tau is steered towards a
+density in both directions: it shrinks by d while the mean density is below density / band, grows by 1/d while it is
+above density * band, d = 0.5^(1/20) (Deeplearning4j's rule), so after k steps out of band it is tau0 d^(+-k). The
+first tau is the quantile of the first gradient that gives the density, where none is set. From there it climbs:
+residuals that do a random walk of step s cross tau at a rate of (s/tau)^2, so the climb, in which more is sent, is
+a warm-up.
+
+Why an eighth: when the tau in use doubles, no residual reaches it for a while, and when it halves, most of them do
+at once. On Gaussian gradients and a target of 1e-3 powers of two swing between 0 and 0.17 (0.005 in the mean);
+eighths come to rest (`tests/codecs/test_laws.py`).
 """
 
 from __future__ import annotations
@@ -27,28 +32,37 @@ from mpitrain.codecs.sparse import find, pack_signs, scatter, split, unpack_sign
 
 DECAY = 0.5 ** (1 / 20)
 SAMPLE = 1 << 16
+# tau follows the density's mean over so many messages: by the last message alone a step up, after which little
+# reaches tau for a moment, would be undone at once, for ever.
+MEMORY_STEPS = 5
 # Above this density a bitmap is used (Deeplearning4j's rule): it is three times as fast to code there.
 BITMAP_ABOVE = 1 / 16
 
 
 class ThresholdEncoder(Encoder):
     """Args: density: share of the numbers to send; tau: the first threshold, 0 for the quantile; adaptive: steer it;
-    band: how far off the density may be before tau moves; power_of_two: round the tau in use; coding: of the
-    indices.
+    band: how far off the density may be before tau moves; rounding: of the tau in use, "eighth" (of its power of
+    two), "power_of_two" or "none"; coding: of the indices.
     """
 
     def __init__(
         self, density: float = 1e-3, tau: float = 0.0, adaptive: bool = True, band: float = 2.0,
-        power_of_two: bool = True, coding: str = "auto", **shared: Any,
+        rounding: str = "eighth", coding: str = "auto", **shared: Any,
     ):  # fmt: skip
         super().__init__(**shared)
         self.density, self.tau, self.adaptive, self.band = density, tau, adaptive, band
-        self.power_of_two, self.coding = power_of_two, coding
+        self.rounding, self.coding = rounding, coding
+        self.mean_density = -1.0  # none yet
 
     def tau_in_use(self) -> float:
-        """tau as it is sent: the nearest power of two (on the logarithmic scale), or its float32."""
-        exponent = max(-120, min(120, round(math.log2(self.tau))))
-        return 2.0**exponent if self.power_of_two else float(np.float32(self.tau))
+        """tau as it is sent: rounded to `rounding`, and to float32."""
+        tau = min(max(self.tau, 2.0**-120), 2.0**120)
+        if self.rounding == "power_of_two":
+            return 2.0 ** round(math.log2(tau))
+        if self.rounding == "eighth":
+            mantissa, exponent = math.frexp(tau)
+            return math.ldexp(round(mantissa * 16) / 16, exponent)
+        return float(np.float32(tau))
 
     def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
         kept = self.memory.slot("residual", parts)
@@ -101,16 +115,19 @@ class ThresholdEncoder(Encoder):
         return float(sample.topk(rank).values[-1])
 
     def _steer(self, density: float) -> None:
-        if density < self.density / self.band:
+        if self.mean_density < 0:
+            self.mean_density = density
+        self.mean_density += (density - self.mean_density) / MEMORY_STEPS
+        if self.mean_density < self.density / self.band:
             self.tau *= DECAY
-        elif density > self.density * self.band:
+        elif self.mean_density > self.density * self.band:
             self.tau /= DECAY
 
     def _numbers(self) -> dict[str, float]:
-        return {"tau": self.tau}
+        return {"tau": self.tau, "mean_density": self.mean_density}
 
     def _restore_numbers(self, numbers: dict[str, float]) -> None:
-        self.tau = numbers["tau"]
+        self.tau, self.mean_density = numbers["tau"], numbers["mean_density"]
 
 
 def add_signs(

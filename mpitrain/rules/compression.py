@@ -13,6 +13,7 @@ from mpitrain.errors import UsageError
 from mpitrain.text import Value, nearest, register
 
 CODINGS = ("auto", "raw", "bitmap", "elias_fano", "rice")
+ROUNDINGS = ("eighth", "power_of_two", "none")
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +94,8 @@ class Threshold(Feedback):
         tau: the first threshold; 0 takes the quantile of the first gradient.
         adaptive: steer tau; False keeps it.
         band: tau stays while the density is within this factor of the target.
-        power_of_two: round the tau in use to a power of two, which makes the residual exact.
+        rounding: of the tau in use: "eighth" of its power of two, "power_of_two", or "none". The first two make the
+            residual exact; powers of two let the density swing.
         coding: of the indices: "auto" (the smallest, a bitmap above 1/16), "raw", "bitmap", "elias_fano", "rice".
     """
 
@@ -101,13 +103,17 @@ class Threshold(Feedback):
     tau: float = 0.0
     adaptive: bool = True
     band: float = 2.0
-    power_of_two: bool = True
+    rounding: str = "eighth"
     coding: str = "auto"
 
     def check(self) -> None:
         super().check()
         if not 0 <= self.tau < float("inf") or not 1 <= self.band < float("inf"):
             raise UsageError("threshold: needs tau >= 0 (0 chooses it) and band >= 1")
+        if self.rounding not in ROUNDINGS:
+            raise UsageError(
+                f"threshold: unknown rounding {self.rounding!r}{nearest(self.rounding, list(ROUNDINGS))}"
+            )
 
 
 @register("codec", "topk")

@@ -22,7 +22,7 @@ NUMEL = LAYOUT[-1].start + LAYOUT[-1].numel
 
 @dataclass(frozen=True)
 class Entry:
-    """codec; exact: D(q) + r == u to the bit for a power-of-two tau or copied values; bits: at most so many for each
+    """codec; exact: D(q) + r == u to the bit for a rounded tau or copied values; bits: at most so many for each
     coded number (sparse: for each that was sent).
     """
 
@@ -36,7 +36,10 @@ COURSE = {
     "float16": Entry(rules.Float16(), False, 16),
     "bfloat16": Entry(rules.BFloat16(), False, 16),
     "eightbit": Entry(rules.EightBit(), False, 8.2),
-    "threshold": Entry(rules.Threshold(density=0.02), True, 10, sparse=True),
+    "threshold": Entry(rules.Threshold(density=0.02), True, 17.1, sparse=True),
+    "threshold power of two": Entry(
+        rules.Threshold(density=0.02, rounding="power_of_two"), True, 17.1, sparse=True
+    ),
     "threshold raw": Entry(rules.Threshold(density=0.02, coding="raw"), True, 33.1, sparse=True),
     "threshold elias_fano": Entry(
         rules.Threshold(density=0.02, coding="elias_fano"), True, 10.5, sparse=True

@@ -35,7 +35,7 @@ def test_every_registered_codec_runs_the_course():
 
 @course
 def test_what_is_sent_and_what_is_kept_is_the_gradient(name):
-    """D(q) + r = r_before + x: to the bit for copied values and power-of-two tau (oracle 11), else to rounding."""
+    """D(q) + r = r_before + x: to the bit for copied values and a rounded tau (oracle 11), else to rounding."""
     entry = COURSE[name]
     encoder = make_encoder(entry.codec)
     for step in range(4):
@@ -52,7 +52,9 @@ def test_what_is_sent_and_what_is_kept_is_the_gradient(name):
         assert torch.equal(x, gradients(step))
 
 
-@pytest.mark.parametrize("name", ["threshold", "threshold raw", "threshold elias_fano", "topk"])
+@pytest.mark.parametrize(
+    "name", ["threshold", "threshold power of two", "threshold raw", "threshold elias_fano", "topk"]
+)
 def test_over_many_steps_nothing_is_lost_to_the_bit_on_dyadic_data(name):
     """sum of sent + residual == sum of gradients, float32, 60 steps (oracle 11)."""
     encoder = make_encoder(COURSE[name].codec)
