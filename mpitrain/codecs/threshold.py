@@ -127,7 +127,8 @@ class ThresholdEncoder(Encoder):
         return {"tau": self.tau, "mean_density": self.mean_density}
 
     def _restore_numbers(self, numbers: dict[str, float]) -> None:
-        self.tau, self.mean_density = numbers["tau"], numbers["mean_density"]
+        self.tau = numbers.get("tau", self.tau)  # absent where another codec wrote the state
+        self.mean_density = numbers.get("mean_density", self.mean_density)
 
 
 def add_signs(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +45,20 @@ def make_encoder(codec: Codec, num_workers: int = 1, worker: int = 0, seed: int 
     """An encoder for one stream of messages of one of `num_workers` workers. `none` has no encoder."""
     options = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}
     return ENCODERS[codec.name](**options, num_workers=num_workers, worker=worker, seed=seed)
+
+
+def merge_states(first: dict[str, Any], states: Sequence[dict[str, Any]], factor: float) -> dict[str, Any]:
+    """The state of an encoder that takes over from several, or none: residuals and momenta are added and scaled by
+    `factor`; the step and what all workers share come from `first`. A single state with factor 1 stays as it is.
+    """
+    if len(states) == 1 and factor == 1.0:
+        return states[0]
+    tensors = {name: tensor for name, tensor in first["tensors"].items() if name.startswith("basis/")}
+    for state in states:
+        for name, tensor in state["tensors"].items():
+            if not name.startswith("basis/"):
+                tensors[name] = tensor * factor + tensors.get(name, 0.0)
+    return {**first, "tensors": tensors}
 
 
 def make_layout_of(entries: Iterable[tuple[str, Sequence[int]]]) -> Layout:

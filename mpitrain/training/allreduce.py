@@ -98,9 +98,11 @@ class _Trainer:
         self.failure = ""
         self.epoch = self.cursor = 0
         parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
-        self.cuts = StepCuts(session, parameters, self.state)
+        self.cuts = StepCuts(session, parameters, self.state, self.hook.state if self.hook else None)
         if (saved := self.cuts.restored(session)) is not None:
             self.restore(saved)
+            if self.hook is not None:
+                self.hook.restore_shares(*self.cuts.restored_own(session))
 
     def state(self) -> dict[str, Any]:
         """Everything the run goes on from; the same on all ranks."""
@@ -212,8 +214,8 @@ class _Trainer:
         injected = self.nap.straggler.counts()
         outcome: dict[str, Any] = {"detail": detail, "failure": self.failure, "injected": injected}
         outcome["requeue"] = self.cuts.ended
+        self.cuts.keeper.wait()
         if self.rank == 0:
-            self.cuts.keeper.wait()
             detail["checkpoints"] = self.cuts.keeper.summary()
             path = self.session.run_dir / MODEL_FILE
             save_model(

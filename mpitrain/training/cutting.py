@@ -2,7 +2,8 @@
 
 Law of this file: all ranks decide alike. A mark in samples is known to everybody; what one rank alone knows (that it
 was told to end, that time is up) is agreed in one small allreduce every so many steps, about twice a second. Rank 0
-writes; the position in the data is samples, so another number of ranks goes on from there.
+writes what all ranks share, every other rank what is its own (a codec's residual), if there is any. The position in
+the data is samples, so another number of ranks goes on from there, and residuals are dealt out anew.
 """
 
 from __future__ import annotations
@@ -29,16 +30,29 @@ class StepCuts:
     Args:
         session: of the run; parameters: names and shapes, for the checkpoint to say what it is.
         state: what rank 0 writes: a tree with tensors (copied here).
+        own: what each rank writes beside it, or None.
     """
 
-    def __init__(self, session: Session, parameters: list[str], state: Callable[[], dict[str, Any]]):
+    def __init__(
+        self,
+        session: Session,
+        parameters: list[str],
+        state: Callable[[], dict[str, Any]],
+        own: Callable[[], dict[str, Any]] | None = None,
+    ):
         job = session.job
         about = about_run(job, session.catalogue.num_samples, parameters)
         attempt(session.runtime, lambda: check(session.resume, about))
         self.rank, self.resume = session.runtime.rank, session.resume
-        self.keeper: Keeper = make_keeper(
-            job, session.run_dir, "shard-0", about, lambda: {"state": _copied(state())}
-        )
+        self._writes = self.rank == 0 or own is not None
+        parts = [_own_part(rank) for rank in range(1, session.runtime.size)] if own else []
+        self._parts = ("shard-0", *parts)
+
+        def saved() -> dict[str, Any]:
+            shared = {"state": _copied(state())} if self.rank == 0 else {}
+            return shared | ({"own": _copied(own())} if own else {})
+
+        self.keeper: Keeper = make_keeper(job, session.run_dir, _own_part(self.rank), about, saved)
         self.ended = False
         self._mark = self.keeper.policy.next_mark(session.resume.mark if session.resume else 0)
         self._look_at, self._last_step, self._last_s = 1, 0, time.monotonic()
@@ -49,6 +63,22 @@ class StepCuts:
         part = attempt(session.runtime, lambda: read_own_part(resume, "shard-0"))
         return part["state"] if part else None
 
+    def restored_own(self, session: Session) -> tuple[Any, list[Any], int]:
+        """(what rank 0 wrote as its own or None, what falls to this rank, how many ranks wrote): of what ranks wrote,
+        rank r takes r, r + size, ...; the same state on every rank while their number is the same."""
+        resume: Resume | None = session.resume
+        named = (
+            [int(name.split("-")[1]) for name in resume.parts if name.startswith("own-")] if resume else []
+        )
+        mine = [rank for rank in (0, *sorted(named)) if rank % session.runtime.size == self.rank]
+
+        def read() -> list[Any]:
+            parts = [read_own_part(resume, _own_part(rank)) or {} for rank in (0, *mine)]
+            return [part.get("own") for part in parts]
+
+        first, *own = attempt(session.runtime, read)
+        return first, [state for state in own if state is not None], 1 + len(named)
+
     def after_step(self, step: int, samples: int) -> None:
         """Write, or end, if it is time to; every rank calls it after every step."""
         due = 0 < self._mark <= samples
@@ -57,8 +87,8 @@ class StepCuts:
             self.ended, due = self.ended or asked, due or asked or time_is_up
         if due:
             self._mark = self.keeper.policy.next_mark(samples)
-            if self.rank == 0:
-                self.keeper.save(samples, {}, ("shard-0",))
+            if self._writes:
+                self.keeper.save(samples, {}, self._parts if self.rank == 0 else ())
 
     def _agree(self, step: int, samples: int) -> tuple[bool, bool]:
         now_s = time.monotonic()
@@ -71,6 +101,11 @@ class StepCuts:
         self._last_step, self._last_s = step, time.monotonic()
         self._look_at = step - int(told[2])
         return bool(told[0]), bool(told[1])
+
+
+def _own_part(rank: int) -> str:
+    """The part a rank writes: rank 0 puts its own things beside what all share."""
+    return f"own-{rank}" if rank else "shard-0"
 
 
 def _copied(tree: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.codecs import Encoder, Field, Layout, Part, PowerSgdEncoder, add_message
 from mpitrain.errors import UsageError
-from mpitrain.model.compression import make_encoder
+from mpitrain.model.compression import make_encoder, merge_states
 from mpitrain.rules.compression import Codec
 
 # torch 2.13 renamed it and warns at the old name
@@ -80,6 +80,12 @@ class CodecHook:
         """Continue from what `state` returned."""
         if self.encoder is not None:
             self.encoder.restore(state)
+
+    def restore_shares(self, first: Any, states: list[dict[str, Any]], num_written: int) -> None:
+        """Continue from what `num_written` ranks had, of which `states` fall to this one and `first` was rank 0's
+        (None: start anew): the mean over ranks of what was kept back stays what it was."""
+        if self.encoder is not None and first:
+            self.restore(merge_states(first, states, self.size / num_written))
 
     def _layout(self, bucket: dist.GradBucket) -> Layout:
         parameters = bucket.parameters()

@@ -217,6 +217,30 @@ def test_qsgd_is_unbiased_and_within_its_variance():
     assert ((total / draws - x).abs() <= 6 * spread).all()
 
 
+def test_residuals_dealt_to_another_number_of_workers_keep_their_mean():
+    """4 workers' states to 2 and to 6: the sum over workers / workers stays; who gets none has the others' step."""
+    from mpitrain.model.compression import merge_states
+
+    encoders = [make_encoder(rules.Threshold(density=0.05), 4, worker) for worker in range(4)]
+    for worker, encoder in enumerate(encoders):
+        encoder.encode(part(gradients(worker=worker)))
+    states = [encoder.state() for encoder in encoders]
+    before = sum(residual(encoder) for encoder in encoders) / 4
+    for size in (2, 4, 6):
+        heirs = [make_encoder(rules.Threshold(density=0.05), size, worker) for worker in range(size)]
+        for worker, heir in enumerate(heirs):
+            heir.restore(merge_states(states[0], states[worker::size], size / 4))
+        assert torch.allclose(sum(residual(heir) for heir in heirs) / size, before, atol=1e-7)
+        assert {heir.step for heir in heirs} == {1}
+    assert torch.equal(residual(encoders[2]), _restored(states[2]))
+
+
+def _restored(state):
+    heir = make_encoder(rules.Threshold(density=0.05))
+    heir.restore(state)
+    return residual(heir)
+
+
 @pytest.mark.parametrize(
     "text",
     ["threshold(density=2)", "threshold(band=0.5)", "topk(momentum=1)", "topk(values='int8')", "qsgd(levels=0)",
