@@ -117,6 +117,7 @@ class Overrides:
     inject: tuple[str, ...] = ()
     checkpoint_every: str | None = None
     resume: str | None = None
+    watchdog_s: float = 900.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inject", injection.texts(self.inject))
@@ -138,6 +139,8 @@ class Overrides:
                 raise UsageError(f"--{key.replace('_', '-')} must be at least 1, got {value}")
         if self.lr is not None and not 0 <= self.lr < float("inf"):
             raise UsageError(f"--lr must be finite and not negative, got {self.lr}")
+        if not 0 <= self.watchdog_s < float("inf"):
+            raise UsageError(f"--watchdog-s must be finite and not negative, got {self.watchdog_s}")
         injection.read(self.inject)
 
 

@@ -65,6 +65,14 @@ def add_parser(commands: Any) -> None:
         help="auto: go on from the newest checkpoint in --run-dir, if there is one; or another run's directory",
     )
     run.add_argument(
+        "--watchdog-s",
+        type=rate,
+        default=900.0,
+        metavar="S",
+        help="end the job when a rank makes no progress for so long, its stacks in the run directory; 0 is never "
+        "(default 900)",
+    )
+    run.add_argument(
         "--synthetic",
         action="store_true",
         help="draw samples from the job's synthetic= instead of reading data",
@@ -122,6 +130,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         inject=tuple(arguments.inject),
         checkpoint_every=getattr(arguments, "checkpoint_every", None),
         resume=getattr(arguments, "resume", None),
+        watchdog_s=getattr(arguments, "watchdog_s", 0.0),
     )
 
 

@@ -9,6 +9,7 @@ import atexit
 import os
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ class Runtime:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self.role = ""
-        self.step = -1
+        self._step, self._stamp_s = -1, time.monotonic()
         self.run_dir: Path | None = None
         self.expendable = False  # the others go on without this rank: under ULFM it dies alone
         self.exit_code = 0  # what the process ends with where it cannot end by itself
@@ -72,6 +73,24 @@ class Runtime:
         self.pids = [pid for _, pid in told]
         self.num_nodes = max(self.nodes) + 1
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
+
+    @property
+    def step(self) -> int:
+        """The step under way, for error messages; setting it says that there is progress."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self.stamp()
+
+    def stamp(self) -> None:
+        """There is progress."""
+        self._stamp_s = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Seconds since the last progress."""
+        return time.monotonic() - self._stamp_s
 
     def where(self) -> str:
         """ "rank 2 (worker, step 41)", as far as it is known."""

@@ -56,6 +56,7 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
     from mpitrain.mpi.runtime import start
     from mpitrain.rules import AllReduce
     from mpitrain.training.session import prepare
+    from mpitrain.training.watchdog import Watchdog
 
     runtime = start()
     try:
@@ -64,7 +65,9 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
             from mpitrain.training.allreduce import run_allreduce as run
         else:
             from mpitrain.training.servers import run_servers as run
-        return session.finish(run(session))
+        with Watchdog(runtime, session.run_dir, overrides.watchdog_s):
+            outcome = run(session)
+        return session.finish(outcome)
     except AgreedError:
         raise
     except BaseException as error:

@@ -93,7 +93,7 @@ def test_kills_at_random_instants_leave_no_phantom_and_no_torn_update(tmp_path, 
     """Over TCP, where a transfer takes longest; more of these in `make chaos`."""
     draw = random.Random(width)
     faults = {rank: ("SIGKILL", draw.randrange(3, 30), draw.uniform(0.0001, 0.02)) for rank in (2, 3)}
-    options = (*ULFM, "--mca", "pml", "ob1", "--mca", "btl", "self,tcp")
+    options = (*ULFM, "--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo")
     _, result = run(tmp_path, "async()", faults, epochs=8, width=width, mpirun_args=options)
     check_complete(result, {"2": "died", "3": "died"}, epochs=8)
     assert result["samples"] == 8 * 48
@@ -110,3 +110,31 @@ def test_a_worker_that_stops_holds_nobody_up_and_the_run_ends(tmp_path, mpirun_a
 def test_the_last_worker_cannot_be_done_without(tmp_path):
     _, result = run(tmp_path, "async()", {1: ("SIGKILL", 5, 0.0)}, ranks=2)
     assert result["status"] == "fail" and "no other worker is left" in result["failure"]
+
+
+WEDGED = """
+import time
+import mpitrain as mt
+from mpitrain.text import parse
+from mpitrain.mpi.runtime import start
+from tests import toy
+
+runtime = start()
+calls = []
+
+def loss(model, batch):
+    calls.append(1)
+    while runtime.rank == 1 and len(calls) == 5:
+        time.sleep(0.1)  # for ever: this is the line
+    return toy.square_loss(model, batch)
+
+mt.train(toy.make_job(loss=loss), parse("{strategy}", "strategy"), run_dir="{path}", quiet=True, watchdog_s=4)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["sync()", "allreduce()"])
+def test_a_wedged_rank_writes_its_stacks_and_ends_the_job(tmp_path, strategy):
+    ended = run_ranks(3, WEDGED.format(strategy=strategy, path=tmp_path))
+    assert ended.code not in (0, 75), ended
+    assert "no progress for 4 s" in ended.stderr and not (tmp_path / "result.json").exists()
+    assert " in loss" in (tmp_path / "stacks" / "rank-1.txt").read_text()
