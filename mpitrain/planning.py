@@ -50,9 +50,8 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
     roles = assign(nodes, job.strategy.num_servers(), getattr(job.strategy, "placement", "spread"))
     if job.strategy.why_not_over_mpi():
         raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
-    if isinstance(job.strategy, ServerStrategy):
-        job.strategy.check_workers(len(roles.workers))
-    check_workers(overrides.injections, len(roles.workers))
+    job.strategy.check_workers(len(roles.workers))
+    check_orders(job, overrides, len(roles.workers))
     catalogue = job.data.scan()
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")

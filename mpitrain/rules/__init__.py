@@ -9,17 +9,23 @@ from mpitrain.rules.batching import Batching, BySpeed, PerRound, PerWorker
 from mpitrain.rules.damping import Damping, DelayCompensated, Drop, GapAware, Inverse, Keep, Power
 from mpitrain.rules.dealing import Dealer, Lease
 from mpitrain.rules.elastic import Elastic
+from mpitrain.rules.grid import Grid, arrange
 from mpitrain.rules.ledger import Ledger
 from mpitrain.rules.lockstep import Backup, Sync
+from mpitrain.rules.pipeline import Pipeline
 from mpitrain.rules.placement import Roles, assign
 from mpitrain.rules.schedules import ConstantRate, Cosine, Decay, Gradual, Schedule
+from mpitrain.rules.sharded import Sharded
 from mpitrain.rules.softsync import SoftSync
+from mpitrain.rules.splitting import Split
 from mpitrain.rules.ssp import StaleSync
+from mpitrain.rules.tensor import TensorParallel
 from mpitrain.rules.warmup import Warmup
 
 __all__ = [
-    "AllReduce", "Async", "Backup", "Batching", "BySpeed", "ConstantRate", "Cosine", "Damping", "Dealer", "Decay",
-    "DelayCompensated", "Drop", "Elastic", "GapAware", "Gradual", "Inverse", "Keep", "Lease", "Ledger", "PerRound",
-    "PerWorker", "Power", "Push", "Roles", "Schedule", "ServerStrategy", "SoftSync", "StaleSync", "Strategy", "Sync",
-    "Verdict", "Warmup", "assign",
+    "AllReduce", "Async", "Backup", "Batching", "BySpeed", "ConstantRate", "Cosine", "Damping", "Dealer",
+    "Decay", "DelayCompensated", "Drop", "Elastic", "GapAware", "Gradual", "Grid", "Inverse", "Keep", "Lease",
+    "Ledger", "PerRound", "PerWorker", "Pipeline", "Power", "Push", "Roles", "Schedule", "ServerStrategy",
+    "Sharded", "SoftSync", "Split", "StaleSync", "Strategy", "Sync", "TensorParallel", "Verdict", "Warmup",
+    "arrange", "assign",
 ]  # fmt: skip

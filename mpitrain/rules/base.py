@@ -68,6 +68,13 @@ class Strategy(Value):
         """Ranks this strategy takes away from the workers."""
         return 0
 
+    def num_shares(self, num_workers: int) -> int:
+        """Batches that so many workers take at a time: one each, unless several hold one model."""
+        return num_workers
+
+    def check_workers(self, num_workers: int) -> None:
+        """Raise `UsageError` when so many workers, all in all, cannot run this strategy."""
+
     def why_not_over_mpi(self) -> str:
         """Empty, or why only a virtual world can run it."""
         return ""
@@ -145,9 +152,6 @@ class ServerStrategy(Strategy):
 
     def num_servers(self) -> int:
         return self.servers
-
-    def check_workers(self, num_workers: int) -> None:
-        """Raise `UsageError` when so many workers, all in all, cannot run this rule."""
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         """The rule's memory before the first push, when `workers` take part."""

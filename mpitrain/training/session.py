@@ -24,7 +24,7 @@ from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.replay import RUN_FILE
 from mpitrain.report import NullReport, Report, default_run_dir, write_json
-from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
+from mpitrain.rules import Roles, ServerStrategy, Split, Strategy, assign
 from mpitrain.training import signals
 from mpitrain.training.resuming import Resume, find
 
@@ -63,8 +63,9 @@ class Session:
         return Straggler(self.overrides.injections, index, self.job.seed)
 
     def num_batches(self) -> int | None:
-        """Batches to deal when the run is limited by `--steps`: so many for every worker."""
-        return None if self.overrides.steps is None else self.overrides.steps * len(self.roles.workers)
+        """Batches to deal when the run is limited by `--steps`: so many for every worker that takes its own."""
+        shares = self.strategy.num_shares(len(self.roles.workers))
+        return None if self.overrides.steps is None else self.overrides.steps * shares
 
     def total_samples(self) -> int:
         """Samples the run will take, for the progress line."""
@@ -110,7 +111,7 @@ def prepare(
     injections = [str(one) for one in overrides.injections]
     runtime.compare({**_options(job), "lr": overrides.lr, "steps": overrides.steps, "inject": injections})
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
-    attempt(runtime, lambda: check_workers(overrides.injections, len(roles.workers)))
+    attempt(runtime, lambda: check_orders(job, overrides, len(roles.workers)))
     runtime.role = roles.of(runtime.rank)
     catalogue = _look_at_data(runtime, job.data)
     validation = None if job.validate is None else _look_at_data(runtime, job.validate)
@@ -187,9 +188,24 @@ def assign_roles(runtime: Any, strategy: Strategy, own_loop: bool = False) -> Ro
     if strategy.why_not_over_mpi():
         raise UsageError(f"{strategy}: {strategy.why_not_over_mpi()}")
     roles = assign(runtime.nodes, strategy.num_servers(), getattr(strategy, "placement", "spread"))
-    if isinstance(strategy, ServerStrategy):
-        strategy.check_workers(len(roles.workers))
+    if own_loop and isinstance(strategy, Split):
+        raise UsageError(
+            f"{strategy} splits the model itself, which `wrap` never does; use `mpitrain train`, or torch's own "
+            'classes after torch.distributed.init_process_group("mpi4py")'
+        )
+    strategy.check_workers(len(roles.workers))
     return roles
+
+
+def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
+    """Refuse stragglers and batch sizes that this strategy cannot have."""
+    check_workers(overrides.injections, num_workers)
+    if isinstance(job.strategy, Split):
+        job.strategy.check_batch(job.batch_size)
+        if overrides.injections:
+            raise UsageError(
+                f"--inject orders stragglers among workers that hold whole models, which {job.strategy} has not"
+            )
 
 
 def _enough_samples(num_samples: int, roles: Roles) -> None:

@@ -81,7 +81,9 @@ def test_npz_that_holds_no_samples(tmp_path, arrays, message):
 
 
 def test_sources_that_are_not_there(tmp_path):
-    with pytest.raises(UsageError, match="unknown source 'mnist': give `digits` or the path of a .npz file"):
+    with pytest.raises(
+        UsageError, match="unknown source 'mnist': give `digits`, `topics` or the path of a .npz file"
+    ):
         load_source("mnist")
     with pytest.raises(UsageError, match=r"gone\.npz: no such file"):
         load_source(str(tmp_path / "gone.npz"))
