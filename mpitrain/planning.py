@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.errors import EXIT_OK, UsageError
-from mpitrain.inject import check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.rules import AllReduce, PerWorker, Roles, ServerStrategy, assign
+from mpitrain.rules import AllReduce, PerWorker, Roles, ServerStrategy, Split, assign
 
 
 def dry_run_command(path: str, overrides: Overrides, num_ranks: int, num_nodes: int) -> int:
@@ -43,7 +42,9 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
     """
     import torch
 
+    from mpitrain.split_plan import describe_split
     from mpitrain.training.measure import build
+    from mpitrain.training.session import check_orders
 
     assert job.strategy is not None
     nodes = block_nodes(num_ranks, num_nodes)
@@ -61,13 +62,11 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
         f"strategy    {job.strategy}  =  {job.strategy!r}",
         f"world       {num_ranks} ranks on {num_nodes} node(s)",
         "",
-        *_placement(roles, nodes),
-        "",
-        *_data(job, overrides, catalogue, roles),
-        "",
-        *_messages(job, roles, module, optimizer),
     ]
-    return "\n".join(lines)
+    if isinstance(job.strategy, Split):
+        return "\n".join(lines + describe_split(job, overrides, nodes, catalogue.num_samples, module))
+    lines += [*_placement(roles, nodes), "", *_data(job, overrides, catalogue, roles), ""]
+    return "\n".join(lines + _messages(job, roles, module, optimizer))
 
 
 def _placement(roles: Roles, nodes: tuple[int, ...]) -> list[str]:

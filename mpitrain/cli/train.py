@@ -22,6 +22,9 @@ strategies:
   ssp(bound=3)         async, nobody more than 3 ahead of the slowest
   server strategies take servers=N, warmup=warmup(1, epochs=2) and damping= one
   of inverse(), drop(limit=9), power(0.5), delay_compensated(0.04), gap_aware()
+  pipeline(stages=2)   the layers split over ranks, in pipelines side by side
+  tensor(parallel=2)   the layers sliced as the job's tensor_plan says
+  sharded()            parameters and optimizer state shared out (torch's FSDP2)
 
 examples:
   mpitrain launch -n 4 train jobs/digits.py

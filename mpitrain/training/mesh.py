@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mpitrain.rules import Grid
@@ -70,13 +71,13 @@ class MeshRun(SplitRun):
 
     def gather(self) -> dict[str, torch.Tensor]:
         for part in self.module.modules():
-            if hasattr(part, "reshard"):  # FSDP2: validation has left its parameters together
+            if isinstance(part, FSDPModule):  # validation has left its parameters together
                 part.reshard()
         # torch warns of what a gathering over two dimensions costs; it happens once
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         whole = {}
         for name, tensor in self.module.state_dict().items():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            full = whole_tensor(tensor)
             if self.rank == 0:
                 whole[name] = full.detach().cpu()
         return whole
@@ -85,6 +86,11 @@ class MeshRun(SplitRun):
         return {"parameters": sum(local(parameter).numel() for parameter in self.module.parameters())}
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def whole_tensor(tensor: Any) -> torch.Tensor:
+    """All of a tensor, on every rank; collective where it is held in pieces."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Any) -> torch.Tensor:
     """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[operator]
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from mpitrain.mpi.process_group import init_default_group
-from mpitrain.training.measure import build, pick_device, set_rate, share_module
+from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
 from mpitrain.training.mesh import MeshRun
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.split import compare_parameters, device_mesh, grid_of
@@ -35,7 +35,7 @@ def run_sharded(session: Session) -> dict[str, Any]:
     mesh = device_mesh(grid, device)
     shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"])
     run = MeshRun(session, grid, runtime.rank, True, device, module)
-    run.use(set_rate(job.optimizer(module.parameters()), session.overrides.lr))
+    run.use(build_optimizer(job, module, session.overrides.lr))
     outcome = run.run()
     dist.destroy_process_group()
     runtime.engine.stop()  # from here on this thread owns MPI again

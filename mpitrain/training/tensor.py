@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group import init_default_group
-from mpitrain.training.measure import build, pick_device, set_rate, share_module
+from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
 from mpitrain.training.mesh import MeshRun
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.sharded import shard_module
@@ -46,7 +46,7 @@ def run_tensor(session: Session) -> dict[str, Any]:
         shard_module(module, mesh["replica"], leave=[module.get_submodule(name) for name in plan])
     run = MeshRun(session, grid, replica, part == 0, device, module)
     run.random_key = grid.ranks[replica][0]
-    optimizer = set_rate(job.optimizer(module.parameters()), session.overrides.lr)
+    optimizer = build_optimizer(job, module, session.overrides.lr)
     for group in optimizer.param_groups:
         if "foreach" in group:
             group["foreach"] = False  # one call cannot take sliced and whole parameters together
