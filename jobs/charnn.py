@@ -22,7 +22,7 @@ class Recurrent(nn.LSTM):
     """An LSTM layer that passes on its outputs, (batch, characters, hidden)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)[0]
+        return super().forward(x)[0].contiguous()
 
 
 def model() -> nn.Module:
