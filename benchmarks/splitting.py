@@ -1,99 +1,116 @@
-"""Does it pay to split a model that one process could train? Whole runs of jobs/charnn.py, by turns.
+"""Does it pay to split a model that one process could train? jobs/charnn.py, by turns.
 
-    python benchmarks/splitting.py [--rounds 5] [--steps 24]
+    mpitrain launch -n 2 benchmarks/splitting.py [--rounds 15] [--steps 11]
 
 The global batch is 32 samples for everybody, one torch thread a rank. Ways:
 
-    one process            the bound of what two ranks could halve
-    allreduce, 2 ranks     whole models, half a batch each: what to use when the model fits
-    sharded, 2 ranks       half the parameters and optimizer state each
-    pipeline, 2 ranks      half the layers each, with 2, 4 and 8 microbatches
+    one process      rank 0 alone with torch's own loop: what two ranks could halve
+    allreduce        whole models, half a batch each: what to use where the model fits
+    sharded          half the parameters and optimizer state each
+    pipeline(M=...)  half the layers each, a batch in M microbatches
 
-The figure is samples per second as the run itself reports it (start-up and first steps left out), as a ratio to
-the one process of the same round.
+The figure is samples per second without start-up and first steps, as a ratio to the one process of the same round;
+idle is the measured share of each stage, bubble what the schedule alone would cost.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import contextlib
+import io
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
 from pathlib import Path
 
+import torch
 from common import machine, median_ratio, table, write_row
 
-ROOT = Path(__file__).resolve().parents[1]
+import mpitrain as mt
+from mpitrain.job import load_job
+from mpitrain.mpi.runtime import start
+
+JOB = str(Path(__file__).resolve().parents[1] / "jobs" / "charnn.py")
+BATCH = 32
 WAYS = {
-    "one process": (1, 32, "allreduce"),
-    "allreduce, 2 ranks": (2, 16, "allreduce"),
-    "sharded, 2 ranks": (2, 16, "sharded"),
-    "pipeline, 2 microbatches": (2, 32, "pipeline(microbatches=2)"),
-    "pipeline, 4 microbatches": (2, 32, "pipeline(microbatches=4)"),
-    "pipeline, 8 microbatches": (2, 32, "pipeline(microbatches=8)"),
+    "allreduce": (mt.AllReduce(), BATCH // 2),
+    "sharded": (mt.Sharded(), BATCH // 2),
+    "pipeline(M=2)": (mt.Pipeline(microbatches=2), BATCH),
+    "pipeline(M=4)": (mt.Pipeline(microbatches=4), BATCH),
+    "pipeline(M=8)": (mt.Pipeline(microbatches=8), BATCH),
 }
 
 
-def run(way: str, steps: int, directory: str) -> dict:
-    """`result.json` of one run."""
-    ranks, batch_size, strategy = WAYS[way]
-    command = [
-        sys.executable,
-        "-m",
-        "mpitrain",
-        "launch",
-        "-n",
-        str(ranks),
-        "train",
-        str(ROOT / "jobs/charnn.py"),
-    ]
-    command += ["--synthetic", "--steps", str(steps), "--batch-size", str(batch_size), "--strategy", strategy]
-    command += ["--run-dir", directory, "--quiet"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, env=environ, stdout=subprocess.DEVNULL, timeout=600)
-    return json.loads((Path(directory) / "result.json").read_text())
+def alone(job, steps):
+    """Samples per second of torch's own loop, the first step left out."""
+    torch.manual_seed(0)
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    with job.synthetic.reader(job.synthetic.scan(), 0) as reader:
+        for step in range(steps):
+            batch = reader.batch(0, step * BATCH, BATCH)
+            optimizer.zero_grad(set_to_none=True)
+            job.loss(model, batch).backward()
+            optimizer.step()
+            if step == 0:
+                began_s = time.perf_counter()
+    return BATCH * (steps - 1) / (time.perf_counter() - began_s)
 
 
-def main() -> None:
+def train(job, way, steps):
+    strategy, batch_size = WAYS[way]
+    with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
+        return mt.train(
+            job, strategy, synthetic=True, steps=steps, batch_size=batch_size, run_dir=directory, quiet=True
+        )
+
+
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=11)
     options = parser.parse_args()
-    speeds: dict[str, list[float]] = {way: [] for way in WAYS}
-    idle: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-    bubble: dict[str, float] = {}
+    runtime = start()
+    assert runtime.size == 2, "start with 2 ranks"
+    torch.set_num_threads(1)
+    job = load_job(JOB)
+    speeds = {"one process": [], **{way: [] for way in WAYS}}
+    idle = {way: [] for way in WAYS}
+    bubble = {
+        way: strategy.bubble for way, (strategy, _) in WAYS.items() if isinstance(strategy, mt.Pipeline)
+    }
     for _ in range(options.rounds):
+        speeds["one process"].append(alone(job, options.steps) if runtime.rank == 0 else 0.0)
+        runtime.barrier()
         for way in WAYS:
-            with tempfile.TemporaryDirectory() as directory:
-                result = run(way, options.steps, directory)
+            result = train(job, way, options.steps)
             speeds[way].append(result["samples_per_second"])
-            if "pipeline" in result:
+            if way in bubble:
                 idle[way].append(result["pipeline"]["idle_share"])
-                bubble[way] = result["pipeline"]["bubble"]
-    rows = [("way", "samples/s", "ratio to one process", "95 % interval", "idle share by stage", "bubble")]
-    row: dict = {"rounds": options.rounds, "steps": options.steps, "ways": {}}
+    if runtime.rank == 0:
+        show(options, job, speeds, idle, bubble)
+    runtime.finish()
+
+
+def show(options, job, speeds, idle, bubble):
+    rows = [("way", "samples/s", "ratio", "95 % interval", "idle by stage", "bubble")]
+    ways = {}
     for way, values in speeds.items():
         ratio, low, high = median_ratio(values, speeds["one process"])
-        shares = [statistics.median(stage) for stage in zip(*idle[way])]
-        told = " ".join(f"{share:.2f}" for share in shares)
-        bound = f"{bubble[way]:.2f}" if way in bubble else ""
+        shares = [statistics.median(stage) for stage in zip(*idle.get(way, []))]
+        ways[way] = {"samples_per_second": statistics.median(values), "ratio": [ratio, low, high]}
+        ways[way] |= {"idle_share": shares, "bubble": bubble.get(way)}
+        told, bound = " ".join(f"{s:.2f}" for s in shares), f"{bubble[way]:.2f}" if way in bubble else ""
         rows.append(
             (way, f"{statistics.median(values):.0f}", f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", told, bound)
         )
-        row["ways"][way] = {
-            "samples_per_second": statistics.median(values),
-            "ratio": [ratio, low, high],
-            "idle_share": shares,
-            "bubble": bubble.get(way),
-        }
-    print(f"{machine()['cpu']}, {machine()['num_cores']} cores, load {os.getloadavg()[0]:.1f}")
-    print(table(rows))
-    print(f"written to {write_row('splitting', row)}")
+    numbers = sum(parameter.numel() for parameter in job.model().parameters())
+    print(f"{machine()['cpu']}, {machine()['num_cores']} cores; {numbers / 1e6:.2f} million parameters")
+    print(table(rows), flush=True)
+    row = {"rounds": options.rounds, "steps": options.steps, "num_parameters": numbers, "ways": ways}
+    print(f"written to {write_row('splitting', row | {'mpi': start().library})}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.planning import describe
+from mpitrain.training.mesh import MeshRun
 from mpitrain.training.session import assign_roles
 from tests import toy
 
@@ -92,3 +93,15 @@ def test_virtual_time_and_wrap_refuse(strategy):
 def test_a_job_is_held_to_its_fields(changes, said):
     with pytest.raises(UsageError, match=said):
         toy.make_job(**changes)
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 3, 4, 8])
+@pytest.mark.parametrize("num_shares", [1, 3])
+def test_all_ranks_validate_equally_often_and_every_batch_counts_once(num_batches, num_shares):
+    runs = [
+        list(MeshRun._rounds(SimpleNamespace(num_shares=num_shares, share=share), range(num_batches)))
+        for share in range(num_shares)
+    ]
+    assert len({len(rounds) for rounds in runs}) == 1
+    counted = sorted(batch for rounds in runs for batch, counts in rounds if counts)
+    assert counted == list(range(num_batches))

@@ -59,15 +59,19 @@ class MeshRun(SplitRun):
     def _rounds(self, batches: Any) -> Any:
         """(batch, whether it is this rank's to count), equally many on all ranks: each share takes every
         `num_shares`-th batch, and in an incomplete last round those left over repeat its first."""
-        held: list[Batch] = []
-        for batch in batches:
-            held.append(batch)
-            if len(held) == self.num_shares:
-                yield held[self.share], True
-                held = []
-        if held:
-            counts = self.share < len(held)
-            yield held[self.share if counts else 0], counts
+        first: Batch = {}
+        own: Batch | None = None
+        number = -1
+        for number, batch in enumerate(batches):
+            turn = number % self.num_shares
+            if turn == 0:
+                first, own = batch, None
+            if turn == self.share:
+                own = batch
+            if turn == self.num_shares - 1:
+                yield own, True
+        if (number + 1) % self.num_shares:
+            yield (first, False) if own is None else (own, True)
 
     def gather(self) -> dict[str, torch.Tensor]:
         for part in self.module.modules():

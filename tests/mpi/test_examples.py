@@ -30,7 +30,7 @@ def said():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    run = run_ranks(2, BOTH.format(names=NAMES, root=str(ROOT), port=port), timeout_s=120).check()
+    run = run_ranks(2, BOTH.format(names=NAMES, root=str(ROOT), port=port), timeout_s=200).check()
     return dict(re.findall(r"^(\w+ \w+) accuracy (0\.\d+)", run.ranks_out[0], re.MULTILINE))
 
 

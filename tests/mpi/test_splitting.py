@@ -35,7 +35,8 @@ def four(tmp_path_factory):
 
 def launch(directory, num_ranks):
     splits.pack_some_topics(directory)
-    run = run_ranks(num_ranks, [sys.executable, str(PROGRAMS / "split_runs.py"), str(directory)], env=SIZE)
+    argv = [sys.executable, str(PROGRAMS / "split_runs.py"), str(directory)]
+    run = run_ranks(num_ranks, argv, env=SIZE, timeout_s=200)
     run.check()
     return directory
 
@@ -92,7 +93,7 @@ def test_statistics_and_random_numbers_see_each_microbatch_once(two):
     job = job_of(2, "normed")
     state, _ = splits.serial(job, num_pieces=2, rank=1)
     trained = load_file(two / "normed" / "model.safetensors")
-    assert int(trained["1.num_batches_tracked"]) == 3 * 4 * 2
+    assert int(trained["1.num_batches_tracked"]) == 2 * 2 * 2
     assert all(torch.equal(trained[key], tensor) for key, tensor in state.items())
 
 
@@ -105,7 +106,7 @@ def test_on_two_ranks(two, name):
 def test_on_four_ranks_replicas_are_averaged(four, name):
     assert_close(four / name, *splits.serial(splits.deep_job(), 1))
     result = result_of(four / name)
-    assert (result["steps"], result["samples"], result["samples_left_out"]) == (3 * 5, 3 * 55, 0)
+    assert (result["steps"], result["samples"], result["samples_left_out"]) == (2 * 3, 2 * 31, 0)
     assert (result["workers"], result["servers"], result["nodes"]) == (4, 0, 2)
 
 
@@ -147,7 +148,7 @@ def test_a_nan_loss_stops_and_names_rank_and_step(two, name, said):
 
 def test_a_nan_loss_can_be_skipped_and_is_counted(two):
     result = result_of(two / "skip-pipeline")
-    assert (result["status"], result["nonfinite"], result["accepted"]) == ("ok", 1, 14)
+    assert (result["status"], result["nonfinite"], result["accepted"]) == ("ok", 1, 5)
 
 
 @pytest.mark.parametrize(
