@@ -44,7 +44,7 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
 
     from mpitrain.split_plan import describe_split
     from mpitrain.training.measure import build
-    from mpitrain.training.session import check_orders
+    from mpitrain.training.orders import check_orders
 
     assert job.strategy is not None
     nodes = block_nodes(num_ranks, num_nodes)

@@ -79,6 +79,10 @@ class Strategy(Value):
         """Empty, or why only a virtual world can run it."""
         return ""
 
+    def why_not_wrapped(self) -> str:
+        """Empty, or why it cannot run in somebody's own loop."""
+        return ""
+
 
 @dataclass(frozen=True, repr=False)
 class ServerStrategy(Strategy):
@@ -152,6 +156,10 @@ class ServerStrategy(Strategy):
 
     def num_servers(self) -> int:
         return self.servers
+
+    def why_not_wrapped(self) -> str:
+        counted = "a warm-up is counted in epochs of data, which only `train` knows, not `wrap`"
+        return counted if self.warmup.epochs else ""
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         """The rule's memory before the first push, when `workers` take part."""

@@ -38,6 +38,12 @@ class Split(Strategy):
                 f"of {parts}"
             )
 
+    def why_not_wrapped(self) -> str:
+        return (
+            "it splits the model itself, which `wrap` never does; use `mpitrain train`, or torch's own classes after "
+            'torch.distributed.init_process_group("mpi4py")'
+        )
+
     def check_batch(self, batch_size: int) -> None:
         """Raise `UsageError` when a batch of so many samples cannot be trained like this."""
 

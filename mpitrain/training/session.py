@@ -20,12 +20,13 @@ from typing import Any
 from mpitrain.data import Catalogue
 from mpitrain.environment import collect
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
-from mpitrain.inject import Straggler, check_workers
+from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.replay import RUN_FILE
 from mpitrain.report import NullReport, Report, default_run_dir, write_json
-from mpitrain.rules import Roles, ServerStrategy, Split, Strategy, assign
+from mpitrain.rules import Roles, Strategy, assign
 from mpitrain.training import signals
+from mpitrain.training.orders import check_orders
 from mpitrain.training.resuming import Resume, find
 
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto
@@ -181,31 +182,13 @@ def _look_at_data(runtime: Any, source: Any) -> Any:
 
 def assign_roles(runtime: Any, strategy: Strategy, own_loop: bool = False) -> Roles:
     """Everybody's role, if this strategy can run with so many workers (and, in somebody's own loop, without epochs)."""
-    if own_loop and isinstance(strategy, ServerStrategy) and strategy.warmup.epochs:
-        raise UsageError(
-            f"{strategy}: a warm-up is counted in epochs of data, which only `train` knows, not `wrap`"
-        )
+    if own_loop and strategy.why_not_wrapped():
+        raise UsageError(f"{strategy}: {strategy.why_not_wrapped()}")
     if strategy.why_not_over_mpi():
         raise UsageError(f"{strategy}: {strategy.why_not_over_mpi()}")
     roles = assign(runtime.nodes, strategy.num_servers(), getattr(strategy, "placement", "spread"))
-    if own_loop and isinstance(strategy, Split):
-        raise UsageError(
-            f"{strategy} splits the model itself, which `wrap` never does; use `mpitrain train`, or torch's own "
-            'classes after torch.distributed.init_process_group("mpi4py")'
-        )
     strategy.check_workers(len(roles.workers))
     return roles
-
-
-def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
-    """Refuse stragglers and batch sizes that this strategy cannot have."""
-    check_workers(overrides.injections, num_workers)
-    if isinstance(job.strategy, Split):
-        job.strategy.check_batch(job.batch_size)
-        if overrides.injections:
-            raise UsageError(
-                f"--inject orders stragglers among workers that hold whole models, which {job.strategy} has not"
-            )
 
 
 def _enough_samples(num_samples: int, roles: Roles) -> None:

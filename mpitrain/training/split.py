@@ -21,6 +21,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.rules import Grid, Split
 from mpitrain.rules.dealing import share_out
+from mpitrain.training import signals
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
 from mpitrain.training.session import Session, attempt
 
@@ -143,14 +144,19 @@ class SplitRun:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _agree(self, value: float, share: float) -> tuple[float, bool]:
-        """(the mean loss of the step, whether everything is finite), the same on all ranks."""
+        """(the mean loss of the step, whether everything is finite), the same on all ranks; ends the run if one of
+        them has had a signal.
+        """
         grads = self.gradients()
         finite = value - value == 0.0 and (not grads or all_finite(grads))
-        told = torch.tensor(
-            [value * share if self.tells else 0.0, 0.0 if finite else 1.0], dtype=torch.float64
-        )
+        numbers = [value * share if self.tells else 0.0, 0.0 if finite else 1.0, float(signals.asked())]
+        told = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(told)
-        loss, bad = told.tolist()
+        loss, bad, asked = told.tolist()
+        if asked:
+            self.failure = (
+                f"step {self.step}: a signal asked the run to end; its model is saved, but no checkpoint"
+            )
         return loss, bad == 0.0
 
     def _refuse(self, value: float) -> None:

@@ -58,6 +58,11 @@ def normed():
     return nn.Sequential(*layers).double()
 
 
+def chain():
+    layers = [nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)]
+    return nn.Sequential(*layers).double()
+
+
 def character_job(directory):
     """jobs/charnn.py in float64, on what `pack_some_topics` has packed."""
     job = load_job(str(ROOT / "jobs" / "charnn.py"))
@@ -114,6 +119,7 @@ RUNS = {
         "nan-pipeline": (P(microbatches=3), {"loss": "nan"}),
         "nan-sharded": (S(), {"loss": "nan"}),
         "skip-pipeline": (P(microbatches=3), {"loss": "nan", "on_nonfinite": "skip"}),
+        "signal-pipeline": (P(microbatches=3), {"loss": "signal"}),
         "three-stages": (P(stages=3), {}),
         "uneven-batch": (P(microbatches=5), {}),
         "no-stages": (P(microbatches=3), {"stages": None}),
@@ -127,5 +133,6 @@ RUNS = {
         "deep-tensor": (T(), {"batch_size": BATCH // 2}),
         "deep-sharded": (S(), {"batch_size": BATCH // 4}),
         "deep-replicas": (S(replicas=2), {"batch_size": BATCH // 4}),
+        "chain-by-names": (P(stages=4), {"model": chain, "stages": ("0", "1", "2", "3", "4")}),
     },
 }

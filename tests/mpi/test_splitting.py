@@ -104,7 +104,8 @@ def test_on_two_ranks(two, name):
 
 @pytest.mark.parametrize("name", splits.RUNS[4])
 def test_on_four_ranks_replicas_are_averaged(four, name):
-    assert_close(four / name, *splits.serial(splits.deep_job(), 1))
+    whole = splits.changed(job_of(4, name), batch_size=splits.BATCH)
+    assert_close(four / name, *splits.serial(whole, 1))
     result = result_of(four / name)
     assert (result["steps"], result["samples"], result["samples_left_out"]) == (2 * 3, 2 * 31, 0)
     assert (result["workers"], result["servers"], result["nodes"]) == (4, 0, 2)
@@ -144,6 +145,14 @@ def test_a_nan_loss_stops_and_names_rank_and_step(two, name, said):
     assert (result["status"], result["exit_code"], result["failure"], result["steps"]) == ("fail", 1, said, 2)
     saved = load_file(two / name / "model.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in saved.values())
+
+
+def test_a_signal_to_one_rank_ends_the_run_with_the_model_saved(two):
+    result = result_of(two / "signal-pipeline")
+    assert (result["status"], result["steps"]) == ("fail", 2) and "a signal asked the run to end" in result[
+        "failure"
+    ]
+    splits.Deep().load_state_dict(load_file(two / "signal-pipeline" / "model.safetensors"))
 
 
 def test_a_nan_loss_can_be_skipped_and_is_counted(two):

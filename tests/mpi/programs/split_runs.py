@@ -1,6 +1,7 @@
 """Runs that split a model, one after the other: `split_runs.py DIRECTORY` (which: `splits.RUNS`)."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,10 +21,18 @@ def nan_at_step_1(model, batch):
     return loss * float("nan") if runtime.step == 1 and runtime.rank == 1 else loss
 
 
+def signal_at_step_1(model, batch):
+    if runtime.step == 1 and runtime.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return splits.loss(model, batch)
+
+
+LOSSES = {"nan": nan_at_step_1, "signal": signal_at_step_1}
+
 for name, (strategy, changes) in splits.RUNS[runtime.size].items():
     job = splits.character_job(directory) if name.startswith("charnn") else splits.deep_job()
-    if changes.get("loss") == "nan":
-        changes = changes | {"loss": nan_at_step_1}
+    if "loss" in changes:
+        changes = changes | {"loss": LOSSES[changes["loss"]]}
     try:
         mt.train(splits.changed(job, **changes), strategy, run_dir=str(directory / name), quiet=True)
     except AgreedError as error:
