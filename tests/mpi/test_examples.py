@@ -1,7 +1,9 @@
 """The scripts for strangers: over the MPI that started them they learn what they learn over gloo, and what is new in
 them is an import and one word."""
 
+import contextlib
 import re
+import socket
 
 import pytest
 
@@ -9,10 +11,11 @@ from tests.ranks import ROOT, run_ranks
 
 NAMES = ["ddp", "fsdp2"]
 BOTH = """
-import os, pathlib, socket, sys
+import os, pathlib
 os.environ |= {{"RANK": os.environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": os.environ["OMPI_COMM_WORLD_SIZE"]}}
-os.environ |= {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}}
-for name in {names}:
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+for name, port in {ports}.items():
+    os.environ["MASTER_PORT"] = str(port)  # two gloo groups in turn at one port would meet in the first one's store
     for backend in ("gloo", "mpi4py"):
         code = pathlib.Path({root!r}, "examples", name + ".py").read_text()
         if backend == "gloo":
@@ -25,12 +28,12 @@ for name in {names}:
 
 @pytest.fixture(scope="module")
 def said():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run = run_ranks(2, BOTH.format(names=NAMES, root=str(ROOT), port=port), timeout_s=200).check()
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in NAMES]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        ports = {name: probe.getsockname()[1] for name, probe in zip(NAMES, probes)}
+    run = run_ranks(2, BOTH.format(ports=ports, root=str(ROOT)), timeout_s=200).check()
     return dict(re.findall(r"^(\w+ \w+) accuracy (0\.\d+)", run.ranks_out[0], re.MULTILINE))
 
 
