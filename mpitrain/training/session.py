@@ -24,7 +24,7 @@ from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.replay import RUN_FILE
 from mpitrain.report import NullReport, Report, default_run_dir, write_json
-from mpitrain.rules import Roles, Strategy, assign
+from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
 from mpitrain.training import signals
 from mpitrain.training.orders import check_orders
 from mpitrain.training.resuming import Resume, find
