@@ -193,10 +193,8 @@ def assign_roles(runtime: Any, strategy: Strategy, own_loop: bool = False) -> Ro
 
 def _enough_samples(num_samples: int, roles: Roles) -> None:
     if num_samples < len(roles.workers):
-        raise UsageError(
-            f"{len(roles.workers)} workers for {num_samples} training samples: start at most "
-            f"{num_samples} workers"
-        )
+        told = f"{len(roles.workers)} workers for {num_samples} training samples"
+        raise UsageError(f"{told}: start at most {num_samples} workers")
 
 
 def _run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:
