@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 ON_NONFINITE = ("stop", "skip")
+SLICES = ("column", "row", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,13 @@ class Job:
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is told
             to end (SIGUSR1, SIGTERM) writes one in any case. keep_checkpoints: how many complete ones stay.
         synthetic: samples for `--synthetic`, which needs no files.
+        stages: how `pipeline(stages=K)` splits the model by layers: names of submodules which, called one after
+            the other, are the model, cut into K runs of about equally many parameters; or
+            `stages(model, K) -> K modules` made of the model's own layers. None: as the layers of an
+            `nn.Sequential`. The loss may call the model only, and once.
+        tensor_plan: which layers `tensor(parallel=K)` slices: name or pattern (`"layers.*.up"`) to "column"
+            (outputs are sliced and stay so), "row" (inputs are sliced, outputs whole) or "gather" (as column,
+            outputs put together again).
         name: for the run directory; the job file's name if None.
     """
 
@@ -71,6 +79,8 @@ class Job:
     keep_checkpoints: int = 2
     mtbf_s: float = 86400.0
     synthetic: Any = None
+    stages: Callable[[Any, int], Sequence[Any]] | Sequence[str] | None = None
+    tensor_plan: Mapping[str, str] = dataclasses.field(default_factory=dict)
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +108,18 @@ class Job:
         read_policy(self.checkpoint_every, self.mtbf_s)
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
+        self._check_splits()
+
+    def _check_splits(self) -> None:
+        stages = self.stages
+        named = isinstance(stages, list | tuple) and stages and all(isinstance(name, str) for name in stages)
+        if not (stages is None or callable(stages) or named):
+            raise UsageError(
+                f"Job: stages must be names of submodules or stages(model, count) -> modules, got {stages!r}"
+            )
+        for pattern, way in self.tensor_plan.items():
+            if way not in SLICES:
+                raise UsageError(f"Job: tensor_plan {pattern!r}: {way!r}{nearest(str(way), list(SLICES))}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.errors import EXIT_OK, UsageError
-from mpitrain.inject import check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.rules import AllReduce, Codec, PerWorker, Roles, ServerStrategy, assign
+from mpitrain.rules import AllReduce, Codec, PerWorker, Roles, ServerStrategy, Split, assign
 
 
 def dry_run_command(path: str, overrides: Overrides, num_ranks: int, num_nodes: int) -> int:
@@ -43,16 +42,17 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
     """
     import torch
 
+    from mpitrain.split_plan import describe_split
     from mpitrain.training.measure import build
+    from mpitrain.training.orders import check_orders
 
     assert job.strategy is not None
     nodes = block_nodes(num_ranks, num_nodes)
     roles = assign(nodes, job.strategy.num_servers(), getattr(job.strategy, "placement", "spread"))
     if job.strategy.why_not_over_mpi():
         raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
-    if isinstance(job.strategy, ServerStrategy):
-        job.strategy.check_workers(len(roles.workers))
-    check_workers(overrides.injections, len(roles.workers))
+    job.strategy.check_workers(len(roles.workers))
+    check_orders(job, overrides, len(roles.workers))
     catalogue = job.data.scan()
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")
@@ -62,13 +62,11 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
         f"strategy    {job.strategy}  =  {job.strategy!r}",
         f"world       {num_ranks} ranks on {num_nodes} node(s)",
         "",
-        *_placement(roles, nodes),
-        "",
-        *_data(job, overrides, catalogue, roles),
-        "",
-        *_messages(job, roles, module, optimizer),
     ]
-    return "\n".join(lines)
+    if isinstance(job.strategy, Split):
+        return "\n".join(lines + describe_split(job, overrides, nodes, catalogue.num_samples, module))
+    lines += [*_placement(roles, nodes), "", *_data(job, overrides, catalogue, roles), ""]
+    return "\n".join(lines + _messages(job, roles, module, optimizer))
 
 
 def _placement(roles: Roles, nodes: tuple[int, ...]) -> list[str]:
@@ -138,10 +136,9 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
     for shard, rank in enumerate(roles.servers):
         sizes = f"push {_size(layout.size(shard) * push)}, reply {_size(layout.size(shard) * reply)}"
         lines.append(f"messages    shard {shard} (rank {rank}): {sizes}")
-    sent = f"sends {_size(numbers * push)} {_every(strategy.push_every)}"
-    lines.append(
-        f"            each worker {sent} and receives {_size(numbers * reply)} {_every(strategy.pulls)}"
-    )
+    pushes, pulls = _every(strategy.push_every), _every(strategy.pulls)
+    sent = f"sends {_size(numbers * push)}" + ("" if pushes == pulls else f" {pushes}")
+    lines.append(f"            each worker {sent} and receives {_size(numbers * reply)} {pulls}")
     return lines
 
 

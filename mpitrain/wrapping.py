@@ -74,7 +74,6 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = Non
         parallel = data_parallel(model)
         attach(parallel, strategy.codec)
         return parallel, optimizer
-    assert isinstance(strategy, ServerStrategy), strategy
     remote = _join(runtime, model, optimizer, strategy)
     _wrapped = _Wrapped(remote.roles, runtime.rank, remote)
     return model, remote
@@ -106,7 +105,7 @@ def _current() -> _Wrapped:
     return _wrapped
 
 
-def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: ServerStrategy) -> Any:
+def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> Any:
     """Set up the roles; on a server, serve and leave."""
     from mpitrain.model import Replica, check_optimizer, flat_model, local_steps, shard_store
     from mpitrain.mpi.world import MpiWorld
@@ -115,6 +114,7 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Server
     from mpitrain.training.session import assign_roles, attempt
 
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy, own_loop=True))
+    assert isinstance(strategy, ServerStrategy), strategy
     runtime.role = roles.of(runtime.rank)
     attempt(runtime, lambda: check_optimizer(optimizer, strategy))
     flat = attempt(runtime, lambda: flat_model(model, optimizer, strategy))

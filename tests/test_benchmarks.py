@@ -11,6 +11,7 @@ from tests.ranks import ROOT, find_mpi, run_ranks
 BENCHMARKS = {
     "rates": (1, ["--workers", "4", "--seeds", "1", "--exponents", "0", "0", "--epochs", "1"]),
     "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
+    "splitting": (2, ["--rounds", "1", "--steps", "2"]),
     "step_time": (3, ["--rounds", "1", "--block", "1", "--model", "mlp"]),
     "stragglers": (5, ["--seeds", "1", "--epochs", "1", "--compute", "real", "--rules", "sync()"]),
 }
@@ -30,7 +31,7 @@ def test_it_prints_its_table_and_writes_its_row(name, tmp_path):
     num_ranks, arguments = BENCHMARKS[name]
     python, _ = find_mpi()
     command = [str(python), str(ROOT / "benchmarks" / f"{name}.py"), *arguments]
-    env = {"MPITRAIN_BENCHMARK_RESULTS": str(tmp_path)}
+    env = {"MPITRAIN_BENCHMARK_RESULTS": str(tmp_path), "CHARNN_HIDDEN": "8", "CHARNN_LAYERS": "2"}
     out = run_ranks(num_ranks, command, env=env, timeout_s=120).check().stdout
     assert f"written to {tmp_path / name}.jsonl" in out
     CHECKS[name](out, rows_of(name, tmp_path))
@@ -58,6 +59,14 @@ def check_server(out, rows):
         carried = row["megabytes_per_second"]["ours"] * row["median_ms"]["ours"] / 1e3
         assert carried == pytest.approx(2 * row["megabytes"])  # in and out
     assert "RPC / ours" in out
+
+
+def check_splitting(out, rows):
+    (row,) = rows
+    assert set(row["ways"]) > {"one process", "allreduce", "sharded"} and len(row["ways"]) == 6
+    for name, way in row["ways"].items():
+        assert name in out and way["samples_per_second"] > 0
+        assert len(way["idle_share"]) == (2 if name.startswith("pipeline") else 0)
 
 
 def check_step_time(out, rows):

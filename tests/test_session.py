@@ -24,7 +24,7 @@ def test_functions_are_told_apart_by_their_code_and_constants():
 def judged(metrics, failure="", target=None):
     job = toy.make_job(validate=toy.Memory(), target=target or {}, strategy=AllReduce())
     session = SimpleNamespace(
-        job=job, strategy=AllReduce(), roles=Roles((), (0, 1)), started_s=0.0, run_dir="r",
+        job=job, strategy=AllReduce(), roles=Roles((), (0, 1)), started_s=0.0, run_dir="r", resume=None,
         overrides=SimpleNamespace(injections=()), runtime=SimpleNamespace(num_nodes=1, fault_tolerance="none"),
     )  # fmt: skip
     outcomes = [

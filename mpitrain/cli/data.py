@@ -22,6 +22,8 @@ _PACK_EPILOG = """\
 sources:
   digits                           scikit-learn's 1,797 handwritten digits: x
                                    float32 (1, 8, 8) in [0, 1], y int64
+  topics                           the text that ships with Python: text uint8
+                                   (65,), 64 ASCII characters and the next
   FILE.npz                         arrays with one entry per sample, as
                                    numpy.savez(FILE, x=..., y=...) writes them
 
@@ -50,7 +52,7 @@ def _add_pack(actions: Any) -> None:
     pack = actions.add_parser(
         "pack", help="pack samples into shards", description=_PACK_DESCRIPTION, epilog=_PACK_EPILOG
     )
-    pack.add_argument("source", metavar="SOURCE", help="digits, or a .npz file")
+    pack.add_argument("source", metavar="SOURCE", help="digits, topics, or a .npz file")
     pack.add_argument("dest", metavar="DEST", help="directory for the shards")
     pack.add_argument(
         "--validate",

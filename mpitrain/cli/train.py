@@ -24,6 +24,9 @@ strategies:
   of inverse(), drop(limit=9), power(0.5), delay_compensated(0.04), gap_aware()
   allreduce takes codec= one of float16(), bfloat16(), eightbit(), onebit(),
   threshold(density=1e-3), topk(density=1e-3), powersgd(rank=2), qsgd(levels=7)
+  pipeline(stages=2)   the layers split over ranks, in pipelines side by side
+  tensor(parallel=2)   the layers sliced as the job's tensor_plan says
+  sharded()            parameters and optimizer state shared out (torch's FSDP2)
 
 examples:
   mpitrain launch -n 4 train jobs/digits.py
@@ -130,7 +133,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         inject=tuple(arguments.inject),
         checkpoint_every=getattr(arguments, "checkpoint_every", None),
         resume=getattr(arguments, "resume", None),
-        watchdog_s=getattr(arguments, "watchdog_s", 0.0),
+        watchdog_s=getattr(arguments, "watchdog_s", 900.0),
     )
 
 

@@ -23,16 +23,18 @@ def load_source(source: str) -> Arrays:
     """Arrays of a source, all with the same number of samples on axis 0.
 
     Args:
-        source: `digits` (scikit-learn's 1,797 handwritten digits: x float32 (1, 8, 8) in [0, 1], y int64) or
-            the path of a .npz file.
+        source: `digits` (scikit-learn's 1,797 handwritten digits: x float32 (1, 8, 8) in [0, 1], y int64),
+            `topics` (the text that ships with Python: text uint8 (65,), ASCII) or the path of a .npz file.
     Raises:
         UsageError: no such source. DataError: its arrays are no samples.
     """
     if source == "digits":
         return _digits()
+    if source == "topics":
+        return _topics()
     if source.endswith(".npz"):
         return _npz(Path(source).expanduser())
-    raise UsageError(f"unknown source {source!r}: give `digits` or the path of a .npz file")
+    raise UsageError(f"unknown source {source!r}: give `digits`, `topics` or the path of a .npz file")
 
 
 def _digits() -> Arrays:
@@ -44,6 +46,17 @@ def _digits() -> Arrays:
         ) from error
     digits = load_digits()
     return {"x": (digits.images / 16).astype(np.float32)[:, None], "y": digits.target.astype(np.int64)}
+
+
+def _topics() -> Arrays:
+    """What `help()` prints about the language, cut into runs of 64 characters and the one that follows."""
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    characters = np.frombuffer(text.encode("ascii", "ignore"), dtype=np.uint8)
+    num_samples = (len(characters) - 1) // 64
+    starts = 64 * np.arange(num_samples)[:, None]
+    return {"text": characters[starts + np.arange(65)]}
 
 
 def _npz(path: Path) -> Arrays:

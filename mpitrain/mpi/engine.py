@@ -46,6 +46,7 @@ class Engine(Posting):
         self._stopping = False
         self._finished = threading.Condition()
         self._broken: BaseException | None = None
+        self.waited_s = 0.0  # in which a thread that computes has waited for the communication thread
 
     # ---- waiting
 
@@ -68,10 +69,12 @@ class Engine(Posting):
                     self._check(deadline_s)
                     self._backoff.pause(self._progress.num_awake > 0, self._progress.num_arriving > 0)
             return
+        began_s = time.monotonic()
         with self._finished:
             while not predicate():
                 self._check(deadline_s)
                 self._finished.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+        self.waited_s += time.monotonic() - began_s
 
     def run(self, function: Callable[[], Any], gate: "MPI.Comm | None" = None) -> Any:
         """`call`, or `collective` where a gate is given; waits and returns the function's result."""

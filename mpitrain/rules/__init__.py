@@ -21,18 +21,24 @@ from mpitrain.rules.compression import (
 from mpitrain.rules.damping import Damping, DelayCompensated, Drop, GapAware, Inverse, Keep, Power
 from mpitrain.rules.dealing import Dealer, Lease
 from mpitrain.rules.elastic import Elastic
+from mpitrain.rules.grid import Grid, arrange
 from mpitrain.rules.ledger import Ledger
 from mpitrain.rules.lockstep import Backup, Sync
+from mpitrain.rules.pipeline import Pipeline
 from mpitrain.rules.placement import Roles, assign
 from mpitrain.rules.schedules import ConstantRate, Cosine, Decay, Gradual, Schedule
+from mpitrain.rules.sharded import Sharded
 from mpitrain.rules.softsync import SoftSync
+from mpitrain.rules.splitting import Split
 from mpitrain.rules.ssp import StaleSync
+from mpitrain.rules.tensor import TensorParallel
 from mpitrain.rules.warmup import Warmup
 
 __all__ = [
     "AllReduce", "Async", "BFloat16", "Backup", "Batching", "BySpeed", "Codec", "ConstantRate", "Cosine",
     "Damping", "Dealer", "Decay", "DelayCompensated", "Drop", "EightBit", "Elastic", "Float16", "GapAware",
-    "Gradual", "Inverse", "Keep", "Lease", "Ledger", "OneBit", "PerRound", "PerWorker", "Power", "PowerSGD",
-    "Push", "QSGD", "Roles", "Schedule", "ServerStrategy", "SoftSync", "StaleSync", "Strategy", "Sync",
-    "Threshold", "TopK", "Uncompressed", "Verdict", "Warmup", "assign",
+    "Gradual", "Grid", "Inverse", "Keep", "Lease", "Ledger", "OneBit", "PerRound", "PerWorker", "Pipeline",
+    "Power", "PowerSGD", "Push", "QSGD", "Roles", "Schedule", "ServerStrategy", "Sharded", "SoftSync",
+    "Split", "StaleSync", "Strategy", "Sync", "TensorParallel", "Threshold", "TopK", "Uncompressed",
+    "Verdict", "Warmup", "arrange", "assign",
 ]  # fmt: skip

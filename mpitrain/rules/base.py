@@ -68,8 +68,19 @@ class Strategy(Value):
         """Ranks this strategy takes away from the workers."""
         return 0
 
+    def num_shares(self, num_workers: int) -> int:
+        """Batches that so many workers take at a time: one each, unless several hold one model."""
+        return num_workers
+
+    def check_workers(self, num_workers: int) -> None:
+        """Raise `UsageError` when so many workers, all in all, cannot run this strategy."""
+
     def why_not_over_mpi(self) -> str:
         """Empty, or why only a virtual world can run it."""
+        return ""
+
+    def why_not_wrapped(self) -> str:
+        """Empty, or why it cannot run in somebody's own loop."""
         return ""
 
 
@@ -146,8 +157,9 @@ class ServerStrategy(Strategy):
     def num_servers(self) -> int:
         return self.servers
 
-    def check_workers(self, num_workers: int) -> None:
-        """Raise `UsageError` when so many workers, all in all, cannot run this rule."""
+    def why_not_wrapped(self) -> str:
+        counted = "a warm-up is counted in epochs of data, which only `train` knows, not `wrap`"
+        return counted if self.warmup.epochs else ""
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         """The rule's memory before the first push, when `workers` take part."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpitrain.errors import AgreedError
 from mpitrain.job import Job, Overrides, load_job
-from mpitrain.rules import Strategy
+from mpitrain.rules import AllReduce, Pipeline, Sharded, Strategy, TensorParallel
 
 __all__ = ["train", "train_command"]
 
@@ -54,21 +54,39 @@ def train_command(path: str, overrides: Overrides) -> int:
 def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> dict[str, Any]:
     """One run from start to finish; an exception other than an agreed one ends the whole job."""
     from mpitrain.mpi.runtime import start
-    from mpitrain.rules import AllReduce
     from mpitrain.training.session import prepare
     from mpitrain.training.watchdog import Watchdog
 
     runtime = start()
     try:
         session = prepare(runtime, make_job, overrides, job_file)
-        if isinstance(session.strategy, AllReduce):
-            from mpitrain.training.allreduce import run_allreduce as run
-        else:
-            from mpitrain.training.servers import run_servers as run
         with Watchdog(runtime, session.run_dir, overrides.watchdog_s):
-            outcome = run(session)
+            outcome = _runner(session.strategy)(session)
         return session.finish(outcome)
     except AgreedError:
         raise
     except BaseException as error:
         runtime.end_job(error)
+
+
+def _runner(strategy: Strategy) -> Any:
+    """What carries a run of this strategy; each imports only what it needs of torch."""
+    if isinstance(strategy, AllReduce):
+        from mpitrain.training.allreduce import run_allreduce
+
+        return run_allreduce
+    if isinstance(strategy, Pipeline):
+        from mpitrain.training.pipeline import run_pipeline
+
+        return run_pipeline
+    if isinstance(strategy, TensorParallel):
+        from mpitrain.training.tensor import run_tensor
+
+        return run_tensor
+    if isinstance(strategy, Sharded):
+        from mpitrain.training.sharded import run_sharded
+
+        return run_sharded
+    from mpitrain.training.servers import run_servers
+
+    return run_servers

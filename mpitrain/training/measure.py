@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +83,19 @@ def make_measure(
 
 
 def save_model(module: nn.Module, path: Path, metadata: dict[str, str]) -> None:
-    """Write the module's `state_dict()` as safetensors: beside, fsynced, renamed.
+    """Write the module's `state_dict()`, as `save_tensors` does."""
+    save_tensors(module.state_dict(), path, metadata)
+
+
+def save_tensors(state: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write tensors by name as safetensors: beside, fsynced, renamed.
 
     Every name is stored with a copy of its own (tied weights twice), so
     `module.load_state_dict(load_file(path))` reads it back anywhere.
     """
     from safetensors.torch import save_file
 
-    tensors = {
-        name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()
-    }
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     beside = path.with_name(f".{path.name}.tmp")
     try:
         save_file(tensors, str(beside), metadata=metadata)

@@ -20,12 +20,13 @@ from typing import Any
 from mpitrain.data import Catalogue
 from mpitrain.environment import collect
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
-from mpitrain.inject import Straggler, check_workers
+from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.replay import RUN_FILE
 from mpitrain.report import NullReport, Report, default_run_dir, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
 from mpitrain.training import signals
+from mpitrain.training.orders import check_orders
 from mpitrain.training.resuming import Resume, find
 
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto
@@ -63,8 +64,9 @@ class Session:
         return Straggler(self.overrides.injections, index, self.job.seed)
 
     def num_batches(self) -> int | None:
-        """Batches to deal when the run is limited by `--steps`: so many for every worker."""
-        return None if self.overrides.steps is None else self.overrides.steps * len(self.roles.workers)
+        """Batches to deal when the run is limited by `--steps`: so many for every worker that takes its own."""
+        shares = self.strategy.num_shares(len(self.roles.workers))
+        return None if self.overrides.steps is None else self.overrides.steps * shares
 
     def total_samples(self) -> int:
         """Samples the run will take, for the progress line."""
@@ -110,7 +112,7 @@ def prepare(
     injections = [str(one) for one in overrides.injections]
     runtime.compare({**_options(job), "lr": overrides.lr, "steps": overrides.steps, "inject": injections})
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
-    attempt(runtime, lambda: check_workers(overrides.injections, len(roles.workers)))
+    attempt(runtime, lambda: check_orders(job, overrides, len(roles.workers)))
     runtime.role = roles.of(runtime.rank)
     catalogue = _look_at_data(runtime, job.data)
     validation = None if job.validate is None else _look_at_data(runtime, job.validate)
@@ -180,24 +182,19 @@ def _look_at_data(runtime: Any, source: Any) -> Any:
 
 def assign_roles(runtime: Any, strategy: Strategy, own_loop: bool = False) -> Roles:
     """Everybody's role, if this strategy can run with so many workers (and, in somebody's own loop, without epochs)."""
-    if own_loop and isinstance(strategy, ServerStrategy) and strategy.warmup.epochs:
-        raise UsageError(
-            f"{strategy}: a warm-up is counted in epochs of data, which only `train` knows, not `wrap`"
-        )
+    if own_loop and strategy.why_not_wrapped():
+        raise UsageError(f"{strategy}: {strategy.why_not_wrapped()}")
     if strategy.why_not_over_mpi():
         raise UsageError(f"{strategy}: {strategy.why_not_over_mpi()}")
     roles = assign(runtime.nodes, strategy.num_servers(), getattr(strategy, "placement", "spread"))
-    if isinstance(strategy, ServerStrategy):
-        strategy.check_workers(len(roles.workers))
+    strategy.check_workers(len(roles.workers))
     return roles
 
 
 def _enough_samples(num_samples: int, roles: Roles) -> None:
     if num_samples < len(roles.workers):
-        raise UsageError(
-            f"{len(roles.workers)} workers for {num_samples} training samples: start at most "
-            f"{num_samples} workers"
-        )
+        told = f"{len(roles.workers)} workers for {num_samples} training samples"
+        raise UsageError(f"{told}: start at most {num_samples} workers")
 
 
 def _run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:

@@ -81,7 +81,9 @@ def test_npz_that_holds_no_samples(tmp_path, arrays, message):
 
 
 def test_sources_that_are_not_there(tmp_path):
-    with pytest.raises(UsageError, match="unknown source 'mnist': give `digits` or the path of a .npz file"):
+    with pytest.raises(
+        UsageError, match="unknown source 'mnist': give `digits`, `topics` or the path of a .npz file"
+    ):
         load_source("mnist")
     with pytest.raises(UsageError, match=r"gone\.npz: no such file"):
         load_source(str(tmp_path / "gone.npz"))
@@ -95,3 +97,13 @@ def test_missing_scikit_learn_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UsageError, match=r"pip install 'mpitrain\[data\]'"):
         load_source("digits")
+
+
+def test_topics_are_runs_of_the_text_that_overlap_by_one_character():
+    text = load_source("topics")["text"]
+    assert text.dtype == np.uint8 and text.shape[1] == 65 and len(text) > 5000 and text.max() < 128
+    assert (text[1:, 0] == text[:-1, 64]).all()
+    whole = bytes(text[:, :64].reshape(-1)).decode()
+    from pydoc_data.topics import topics
+
+    assert whole.startswith(topics[min(topics)].encode("ascii", "ignore").decode())

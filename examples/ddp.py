@@ -1,0 +1,36 @@
+"""A script for torch's DistributedDataParallel as everybody writes it; `import mpitrain` and one word are new.
+
+srun --mpi=pmix python examples/ddp.py
+"""
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import mpitrain  # noqa: F401
+
+dist.init_process_group("mpi4py")
+
+x, y = load_digits(return_X_y=True)
+data = TensorDataset(torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=32, sampler=sampler)
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+model = DistributedDataParallel(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+for epoch in range(10):
+    sampler.set_epoch(epoch)
+    for images, labels in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+accuracy = (model(data.tensors[0]).argmax(dim=1) == data.tensors[1]).float().mean()
+if dist.get_rank() == 0:
+    print(f"accuracy {accuracy:.3f}")
+dist.destroy_process_group()

@@ -1,0 +1,45 @@
+"""Data parallelism whose ranks hold only a share of parameters, gradients and optimizer state.
+
+    forward, backward: allgather the layer's parameters; after backward: reduce-scatter the mean gradient
+
+Every rank takes its own batch, as in `allreduce`, and the update is the same; what changes is memory, 1/N of the
+model's per rank, for half as many bytes again (Rajbhandari et al., "ZeRO", SC 2020, stage 3; Zhao et al., "PyTorch
+FSDP", VLDB 2023). With replicas, parameters travel within a replica only (on one node, where it fits) and
+gradients are averaged across replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpitrain.errors import UsageError
+from mpitrain.rules.splitting import Split, at_least_one
+from mpitrain.text import register
+
+
+@register("strategy", "sharded")
+@dataclass(frozen=True, repr=False)
+class Sharded(Split):
+    """torch's FSDP2 over all ranks.
+
+    Args:
+        replicas: whole copies of the model; each is shared out over 1/replicas of the ranks.
+    """
+
+    replicas: int = 1
+
+    def check(self) -> None:
+        at_least_one(self, replicas=self.replicas)
+
+    def num_parts(self, num_ranks: int) -> int:
+        return max(1, num_ranks // self.replicas)
+
+    def num_shares(self, num_workers: int) -> int:
+        return num_workers
+
+    def check_workers(self, num_workers: int) -> None:
+        if num_workers % self.replicas:
+            raise UsageError(
+                f"{self}: {num_workers} rank(s) cannot be divided into {self.replicas} replicas: start a multiple "
+                f"of {self.replicas}"
+            )

@@ -1,0 +1,60 @@
+"""Strategies that spread one model over several ranks, and replicas of it over the rest.
+
+Law of this file: a split strategy only says how many ranks hold one model, which of them talk most and how many
+batches a step takes; torch's pipelining, tensor parallel and FSDP2 do the work over our process group. All are
+synchronous: w <- w - eta * mean of the gradients of all batches of the step, as one process with the whole
+batch makes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpitrain.errors import UsageError
+from mpitrain.rules.base import Strategy
+from mpitrain.rules.grid import Grid, arrange
+
+
+@dataclass(frozen=True, repr=False)
+class Split(Strategy):
+    """Base of the model-parallel strategies."""
+
+    def num_parts(self, num_ranks: int) -> int:
+        """Ranks that hold one model together, out of `num_ranks`."""
+        raise NotImplementedError
+
+    def sits_together(self) -> str:
+        """What is kept on one node: "parts" of one model, or "replicas" of one part."""
+        return "parts"
+
+    def num_shares(self, num_workers: int) -> int:
+        return num_workers // self.num_parts(num_workers)
+
+    def check_workers(self, num_workers: int) -> None:
+        parts = self.num_parts(num_workers)
+        if parts > num_workers or num_workers % parts:
+            raise UsageError(
+                f"{self}: {num_workers} rank(s) cannot be divided into models of {parts} ranks: start a multiple "
+                f"of {parts}"
+            )
+
+    def why_not_wrapped(self) -> str:
+        return (
+            "it splits the model itself, which `wrap` never does; use `mpitrain train`, or torch's own classes after "
+            'torch.distributed.init_process_group("mpi4py")'
+        )
+
+    def check_batch(self, batch_size: int) -> None:
+        """Raise `UsageError` when a batch of so many samples cannot be trained like this."""
+
+    def grid(self, nodes: tuple[int, ...]) -> Grid:
+        """Everybody's place."""
+        self.check_workers(len(nodes))
+        return arrange(nodes, self.num_parts(len(nodes)), self.sits_together())
+
+
+def at_least_one(strategy: Strategy, **counts: int) -> None:
+    """Refuse counts below 1."""
+    for key, value in counts.items():
+        if value < 1:
+            raise UsageError(f"{strategy.name}: {key} must be at least 1, got {value}")

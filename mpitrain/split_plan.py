@@ -1,0 +1,88 @@
+"""The dry run of strategies that split the model: who would hold what, and what would travel.
+
+Law of this file: it asks the functions that the run asks (grid, stages, slices, units).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpitrain.job import Job, Overrides
+from mpitrain.rules import Grid, Pipeline, Sharded, Split, TensorParallel
+
+
+def describe_split(
+    job: Job, overrides: Overrides, nodes: tuple[int, ...], num_samples: int, module: Any
+) -> list[str]:
+    """Placement, steps, model and messages, as lines.
+
+    Raises:
+        UsageError: the model cannot be split like this.
+    """
+    strategy = job.strategy
+    assert isinstance(strategy, Split)
+    grid = strategy.grid(nodes)
+    shares = strategy.num_shares(len(nodes))
+    steps = overrides.steps or job.epochs * -(-num_samples // (job.batch_size * shares))
+    return [
+        *_placement(strategy, grid, nodes),
+        "       rank 0 logs and saves the model",
+        "",
+        f"data        {num_samples} samples; {steps} steps of {shares} x {job.batch_size}",
+        "",
+        *_model(job, grid, module),
+    ]
+
+
+def _placement(strategy: Split, grid: Grid, nodes: tuple[int, ...]) -> list[str]:
+    whole, part = {
+        Pipeline: ("pipeline", "stage"), TensorParallel: ("model", "slice"), Sharded: ("replica", "shard")
+    }[type(strategy)]  # fmt: skip
+    lines = [f"{'node':>5}  {'ranks':<12} roles"]
+    for node in sorted(set(nodes)):
+        ranks = [rank for rank, home in enumerate(nodes) if home == node]
+        lines.append(f"{node:>5}  {f'{ranks[0]}-{ranks[-1]}':<12} {len(ranks)} worker(s)")
+        for rank in ranks:
+            replica, index = grid.place(rank)
+            lines.append(f"{'':>20} rank {rank} holds {part} {index} of {whole} {replica}")
+    return lines
+
+
+def _model(job: Job, grid: Grid, module: Any) -> list[str]:
+    total = sum(parameter.numel() for parameter in module.parameters())
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    lines = [f"model       {total:,} numbers"]
+    strategy = job.strategy
+    if isinstance(strategy, Pipeline):
+        from mpitrain.model.stages import split_stages
+
+        sizes = [stage.num_parameters for stage in split_stages(module, grid.num_parts, job.stages)]
+        lines += [f"            stage {index}: {size:,} numbers" for index, size in enumerate(sizes)]
+        pieces = f"{strategy.microbatches} pieces of {job.batch_size // strategy.microbatches} samples"
+        lines.append(f"messages    activations of {pieces} to the next stage, their gradients back")
+        if grid.num_replicas > 1:
+            lines.append(f"            each stage's gradients averaged over {grid.num_replicas} pipelines")
+        lines.append(
+            f"bubble      {100 * strategy.bubble:.0f} % of a step idle, where stages take equally long"
+        )
+    elif isinstance(strategy, TensorParallel):
+        from mpitrain.training.tensor import slices
+
+        plan = slices(module, job.tensor_plan, grid.num_parts)
+        lines += [f"            {name}: {way}, 1/{grid.num_parts} per rank" for name, way in plan.items()]
+        lines.append(
+            "messages    an allreduce of activations for each row layer, and of gradients for each column"
+        )
+        if grid.num_replicas > 1:
+            lines.append(f"            gradients averaged over {grid.num_replicas} models by FSDP2")
+    else:
+        from mpitrain.training.sharded import units
+
+        held = num_bytes / grid.num_parts
+        lines += [
+            f"            {held:,.0f} B of parameters per rank in {len(units(module)) + 1} units",
+            "messages    each unit's parameters gathered twice a step, its gradients reduced and scattered once",
+        ]
+        if grid.num_replicas > 1:
+            lines.append(f"            and averaged over {grid.num_replicas} replicas")
+    return lines

@@ -1,0 +1,100 @@
+"""Runs in which every rank calls the whole module and torch's DTensors hold it in pieces: what `tensor` and `sharded`
+have in common.
+
+Law of this file: the ranks enter every forward pass together, in training and in validation, because layers talk in
+it; a rank that has no batch left lends a hand with one that does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from mpitrain.rules import Grid
+from mpitrain.training.session import Session
+from mpitrain.training.split import Batch, SplitRun
+
+
+class MeshRun(SplitRun):
+    """One rank of a run over a device mesh; `module` has been cut up already."""
+
+    def __init__(
+        self, session: Session, grid: Grid, share: int, tells: bool, device: torch.device, module: nn.Module
+    ):
+        super().__init__(session, grid, share, tells, device)
+        self.module = module
+
+    def compute(self, batch: Batch | None, count: int, weight: float) -> float:
+        assert batch is not None
+        self.module.train()
+        loss = self.session.job.loss(self.module, batch)
+        (loss if weight == 1.0 else loss * weight).backward()
+        return float(loss.detach())
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [local(p.grad) for p in self.module.parameters() if p.grad is not None]
+
+    def measure(self) -> dict[str, float]:
+        job = self.session.job
+        self.module.eval()
+        sums: dict[str, float] = {}
+        num_samples = 0
+        with torch.no_grad(), job.validate.reader(self.session.validation, job.seed) as reader:
+            for own, counts in self._rounds(reader.sequential(max(256, job.batch_size))):
+                batch = self._on_device(own)
+                means = {"validation_loss": job.loss(self.module, batch)}
+                means |= job.metrics(self.module, batch) if job.metrics else {}
+                if counts and self.tells:
+                    count = len(next(iter(batch.values())))
+                    num_samples += count
+                    for name, mean in means.items():
+                        sums[name] = sums.get(name, 0.0) + float(mean) * count
+        return self.sum_up(sums, num_samples)
+
+    def _rounds(self, batches: Any) -> Any:
+        """(batch, whether it is this rank's to count), equally many on all ranks: each share takes every
+        `num_shares`-th batch, and in an incomplete last round those left over repeat its first."""
+        first: Batch = {}
+        own: Batch | None = None
+        number = -1
+        for number, batch in enumerate(batches):
+            turn = number % self.num_shares
+            if turn == 0:
+                first, own = batch, None
+            if turn == self.share:
+                own = batch
+            if turn == self.num_shares - 1:
+                yield own, True
+        if (number + 1) % self.num_shares:
+            yield (first, False) if own is None else (own, True)
+
+    def gather(self) -> dict[str, torch.Tensor]:
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):  # validation has left its parameters together
+                part.reshard()
+        # torch warns of what a gathering over two dimensions costs; it happens once
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        whole = {}
+        for name, tensor in self.module.state_dict().items():
+            full = whole_tensor(tensor)
+            if self.rank == 0:
+                whole[name] = full.detach().cpu()
+        return whole
+
+    def describe(self) -> dict[str, Any]:
+        return {"parameters": sum(local(parameter).numel() for parameter in self.module.parameters())}
+
+
+def whole_tensor(tensor: Any) -> torch.Tensor:
+    """All of a tensor, on every rank; collective where it is held in pieces."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,27 @@
+"""What is asked of a run besides its strategy, and refused where the strategy cannot do it.
+
+Law of this file: an option that would have no effect is an error, in the dry run as in the run.
+"""
+
+from __future__ import annotations
+
+from mpitrain.errors import UsageError
+from mpitrain.inject import check_workers
+from mpitrain.job import Job, Overrides
+from mpitrain.rules import Split
+
+
+def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
+    """Raise `UsageError` for stragglers, batch sizes and checkpoints that the job's strategy cannot have."""
+    check_workers(overrides.injections, num_workers)
+    if not isinstance(job.strategy, Split):
+        return
+    job.strategy.check_batch(job.batch_size)
+    if overrides.injections:
+        raise UsageError(
+            f"--inject orders stragglers among workers that hold whole models, which {job.strategy} has not"
+        )
+    if overrides.resume is not None or overrides.checkpoint_every is not None:
+        raise UsageError(
+            f"--resume and --checkpoint-every: {job.strategy} writes no checkpoints, only the model at the end"
+        )

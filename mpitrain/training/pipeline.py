@@ -1,0 +1,218 @@
+"""`pipeline(stages=K)`: torch's pipeline schedules over our process group, each stage averaged over the pipelines by
+DDP.
+
+Law of this file: a rank keeps its own stage and forgets the others; the first stage reads the samples, the last one
+knows the loss. An incomplete last batch goes through as one microbatch. The idle time of a rank is what
+it spends in waiting for the schedule's messages; what travels while it computes costs none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from mpitrain.model.stages import Stage, keep_only, split_stages
+from mpitrain.mpi.process_group import init_default_group
+from mpitrain.rules import Grid, Pipeline
+from mpitrain.training.allreduce import data_parallel
+from mpitrain.training.measure import build, pick_device, share_module
+from mpitrain.training.relay import Relay
+from mpitrain.training.session import Session, attempt
+from mpitrain.training.split import Batch, SplitRun, compare_parameters, device_mesh, grid_of
+from mpitrain.training.stand_in import model_inputs, with_output
+
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+def run_pipeline(session: Session) -> dict[str, Any]:
+    """Train in pipelines; returns what this rank knows of the run."""
+    runtime = session.runtime
+    run = _make(session, grid_of(session), pick_device(runtime.local_rank))
+    outcome = run.run()
+    dist.destroy_process_group()
+    runtime.engine.stop()  # from here on this thread owns MPI again
+    return outcome
+
+
+def _make(session: Session, grid: Grid, device: torch.device) -> PipelineRun:
+    """This rank's run. Every rank builds the whole model on the host, keeps its stage and forgets the rest."""
+    runtime, job = session.runtime, session.job
+    replica, part = grid.place(runtime.rank)
+    runtime.role = f"stage {part} of pipeline {replica}"
+    module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, torch.device("cpu")))
+    compare_parameters(runtime, module)
+    stages = attempt(runtime, lambda: split_stages(module, grid.num_parts, job.stages))
+    share_module(runtime, module)
+    keep_only(optimizer, stages[part].module)
+    owners = {name: index for index, stage in enumerate(stages) for name in stage.names}
+    untouched = {name: tensor for name, tensor in module.state_dict().items() if name not in owners}
+    init_default_group(runtime)
+    return PipelineRun(
+        session, grid, stages[part], optimizer, device, owners, untouched, [s.num_parameters for s in stages]
+    )
+
+
+class PipelineRun(SplitRun):
+    """One stage of one pipeline.
+
+    Args:
+        owners: stage of every saved tensor; untouched: what no stage holds; sizes: of the stages.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        grid: Grid,
+        stage: Stage,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        owners: dict[str, int],
+        untouched: dict[str, torch.Tensor],
+        sizes: list[int],
+    ):
+        replica, part = grid.place(session.runtime.rank)
+        assert isinstance(session.strategy, Pipeline)
+        self.strategy = session.strategy
+        self.first, self.last = part == 0, part + 1 == self.strategy.stages
+        super().__init__(session, grid, replica, self.last, device)
+        self.stage, self.owners, self.untouched, self.sizes = stage, owners, untouched, sizes
+        self.module = stage.module.to(device)
+        self.use(optimizer)
+        mesh = device_mesh(grid, device)
+        self.relay = Relay(self.module, mesh.get_group("part"), device)
+        self.parallel: Any = self.module
+        trains = any(parameter.requires_grad for parameter in self.module.parameters())
+        if grid.num_replicas > 1 and trains:
+            self.parallel = data_parallel(self.module, mesh.get_group("replica"))
+        self.schedules: dict[tuple[int, int], Any] = {}
+        self.pieces: list[Batch] = []
+        self.weight, self.idle_s, self.busy_s = 1.0, 0.0, 0.0
+
+    @property
+    def reads(self) -> bool:
+        return self.first or self.last
+
+    def compute(self, batch: Batch | None, count: int, weight: float) -> float:
+        job, engine = self.session.job, self.session.runtime.engine
+        num_pieces = self.strategy.microbatches if count == job.batch_size else 1
+        self.module.train()
+        self.weight = weight
+        if self.last:
+            assert batch is not None
+            cut = {name: tensor.chunk(num_pieces) for name, tensor in batch.items()}
+            self.pieces = [{name: parts[i] for name, parts in cut.items()} for i in range(num_pieces)]
+        inputs = model_inputs(job.loss, batch) if self.first and batch is not None else None
+        schedule = self._schedule(num_pieces, count, inputs)
+        losses: list[torch.Tensor] = []
+        told: dict[str, Any] = {"target": torch.arange(num_pieces), "losses": losses} if self.last else {}
+        if "return_outputs" in inspect.signature(schedule.step).parameters:
+            told["return_outputs"] = False
+        began_s, waited_s = time.monotonic(), engine.waited_s
+        schedule.step(*(inputs or ()), **told)
+        waited_s = engine.waited_s - waited_s
+        if self.meter.num_calls >= self.meter.num_warmup:
+            self.idle_s += waited_s
+            self.busy_s += time.monotonic() - began_s - waited_s
+        return sum(float(loss.detach()) for loss in losses) / num_pieces / weight if self.last else 0.0
+
+    def _schedule(self, num_pieces: int, count: int, inputs: Any) -> Any:
+        """torch's schedule for batches of `count` samples; it knows the shapes of its messages beforehand."""
+        if (num_pieces, count) not in self.schedules:
+            piece = tuple(tensor.chunk(num_pieces)[0] for tensor in inputs) if inputs is not None else None
+            taken, returned = self.relay.learn_shapes(piece)
+            stage = PipelineStage(
+                self.parallel,
+                self.part,
+                self.strategy.stages,
+                self.device,
+                taken,
+                returned,
+                group=self.relay.group,
+            )
+            kind = SCHEDULES[self.strategy.schedule if num_pieces == self.strategy.microbatches else "gpipe"]
+            self.schedules[num_pieces, count] = kind(stage, num_pieces, loss_fn=self._loss)
+        return self.schedules[num_pieces, count]
+
+    def _loss(self, output: Any, index: torch.Tensor) -> torch.Tensor:
+        """The weighted loss of one microbatch; torch hands its number where it would hand the target."""
+        loss = with_output(self.session.job.loss, output, self.pieces[int(index)])
+        return loss if self.weight == 1.0 else loss * self.weight
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+    def measure(self) -> dict[str, float]:
+        """Every pipeline validates its share of the batches."""
+        job = self.session.job
+        sums: dict[str, float] = {}
+        num_samples = 0
+        self.module.eval()
+        with torch.no_grad(), job.validate.reader(self.session.validation, job.seed) as reader:
+            for number, batch in enumerate(reader.sequential(max(256, job.batch_size))):
+                if number % self.grid.num_replicas != self.replica:
+                    continue
+                batch = self._on_device(batch)
+                _, output = self.relay.forward(model_inputs(job.loss, batch) if self.first else None)
+                if not self.last:
+                    continue
+                means = {"validation_loss": with_output(job.loss, output, batch)}
+                means |= with_output(job.metrics, output, batch) if job.metrics else {}
+                count = len(next(iter(batch.values())))
+                num_samples += count
+                for name, mean in means.items():
+                    sums[name] = sums.get(name, 0.0) + float(mean) * count
+        self.relay.finish()
+        return self.sum_up(sums, num_samples)
+
+    def gather(self) -> dict[str, torch.Tensor]:
+        held = self.stage.module.state_dict()
+        whole = dict(self.untouched)
+        told = {
+            name: [str(held[n].dtype).removeprefix("torch."), list(held[n].shape)]
+            for name, n in self.stage.names.items()
+        }
+        shapes = {
+            name: shape for each in self.session.runtime.allgather(told) for name, shape in each.items()
+        }
+        for name, owner in self.owners.items():
+            source = self.grid.ranks[0][owner]
+            if self.rank == source:
+                whole[name] = held[self.stage.names[name]].detach().cpu().contiguous()
+                if source != 0:
+                    dist.send(whole.pop(name), 0)
+            elif self.rank == 0:
+                dtype, shape = shapes[name]
+                whole[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                dist.recv(whole[name], source)
+        return whole
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "stage": self.part,
+            "parameters": self.stage.num_parameters,
+            "idle_s": self.idle_s,
+            "compute_s": self.busy_s,
+            "idle_share": self._idle_share(),
+        }
+
+    def conclude(self) -> dict[str, Any]:
+        shares = self.session.runtime.allgather(self._idle_share())
+        by_stage = list(zip(*([shares[rank] for rank in row] for row in self.grid.ranks), strict=True))
+        return {
+            "pipeline": {
+                "stages": self.strategy.stages,
+                "microbatches": self.strategy.microbatches,
+                "schedule": self.strategy.schedule,
+                "bubble": self.strategy.bubble,
+                "idle_share": [sum(stage) / len(stage) for stage in by_stage],
+                "parameters": self.sizes,
+            }
+        }
+
+    def _idle_share(self) -> float:
+        return self.idle_s / max(1e-9, self.idle_s + self.busy_s)

@@ -1,0 +1,67 @@
+"""`sharded()`: torch's FSDP2 over our process group.
+
+Law of this file: the units whose parameters travel together are the layers of the model, found by looking into
+containers; a parameter that several of them share stays with the root.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from mpitrain.mpi.process_group import init_default_group
+from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
+from mpitrain.training.mesh import MeshRun
+from mpitrain.training.session import Session, attempt
+from mpitrain.training.split import compare_parameters, device_mesh, grid_of
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def run_sharded(session: Session) -> dict[str, Any]:
+    """Train with sharded parameters; returns what this rank knows of the run."""
+    runtime, job = session.runtime, session.job
+    grid = grid_of(session)
+    device = pick_device(runtime.local_rank)
+    module = attempt(runtime, lambda: build(job, None, device)[0])
+    compare_parameters(runtime, module)
+    share_module(runtime, module)
+    init_default_group(runtime)
+    mesh = device_mesh(grid, device)
+    shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"])
+    run = MeshRun(session, grid, runtime.rank, True, device, module)
+    run.use(build_optimizer(job, module, session.overrides.lr))
+    outcome = run.run()
+    dist.destroy_process_group()
+    runtime.engine.stop()  # from here on this thread owns MPI again
+    return outcome
+
+
+def shard_module(module: nn.Module, mesh: Any, leave: Collection[nn.Module] = ()) -> None:
+    """`fully_shard` on the module's layers but for those to `leave`, then on the rest."""
+    for unit in units(module):
+        if unit not in leave:
+            fully_shard(unit, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def units(module: nn.Module) -> list[nn.Module]:
+    """Layers that have parameters of their own which no other layer uses."""
+    layers = _layers(module)
+    uses = Counter(id(parameter) for layer in layers for parameter in set(layer.parameters()))
+    return [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            found += _layers(child)
+        elif next(child.parameters(), None) is not None:
+            found.append(child)
+    return found

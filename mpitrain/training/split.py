@@ -1,0 +1,230 @@
+"""What every model-parallel run has in common: the loop over global batches, shared out among replicas.
+
+Law of this file: all ranks take the same steps in the same order. The global order of the samples is cut into
+global batches and each replica takes its contiguous share; an incomplete last batch is shared evenly and weighted,
+so that it, too, is the mean over its samples. Whether a step is finite is agreed on by one small allreduce, because
+the ranks see different gradients. How a share becomes gradients is the subclass's business.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpitrain.errors import UsageError
+from mpitrain.model.flat import all_finite
+from mpitrain.model.optimizer import Rates
+from mpitrain.model.replica import seed_step
+from mpitrain.rules import Grid, Split
+from mpitrain.rules.dealing import share_out
+from mpitrain.training import signals
+from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
+from mpitrain.training.session import Session, attempt
+
+Batch = dict[str, torch.Tensor]
+
+
+class SplitRun:
+    """One rank of a model-parallel run.
+
+    Args:
+        grid: everybody's place; share: which of the step's batches is this rank's; tells: whether this rank speaks
+            for the loss of its share.
+    """
+
+    def __init__(self, session: Session, grid: Grid, share: int, tells: bool, device: torch.device):
+        self.session, self.grid, self.share, self.tells, self.device = session, grid, share, tells, device
+        self.rank = session.runtime.rank
+        self.replica, self.part = grid.place(self.rank)
+        job, num_workers = session.job, session.runtime.size
+        self.num_shares = session.strategy.num_shares(num_workers)
+        per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_shares))
+        self.num_steps = session.overrides.steps or per_epoch * job.epochs
+        self.meter = Meter(session.report, num_warmup(self.num_steps))
+        self.step = self.samples = self.nonfinite = self.left_out = 0
+        self.failure = ""
+        self.reader: Any = None
+        self.optimizer: Any = None
+        self.rates: Any = None
+        self.random_key = self.rank
+
+    # ---- what subclasses do
+
+    def compute(self, batch: Batch | None, count: int, weight: float) -> float:
+        """Leave the gradient of `weight` times the mean loss of `count` samples on the parameters, averaged over
+        the shares; returns the loss, or 0 where this rank does not tell it.
+        """
+        raise NotImplementedError
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What this rank holds of the gradient."""
+        raise NotImplementedError
+
+    def measure(self) -> dict[str, float]:
+        """Validation metrics, on every rank; collective."""
+        raise NotImplementedError
+
+    def gather(self) -> dict[str, torch.Tensor]:
+        """The whole model's tensors by their original names, on rank 0; collective."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """What belongs in this rank's row of `result.json`."""
+        return {}
+
+    def conclude(self) -> dict[str, Any]:
+        """What belongs in `result.json` besides; collective."""
+        return {}
+
+    # ---- the loop
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with this optimizer, which holds this rank's parameters."""
+        self.optimizer, self.rates = optimizer, Rates(optimizer)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank needs the samples."""
+        return True
+
+    def run(self) -> dict[str, Any]:
+        """Epochs until all are done, `--steps` is reached or a step is not finite; then the outcome."""
+        job = self.session.job
+        with job.data.reader(self.session.catalogue, job.seed) as self.reader:
+            epoch, limited = 0, self.session.overrides.steps is not None
+            while not self.failure and (self.step < self.num_steps if limited else epoch < job.epochs):
+                self._epoch(epoch, limited)
+                epoch += 1
+                if not self.failure and not limited and epoch < job.epochs:
+                    self._validate(epoch)
+        return self._outcome()
+
+    def _epoch(self, epoch: int, limited: bool) -> None:
+        num_samples, job = self.session.catalogue.num_samples, self.session.job
+        batch = job.batch_size * self.num_shares
+        cursor = 0
+        while cursor < num_samples and not self.failure and not (limited and self.step >= self.num_steps):
+            count = min(batch, num_samples - cursor)
+            if count < self.num_shares or (count < batch and job.drop_last):
+                self.left_out += count
+                return
+            following = min(batch, num_samples - cursor - count)
+            if following >= self.num_shares and self.reads:
+                self.reader.prefetch(
+                    epoch, *share_out(cursor + count, following, self.num_shares, self.share)
+                )
+            self._one_step(epoch, cursor, count)
+            cursor += count
+
+    def _one_step(self, epoch: int, cursor: int, count: int) -> None:
+        job = self.session.job
+        self.session.runtime.step = self.step
+        start, share = share_out(cursor, count, self.num_shares, self.share)
+        batch = self._on_device(self.reader.batch(epoch, start, share)) if self.reads else None
+        seed_step(job.seed, self.random_key, self.step)
+        self.optimizer.zero_grad(set_to_none=True)
+        value = self.compute(batch, share, share * self.num_shares / count)
+        loss, finite = self._agree(value, share / count)
+        if finite:
+            if job.schedule is not None:
+                progress = self.samples / self.session.catalogue.num_samples
+                self.rates.set(job.schedule.factor(progress, self.num_shares))
+            self.optimizer.step()
+            self.samples += count
+        else:
+            self._refuse(value)
+        self.step += 1
+        self.meter.progress(self.samples, self.step, epoch + 1, loss)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _agree(self, value: float, share: float) -> tuple[float, bool]:
+        """(the mean loss of the step, whether everything is finite), the same on all ranks; ends the run if one of
+        them has had a signal.
+        """
+        grads = self.gradients()
+        finite = value - value == 0.0 and (not grads or all_finite(grads))
+        numbers = [value * share if self.tells else 0.0, 0.0 if finite else 1.0, float(signals.asked())]
+        told = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(told)
+        loss, bad, asked = told.tolist()
+        if asked:
+            self.failure = (
+                f"step {self.step}: a signal asked the run to end; its model is saved, but no checkpoint"
+            )
+        return loss, bad == 0.0
+
+    def _refuse(self, value: float) -> None:
+        self.nonfinite += 1
+        if self.session.job.on_nonfinite == "stop":
+            whose = self.session.runtime.where()
+            here = f"{whose}: loss is {value:g}" if value - value != 0.0 else ""
+            self.failure = here or f"step {self.step}: the averaged gradient is not finite"
+
+    def _validate(self, epoch: int) -> None:
+        if self.session.validation is not None:
+            began_s = time.monotonic()
+            self.meter.event("validation", epoch=epoch, samples=self.samples, **self.measure())
+            self.meter.pause(time.monotonic() - began_s)
+
+    def sum_up(self, sums: dict[str, float], num_samples: int) -> dict[str, float]:
+        """Means over all samples from every rank's sums; collective."""
+        total: dict[str, float] = {}
+        count = 0
+        for theirs, number in self.session.runtime.allgather([sums, num_samples]):
+            count += number
+            for name, value in theirs.items():
+                total[name] = total.get(name, 0.0) + value
+        return {name: value / count for name, value in total.items()}
+
+    def _outcome(self) -> dict[str, Any]:
+        metrics = self.measure() if self.session.validation is not None else {}
+        tensors, concluded = self.gather(), self.conclude()
+        detail = {"rank": self.rank, "role": "worker", "replica": self.replica, "part": self.part}
+        outcome: dict[str, Any] = {
+            "detail": {**detail, "steps": self.step, **self.describe()},
+            "failure": self.failure,
+        }
+        if self.rank == 0:
+            path = self.session.run_dir / MODEL_FILE
+            told = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
+            save_tensors(tensors, path, told)
+            counts = {
+                "accepted": self.step - self.nonfinite,
+                "nonfinite": self.nonfinite,
+                "samples_left_out": self.left_out,
+                "replicas": self.grid.num_replicas,
+            }
+            outcome["result"] = {
+                **self.meter.result(), **counts, **concluded, "metrics": metrics, "model": str(path)
+            }  # fmt: skip
+        return outcome
+
+
+def grid_of(session: Session) -> Grid:
+    """Everybody's place in this run."""
+    assert isinstance(session.strategy, Split)
+    return session.strategy.grid(session.runtime.nodes)
+
+
+def device_mesh(grid: Grid, device: torch.device) -> Any:
+    """torch's mesh of the grid, with dimensions "replica" and "part"."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh(device.type, torch.tensor(grid.ranks), mesh_dim_names=("replica", "part"))
+
+
+def compare_parameters(runtime: Any, module: nn.Module) -> None:
+    """All ranks have built the same model, or all leave."""
+    runtime.compare({"parameters": [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters()]})
+
+    def check() -> None:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise UsageError("the model has no parameter that requires a gradient: nothing to train")
+
+    attempt(runtime, check)

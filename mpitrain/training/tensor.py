@@ -1,0 +1,104 @@
+"""`tensor(parallel=K)`: torch's tensor parallelism over our process group; several models side by side are averaged by
+FSDP2 along the other dimension of the mesh.
+
+Law of this file: ranks that hold one model take the same batch and the same random numbers. All ranks have built the
+same parameters, so slicing them needs no message.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from mpitrain.errors import UsageError
+from mpitrain.mpi.process_group import init_default_group
+from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
+from mpitrain.training.mesh import MeshRun
+from mpitrain.training.session import Session, attempt
+from mpitrain.training.sharded import shard_module
+from mpitrain.training.split import compare_parameters, device_mesh, grid_of
+
+
+def run_tensor(session: Session) -> dict[str, Any]:
+    """Train with sliced layers; returns what this rank knows of the run."""
+    runtime, job = session.runtime, session.job
+    grid = grid_of(session)
+    replica, part = grid.place(runtime.rank)
+    runtime.role = f"slice {part} of model {replica}"
+    device = pick_device(runtime.local_rank)
+    module = attempt(runtime, lambda: build(job, None, device)[0])
+    compare_parameters(runtime, module)
+    plan = attempt(runtime, lambda: slices(module, job.tensor_plan, grid.num_parts))
+    share_module(runtime, module)
+    init_default_group(runtime)
+    mesh = device_mesh(grid, device)
+    parallelize_module(
+        module, mesh["part"], {name: _style(way) for name, way in plan.items()}, src_data_rank=None
+    )
+    if grid.num_replicas > 1:
+        # a sliced layer returns a view, on which a later in-place function would undo FSDP2's hook
+        shard_module(module, mesh["replica"], leave=[module.get_submodule(name) for name in plan])
+    run = MeshRun(session, grid, replica, part == 0, device, module)
+    run.random_key = grid.ranks[replica][0]
+    optimizer = build_optimizer(job, module, session.overrides.lr)
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = False  # one call cannot take sliced and whole parameters together
+    run.use(optimizer)
+    outcome = run.run()
+    dist.destroy_process_group()
+    runtime.engine.stop()  # from here on this thread owns MPI again
+    return outcome
+
+
+def _style(way: str) -> Any:
+    if way == "gather":
+        return ColwiseParallel(output_layouts=Replicate())
+    return ColwiseParallel() if way == "column" else RowwiseParallel()
+
+
+def slices(module: nn.Module, plan: Mapping[str, str], count: int) -> dict[str, str]:
+    """The layers that a job's `tensor_plan` slices into `count`, by their full names.
+
+    Raises:
+        UsageError: there is no plan, a pattern names no layer or a layer that cannot be sliced, or its width is no
+            multiple of `count`.
+    """
+    if not plan:
+        raise UsageError(
+            'tensor() needs the job to say which layers are sliced: tensor_plan={"layers.*.up": "column", '
+            '"layers.*.down": "row"}'
+        )
+    named = dict(module.named_modules())
+    found: dict[str, str] = {}
+    for pattern, way in plan.items():
+        names = fnmatch.filter(named, pattern)
+        if not names:
+            raise UsageError(f"tensor_plan: {pattern!r} matches none of {', '.join(filter(None, named))}")
+        for name in names:
+            if name in found:
+                raise UsageError(f"tensor_plan: {name} is matched twice, last by {pattern!r}")
+            _check(name, named[name], way, count)
+            found[name] = way
+    return found
+
+
+def _check(name: str, layer: nn.Module, way: str, count: int) -> None:
+    if isinstance(layer, nn.Linear):
+        width = layer.in_features if way == "row" else layer.out_features
+    elif isinstance(layer, nn.Embedding):
+        width = layer.num_embeddings if way == "row" else layer.embedding_dim
+    else:
+        raise UsageError(
+            f"tensor_plan: {name} is {type(layer).__name__}; only Linear and Embedding can be sliced"
+        )
+    if width % count:
+        raise UsageError(
+            f"tensor_plan: {name} has {width} numbers to slice as {way!r}, no multiple of {count}"
+        )

@@ -1,0 +1,52 @@
+"""The scripts for strangers: over the MPI that started them they learn what they learn over gloo, and what is new in
+them is an import and one word."""
+
+import contextlib
+import re
+import socket
+
+import pytest
+
+from tests.ranks import ROOT, run_ranks
+
+NAMES = ["ddp", "fsdp2"]
+BOTH = """
+import os, pathlib
+os.environ |= {{"RANK": os.environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": os.environ["OMPI_COMM_WORLD_SIZE"]}}
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+for name, port in {ports}.items():
+    os.environ["MASTER_PORT"] = str(port)  # two gloo groups in turn at one port would meet in the first one's store
+    for backend in ("gloo", "mpi4py"):
+        code = pathlib.Path({root!r}, "examples", name + ".py").read_text()
+        if backend == "gloo":
+            code = code.replace('"mpi4py"', '"gloo"').replace("import mpitrain  # noqa: F401", "")
+        print(name, backend, end=" ", flush=True)
+        exec(compile(code, name, "exec"), {{}})
+        print(flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in NAMES]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        ports = {name: probe.getsockname()[1] for name, probe in zip(NAMES, probes)}
+    run = run_ranks(2, BOTH.format(ports=ports, root=str(ROOT)), timeout_s=200).check()
+    return dict(re.findall(r"^(\w+ \w+) accuracy (0\.\d+)", run.ranks_out[0], re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_script_learns_the_same_over_mpi_and_gloo(said, name):
+    assert float(said[f"{name} mpi4py"]) == pytest.approx(float(said[f"{name} gloo"]), abs=0.004)
+    assert float(said[f"{name} mpi4py"]) >= 0.95
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_import_and_one_word_are_new(name):
+    code = (ROOT / "examples" / f"{name}.py").read_text().split('"""')[2]
+    assert re.findall(r".*mpi.*", code) == [
+        "import mpitrain  # noqa: F401",
+        'dist.init_process_group("mpi4py")',
+    ]
