@@ -20,8 +20,11 @@ strategies:
   async(servers=1)     a server that applies each gradient on arrival
   softsync(updates=2)  a server that applies the mean of any two
   ssp(bound=3)         async, nobody more than 3 ahead of the slowest
+  elastic(push_every=10)  workers on their own parameters, tied to a centre
   server strategies take servers=N, warmup=warmup(1, epochs=2) and damping= one
-  of inverse(), drop(limit=9), power(0.5), delay_compensated(0.04), gap_aware()
+  of inverse(), drop(limit=9), power(0.5), delay_compensated(0.04), gap_aware();
+  optimizer="worker", push_every=, pull_every=, inflight=2, placement=, and
+  batching= one of per_worker(), per_round(), by_speed()
   allreduce takes codec= one of float16(), bfloat16(), eightbit(), onebit(),
   threshold(density=1e-3), topk(density=1e-3), powersgd(rank=2), qsgd(levels=7)
   pipeline(stages=2)   the layers split over ranks, in pipelines side by side

@@ -17,7 +17,7 @@ os.environ["MASTER_ADDR"] = "127.0.0.1"
 for name, port in {ports}.items():
     os.environ["MASTER_PORT"] = str(port)  # two gloo groups in turn at one port would meet in the first one's store
     for backend in ("gloo", "mpi4py"):
-        code = pathlib.Path({root!r}, "examples", name + ".py").read_text()
+        code = pathlib.Path({root!r}, "jobs", "scripts", name + ".py").read_text()
         if backend == "gloo":
             code = code.replace('"mpi4py"', '"gloo"').replace("import mpitrain  # noqa: F401", "")
         print(name, backend, end=" ", flush=True)
@@ -45,7 +45,7 @@ def test_the_same_script_learns_the_same_over_mpi_and_gloo(said, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_import_and_one_word_are_new(name):
-    code = (ROOT / "examples" / f"{name}.py").read_text().split('"""')[2]
+    code = (ROOT / "jobs" / "scripts" / f"{name}.py").read_text().split('"""')[2]
     assert re.findall(r".*mpi.*", code) == [
         "import mpitrain  # noqa: F401",
         'dist.init_process_group("mpi4py")',

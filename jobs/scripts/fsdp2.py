@@ -1,6 +1,6 @@
 """A script for torch's FSDP2 as everybody writes it; `import mpitrain` and one word are new.
 
-srun --mpi=pmix python examples/fsdp2.py
+srun --mpi=pmix python jobs/scripts/fsdp2.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A script for torch's DistributedDataParallel as everybody writes it; `import mpitrain` and one word are new.
 
-srun --mpi=pmix python examples/ddp.py
+srun --mpi=pmix python jobs/scripts/ddp.py
 """
 
 import torch
