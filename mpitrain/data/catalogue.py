@@ -82,6 +82,11 @@ class Catalogue:
         """Bytes of the largest chunk over all arrays."""
         return max(file.chunk_samples for file in self.files) * self.sample_bytes
 
+    @property
+    def window_samples(self) -> int:
+        """Samples of a full window, which are mixed and therefore read together."""
+        return min(self.num_samples, self.window_chunks * max(file.chunk_samples for file in self.files))
+
     def to_json(self) -> str:
         """One line of text from which `from_json` makes an equal catalogue."""
         files = [[file.path, file.num_samples, file.chunk_samples] for file in self.files]

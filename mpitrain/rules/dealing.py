@@ -3,11 +3,20 @@
 Law of this file: a lease is a run [start, start + count) of one epoch's global order; every sample of an
 epoch is dealt exactly once, and progress is what has been settled, not what has been dealt. A fast worker
 simply asks more often. Pure and small enough to save as integers.
+
+Samples that lie close in the order lie in the same chunks of the files, so each worker is dealt from a
+stretch of its own, many windows long, and reads chunks that nobody else reads. Stretches get shorter towards
+the end of an epoch (guided self-scheduling, Polychronopoulos and Kuck, 1987), and when none is left whoever
+asks is dealt from the one with most left: an epoch has been dealt whole before the next one begins, and from
+a single stretch the leases come in the order of asking.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+
+MAX_WINDOWS = 16  # of a stretch: neighbours share the window they meet in, so about 1/16 is read twice
 
 
 class Lease(NamedTuple):
@@ -42,6 +51,8 @@ class Dealer:
         num_batches: stop after this many batches (a benchmark run), however many epochs that takes; None for
             no such limit.
         drop_last: leave a smaller last batch out (counted in `num_left_out`).
+        num_workers: who share the epoch; window_samples: how many are read together. They give stretches their
+            length; without a window every epoch is one stretch.
     """
 
     def __init__(
@@ -51,12 +62,18 @@ class Dealer:
         batch_size: int,
         num_batches: int | None = None,
         drop_last: bool = False,
+        num_workers: int = 1,
+        window_samples: int | None = None,
     ):
-        assert num_samples > 0 and batch_size > 0
+        assert num_samples > 0 and batch_size > 0 and num_workers > 0
         self.num_samples, self.num_epochs, self.batch_size = num_samples, num_epochs, batch_size
         self.num_batches, self.drop_last = num_batches, drop_last and num_samples >= batch_size
         self.epoch = self.cursor = self.num_dealt = self.num_left_out = 0
         self.closed = False
+        self.num_workers, self.window_samples = num_workers, window_samples or num_samples
+        self.stretches: dict[
+            int, tuple[int, int]
+        ] = {}  # worker -> [next, end); the cursor is behind them all
         self.returned: list[Lease] = []
         self.outstanding: dict[int, list[Lease]] = {}
 
@@ -72,21 +89,58 @@ class Dealer:
             num_batches = min(num_batches, self.num_batches - self.num_dealt)
         if self.closed or num_batches <= 0:
             return None
-        if self.cursor >= self.num_samples or self._tail_is_dropped(size):
-            self.num_left_out += max(0, self.num_samples - self.cursor)
+        owner = self._stretch_for(worker, size * num_batches, size)
+        while owner is None:
             self.epoch, self.cursor = self.epoch + 1, 0
+            owner = self._stretch_for(worker, size * num_batches, size)
         if self.num_batches is None and self.epoch >= self.num_epochs:
             return None
-        count = min(size * num_batches, self.num_samples - self.cursor)
+        start, end = self.stretches.pop(owner)
+        count = min(size * num_batches, end - start)
         count -= count % size if self.drop_last and count > size else 0
-        lease = Lease(self.epoch, self.cursor, count, size if count > size else 0)
-        self.cursor += count
+        if start + count < end:
+            self.stretches[owner] = start + count, end
+        lease = Lease(self.epoch, start, count, size if count > size else 0)
         self.num_dealt += -(-count // size)
         self.outstanding.setdefault(worker, []).append(lease)
         return lease
 
-    def _tail_is_dropped(self, size: int) -> bool:
-        return self.drop_last and self.num_samples - self.cursor < min(size, self.num_samples)
+    def _stretch_for(self, worker: int, unit: int, size: int) -> int | None:
+        """Whose stretch `worker` is dealt the next `unit` samples from: its own, a new one, or the one with most
+        left; None at the end of the epoch.
+        """
+        self._lengthen(worker, unit)
+        least = min(size, self.num_samples) if self.drop_last else 1
+        if self.drop_last and worker in self.stretches and self._length(worker) < least:
+            self._leave_out(worker)
+            self._lengthen(worker, unit)
+        if worker in self.stretches and self._length(worker) >= least:
+            return worker
+        while self.stretches:
+            longest = max(self.stretches, key=lambda owner: (self._length(owner), -self.stretches[owner][0]))
+            if self._length(longest) >= least:
+                return longest
+            self._leave_out(longest)
+        return None
+
+    def _lengthen(self, worker: int, unit: int) -> None:
+        """Open a stretch for a worker without one, or draw its own out to `unit` where nobody is behind it."""
+        start, end = self.stretches.get(worker, (self.cursor, self.cursor))
+        unopened = self.num_samples - self.cursor
+        if not unopened or end != self.cursor or end - start >= unit:
+            return
+        fair = max(self.window_samples, unopened // (2 * self.num_workers))
+        num_units = -(-min(fair, MAX_WINDOWS * self.window_samples) // unit)
+        self.cursor = min(self.num_samples, start + num_units * unit)
+        self.stretches[worker] = start, self.cursor
+
+    def _length(self, owner: int) -> int:
+        start, end = self.stretches[owner]
+        return end - start
+
+    def _leave_out(self, owner: int) -> None:
+        self.num_left_out += self._length(owner)
+        del self.stretches[owner]
 
     def settle(self, worker: int) -> Lease:
         """`worker` has handed in the gradient of its oldest lease."""
@@ -108,6 +162,7 @@ class Dealer:
             "num_dealt": self.num_dealt,
             "num_left_out": self.num_left_out,
             "closed": self.closed,
+            "stretches": [[worker, *stretch] for worker, stretch in self.stretches.items()],
             "returned": [list(lease) for lease in self.returned],
             "outstanding": {
                 str(worker): [list(lease) for lease in leases] for worker, leases in self.outstanding.items()
@@ -115,7 +170,9 @@ class Dealer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned; whoever held leases then has to be dealt new ones."""
+        """Continue from what `state` returned, with any number of workers: whoever held leases has to be dealt new
+        ones, and the stretch of a worker that is gone is dealt to the others before the epoch ends."""
+        self.stretches = {worker: (start, end) for worker, start, end in state["stretches"]}
         self.epoch, self.cursor, self.num_dealt = state["epoch"], state["cursor"], state["num_dealt"]
         self.num_left_out, self.closed = state["num_left_out"], state["closed"]
         held = [*state["returned"], *(lease for leases in state["outstanding"].values() for lease in leases)]

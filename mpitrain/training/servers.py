@@ -103,7 +103,13 @@ def make_server(
     deals = session.runtime.rank == session.roles.dealer
     dealer = (
         Dealer(
-            session.catalogue.num_samples, job.epochs, job.batch_size, session.num_batches(), job.drop_last
+            session.catalogue.num_samples,
+            job.epochs,
+            job.batch_size,
+            session.num_batches(),
+            job.drop_last,
+            len(session.roles.workers),
+            session.catalogue.window_samples,
         )
         if deals
         else None

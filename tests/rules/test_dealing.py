@@ -92,3 +92,65 @@ def test_shares_of_a_global_batch_are_contiguous_and_even(start, count, num_work
     covered = [position for first, size in shares for position in range(first, first + size)]
     assert covered == list(range(start, start + count))
     assert max(size for _, size in shares) - min(size for _, size in shares) <= 1
+
+
+STRETCHED = {
+    "num_samples": st.integers(1, 200),
+    "batch_size": st.integers(1, 9),
+    "window": st.integers(1, 30),
+    "num_workers": st.integers(1, 4),
+}
+
+
+def stretched(num_samples, batch_size, window, num_workers, drop_last=False):
+    return Dealer(num_samples, 2, batch_size, None, drop_last, num_workers, window)
+
+
+def positions(leases):
+    return [(lease.epoch, p) for lease in leases for p in range(lease.start, lease.start + lease.num_samples)]
+
+
+@given(**STRETCHED, data=st.data())
+def test_stretches_cover_each_epoch_exactly_once_and_one_after_the_other(
+    num_samples, batch_size, window, num_workers, data
+):
+    leases = drain(stretched(num_samples, batch_size, window, num_workers), workers(data))
+    assert sorted(positions(leases)) == [(epoch, p) for epoch in range(2) for p in range(num_samples)]
+    assert [lease.epoch for lease in leases] == sorted(lease.epoch for lease in leases)
+    assert sum(lease.num_samples < batch_size for lease in leases) <= 2  # the last batch of an epoch only
+
+
+@given(**STRETCHED, data=st.data())
+def test_drop_last_leaves_out_the_same_with_stretches(num_samples, batch_size, window, num_workers, data):
+    dealer = stretched(num_samples, batch_size, window, num_workers, drop_last=True)
+    leases = drain(dealer, workers(data))
+    if num_samples >= batch_size:
+        assert all(lease.num_samples == batch_size for lease in leases)
+        assert dealer.num_left_out == 2 * (num_samples % batch_size)
+    assert len(positions(leases)) + dealer.num_left_out == 2 * num_samples
+
+
+@given(**STRETCHED, cut=st.integers(0, 60), new_workers=st.integers(1, 6))
+def test_another_number_of_workers_continues_in_mid_epoch(
+    num_samples, batch_size, window, num_workers, cut, new_workers
+):
+    dealer, done = stretched(num_samples, batch_size, window, num_workers), []
+    for index in range(cut):
+        if dealer.deal(index % num_workers):
+            done.append(dealer.settle(index % num_workers))
+    again = stretched(num_samples, batch_size, window, new_workers)
+    again.restore(json.loads(json.dumps(dealer.state())))
+    asking = iter(range(10**6))
+    rest = drain(again, iter(lambda: next(asking) % new_workers, None))
+    assert sorted(positions(done + rest)) == [(epoch, p) for epoch in range(2) for p in range(num_samples)]
+
+
+def test_workers_are_dealt_from_windows_that_nobody_else_reads():
+    """4 equal workers and 400 windows: windows touched by two of them are few."""
+    dealer = Dealer(40_000, 1, 16, None, False, 4, 100)
+    readers = {}
+    for index in range(40_000 // 16):
+        lease = dealer.deal(index % 4)
+        for window in range(lease.start // 100, (lease.start + lease.num_samples - 1) // 100 + 1):
+            readers.setdefault(window, set()).add(index % 4)
+    assert sum(map(len, readers.values())) <= 1.15 * 400  # contiguous leases would make it 4 * 400
