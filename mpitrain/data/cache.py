@@ -106,7 +106,9 @@ class ChunkCache:
             self._clock += 1
             self._used[slots] = self._clock
             index = slots * self._rows + rows
-            return {name: arena[index] for name, arena in self._arena.items()}
+            return {
+                name: arena.take(index, axis=0) for name, arena in self._arena.items()
+            }  # lets go of the GIL
 
     def _copy_chunk_by_chunk(self, chunks: IntArray, rows: IntArray) -> Arrays:
         found: Arrays = {

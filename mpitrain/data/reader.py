@@ -111,7 +111,9 @@ class Reader:
         if self._closed:
             raise UsageError("this reader is closed; make another with source.reader(catalogue, seed)")
         hinted = self._hints.pop(key, None)
-        return hinted.result() if hinted is not None else read()
+        if hinted is None or hinted.cancel():  # the thread is busy reading on: gather here meanwhile
+            return read()
+        return hinted.result()
 
     def _submit(self, key: Hashable, read: Callable[[], Batch]) -> bool:
         if self._closed or key in self._hints:
