@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-
 MAX_WINDOWS = 16  # of a stretch: neighbours share the window they meet in, so about 1/16 is read twice
 
 
