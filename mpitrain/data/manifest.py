@@ -11,10 +11,11 @@ believed.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ NAME = "mpitrain-pack.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What went into a pack (`recipe`: source, digest, options) and came out (`files`: name -> samples)."""
+    """What went into a pack (`recipe`: source, digest, options) and came out (`files`: name -> samples; when it is
+    complete `sha256`: name -> hexadecimal SHA-256 of the file)."""
 
     recipe: dict[str, Any]
     files: dict[str, int]
     complete: bool = False
     schema: int = 1
+    sha256: dict[str, str] = field(default_factory=dict)
 
     def write(self, directory: Path) -> None:
         """Replace the directory's manifest by this one in one step."""
@@ -57,6 +60,12 @@ class Manifest:
             raise DataError(
                 f"{path}: is not a manifest of `mpitrain data pack` ({error}); {way_out}"
             ) from error
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_against_manifest(pattern: str, found: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpitrain.data.format import RUN_BYTES, SCHEMA, describe_shard
-from mpitrain.data.manifest import NAME, Manifest
+from mpitrain.data.manifest import NAME, Manifest, file_sha256
 from mpitrain.data.order import SPLIT, IntArray, permutation
 from mpitrain.data.sources import check_arrays
 from mpitrain.data.write import sync_directory, write_shard
@@ -88,7 +88,7 @@ def pack(
         plan.write(directory)
         for name, part in rows.items():
             write_shard(directory / name, arrays, part, options.chunk_samples)
-        done = replace(plan, complete=True)
+        done = replace(plan, complete=True, sha256={name: file_sha256(directory / name) for name in rows})
         done.write(directory)
     except BaseException:
         _remove(directory, plan)
@@ -157,17 +157,18 @@ def _is_there(directory: Path, plan: Manifest) -> bool:
         raise UsageError(
             f"{directory}: holds another pack ({', '.join(changed)}); choose another, or remove this one"
         )
-    if old == replace(plan, complete=True) and all(
-        _is_whole(directory / name, n) for name, n in plan.files.items()
+    if replace(old, sha256={}) == replace(plan, complete=True) and all(
+        _is_whole(directory / name, n, old.sha256.get(name)) for name, n in plan.files.items()
     ):
         return True
     _remove(directory, old)
     return False
 
 
-def _is_whole(path: Path, num_samples: int) -> bool:
+def _is_whole(path: Path, num_samples: int, sha256: str | None) -> bool:
+    """Whether the shard has the sum in the manifest (packs of older versions list none: then, whether it opens)."""
     try:
-        return describe_shard(str(path))[0].num_samples == num_samples
+        return describe_shard(str(path))[0].num_samples == num_samples and sha256 in (None, file_sha256(path))
     except DataError:
         return False
 

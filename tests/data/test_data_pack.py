@@ -1,5 +1,6 @@
 """Packing: the same samples every time, whole or not at all, and only once."""
 
+import hashlib
 import os
 import resource
 from pathlib import Path
@@ -79,6 +80,16 @@ def test_a_pack_that_lost_something_is_done_again(tmp_path, damage):
     _, written = pack(ARRAYS, tmp_path, OPTIONS, "test")
     assert written
     assert str(contents(tmp_path)) == str(whole)
+
+
+def test_the_manifest_holds_every_shards_sum_and_a_changed_shard_is_packed_again(tmp_path):
+    pack(ARRAYS, tmp_path, OPTIONS, "test")
+    sums = {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in FILES}
+    assert Manifest.read(tmp_path).sha256 == sums
+    with h5py.File(tmp_path / FILES[0], "r+") as file:  # a valid shard of the right size, with another label
+        file["y"][0] += 1
+    assert pack(ARRAYS, tmp_path, OPTIONS, "test")[1]
+    assert hashlib.sha256((tmp_path / FILES[0]).read_bytes()).hexdigest() == sums[FILES[0]]
 
 
 def test_a_missing_shard_of_a_pack_is_noticed_before_training(tmp_path):
