@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from mpitrain.data.batches import ShardBatches
 from mpitrain.data.cache import ChunkCache
 from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.files import ShardFiles
 from mpitrain.data.format import describe_shard
 from mpitrain.data.manifest import check_against_manifest
-from mpitrain.data.reader import Reader
+from mpitrain.data.reader import Batch, Reader
 from mpitrain.errors import DataError, UsageError
 
 
@@ -68,6 +70,16 @@ class Shards:
     def reader(self, catalogue: Catalogue, seed: int) -> Reader:
         """A reader of the shards that `scan` found, here or on another rank; close it after use."""
         return Reader(catalogue, seed, ChunkCache(catalogue, ShardFiles(catalogue)))
+
+    def batches(
+        self,
+        batch_size: int,
+        seed: int = 0,
+        drop_last: bool = False,
+        transform: Callable[[Batch], Any] | None = None,
+    ) -> ShardBatches:
+        """For a torch script of one's own: an `IterableDataset` of batches, shared out over ranks and workers."""
+        return ShardBatches(self, batch_size, seed, drop_last, transform)
 
 
 _ALIKE = (
