@@ -104,8 +104,8 @@ class Deals:
         """Data position and the batching's memory, JSON-able."""
         return {"dealer": self.dealer.state() if self.dealer else None, "batching": self.memory}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+    def restore(self, state: dict[str, Any], workers: tuple[int, ...]) -> None:
+        """Continue from what `state` returned, with `workers`."""
         self.memory = state["batching"]
         if self.dealer and state["dealer"]:
-            self.dealer.restore(state["dealer"])
+            self.dealer.restore(state["dealer"], workers)

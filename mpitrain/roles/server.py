@@ -283,7 +283,7 @@ class Server:
         """
         self.failure, self.applied_samples = state["failure"], state["applied_samples"]
         self.ledger.restore(state["ledger"])
-        self.deals.restore(state["deals"])
+        self.deals.restore(state["deals"], self.workers)
         pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
         if self.rule.warmup.is_over(pushed, self.epoch_samples):
             self.active = set(self.present)

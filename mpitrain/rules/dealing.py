@@ -74,6 +74,7 @@ class Dealer:
             int, tuple[int, int]
         ] = {}  # worker -> [next, end); the cursor is behind them all
         self.returned: list[Lease] = []
+        self.kept: dict[int, list[Lease]] = {}  # what each worker had before a restart: dealt to it again
         self.outstanding: dict[int, list[Lease]] = {}
 
     def deal(self, worker: int, batch_size: int = 0, num_batches: int = 1) -> Lease | None:
@@ -81,8 +82,9 @@ class Dealer:
         first. `batch_size`: instead of the usual one; num_batches: to put into one lease, as far as they go.
         """
         size = batch_size or self.batch_size
-        if self.returned and not self.closed:
-            self.outstanding.setdefault(worker, []).append(self.returned.pop(0))
+        again = self.kept.get(worker) or self.returned
+        if again and not self.closed:
+            self.outstanding.setdefault(worker, []).append(again.pop(0))
             return self.outstanding[worker][-1]
         if self.num_batches is not None:
             num_batches = min(num_batches, self.num_batches - self.num_dealt)
@@ -147,7 +149,7 @@ class Dealer:
 
     def take_back(self, worker: int) -> None:
         """`worker` will hand in nothing more: its leases are dealt again, earliest first."""
-        self.returned = sorted(self.returned + self.outstanding.pop(worker, []))
+        self.returned = sorted(self.returned + self.kept.pop(worker, []) + self.outstanding.pop(worker, []))
 
     def close(self) -> None:
         """Deal nothing more."""
@@ -163,16 +165,27 @@ class Dealer:
             "closed": self.closed,
             "stretches": [[worker, *stretch] for worker, stretch in self.stretches.items()],
             "returned": [list(lease) for lease in self.returned],
-            "outstanding": {
-                str(worker): [list(lease) for lease in leases] for worker, leases in self.outstanding.items()
-            },
+            "outstanding": [
+                [
+                    worker,
+                    [list(lease) for lease in self.kept.get(worker, []) + self.outstanding.get(worker, [])],
+                ]
+                for worker in sorted({*self.kept, *self.outstanding})
+            ],
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned, with any number of workers: whoever held leases has to be dealt new
-        ones, and the stretch of a worker that is gone is dealt to the others before the epoch ends."""
+    def restore(self, state: dict[str, Any], workers: tuple[int, ...] = ()) -> None:
+        """Continue from what `state` returned, with any number of workers: those of before among `workers` are dealt
+        again what they held, so that a run in lockstep goes on as it was; what others held goes to whoever asks, and
+        the stretch of a worker that is gone is dealt to the others before the epoch ends."""
         self.stretches = {worker: (start, end) for worker, start, end in state["stretches"]}
         self.epoch, self.cursor, self.num_dealt = state["epoch"], state["cursor"], state["num_dealt"]
         self.num_left_out, self.closed = state["num_left_out"], state["closed"]
-        held = [*state["returned"], *(lease for leases in state["outstanding"].values() for lease in leases)]
-        self.returned, self.outstanding = sorted(Lease(*lease) for lease in held), {}
+        self.returned, self.outstanding = [Lease(*lease) for lease in state["returned"]], {}
+        self.kept = {}
+        for worker, leases in state["outstanding"]:
+            held = [Lease(*lease) for lease in leases]
+            if worker in workers:
+                self.kept[worker] = held
+            else:
+                self.returned = sorted(self.returned + held)

@@ -154,3 +154,34 @@ def test_workers_are_dealt_from_windows_that_nobody_else_reads():
         for window in range(lease.start // 100, (lease.start + lease.num_samples - 1) // 100 + 1):
             readers.setdefault(window, set()).add(index % 4)
     assert sum(map(len, readers.values())) <= 1.15 * 400  # contiguous leases would make it 4 * 400
+
+
+@pytest.mark.parametrize("window", [None, 16, 50])
+@pytest.mark.parametrize("rounds", [1, 7, 20])
+def test_in_lockstep_a_restored_dealer_goes_on_as_if_nothing_had_happened(window, rounds):
+    """Two leases ahead of three workers, cut after some rounds: who trains on what afterwards is the same."""
+
+    def play(cut):
+        dealer = Dealer(400, 2, 4, num_workers=3, window_samples=window)
+        ahead = {worker: [dealer.deal(worker)] for worker in (1, 2, 3)}
+        for worker in (1, 2, 3):
+            ahead[worker].append(dealer.deal(worker))
+        done = []
+        for number in range(60):
+            for worker in (1, 2, 3):
+                done.append((worker, dealer.settle(worker)))
+                assert done[-1][1] == ahead[worker].pop(0)
+            if number == cut:
+                state = dealer.state()
+                dealer = Dealer(400, 2, 4, num_workers=3, window_samples=window)
+                dealer.restore(state, (1, 2, 3))
+                ahead = {worker: [] for worker in (1, 2, 3)}
+                for _ in range(2):
+                    for worker in (1, 2, 3):
+                        ahead[worker].append(dealer.deal(worker))
+            else:
+                for worker in (1, 2, 3):
+                    ahead[worker].append(dealer.deal(worker))
+        return done
+
+    assert play(rounds) == play(None)
