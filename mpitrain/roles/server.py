@@ -264,11 +264,11 @@ class Server:
         return {**self.ledger.summary(), **counts}
 
     def state(self) -> dict[str, Any]:
-        """Rule memory, counts and data position, JSON-able; the store saves its tensors itself."""
+        """Counts and data position, JSON-able; the store saves its tensors itself, and right after an update a rule
+        remembers nothing that matters."""
         assert self.gathering.empty, "state is taken when no update is being gathered"
         return {
             "workers": sorted(self.workers),
-            "memory": self.memory,
             "ledger": self.ledger.state(),
             "deals": self.deals.state(),
             "next_step": {str(worker): step for worker, step in self._next_step.items()},
@@ -279,7 +279,7 @@ class Server:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned: the workers join anew, and what they computed on goes
-        unused. With other workers than before, the rule begins anew on the same parameters and counts.
+        unused. The rule begins anew, on the same parameters and counts, and other workers than before may go on.
         """
         self.failure, self.applied_samples = state["failure"], state["applied_samples"]
         self.ledger.restore(state["ledger"])
@@ -289,10 +289,9 @@ class Server:
             self.active = set(self.present)
         same = sorted(self.workers) == state["workers"]
         self.ledger.begin_anew(forget=not same)
+        # a fresh memory: clocks that two shards were cut at differently would hold back each other's workers for ever
+        self.memory = self.rule.start(tuple(sorted(self.active)))
         if same:
-            self.memory = state["memory"]
             self._next_step = {int(worker): step for worker, step in state["next_step"].items()}
             self._num_batches = {int(worker): count for worker, count in state["num_batches"].items()}
-        else:
-            self.memory = self.rule.start(tuple(sorted(self.active)))
         self.cuts.last = self.ledger.samples_accepted

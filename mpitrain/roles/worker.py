@@ -71,6 +71,7 @@ class Worker:
         """Work until no lease is left or a server says stop; returns this worker's counts."""
         yield from self._tell_all(Kind.JOIN)
         yield from self._collect(Kind.REPLY)
+        self._joined = True
         epoch = self.batches[0][0].epoch if self.batches else 0
         while not self.stopped and (self.batches or not self.leased):
             lease, last = self._next_batch() if self.leased else (None, False)
@@ -209,7 +210,8 @@ class Worker:
         while missing:
             source, message = yield Recv()
             reply = message.kind in (Kind.REPLY, Kind.DIFFERENCE)
-            crossed = reply and (kind != Kind.REPLY or message.step < self.step)
+            # shards that a checkpoint cut at different pushes may name different ones when a worker joins
+            crossed = reply and self._joined and (kind != Kind.REPLY or message.step < self.step)
             assert (reply if kind == Kind.REPLY else message.kind == kind or crossed) and source in missing, (
                 f"rank {source} sent {message.kind!r} out of turn"
             )
@@ -231,7 +233,7 @@ class Worker:
             self._park = message.park
             self.mark, self._cut = message.mark, message.cut or self._cut
             if not self._joined:
-                self.step, self.num_batches, self._joined = message.step, message.batches, True
+                self.step, self.num_batches = message.step, message.batches
         self.ends = self.ends or message.ends
         for lease in map(Lease._make, message.leases):
             pieces = lease.batches()
