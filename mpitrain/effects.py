@@ -36,6 +36,9 @@ class Kind(enum.IntEnum):
     IDLE = 10  # worker -> server: I have nothing to compute on, and stay in case there is more
     WAKE = 11  # server -> worker that is idle: join again, or, with `stop`, leave
     LOST = 9  # world -> server: this worker is dead; never on the wire
+    UPDATE = 12  # peer -> peer: what this step has changed, or the parameters
+    SUM = 13  # peer -> its parent at a meeting: the sum of the parameters below
+    MEAN = 14  # peer -> its children at a meeting: the mean of all
 
 
 class Payload(Protocol):
@@ -85,7 +88,8 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Answered with `(source, message)` when the next message is here, or with None after `timeout_s` without one."""
+    """Answered with `(source, message)` when the next message is here, or with None after `timeout_s` without one; 0
+    asks for what is here now."""
 
     timeout_s: float | None = None
 

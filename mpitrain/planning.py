@@ -10,7 +10,18 @@ from typing import Any
 
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.rules import AllReduce, Codec, PerWorker, Roles, ServerStrategy, Split, assign
+from mpitrain.planning_peers import averaging, peers, size_text
+from mpitrain.rules import (
+    AllReduce,
+    Codec,
+    Decentralized,
+    LocalSGD,
+    PerWorker,
+    Roles,
+    ServerStrategy,
+    Split,
+    assign,
+)
 
 
 def dry_run_command(path: str, overrides: Overrides, num_ranks: int, num_nodes: int) -> int:
@@ -90,14 +101,13 @@ def _data(job: Job, overrides: Overrides, catalogue: Any, roles: Roles) -> list[
     batches = -(-catalogue.num_samples // job.batch_size)
     files = len(getattr(catalogue, "files", ()))
     lines = [f"data        {catalogue.num_samples} samples in {files} shard file(s)"]
-    if isinstance(job.strategy, AllReduce):
+    if not isinstance(job.strategy, ServerStrategy):
         steps = overrides.steps or job.epochs * -(-catalogue.num_samples // (job.batch_size * num_workers))
         lines.append(
             f"            {steps} steps of {num_workers} x {job.batch_size} samples; each worker "
             "reads its share of every shard"
         )
     else:
-        assert isinstance(job.strategy, ServerStrategy)
         pushes = overrides.steps * num_workers if overrides.steps else job.epochs * batches
         if job.strategy.batching != PerWorker():
             lines.append(f"            batch sizes: {job.strategy.batching}, starting from {job.batch_size}")
@@ -115,11 +125,17 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
         if parameter.requires_grad
     )
     numbers = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    lines = [f"model       {numbers:,} trainable numbers, {_size(num_bytes)}"]
+    lines = [f"model       {numbers:,} trainable numbers, {size_text(num_bytes)}"]
     if not roles.servers:
         num = len(roles.workers)
-        least = _size(2 * (num - 1) / num * num_bytes)
-        lines.append(f"messages    allreduce of {_size(num_bytes)} a step; at least {least} sent per rank")
+        if isinstance(job.strategy, LocalSGD):
+            return lines + averaging(job.strategy, num_bytes, numbers, num, job.batch_size * num)
+        if isinstance(job.strategy, Decentralized):
+            return lines + peers(job.strategy, module, num_bytes, num)
+        least = size_text(2 * (num - 1) / num * num_bytes)
+        lines.append(
+            f"messages    allreduce of {size_text(num_bytes)} a step; at least {least} sent per rank"
+        )
         assert isinstance(job.strategy, AllReduce)
         return lines + _compressed(job.strategy.codec, module, num_bytes, num)
     from mpitrain.model import check_optimizer
@@ -134,11 +150,11 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
         wire_dtype(wire, layout.dtype).itemsize for wire in (strategy.push_wire, strategy.reply_wire)
     )
     for shard, rank in enumerate(roles.servers):
-        sizes = f"push {_size(layout.size(shard) * push)}, reply {_size(layout.size(shard) * reply)}"
+        sizes = f"push {size_text(layout.size(shard) * push)}, reply {size_text(layout.size(shard) * reply)}"
         lines.append(f"messages    shard {shard} (rank {rank}): {sizes}")
     pushes, pulls = _every(strategy.push_every), _every(strategy.pulls)
-    sent = f"sends {_size(numbers * push)}" + ("" if pushes == pulls else f" {pushes}")
-    lines.append(f"            each worker {sent} and receives {_size(numbers * reply)} {pulls}")
+    sent = f"sends {size_text(numbers * push)}" + ("" if pushes == pulls else f" {pushes}")
+    lines.append(f"            each worker {sent} and receives {size_text(numbers * reply)} {pulls}")
     return lines
 
 
@@ -155,20 +171,12 @@ def _compressed(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str
     small = message_bytes(codec, module)
     ratio = f"{num_bytes / max(1, small):.1f} times fewer bytes than float32"
     if is_reduced(codec):
-        travels = f"averaged: at least {_size(2 * (num - 1) / num * small)} sent per rank"
+        travels = f"averaged: at least {size_text(2 * (num - 1) / num * small)} sent per rank"
     else:
-        travels = f"handed to all: each rank receives {_size((num - 1) * small)}"
+        travels = f"handed to all: each rank receives {size_text((num - 1) * small)}"
     return [
-        f"codec       {codec}: {_size(small)} a message once its density is reached, {ratio}",
+        f"codec       {codec}: {size_text(small)} a message once its density is reached, {ratio}",
         f"            {travels}",
         "            worth it where the link is slower than the bytes saved over the codec's time:",
         "            measure both with benchmarks/compression.py",
     ]
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024 or unit == "GiB":
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    raise AssertionError

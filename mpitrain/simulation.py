@@ -20,10 +20,11 @@ from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.model import FlatModel, Replica, check_optimizer, flat_model, local_steps, shard_store
+from mpitrain.peer_simulation import simulate_peers
 from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
 from mpitrain.roles import TolerantServer, Worker
-from mpitrain.rules import Dealer, PerWorker, Roles, ServerStrategy, Strategy, assign
+from mpitrain.rules import Dealer, Decentralized, PerWorker, Roles, ServerStrategy, Strategy, assign
 from mpitrain.text import names, parse, registered
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
@@ -52,7 +53,7 @@ def simulate(
     options = Overrides(**overrides)
     if replay is not None:
         return _replay(Path(replay), options, job)
-    return _Simulation(apply_overrides(job, options), options, workers, compute, network).run()
+    return _simulate(apply_overrides(job, options), options, workers, compute, network)
 
 
 def simulate_command(
@@ -71,8 +72,15 @@ def simulate_command(
     compute_law, network_law = parse(compute, "compute"), parse(network, "network")
     assert isinstance(compute_law, ComputeLaw) and isinstance(network_law, NetworkLaw)
     job = apply_overrides(load_job(path), overrides)
-    result = _Simulation(job, overrides, num_workers, compute_law, network_law).run()
-    return int(result["exit_code"])
+    return int(_simulate(job, overrides, num_workers, compute_law, network_law)["exit_code"])
+
+
+def _simulate(
+    job: Job, options: Overrides, num_workers: int, compute: ComputeLaw, network: NetworkLaw
+) -> dict[str, Any]:
+    if isinstance(job.strategy, Decentralized):
+        return simulate_peers(job, options, num_workers, compute, network)
+    return _Simulation(job, options, num_workers, compute, network).run()
 
 
 def _replay(
@@ -114,7 +122,7 @@ class _Simulation:
             served = [
                 name
                 for name, cls in zip(names("strategy"), registered("strategy"), strict=True)
-                if issubclass(cls, ServerStrategy)
+                if issubclass(cls, ServerStrategy | Decentralized)
             ]
             raise UsageError(
                 f"{job.strategy} has no server or worker roles to rehearse in virtual time; choose "

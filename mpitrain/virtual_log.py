@@ -16,7 +16,7 @@ from mpitrain.virtual import VirtualWorld
 
 class VirtualLog:
     """Loss against virtual time: the mean loss of each twentieth of the run, and at the end the staleness
-    histogram.
+    histogram, where there is one.
     """
 
     def __init__(self, report: Report, world: VirtualWorld, num_pushes: int, quiet: bool):
@@ -43,7 +43,8 @@ class VirtualLog:
         if not self.quiet:
             say_end(self.report, result)
             print(
-                render(self.curve, result["staleness_histogram"], result["staleness_mean"]), file=sys.stderr
+                render(self.curve, result.get("staleness_histogram", {}), result.get("staleness_mean", 0.0)),
+                file=sys.stderr,
             )
         self.report.finish(result)
 
@@ -55,6 +56,8 @@ def render(curve: list[dict[str, float]], histogram: dict[str, int], mean: float
     for point in curve:
         bar = "#" * round(40 * point["loss"] / top) if math.isfinite(point["loss"]) else "not finite"
         lines.append(f"{point['virtual_s']:10.2f} {point['samples']:9.0f} {point['loss']:9.4f} {bar}")
+    if not histogram:
+        return "\n".join(lines)
     lines += ["", f"{'staleness':>10} {'pushes':>9}   mean {mean:.3f}"]
     most = max(histogram.values(), default=1)
     lines += [

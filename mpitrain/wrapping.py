@@ -17,7 +17,7 @@ from mpitrain.effects import Kind
 from mpitrain.errors import UsageError
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, Worker
-from mpitrain.rules import AllReduce, Roles, ServerStrategy, Strategy
+from mpitrain.rules import AllReduce, Decentralized, LocalSGD, Roles, ServerStrategy, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +47,8 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = Non
     Returns:
         On workers, the model and optimizer to go on with. Under a server strategy the optimizer lives on the
         servers: `step()` pushes the gradients and brings the new parameters, and its options stay as they
-            were at this call.
+            were at this call. Under `LocalSGD` `step()` averages when it is due, under `Decentralized` it
+            exchanges with the other peers; take equally many steps on all workers.
 
     Raises:
         UsageError (AgreedError under MPI): an optimizer or dtype that a server cannot hold, too few ranks, or
@@ -74,6 +75,14 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = Non
         parallel = data_parallel(model)
         attach(parallel, strategy.codec)
         return parallel, optimizer
+    if isinstance(strategy, LocalSGD):
+        return _average(runtime, model, optimizer, strategy)
+    if isinstance(strategy, Decentralized):
+        from mpitrain.peered import join_peers
+
+        peer = join_peers(runtime, model, optimizer, strategy)
+        _wrapped = _Wrapped(Roles((), tuple(range(runtime.size))), runtime.rank, peer)
+        return model, peer
     remote = _join(runtime, model, optimizer, strategy)
     _wrapped = _Wrapped(remote.roles, runtime.rank, remote)
     return model, remote
@@ -103,6 +112,28 @@ def _current() -> _Wrapped:
     if _wrapped is None:
         raise UsageError("call mpitrain.wrap(model, optimizer, strategy) first")
     return _wrapped
+
+
+def _average(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: LocalSGD) -> tuple[Any, Any]:
+    """Workers that step by themselves and average now and then."""
+    global _wrapped
+    from mpitrain.averaged import AveragedOptimizer
+    from mpitrain.mpi.process_group import init_default_group
+    from mpitrain.training.allreduce import data_parallel
+    from mpitrain.training.averaging import Averager
+    from mpitrain.training.measure import share_module
+
+    if strategy.unit != "steps":
+        raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')
+    runtime.role = "worker"
+    runtime.compare({"strategy": str(strategy)})
+    share_module(runtime, model)
+    init_default_group(runtime)
+    averager = Averager(model, optimizer, strategy)
+    parallel = data_parallel(model) if strategy.start else None
+    averaged = AveragedOptimizer(runtime, optimizer, averager, parallel)
+    _wrapped = _Wrapped(Roles((), tuple(range(runtime.size))), runtime.rank, averaged)
+    return parallel or model, averaged
 
 
 def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> Any:

@@ -15,7 +15,10 @@ same command line. Options replace what the job file says."""
 _EPILOG = """\
 strategies:
   allreduce()          synchronous: torch's DDP over MPI (the default)
-  sync()               the same through a parameter server
+  localsgd(period=16)  workers step alone and average every 16 steps
+  decentralized()      peers apply each other's updates; topology="ring" mixes
+                       parameters with neighbours, asynchronous=True never waits
+  sync()               allreduce through a parameter server
   backup(spare=1)      a server that does not wait for the slowest
   async(servers=1)     a server that applies each gradient on arrival
   softsync(updates=2)  a server that applies the mean of any two
@@ -25,8 +28,9 @@ strategies:
   of inverse(), drop(limit=9), power(0.5), delay_compensated(0.04), gap_aware();
   optimizer="worker", push_every=, pull_every=, inflight=2, placement=, and
   batching= one of per_worker(), per_round(), by_speed()
-  allreduce takes codec= one of float16(), bfloat16(), eightbit(), onebit(),
-  threshold(density=1e-3), topk(density=1e-3), powersgd(rank=2), qsgd(levels=7)
+  allreduce and decentralized take codec= one of float16(), bfloat16(),
+  eightbit(), onebit(), threshold(density=1e-3), topk(density=1e-3),
+  powersgd(rank=2), qsgd(levels=7)
   pipeline(stages=2)   the layers split over ranks, in pipelines side by side
   tensor(parallel=2)   the layers sliced as the job's tensor_plan says
   sharded()            parameters and optimizer state shared out (torch's FSDP2)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from mpitrain.errors import WireError
+
 PAD_BYTES = 64
 
 
@@ -32,6 +34,10 @@ class Frame:
         """Bytes on the wire."""
         return self.raw.numel()
 
+    def fit(self, num_bytes: int) -> bool:
+        """Whether a payload of so many bytes goes in: of exactly its own size."""
+        return num_bytes == self.num_bytes
+
     def hold(self) -> Frame:
         """One holder more."""
         self.users += 1
@@ -52,6 +58,69 @@ class Frame:
     def stamps(self) -> tuple[int, int]:
         """What stands at the two ends."""
         return int(self._stamps[0]), int(self._stamps[1])
+
+
+class Parcel:
+    """A coded message in a buffer that can travel: a frame whose length is known when it arrives. `body` is the
+    message; its length stands in the pad in front, behind the stamp.
+    """
+
+    def __init__(self, message: torch.Tensor | None = None):
+        self._frame: Frame | None = None
+        if message is not None:
+            self._frame = Frame(message.numel(), torch.uint8)
+            self._frame.body.copy_(message)
+            self._frame.raw[8:16].view(torch.int64).fill_(message.numel())
+
+    def fit(self, num_bytes: int) -> bool:
+        """Make room for so many bytes."""
+        self._frame = Frame(num_bytes - 2 * PAD_BYTES, torch.uint8)
+        return self._frame.num_bytes == num_bytes
+
+    @property
+    def frame(self) -> Frame:
+        """The buffer, once there is one."""
+        assert self._frame is not None, "an empty parcel"
+        return self._frame
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """All bytes."""
+        return self.frame.raw
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire."""
+        return self.frame.num_bytes
+
+    @property
+    def body(self) -> torch.Tensor:
+        """The message.
+
+        Raises:
+            WireError: its length is not one that fits the buffer.
+        """
+        length = int(self.frame.raw[8:16].view(torch.int64))
+        if not 0 <= self.frame.body.numel() - length < PAD_BYTES:
+            raise WireError(f"a parcel of {self.frame.body.numel()} bytes claims to hold {length}")
+        return self.frame.body[:length]
+
+    def stamp(self, sequence: int) -> None:
+        """As a frame's."""
+        self.frame.stamp(sequence)
+
+    def stamps(self) -> tuple[int, int]:
+        """As a frame's."""
+        return self.frame.stamps()
+
+    def hold(self) -> Parcel:
+        """One holder more."""
+        self.frame.hold()
+        return self
+
+    def release(self) -> None:
+        """One holder less."""
+        self.frame.release()
 
 
 def wire_dtype(wire: str, full: torch.dtype) -> torch.dtype:

@@ -4,6 +4,7 @@ parser.
 
 from mpitrain.rules.allreduce import AllReduce
 from mpitrain.rules.asynchronous import Async
+from mpitrain.rules.averaging import Average, DiLoCo, LocalSGD, Outer, SlowMo
 from mpitrain.rules.base import Push, ServerStrategy, Strategy, Verdict
 from mpitrain.rules.batching import Batching, BySpeed, PerRound, PerWorker
 from mpitrain.rules.compression import (
@@ -20,6 +21,7 @@ from mpitrain.rules.compression import (
 )
 from mpitrain.rules.damping import Damping, DelayCompensated, Drop, GapAware, Inverse, Keep, Power
 from mpitrain.rules.dealing import Dealer, Lease
+from mpitrain.rules.decentralized import Decentralized
 from mpitrain.rules.elastic import Elastic
 from mpitrain.rules.grid import Grid, arrange
 from mpitrain.rules.ledger import Ledger
@@ -35,10 +37,11 @@ from mpitrain.rules.tensor import TensorParallel
 from mpitrain.rules.warmup import Warmup
 
 __all__ = [
-    "AllReduce", "Async", "BFloat16", "Backup", "Batching", "BySpeed", "Codec", "ConstantRate", "Cosine",
-    "Damping", "Dealer", "Decay", "DelayCompensated", "Drop", "EightBit", "Elastic", "Float16", "GapAware",
-    "Gradual", "Grid", "Inverse", "Keep", "Lease", "Ledger", "OneBit", "PerRound", "PerWorker", "Pipeline",
-    "Power", "PowerSGD", "Push", "QSGD", "Roles", "Schedule", "ServerStrategy", "Sharded", "SoftSync",
+    "AllReduce", "Async", "Average", "BFloat16", "Backup", "Batching", "BySpeed", "Codec",
+    "ConstantRate", "Cosine", "Damping", "Dealer", "Decay", "Decentralized", "DelayCompensated",
+    "DiLoCo", "Drop", "EightBit", "Elastic", "Float16", "GapAware", "Gradual", "Grid", "Inverse", "Keep",
+    "Lease", "Ledger", "LocalSGD", "OneBit", "Outer", "PerRound", "PerWorker", "Pipeline", "Power",
+    "PowerSGD", "Push", "QSGD", "Roles", "Schedule", "ServerStrategy", "Sharded", "SlowMo", "SoftSync",
     "Split", "StaleSync", "Strategy", "Sync", "TensorParallel", "Threshold", "TopK", "Uncompressed",
     "Verdict", "Warmup", "arrange", "assign",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpitrain.errors import AgreedError
 from mpitrain.job import Job, Overrides, load_job
-from mpitrain.rules import AllReduce, Pipeline, Sharded, Strategy, TensorParallel
+from mpitrain.rules import AllReduce, Decentralized, LocalSGD, Pipeline, Sharded, Strategy, TensorParallel
 
 __all__ = ["train", "train_command"]
 
@@ -75,6 +75,14 @@ def _runner(strategy: Strategy) -> Any:
         from mpitrain.training.allreduce import run_allreduce
 
         return run_allreduce
+    if isinstance(strategy, LocalSGD):
+        from mpitrain.training.localsgd import run_localsgd
+
+        return run_localsgd
+    if isinstance(strategy, Decentralized):
+        from mpitrain.training.peers import run_peers
+
+        return run_peers
     if isinstance(strategy, Pipeline):
         from mpitrain.training.pipeline import run_pipeline
 

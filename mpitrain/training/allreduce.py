@@ -21,7 +21,7 @@ from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.mpi.process_group import init_default_group
-from mpitrain.rules import AllReduce, Codec
+from mpitrain.rules import AllReduce, Codec, Uncompressed
 from mpitrain.rules.dealing import share_out
 from mpitrain.training.cutting import StepCuts
 from mpitrain.training.hooks import CodecHook, attach_codec
@@ -41,17 +41,21 @@ from mpitrain.training.straggling import Nap
 
 def run_allreduce(session: Session) -> dict[str, Any]:
     """Train synchronously; returns what this rank knows of the run."""
+    return run_lockstep(session, Trainer)
+
+
+def run_lockstep(session: Session, trainer_class: type[Trainer]) -> dict[str, Any]:
+    """Train with all ranks taking the same number of steps, as `trainer_class` takes them."""
     runtime, job = session.runtime, session.job
     device = pick_device(runtime.local_rank)
     module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, device))
-    codec = codec_of(session.strategy)
-    attempt(runtime, lambda: check_optimizer(codec, optimizer))
+    attempt(runtime, lambda: check_optimizer(codec_of(session.strategy), optimizer))
     shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters()]
     runtime.compare({"parameters": shapes})
     share_module(runtime, module)
     init_default_group(runtime)
     with job.data.reader(session.catalogue, job.seed) as reader:
-        trainer = _Trainer(session, module, optimizer, reader, device)
+        trainer = trainer_class(session, module, optimizer, reader, device)
         trainer.run()
     outcome = trainer.outcome()
     torch.distributed.destroy_process_group()
@@ -62,7 +66,9 @@ def run_allreduce(session: Session) -> dict[str, Any]:
 _COUNTS = ("epoch", "cursor", "step", "samples", "nonfinite", "left_out")
 
 
-class _Trainer:
+class Trainer:
+    """The steps of one rank. What a step does with its gradients is `_begin_step`, `_update` and `_finish`."""
+
     def __init__(
         self,
         session: Session,
@@ -71,17 +77,12 @@ class _Trainer:
         reader: Any,
         device: torch.device,
     ):
-        self.session, self.module, self.optimizer, self.reader, self.device = (
-            session,
-            module,
-            optimizer,
-            reader,
-            device,
-        )
+        self.session, self.module, self.optimizer = session, module, optimizer
+        self.reader, self.device = reader, device
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
         self.nap = Nap(session.straggler(), module.parameters())
-        self.parallel = data_parallel(module)
-        self.hook = attach(self.parallel, codec_of(session.strategy), session.job.seed)
+        self.hook: CodecHook | None = None
+        self.parallel = self._make_parallel()
         self.rates = Rates(optimizer)
         self.gradients = [parameter for _, parameter, _ in trainable(module, optimizer)]
         job = session.job
@@ -128,14 +129,31 @@ class _Trainer:
         ):
             self._epoch(self.epoch, limited)
             if self._over:
-                return
+                break
             self.epoch, self.cursor = self.epoch + 1, 0
             if not limited and self.epoch < self.session.job.epochs:
                 self._validate(self.epoch - 1)
+        self._finish()
 
     @property
     def _over(self) -> bool:
         return bool(self.failure) or self.cuts.ended
+
+    def _make_parallel(self) -> Any:
+        """The module to call."""
+        parallel = data_parallel(self.module)
+        self.hook = attach(parallel, codec_of(self.session.strategy), self.session.job.seed)
+        return parallel
+
+    def _begin_step(self) -> None:
+        """Before the forward pass."""
+
+    def _may_be_cut(self) -> bool:
+        """Whether all ranks hold the same, so that a checkpoint may be written after this step."""
+        return True
+
+    def _finish(self) -> None:
+        """After the last step."""
 
     def _epoch(self, epoch: int, limited: bool) -> None:
         num_samples, job = self.session.catalogue.num_samples, self.session.job
@@ -153,7 +171,8 @@ class _Trainer:
                 )
             self._one_step(epoch, cursor, count)
             self.cursor += count
-            self.cuts.after_step(self.step, self.samples)
+            if self._may_be_cut():
+                self.cuts.after_step(self.step, self.samples)
 
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
         job, runtime = self.session.job, self.session.runtime
@@ -168,27 +187,48 @@ class _Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         began_s = time.monotonic()
         self.nap.begin()
+        self._begin_step()
         loss = job.loss(self.parallel, batch)
         value = float(loss.detach())
         weight = share * self.num_workers / count
         if value - value != 0.0:
-            weight = float(
-                "nan"
-            )  # a NaN or infinite loss poisons the reduced gradient, so that every rank sees it
+            weight = float("nan")  # poisons the reduced gradient, so that every rank sees it
         (loss if weight == 1.0 else loss * weight).backward()
         self.compute_s += time.monotonic() - began_s
-        if not all_finite([p.grad for p in self.gradients if p.grad is not None]):
-            self._refuse(value)
-        else:
-            if job.schedule is not None:
-                progress = self.samples / self.session.catalogue.num_samples
-                self.rates.set(job.schedule.factor(progress, self.num_workers))
-            self.optimizer.step()
-            self.samples += count
+        self._update(value, count)
         self.step += 1
-        told = self.hook.statistics(with_norm=False) if self.hook else {}
-        self.meter.progress(self.samples, self.step, epoch + 1, value, **told)
+        self.meter.progress(self.samples, self.step, epoch + 1, value, **self._told())
         self.compute_s += self.nap.take()
+
+    def _update(self, value: float, count: int) -> None:
+        """Use the gradients of `count` samples of all workers, whose loss here was `value`."""
+        if self._is_finite():
+            self._step_optimizer()
+            self.samples += count
+        else:
+            self._refuse(value)
+
+    def _is_finite(self) -> bool:
+        return all_finite([p.grad for p in self.gradients if p.grad is not None])
+
+    def _step_optimizer(self) -> None:
+        schedule = self.session.job.schedule
+        if schedule is not None:
+            progress = self.samples / self.session.catalogue.num_samples
+            self.rates.set(schedule.factor(progress, self.num_workers))
+        self.optimizer.step()
+
+    def _told(self) -> dict[str, float]:
+        """Further numbers for a row of progress."""
+        return self.hook.statistics(with_norm=False) if self.hook else {}
+
+    def _counts(self) -> dict[str, Any]:
+        """Further counts for `result.json`, on rank 0."""
+        if self.hook is None:
+            return {}
+        told = self.hook.statistics()
+        self.meter.event("codec", **told)
+        return {"codec": {"name": str(self.hook.codec), **told}}
 
     def _refuse(self, value: float) -> None:
         self.nonfinite += 1
@@ -229,18 +269,14 @@ class _Trainer:
                 "samples_left_out": self.left_out,
             }
             metrics = self.measure() if self.measure else {}
-            if self.hook is not None:
-                told = self.hook.statistics()
-                self.meter.event("codec", **told)
-                counts["codec"] = {"name": str(self.hook.codec), **told}
+            counts |= self._counts()
             outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": str(path)}
         return outcome
 
 
 def codec_of(strategy: Any) -> Codec:
-    """The codec of an allreduce."""
-    assert isinstance(strategy, AllReduce)
-    return strategy.codec
+    """The codec of an allreduce; other strategies average gradients, if at all, in full."""
+    return strategy.codec if isinstance(strategy, AllReduce) else Uncompressed()
 
 
 def attach(parallel: DistributedDataParallel, codec: Codec, seed: int = 0) -> CodecHook | None:

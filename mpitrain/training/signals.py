@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import signal
 import threading
+from typing import Any
 
 _asked = threading.Event()
+_before: dict[int, Any] = {}
 
 
 def install() -> None:
@@ -17,7 +19,14 @@ def install() -> None:
     _asked.clear()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, lambda *_: _asked.set())
+            _before[number] = signal.signal(number, lambda *_: _asked.set())
+
+
+def uninstall() -> None:
+    """Give the two signals back their meaning, in a run that writes no checkpoints."""
+    for number, handler in _before.items():
+        signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    _before.clear()
 
 
 def asked() -> bool:

@@ -128,6 +128,8 @@ class VirtualWorld:
                 return
             elif isinstance(effect, Recv):
                 if not process.inbox:
+                    if effect.timeout_s == 0:
+                        continue
                     process.waiting = True
                     process.num_waits += 1
                     if (

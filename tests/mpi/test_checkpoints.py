@@ -36,6 +36,7 @@ for name, (text, optimizer, resume) in {runs!r}.items():
 EXACT = {
     "allreduce": ("allreduce()", "adam"),
     "threshold": ("allreduce(codec=threshold(density=0.1,dense_below=0))", "sgd"),
+    "localsgd": ("localsgd(period=2,average_optimizer=True,outer=diloco())", "adam"),
     "sync": ("sync(servers=2)", "two_groups"),
     "blocking": ("softsync(updates=2,blocking=True,servers=2)", "sgd"),
     "own-optimizer": ("sync(servers=2,optimizer='worker',push_every=2)", "adam"),

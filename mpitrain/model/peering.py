@@ -1,0 +1,299 @@
+"""A peer's replica: its parameters as one flat vector, its own optimizer, and what it tells and hears.
+
+Law of this file: `x` is the peer's parameters, and nothing but the methods below changes it; replicas that take in the
+same messages in the same order hold the same bits. An encoder works on updates with its residual (full topology), or
+on x - xhat without one, for there what was not sent stays in the difference by itself (ChocoSGD). Several virtual
+peers may share one module: each then has its own x, optimizer and buffers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mpitrain.codecs import Encoder, Part, add_message
+from mpitrain.errors import UsageError
+from mpitrain.model.compression import check_optimizer, make_encoder, make_layout_of
+from mpitrain.model.flat import FlatModel, all_finite
+from mpitrain.model.frame import Frame, FramePool, Parcel
+from mpitrain.model.optimizer import Rates
+from mpitrain.model.replica import Batch, Gradient, seed_step
+from mpitrain.rules import Schedule
+from mpitrain.rules.decentralized import Decentralized
+from mpitrain.rules.shares import Turn
+
+
+class PeerReplica:
+    """One peer's model and data.
+
+    Args:
+        model: the flat model, of one shard; optimizer: over its parameters, this peer's own.
+        rule: what is told; number: of peers, rank: this one's.
+        loss, fetch, prefetch, seed, measure, shared: as for `Replica`.
+        schedule: factor on the rates, by samples of all peers; epoch_samples: in an epoch.
+
+    Raises:
+        UsageError: a codec for parameters that are not float32, or that has a momentum beside the optimizer's.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        optimizer: Optimizer,
+        rule: Decentralized,
+        number: int,
+        rank: int,
+        loss: Callable[[Any, Batch], torch.Tensor],
+        fetch: Callable[[int, int, int], Batch],
+        prefetch: Callable[[int, int, int], None],
+        seed: int,
+        measure: Callable[[], dict[str, float]] | None = None,
+        shared: bool = False,
+        schedule: Schedule | None = None,
+        epoch_samples: int = 0,
+    ):
+        self.model, self.optimizer, self.rule, self.rank = model, optimizer, rule, rank
+        self.loss, self.fetch, self.prefetch, self.seed = loss, fetch, prefetch, seed
+        self.measure, self.shared, self.schedule, self.epoch_samples = (
+            measure,
+            shared,
+            schedule,
+            epoch_samples,
+        )
+        self._rates = Rates(optimizer)
+        self.encoder = self._make_encoder(number)
+        layout = model.layout
+        self._layout = make_layout_of(zip(layout.names, layout.shapes, strict=True))
+        self.x = model.frames[0].body.clone() if shared else model.frames[0].body
+        self._pool = FramePool(layout.size(0), layout.dtype)
+        self._delta = torch.zeros_like(self.x)
+        self._common = self.x.clone() if rule.mixes else None  # what all held last
+        self._copies: dict[int, torch.Tensor] = {}
+        buffers = [buffer for buffer in model.module.buffers() if buffer is not None] if shared else []
+        self._module_buffers = buffers
+        self._buffers = [buffer.clone() for buffer in buffers]
+        self.num_messages, self.codec_s, self._kept = 0, 0.0, 0.0
+
+    def _make_encoder(self, number: int) -> Encoder | None:
+        codec = self.rule.codec
+        if codec.is_none:
+            return None
+        check_optimizer(codec, self.optimizer)
+        if self.model.layout.dtype != torch.float32:
+            raise UsageError(
+                f"{codec}: a codec takes float32 parameters, these are {self.model.layout.dtype}"
+            )
+        return make_encoder(codec, number, self.rank, self.seed)
+
+    # ---- a step
+
+    def step(self, turn: Turn) -> Gradient:
+        """Forward, backward and one step of the peer's optimizer; nothing moves where the gradient is not finite."""
+        lease = turn.lease
+        assert lease is not None
+        self._enter()
+        batch = {
+            name: tensor.to(self.model.device, non_blocking=True)
+            for name, tensor in self.fetch(lease.epoch, lease.start, lease.num_samples).items()
+        }
+        seed_step(self.seed, self.rank, turn.step)
+        self.model.module.train()
+        for parameter in self.model.parameters:
+            parameter.grad = None
+        loss = self.loss(self.model.module, batch)
+        (loss if turn.weight == 1.0 else loss * turn.weight).backward()
+        if self.schedule is not None and self.epoch_samples:
+            self._rates.set(self.schedule.factor(turn.samples_before / self.epoch_samples, turn.num_active))
+        gradient = self.collect(float(loss.detach()), lease.num_samples)
+        self._leave()
+        return gradient
+
+    def collect(self, loss: float, num_samples: int) -> Gradient:
+        """One step of the peer's optimizer with the gradients that backward left on the parameters."""
+        gradients = [p.grad for p in self.model.parameters if p.grad is not None]
+        finite = loss - loss == 0.0 and (not gradients or all_finite(gradients))
+        self._move(finite)
+        return Gradient(loss, num_samples, finite)
+
+    @torch.no_grad()
+    def _move(self, finite: bool) -> None:
+        """The optimizer's step: on x in gossip, into the update otherwise."""
+        now = self.model.frames[0].body
+        if not self.rule.mixes:
+            self._delta.copy_(now)
+        if finite:
+            self.optimizer.step()
+            self.model.refresh()
+        if not self.rule.mixes:
+            before = self._delta.clone()
+            self._delta.sub_(now)
+            now.copy_(before)  # x changes by what is told of the step, not by the step
+
+    @torch.no_grad()
+    def update(self) -> Frame | Parcel:
+        """What the others are told of the step."""
+        if self.encoder is None:
+            frame = self._pool.take()
+            frame.body.copy_(self.x if self.rule.mixes else self._delta)
+            return frame
+        began_s = time.perf_counter()
+        told = self._delta
+        if self.rule.mixes:
+            told = self.x - self._copy_of(self.rank)
+            if self.encoder.residual:
+                self.encoder.memory.clear(self.encoder.residual)
+        message = self.encoder.encode([Part(told, self._layout)])
+        self.num_messages += 1
+        self.codec_s += time.perf_counter() - began_s
+        return Parcel(message)
+
+    @torch.no_grad()
+    def apply(self, payload: Any, num_peers: int) -> None:
+        """x <- x - q / num_peers."""
+        if self.encoder is None:
+            self.x.sub_(payload.body, alpha=1.0 / num_peers)
+        else:
+            self._decode(payload, self.x, -1.0 / num_peers)
+        payload.release()
+
+    @torch.no_grad()
+    def copy(self, source: int, payload: Any) -> None:
+        """xhat <- xhat + q; without a codec, the parameters themselves."""
+        if self.encoder is None:
+            self._copy_of(source).copy_(payload.body)
+        else:
+            self._decode(payload, self._copy_of(source), 1.0)
+        payload.release()
+
+    def _decode(self, parcel: Parcel, into: torch.Tensor, weight: float) -> None:
+        began_s = time.perf_counter()
+        add_message(parcel.body, [Part(into, self._layout)], weight)
+        self.codec_s += time.perf_counter() - began_s
+
+    def _copy_of(self, source: int) -> torch.Tensor:
+        assert self._common is not None, "updates are applied, not copied"
+        if source not in self._copies:
+            self._copies[source] = self._common.clone()
+        return self._copies[source]
+
+    @torch.no_grad()
+    def mix(self, rank: int, weights: dict[int, float], rate: float) -> None:
+        """x <- x + rate * sum over j of w_j (xhat_j - xhat)."""
+        own = self._copy_of(rank)
+        for other, weight in sorted(weights.items()):
+            if other != rank:
+                self.x.add_(self._copy_of(other) - own, alpha=rate * weight)
+
+    # ---- a meeting
+
+    @torch.no_grad()
+    def total(self) -> Frame:
+        """x, in a frame of its own."""
+        frame = self._pool.take()
+        frame.body.copy_(self.x)
+        return frame
+
+    @torch.no_grad()
+    def add(self, total: Any, other: Any) -> Any:
+        """total <- total + other."""
+        total.body.add_(other.body)
+        other.release()
+        return total
+
+    @torch.no_grad()
+    def divide(self, total: Any, count: int) -> Any:
+        """total <- total / count."""
+        total.body.div_(count)
+        return total
+
+    @torch.no_grad()
+    def settle(self, mean: Any) -> float:
+        """x <- mean; everybody's copy of everybody is the mean too. Returns |x - mean| / |mean|."""
+        if self._common is not None and self.encoder is not None:
+            self._kept = float((self.x - self._copy_of(self.rank)).norm())
+        apart, size = float((self.x - mean.body).norm()), float(mean.body.norm())
+        self.x.copy_(mean.body)
+        if self._common is not None:
+            self._common.copy_(self.x)
+            self._copies.clear()
+        mean.release()
+        return apart / size if size else apart
+
+    def digest(self) -> str:
+        """16 hexadecimal digits of the bits of x."""
+        return hashlib.blake2b(self.x.numpy().tobytes(), digest_size=8).hexdigest()
+
+    # ---- arriving frames, metrics, state
+
+    def frame_for(self, is_update: bool) -> Frame | Parcel:
+        """Where a payload is to be received."""
+        return Parcel() if is_update and self.encoder is not None else self._pool.take()
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of this peer's own parameters."""
+        if self.measure is None:
+            return {}
+        self._enter()
+        metrics = self.measure()
+        self._leave(moved=False)
+        return metrics
+
+    def take_module(self) -> Any:
+        """The module, holding x and this peer's buffers."""
+        self._enter()
+        return self.model.module
+
+    def show(self) -> None:
+        """Make the parameters x, where they do not live in it."""
+        self.model.install(0)
+
+    def statistics(self, with_norm: bool = False) -> dict[str, float]:
+        """Of the last message: density, bytes, tau where there is one; `codec_ms` a message, coding and decoding; the
+        norm of what is kept back, which costs a pass (in gossip, |x - xhat| at the last meeting).
+        """
+        if self.encoder is None:
+            return {}
+        found = self.encoder.statistics() | {"codec_ms": 1e3 * self.codec_s / max(1, self.num_messages)}
+        if with_norm:
+            found["residual_norm"] = self._kept if self.rule.mixes else self.encoder.residual_norm()
+        return found
+
+    @torch.no_grad()
+    def _enter(self) -> None:
+        if self.shared:
+            self.model.frames[0].body.copy_(self.x)
+        self.model.install(0)
+        for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
+            buffer.copy_(own)
+
+    @torch.no_grad()
+    def _leave(self, moved: bool = True) -> None:
+        if self.shared and moved:
+            self.x.copy_(self.model.frames[0].body)
+        for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
+            own.copy_(buffer)
+
+    def state(self) -> dict[str, Any]:
+        """Parameters, optimizer state and residual; copies. Taken right after a meeting, when all copies are x."""
+        assert not self._copies, "state is taken right after a meeting"
+        optimizer = torch.utils._pytree.tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.optimizer.state_dict()
+        )
+        encoder = self.encoder.state() if self.encoder is not None else {}
+        return {"parameters": self.x.clone(), "optimizer": optimizer, "encoder": encoder}
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self.x.copy_(state["parameters"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.encoder is not None:
+            self.encoder.restore(state["encoder"])
+        if self._common is not None:
+            self._common.copy_(self.x)
+            self._copies.clear()

@@ -1,0 +1,292 @@
+"""The peer: trains on its own replica, tells its neighbours what has become of it, and takes in what they tell.
+
+Law of this file: a peer sends one message to each receiver at every step. A synchronous one then waits for the
+messages of the same step from all its senders, and takes them in in rank order; an asynchronous one takes what is
+there. At a meeting every peer has first heard everything that the others had to say before it; sums go up a tree of
+all peers and the mean comes down, so nothing is under way when it is over. What an update is and how it is mixed only
+the replica knows; whom it goes to only the rule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from typing import Any, Protocol
+
+from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send
+from mpitrain.errors import NonFiniteError
+from mpitrain.roles.ports import Gradient, Report
+from mpitrain.rules import topology
+from mpitrain.rules.decentralized import Decentralized
+from mpitrain.rules.shares import Endless, Shares, Turn
+
+Answers = Generator[Effect, Any, Any]
+
+
+class PeerReplica(Protocol):
+    """A peer's model, data and messages, opaque to the role. Payloads handed in are the replica's to release."""
+
+    def step(self, turn: Turn) -> Gradient:
+        """Forward, backward and the peer's own optimizer step over the turn's lease."""
+
+    def update(self) -> Any:
+        """What to tell the others of the step; a Payload with `hold`, held once."""
+
+    def apply(self, payload: Any, num_peers: int) -> None:
+        """Full topology: take in one peer's update (also the peer's own) of `num_peers`."""
+
+    def copy(self, source: int, payload: Any) -> None:
+        """Gossip: bring the copy of `source` up to date (also the peer's own)."""
+
+    def mix(self, rank: int, weights: dict[int, float], rate: float) -> None:
+        """Gossip: move towards the copies."""
+
+    def total(self) -> Any:
+        """The parameters, as a payload that sums can be added to."""
+
+    def add(self, total: Any, other: Any) -> Any:
+        """total + other, as one payload."""
+
+    def divide(self, total: Any, count: int) -> Any:
+        """total / count, as one payload."""
+
+    def settle(self, mean: Any) -> float:
+        """Take the mean of all peers; returns how far this peer was from it, relative to its length."""
+
+    def digest(self) -> str:
+        """Short text that is equal for equal bits."""
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of the present parameters; empty where there is nothing to validate."""
+
+    def statistics(self) -> dict[str, float]:
+        """What the codec has to tell of the last message."""
+
+
+class Peer:
+    """One peer.
+
+    Args:
+        rank: its own, from 0; number: of all peers.
+        rule: whom to talk to and when to meet; shares: this peer's part of the data, or `Endless` where somebody else
+            brings it and answers `Compute`, in the end with None.
+        report: where progress goes, on the peer that logs, which also validates.
+        on_nonfinite: "stop" ends the job, "skip" leaves the step out.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        number: int,
+        rule: Decentralized,
+        shares: Shares | Endless,
+        replica: PeerReplica,
+        report: Report,
+        on_nonfinite: str = "stop",
+    ):
+        self.rank, self.number, self.rule, self.shares = rank, number, rule, shares
+        self.replica, self.report, self.on_nonfinite = replica, report, on_nonfinite
+        self.step = self.batches = self.samples = self.nonfinite = self.sent_bytes = self.num_sent = (
+            self.num_meetings
+        ) = 0
+        self.num_active = shares.num_active()
+        self.lead_max = 0
+        self.drift = self.drift_max = self.compute_s = self.wait_s = 0.0
+        self.digest = ""
+        self._since_meeting = 0  # messages to each receiver since then
+        self._heard: dict[int, int] = {}  # messages from each sender since then
+        self._waiting: deque[tuple[int, Message]] = deque()  # arrived, and not yet their turn
+
+    def run(self) -> Role:
+        """Train to the end of the course; returns this peer's counts."""
+        epoch = 0
+        told: tuple[int, int, int, float] | None = None
+        while (turn := self.shares.next()) is not None:
+            if turn.num_active != self.num_active:  # the warm-up is over: the others join from the mean
+                yield from self._meet()
+                self.num_active = turn.num_active
+            if turn.epoch > epoch:
+                yield from self._validate(epoch, turn.samples_before)
+                epoch = turn.epoch
+            self.step = turn.step
+            if turn.lease is not None:
+                loss = yield from self._step(turn)
+                if loss is None:
+                    break
+                told = (turn.samples_before + turn.num_samples, turn.step + 1, turn.epoch + 1, loss)
+                self.report.progress(*told, drift=self.drift, **dict[str, Any](self.replica.statistics()))
+            if self.rule.meets_after(turn.step):
+                yield from self._meet()
+        yield from self._meet()
+        if told:
+            self.report.progress(*told)  # the run has lasted until everybody was here
+        return self._counts()
+
+    def state(self) -> dict[str, Any]:
+        """Counts and position, JSON-able; taken right after a meeting."""
+        assert not self._waiting and not self._since_meeting, "state is taken right after a meeting"
+        return {
+            "shares": self.shares.state(), "batches": self.batches, "samples": self.samples,
+            "nonfinite": self.nonfinite, "num_active": self.num_active,
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned; parameters and residuals are the replica's."""
+        self.shares.restore(state["shares"])
+        self.batches, self.samples, self.nonfinite = state["batches"], state["samples"], state["nonfinite"]
+        self.num_active = min(state["num_active"], self.number)
+
+    # ---- a step
+
+    def _step(self, turn: Turn) -> Generator[Effect, Any, float | None]:
+        began_s = yield Now()
+        gradient = yield Compute(lambda: self.replica.step(turn), interruptible=False)
+        if gradient is None:  # whoever brings the data has no more
+            return None
+        computed_s = yield Now()
+        self.compute_s += computed_s - began_s
+        if not gradient.finite:
+            self._refuse(gradient.loss)
+        assert turn.lease is not None
+        self.batches, self.samples = self.batches + 1, self.samples + turn.lease.num_samples
+        own = self.replica.update()
+        for peer in self.rule.receivers(self.rank, turn.num_active, turn.step):
+            yield Send(peer, Message(Kind.UPDATE, version=turn.step, step=turn.step, payload=own.hold()))
+            self.sent_bytes, self.num_sent = self.sent_bytes + own.num_bytes, self.num_sent + 1
+        self._since_meeting += 1
+        if self.rule.asynchronous:
+            self._take_in(self.rank, own)
+            yield from self._take_ready()
+        else:
+            yield from self._take_this_step(turn, own)
+        if self.rule.mixes:
+            weights = self.rule.weights(self.rank, turn.num_active, turn.step)
+            self.replica.mix(self.rank, weights, self.rule.mixing_rate)
+        self.wait_s += (yield Now()) - computed_s
+        return float(gradient.loss)
+
+    def _refuse(self, loss: float) -> None:
+        self.nonfinite += 1
+        if self.on_nonfinite == "stop":
+            what = f"loss is {loss:g}" if loss - loss != 0.0 else "the gradient is not finite"
+            raise NonFiniteError(
+                f'rank {self.rank} (peer, step {self.step}): {what}; on_nonfinite="skip" leaves such steps out'
+            )
+
+    def _take_in(self, source: int, payload: Any) -> None:
+        if self.rule.mixes:
+            self.replica.copy(source, payload)
+        else:
+            self.replica.apply(payload, self.num_active)
+
+    def _take_ready(self) -> Answers:
+        """Everything that is here, without waiting."""
+        ready, self._waiting = list(self._waiting), deque()
+        while (arrived := (yield Recv(timeout_s=0))) is not None:
+            ready.append(self._noted(arrived))
+        for source, message in ready:
+            if message.kind == Kind.UPDATE:
+                self._took(source, message)
+            else:  # of a meeting that the sender has reached already
+                self._waiting.append((source, message))
+
+    def _took(self, source: int, message: Message) -> None:
+        self._heard[source] = self._heard.get(source, 0) + 1
+        self._take_in(source, message.payload)
+
+    def _take_this_step(self, turn: Turn, own: Any) -> Answers:
+        """The messages of this step from all senders, taken in in rank order: the same bits on every replica."""
+        arrived = {self.rank: own}
+        for peer in self.rule.senders(self.rank, turn.num_active, turn.step):
+            message = yield from self._expect(peer, Kind.UPDATE, turn.step)
+            arrived[peer] = message.payload
+        for source in sorted(arrived):
+            self._take_in(source, arrived[source])
+
+    def _expect(self, source: int, kind: Kind, version: int) -> Generator[Effect, Any, Message]:
+        """Wait for one message (an update's version is its step, a meeting's its number); others wait."""
+        for index, (sender, message) in enumerate(self._waiting):
+            if (sender, message.kind, message.version) == (source, kind, version):
+                del self._waiting[index]
+                return message
+        while True:
+            sender, message = self._noted((yield Recv()))
+            if (sender, message.kind, message.version) == (source, kind, version):
+                return message
+            self._waiting.append((sender, message))
+
+    def _noted(self, arrived: tuple[int, Message]) -> tuple[int, Message]:
+        """How far the sender was ahead when its message came: the proof that it did not wait."""
+        source, message = arrived
+        if message.kind == Kind.UPDATE:
+            self.lead_max = max(self.lead_max, message.step - self.step)
+        return source, message
+
+    # ---- a meeting
+
+    def _meet(self) -> Answers:
+        """All peers take the mean of those that take part."""
+        began_s = yield Now()
+        if self.rule.asynchronous and self.rank < self.num_active:
+            yield from self._catch_up()
+        self.digest = self.replica.digest()
+        total, count = (self.replica.total(), 1) if self.rank < self.num_active else (None, 0)
+        number = self.num_meetings
+        for child in topology.children(self.rank, self.number):
+            message = yield from self._expect(child, Kind.SUM, number)
+            if message.payload is not None:
+                total = message.payload if total is None else self.replica.add(total, message.payload)
+            count += message.samples
+        parent = topology.parent(self.rank)
+        if parent is None:
+            mean = self.replica.divide(total, count)
+        else:
+            yield from self._send(
+                parent, Message(Kind.SUM, version=number, step=self.step, samples=count, payload=total)
+            )
+            mean = (yield from self._expect(parent, Kind.MEAN, number)).payload
+        for child in topology.children(self.rank, self.number):
+            yield from self._send(
+                child, Message(Kind.MEAN, version=number, step=self.step, payload=mean.hold())
+            )
+        self.drift = self.replica.settle(mean)
+        self.drift_max = max(self.drift_max, self.drift if self.rank < self.num_active else 0.0)
+        self.num_meetings, self._since_meeting = self.num_meetings + 1, 0
+        self._heard.clear()
+        self.wait_s += (yield Now()) - began_s
+
+    def _send(self, to: int, message: Message) -> Answers:
+        self.sent_bytes += message.payload.num_bytes if message.payload is not None else 0
+        yield Send(to, message)
+
+    def _catch_up(self) -> Answers:
+        """Take in all that the senders have said since the last meeting: as many messages as this peer has sent, for
+        all take the same steps. Those of sums and of steps after the meeting wait."""
+        senders = set(self.rule.senders(self.rank, self.num_active, self.step))
+        early = deque(pair for pair in self._waiting if pair[1].kind != Kind.UPDATE)
+        updates = [pair for pair in self._waiting if pair[1].kind == Kind.UPDATE]
+        self._waiting = early
+        for source, message in updates:
+            self._took(source, message)
+        while any(self._heard.get(peer, 0) < self._since_meeting for peer in senders):
+            source, message = self._noted((yield Recv()))
+            if message.kind == Kind.UPDATE:
+                self._took(source, message)
+            else:
+                self._waiting.append((source, message))
+
+    def _validate(self, epoch: int, samples: int) -> Answers:
+        """The first peer measures its own replica."""
+        if self.rank == 0:
+            metrics = yield Compute(self.replica.validate, "validate")
+            if metrics:
+                self.report.event("validation", epoch=epoch + 1, samples=samples, **metrics)
+
+    def _counts(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank, "steps": self.shares.step, "batches": self.batches,
+            "samples": self.samples, "nonfinite": self.nonfinite,
+            "compute_s": self.compute_s, "wait_s": self.wait_s, "sent_bytes": self.sent_bytes,
+            "messages": self.num_sent, "meetings": self.num_meetings, "lead_max": self.lead_max,
+            "drift": self.drift, "drift_max": self.drift_max, "digest": self.digest, **self.replica.statistics(),
+        }  # fmt: skip

@@ -1,0 +1,139 @@
+"""A run without a server: builds this rank's peer and lets the MPI world carry it.
+
+Law of this file: it only composes. Every rank is a peer; the first one logs, validates and saves the model, which is
+the mean of all, taken at the last meeting.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from mpitrain.effects import Kind
+from mpitrain.errors import UsageError
+from mpitrain.model.flat import FlatModel
+from mpitrain.model.peering import PeerReplica
+from mpitrain.mpi.world import MpiWorld
+from mpitrain.roles.peer import Peer
+from mpitrain.rules import Decentralized
+from mpitrain.rules.shares import Endless, Shares
+from mpitrain.training import signals
+from mpitrain.training.measure import (
+    MODEL_FILE,
+    Meter,
+    build,
+    make_measure,
+    num_warmup,
+    pick_device,
+    save_model,
+    share_module,
+)
+from mpitrain.training.session import Session, attempt
+
+
+def run_peers(session: Session) -> dict[str, Any]:
+    """Train as one of the peers; returns what this rank knows of the run."""
+    runtime, job, rule = session.runtime, session.job, session.strategy
+    assert isinstance(rule, Decentralized)
+    attempt(runtime, lambda: _no_checkpoints(session))
+    signals.uninstall()
+    device = pick_device(runtime.local_rank)
+    module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, device))
+    share_module(runtime, module)
+    model = attempt(runtime, lambda: FlatModel(module, optimizer, 1))
+    runtime.compare(
+        {
+            "parameters": [f"{n} {s}" for n, s in zip(model.layout.names, model.layout.shapes, strict=True)],
+            "dtype": str(model.layout.dtype),
+        }
+    )
+    first = runtime.rank == 0
+    with job.data.reader(session.catalogue, job.seed) as reader:
+        measure = None
+        if first and session.validation is not None:
+            validation = job.validate.reader(session.validation, job.seed)
+            measure = make_measure(job, module, validation, device)
+        replica = attempt(
+            runtime,
+            lambda: PeerReplica(
+                model, optimizer, rule, runtime.size, runtime.rank, job.loss, reader.batch, reader.prefetch,
+                job.seed, measure, schedule=job.schedule, epoch_samples=session.catalogue.num_samples,
+            ),
+        )  # fmt: skip
+        shares = Shares(
+            session.catalogue.num_samples, job.epochs, job.batch_size, runtime.size, runtime.rank,
+            session.overrides.steps, job.drop_last, rule.warmup,
+        )  # fmt: skip
+        num_steps = session.total_samples() // (job.batch_size * runtime.size)
+        meter = Meter(session.report, num_warmup(num_steps))
+        peer = Peer(runtime.rank, runtime.size, rule, shares, replica, meter, job.on_nonfinite)
+        counts, injected = _carry(session, rule, peer, replica, device)
+    digests = runtime.allgather(counts["digest"])
+    outcome: dict[str, Any] = {
+        "detail": {"role": "worker", **counts, **replica.statistics(with_norm=True)},
+        "failure": "", "injected": injected,
+    }  # fmt: skip
+    everybody = runtime.allgather(
+        {key: counts[key] for key in ("batches", "drift", "drift_max", "lead_max", "nonfinite", "sent_bytes")}
+    )
+    if first:
+        outcome["result"] = {
+            **meter.result(), **summary(everybody, digests, counts, shares),
+            **finish_peer(session, replica),
+        }  # fmt: skip
+    return outcome
+
+
+def _no_checkpoints(session: Session) -> None:
+    if session.resume is not None or session.job.checkpoint_every not in ("auto", "never"):
+        raise UsageError(
+            f"{session.strategy} writes no checkpoints and cannot go on from one: leave out --resume and "
+            "checkpoint_every, or choose another strategy"
+        )
+
+
+def _carry(
+    session: Session, rule: Decentralized, peer: Peer, replica: PeerReplica, device: torch.device
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    runtime, straggler = session.runtime, session.straggler()
+
+    def on_step(step: int) -> None:
+        runtime.step = step
+
+    def frame_for(source: int, kind: Kind) -> Any:
+        return replica.frame_for(kind == Kind.UPDATE)
+
+    set_device = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
+    computer = (
+        ThreadPoolExecutor(1, "mpitrain-compute", initializer=set_device) if rule.asynchronous else None
+    )
+    world = MpiWorld(runtime.engine, rule.contacts(runtime.rank, runtime.size), frame_for, on_step, computer)
+    return world.run(straggler.wrap(peer.run())), straggler.counts()
+
+
+def summary(
+    everybody: list[dict[str, Any]], digests: list[str], first: dict[str, Any], shares: Shares | Endless
+) -> dict[str, Any]:
+    """What `result.json` says of all peers together, from what each has counted."""
+    steps = max(1, first["steps"])
+    return {
+        "accepted": sum(one["batches"] - one["nonfinite"] for one in everybody),
+        "nonfinite": sum(one["nonfinite"] for one in everybody),
+        "samples_left_out": shares.num_left_out,
+        "drift": max(one["drift"] for one in everybody),
+        "drift_max": max(one["drift_max"] for one in everybody),
+        "replicas_identical": len(set(digests)) == 1,
+        "lead_max": max(one["lead_max"] for one in everybody),
+        "meetings": first["meetings"],
+        "sent_bytes_per_step": sum(one["sent_bytes"] for one in everybody) / len(everybody) / steps,
+    }
+
+
+def finish_peer(session: Session, replica: PeerReplica) -> dict[str, Any]:
+    """The first peer's last duty: save first, then measure."""
+    path = session.run_dir / MODEL_FILE
+    told = {"strategy": str(session.strategy), "job": session.job.name or ""}
+    save_model(replica.take_module(), path, told)
+    return {"metrics": replica.validate(), "model": str(path)}
