@@ -23,7 +23,7 @@ from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.frame import Frame, FramePool, Parcel
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import Batch, Gradient, seed_step
-from mpitrain.rules import Schedule
+from mpitrain.rules import Lease, Schedule
 from mpitrain.rules.decentralized import Decentralized
 from mpitrain.rules.shares import Turn
 
@@ -58,7 +58,7 @@ class PeerReplica:
         epoch_samples: int = 0,
     ):
         self.model, self.optimizer, self.rule, self.rank = model, optimizer, rule, rank
-        self.loss, self.fetch, self.prefetch, self.seed = loss, fetch, prefetch, seed
+        self.loss, self.fetch, self._prefetch, self.seed = loss, fetch, prefetch, seed
         self.measure, self.shared, self.schedule, self.epoch_samples = (
             measure,
             shared,
@@ -91,6 +91,10 @@ class PeerReplica:
         return make_encoder(codec, number, self.rank, self.seed)
 
     # ---- a step
+
+    def prefetch(self, lease: Lease) -> None:
+        """Start reading the batch."""
+        self._prefetch(lease.epoch, lease.start, lease.num_samples)
 
     def step(self, turn: Turn) -> Gradient:
         """Forward, backward and one step of the peer's optimizer; nothing moves where the gradient is not finite."""

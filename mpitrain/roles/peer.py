@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send
 from mpitrain.errors import NonFiniteError
 from mpitrain.roles.ports import Gradient, Report
-from mpitrain.rules import topology
+from mpitrain.rules import Lease, topology
 from mpitrain.rules.decentralized import Decentralized
 from mpitrain.rules.shares import Endless, Shares, Turn
 
@@ -28,6 +28,9 @@ class PeerReplica(Protocol):
 
     def step(self, turn: Turn) -> Gradient:
         """Forward, backward and the peer's own optimizer step over the turn's lease."""
+
+    def prefetch(self, lease: Lease) -> None:
+        """This batch will be computed on next."""
 
     def update(self) -> Any:
         """What to tell the others of the step; a Payload with `hold`, held once."""
@@ -139,6 +142,9 @@ class Peer:
     # ---- a step
 
     def _step(self, turn: Turn) -> Generator[Effect, Any, float | None]:
+        following = self.shares.peek()
+        if following is not None and following.lease is not None:
+            self.replica.prefetch(following.lease)
         began_s = yield Now()
         gradient = yield Compute(lambda: self.replica.step(turn), interruptible=False)
         if gradient is None:  # whoever brings the data has no more

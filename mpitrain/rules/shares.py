@@ -86,6 +86,13 @@ class Shares:
         self.step, self.cursor, self.samples = self.step + 1, self.cursor + count, self.samples + count
         return turn
 
+    def peek(self) -> Turn | None:
+        """What `next` would answer."""
+        here = self.state()
+        turn = self.next()
+        self.restore(here)
+        return turn
+
     def state(self) -> dict[str, Any]:
         """Position in the course: integers only."""
         return {
@@ -121,6 +128,10 @@ class Endless:
         before = self.samples
         self.step += 1
         return Turn(self.step - 1, Lease(0, before + self.peer, 1), 0, self.num_peers, before, self.num_peers)
+
+    def peek(self) -> Turn | None:
+        """Nothing: what comes is somebody else's."""
+        return None
 
     def state(self) -> dict[str, Any]:
         """Steps begun."""

@@ -55,10 +55,15 @@ def run_peers(session: Session) -> dict[str, Any]:
         if first and session.validation is not None:
             validation = job.validate.reader(session.validation, job.seed)
             measure = make_measure(job, module, validation, device)
+
+        def fetch(epoch: int, start: int, count: int) -> Any:
+            runtime.stamp()  # a peer that is alone sends nothing, and still makes progress
+            return reader.batch(epoch, start, count)
+
         replica = attempt(
             runtime,
             lambda: PeerReplica(
-                model, optimizer, rule, runtime.size, runtime.rank, job.loss, reader.batch, reader.prefetch,
+                model, optimizer, rule, runtime.size, runtime.rank, job.loss, fetch, reader.prefetch,
                 job.seed, measure, schedule=job.schedule, epoch_samples=session.catalogue.num_samples,
             ),
         )  # fmt: skip

@@ -11,7 +11,11 @@ from mpitrain.rules.shares import Shares
 def course(*arguments, **options):
     shares = Shares(*arguments, **options)
     turns = []
-    while (turn := shares.next()) is not None:
+    while True:
+        ahead, turn = shares.peek(), shares.next()
+        assert ahead == turn
+        if turn is None:
+            break
         turns.append(turn)
         assert len(turns) < 10_000
     return turns, shares
