@@ -59,12 +59,8 @@ class PeerReplica:
     ):
         self.model, self.optimizer, self.rule, self.rank = model, optimizer, rule, rank
         self.loss, self.fetch, self._prefetch, self.seed = loss, fetch, prefetch, seed
-        self.measure, self.shared, self.schedule, self.epoch_samples = (
-            measure,
-            shared,
-            schedule,
-            epoch_samples,
-        )
+        self.measure, self.shared = measure, shared
+        self.schedule, self.epoch_samples = schedule, epoch_samples
         self._rates = Rates(optimizer)
         self.encoder = self._make_encoder(number)
         layout = model.layout
@@ -159,25 +155,25 @@ class PeerReplica:
     @torch.no_grad()
     def apply(self, payload: Any, num_peers: int) -> None:
         """x <- x - q / num_peers."""
-        if self.encoder is None:
-            self.x.sub_(payload.body, alpha=1.0 / num_peers)
-        else:
-            self._decode(payload, self.x, -1.0 / num_peers)
-        payload.release()
+        self._take(payload, self.x, -1.0 / num_peers)
 
     @torch.no_grad()
     def copy(self, source: int, payload: Any) -> None:
         """xhat <- xhat + q; without a codec, the parameters themselves."""
         if self.encoder is None:
             self._copy_of(source).copy_(payload.body)
+            payload.release()
         else:
-            self._decode(payload, self._copy_of(source), 1.0)
-        payload.release()
+            self._take(payload, self._copy_of(source), 1.0)
 
-    def _decode(self, parcel: Parcel, into: torch.Tensor, weight: float) -> None:
+    def _take(self, payload: Any, into: torch.Tensor, weight: float) -> None:
         began_s = time.perf_counter()
-        add_message(parcel.body, [Part(into, self._layout)], weight)
+        if self.encoder is None:
+            into.add_(payload.body, alpha=weight)
+        else:
+            add_message(payload.body, [Part(into, self._layout)], weight)
         self.codec_s += time.perf_counter() - began_s
+        payload.release()
 
     def _copy_of(self, source: int) -> torch.Tensor:
         assert self._common is not None, "updates are applied, not copied"
