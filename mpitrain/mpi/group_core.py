@@ -85,7 +85,8 @@ class GroupCore(dist.ProcessGroup):
         timeout = self._limit(opts)
         work = MpiWork(self._engine, name, result, timeout)
         text = f"{name}({what})"
-        op = self._engine.line_up(carry, self._gate, text, balance, timeout.total_seconds())
+        quiet = not getattr(opts, "asyncOp", True)  # torch waits for it next
+        op = self._engine.line_up(carry, self._gate, text, balance, timeout.total_seconds(), quiet)
         op.then(work.settle)
         return self._remember(work)
 
