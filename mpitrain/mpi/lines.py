@@ -27,6 +27,7 @@ from mpitrain.errors import MismatchError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.op import Op
 
+LEFT = "no collective: it has left the group"
 Task = Generator[Iterable[Op], None, Any]  # yields what it waits for, is resumed when all of that is done
 
 
