@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from mpitrain.mpi.group_core import GroupCore
 
 SCATTER_TAG, GATHER_TAG = 1, 2
-SEGMENT_BYTES = 1 << 20
-WINDOW_BYTES = 3 << 20  # what is under way at once in each direction
+WINDOW = 3  # segments under way at once in each direction
 BLOCK_BYTES = 1 << 27  # larger tensors go in blocks of this size, which bounds the memory for what arrives
 
 Finish = Callable[[torch.Tensor], None]  # what is done to a sum before it is rounded and handed out
@@ -131,9 +130,8 @@ class _Exchange:
         )
         self.place, self.count = members.index(group.rank()), len(members)
         longest = max(part.numel() for part in parts)
-        self.length = max(1, min(SEGMENT_BYTES // wire.itemsize, longest))
+        self.length = max(1, min(group._segment_bytes() // wire.itemsize, longest))
         self.num_segments = -(-longest // self.length)
-        self.window = max(3, WINDOW_BYTES // (self.length * wire.itemsize))
         self._handed: list[list[Op]] = []  # what the allgather has posted, in its order
         self._packed: list[
             tuple[torch.Tensor, torch.Tensor]
@@ -152,7 +150,7 @@ class _Exchange:
         chunks = [(step, index) for step in range(1, self.count) for index in range(self.num_segments)]
         posted: list[list[Op]] = []
         for number, (step, index) in enumerate(chunks):
-            while len(posted) < min(number + self.window, len(chunks)):
+            while len(posted) < min(number + WINDOW, len(chunks)):
                 posted.append(self._post_scatter(*chunks[len(posted)]))
             yield posted[number]
             posted[number] = []
@@ -166,7 +164,7 @@ class _Exchange:
         """Wait for everybody's parts."""
         chunks = [(step, index) for step in range(1, self.count) for index in range(self.num_segments)]
         for number in range(len(chunks)):
-            while len(self._handed) < min(number + self.window, len(chunks)):
+            while len(self._handed) < min(number + WINDOW, len(chunks)):
                 self._handed.append(self._post_gather(*chunks[len(self._handed)]))
             yield self._handed[number]
             self._handed[number] = []

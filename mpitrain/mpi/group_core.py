@@ -136,6 +136,10 @@ class GroupCore(dist.ProcessGroup):
             self._transport = yield from choice.measure(self, self._nodes, calm)
         return choice.choose(num_bytes, self._nodes, self._transport, self._told)
 
+    def _segment_bytes(self) -> int:
+        """How our own algorithms cut what they send, the same on all ranks."""
+        return choice.segment_bytes(self._transport)
+
     def transport(self) -> dict[str, Any]:
         """Collective: how this group's allreduces travel, with what was measured (JSON values)."""
         work = self._collective(
