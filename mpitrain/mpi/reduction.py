@@ -94,7 +94,7 @@ class Reduction:
     def after(self, memory: torch.Tensor, size: int) -> None:
         """In place, on the sum."""
         if self.kind == "AVG":
-            memory.div_(size)
+            (torch.view_as_real(memory) if memory.is_complex() else memory).div_(size)
 
     def combine(self, into: torch.Tensor, other: torch.Tensor) -> None:
         """into = into OP other, elementwise; host tensors of the accumulation type."""
