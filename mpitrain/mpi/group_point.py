@@ -79,7 +79,9 @@ class Points(GroupCore):
             yield (self._engine.post(op, lambda: self._gate.Irecv(head, source, tag), self._timeout_s()),)
             dtype_word, num_elements, num_bytes, number = _HEAD.unpack_from(head)
             fits = dtype_word == word(str(tensor.dtype)) and num_elements == tensor.numel()
-            target = tensor if fits else torch.empty(num_bytes, dtype=torch.uint8)  # the sender has to get rid of it
+            target = (
+                tensor if fits else torch.empty(num_bytes, dtype=torch.uint8)
+            )  # the sender has to get rid of it
             held = buffers.lease(target, reads=False, writes=True, after=mark if fits else None, on_host=True)
             yield self._receive_rest(head, held.memory, num_bytes, op.source, number)
             held.finish()
@@ -88,10 +90,9 @@ class Points(GroupCore):
                     f"rank {op.source} sent {num_elements} elements of"
                     f" {_name(dtype_word)} with tag {tag}, rank {self.rank()} receives into {shape_of([tensor])}"
                 )
-            work.source = op.source
+            return op.source
 
-        work = self._transfer(what, tensor, carry)
-        return work
+        return self._transfer(what, tensor, carry)
 
     def _receive_rest(
         self, head: bytearray, memory: torch.Tensor, num_bytes: int, source: int, number: int
@@ -110,7 +111,13 @@ class Points(GroupCore):
 
     def _transfer(self, what: str, tensor: torch.Tensor, carry: Any) -> MpiWork:
         work = MpiWork(self._engine, what, [tensor], self._timeout)
-        self._engine.call(carry).then(work.settle)
+
+        def over(op: Op) -> None:
+            if op.result is not None:  # a receive: from whom
+                work.source = op.result
+            work.settle(op)
+
+        self._engine.call(carry).then(over)
         return self._remember(work)
 
     # ---- barriers

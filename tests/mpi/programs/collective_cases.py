@@ -27,7 +27,7 @@ from tests.mpi.cases import run_cases
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames some of these
 COUNTS = (0, 1, 7, 5003)
-LARGE = 700_001
+LARGE = 300_001
 INTEGERS = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
@@ -55,7 +55,11 @@ def values(rank, dtype, count, salt=0):
         return torch.from_numpy(drawn > 1)
     if dtype.is_complex:
         return torch.from_numpy(drawn + 1j * drawn[::-1]).to(dtype)
-    return torch.from_numpy(drawn).float().to(dtype) if dtype.is_floating_point else torch.from_numpy(drawn).to(dtype)
+    return (
+        torch.from_numpy(drawn).float().to(dtype)
+        if dtype.is_floating_point
+        else torch.from_numpy(drawn).to(dtype)
+    )
 
 
 def bits(tensor):
@@ -122,7 +126,9 @@ def run(name, group, dtype, count, kind="SUM", root=0, salt=0):
         return [out]
     if name == "alltoall":
         slots = [torch.zeros(count + r + me, dtype=dtype) for r in range(size)]
-        dist.all_to_all(slots, [values(me, dtype, count + r + me, salt + r) for r in range(size)], group=group)
+        dist.all_to_all(
+            slots, [values(me, dtype, count + r + me, salt + r) for r in range(size)], group=group
+        )
         return slots
     if name == "all_to_all_single":
         cuts = [count + r + me for r in range(size)]
@@ -237,7 +243,9 @@ def case_moves_equal_gloo_and_numpy(rt):
         for name in MOVING:
             for count in COUNTS:
                 with_gloo = groups["gloo"] if count == 7 else None
-                num_by_gloo += compare(name, groups["ours"], dtype, count, root=count % rt.size, gloo=with_gloo)
+                num_by_gloo += compare(
+                    name, groups["ours"], dtype, count, root=count % rt.size, gloo=with_gloo
+                )
             compare(name, groups["ours"], dtype, LARGE // 4 // dtype.itemsize)
     assert num_by_gloo > 20, num_by_gloo
 
@@ -294,7 +302,10 @@ def case_strided_tensors(rt):
     dist.all_to_all_single(wide, torch.arange(size * 2.0).view(2, size).t() + 100 * me)
     assert torch.equal(wide, torch.tensor([[me + 100.0 * r, me + size + 100.0 * r] for r in range(size)]))
     got = torch.zeros(5, 2)[:, 1]
-    works = [dist.irecv(got, (me - 1) % size), dist.isend(torch.full((5, 2), float(me))[:, 0], (me + 1) % size)]
+    works = [
+        dist.irecv(got, (me - 1) % size),
+        dist.isend(torch.full((5, 2), float(me))[:, 0], (me + 1) % size),
+    ]
     for work in works:
         work.wait()
     assert got.eq((me - 1) % size).all()
@@ -321,9 +332,7 @@ def case_many_at_once_on_several_groups(rt):
     for large in (3, 200_000):
         queues, checks = {}, []
         for index, group in enumerate((groups["ours"], second)):
-            queues[index] = [
-                (group, k, torch.full((large,), float(rt.rank + k + index))) for k in range(20)
-            ]
+            queues[index] = [(group, k, torch.full((large,), float(rt.rank + k + index))) for k in range(20)]
         order = [0] * 20 + [1] * 20
         random.Random(rt.rank).shuffle(order)
         works = []
@@ -393,7 +402,7 @@ def case_coalesced(rt):
     assert all(out.eq(sum(range(rt.size))).all() for out in outs)
     everybody = list(range(rt.size))
     assert functional.all_reduce(torch.ones(3), "sum", everybody).eq(rt.size).all()
-    assert functional.all_gather_tensor(torch.ones(2), 0, everybody).numel() == 2 * rt.size
+    assert functional.all_gather_tensor(torch.ones(2), 0, everybody).sum() == 2 * rt.size
     assert functional.reduce_scatter_tensor(torch.ones(2 * rt.size), "sum", 0, everybody).eq(rt.size).all()
     assert functional.all_to_all_single(torch.ones(rt.size), None, None, everybody).eq(1).all()
     works = dist.batch_isend_irecv(
