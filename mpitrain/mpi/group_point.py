@@ -6,7 +6,6 @@ fits: Open MPI 5.0.11 crashes when a long message is longer than its receive. Wh
 is an error where it is received.
 """
 
-import functools
 import struct
 from datetime import timedelta
 from typing import Any
@@ -17,7 +16,7 @@ from mpitrain.errors import MismatchError
 from mpitrain.mpi import buffers
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.group_core import GroupCore, as_list, shape_of
-from mpitrain.mpi.lines import Task, word
+from mpitrain.mpi.lines import Task, last_tag, word
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.work import MpiWork
 
@@ -183,12 +182,5 @@ def _name(dtype_word: int) -> str:
 
 
 def _check_tag(tag: int) -> None:
-    largest = _largest_tag()
-    if not 0 <= tag <= largest:
-        raise ValueError(f"tag {tag}: this MPI allows 0 to {largest}")
-
-
-@functools.cache
-def _largest_tag() -> int:
-    largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-    return largest if isinstance(largest, int) else 32767  # what every MPI allows
+    if not 0 <= tag < last_tag():
+        raise ValueError(f"tag {tag}: this MPI allows 0 to {last_tag() - 1}")

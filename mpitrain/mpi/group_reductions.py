@@ -198,7 +198,29 @@ class Reductions(GroupCore):
             parts = [part.clone() for part in parts]  # the inputs are the user's
             for part in parts:
                 reduction.before(part)
-        yield from direct.reduce_scatter(self, parts, out, reduction, self._finish(reduction))
+        num_bytes = sum(part.numel() for part in parts) * out.element_size()
+        algorithm = yield from self._algorithm(calm, num_bytes)
+        counts = [part.numel() for part in parts]
+        if algorithm != choice.LIBRARY or is_sixteen(out.dtype) or sum(counts) > buffers.MAX_COUNT:
+            yield from direct.reduce_scatter(self, parts, out, reduction, self._finish(reduction))
+            return
+        whole = buffers.as_buffer(_joined(parts), reduction=True)
+        target = buffers.as_buffer(out, reduction=True)
+        yield from self._call(calm, "Reduce_scatter", whole, target, counts, reduction.operation)
+        reduction.after(out, self.size())
 
     def _finish(self, reduction: Reduction) -> direct.Finish:
         return lambda total: reduction.after(total, self.size())
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The parts as one flat tensor: no copy where they already lie one behind the other in one memory."""
+    start, end = parts[0].data_ptr(), parts[0].data_ptr()
+    for part in parts:
+        if (
+            part.data_ptr() != end
+            or part.untyped_storage().data_ptr() != parts[0].untyped_storage().data_ptr()
+        ):
+            return torch.cat(parts)
+        end += part.numel() * part.element_size()
+    return parts[0].as_strided((sum(part.numel() for part in parts),), (1,)) if end > start else parts[0]

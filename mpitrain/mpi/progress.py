@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.lines import LEFT, Line, Task, Turn
+from mpitrain.mpi.lines import LEFT, GaveUpError, Line, Task, Turn
 from mpitrain.mpi.op import Op
 
 
@@ -215,6 +215,8 @@ class Progress:
     def _fail_line(self, line: Line, error: BaseException) -> None:
         """A collective can never be completed: it and everything behind it fails, now and later."""
         line.broken = error
+        if isinstance(error, TimeoutError) and not isinstance(error, GaveUpError):
+            self._abandoned.append(line.give_up())
         turns = ([line.running] if line.running else []) + list(line.turns)
         line.turns.clear()
         line.running = None
@@ -277,7 +279,9 @@ class Progress:
         try:
             calm = turn.check(line.gate)
         except Exception as error:
-            if LEFT in str(error):  # who has left comes to no other collective
+            if LEFT in str(error) or isinstance(
+                error, GaveUpError
+            ):  # who has left comes to no other collective
                 self._fail_line(line, error)
             self.complete(turn.op, error)
             return

@@ -8,6 +8,7 @@ for C++ too, so the exception goes through one.
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from mpitrain.mpi.op import Op
 _NO_TIMEOUT = timedelta(0)  # what torch passes when the user says nothing
 _GRACE_S = 2.0
 _listening = threading.Lock()
+_callbacks = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mpitrain-callback")  # grows as they block
 
 
 class MpiWork(Work):
@@ -113,7 +115,7 @@ class MpiWork(Work):
                 devices=_devices(self._result)
             )  # torch refuses to put other devices' tensors in
             self._future = ended.then(self._outcome)
-            self._listen(lambda: ended.set_result(None))
+            self._listen(lambda: _hand_over(ended))
         return self._future
 
     def is_completed(self) -> bool:
@@ -142,6 +144,15 @@ class MpiWork(Work):
     def result(self) -> list[torch.Tensor]:
         """The tensors that hold the result."""
         return self._result if isinstance(self._result, list) else [self._result]
+
+
+def _hand_over(ended: "Future[None]") -> None:
+    """Complete a future, and so run what `then` left there, in a thread of its own: torch's PowerSGD hook waits for
+    further collectives in its callbacks, which the thread that drives MPI could never answer."""
+    try:
+        _callbacks.submit(ended.set_result, None)
+    except RuntimeError:  # the interpreter is shutting down
+        ended.set_result(None)
 
 
 def _devices(result: Any) -> list[int | str | torch.device] | None:

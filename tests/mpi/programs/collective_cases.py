@@ -11,11 +11,6 @@ import sys
 import warnings
 from itertools import accumulate
 
-_sizes = [int(text) for text in os.environ.get("MPITRAIN_TEST_NODES", "").split(",") if text]
-if _sizes:
-    _rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
-    os.environ["SLURMD_NODENAME"] = f"node{sum(_rank >= end for end in accumulate(_sizes))}"
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -380,7 +375,7 @@ def case_work_tells_what_became_of_it(rt):
 
 
 def case_coalesced(rt):
-    """Several tensors in one Work: torch's coalescing manager, and the functional collectives that the compiler uses."""
+    """Several tensors in one Work: torch's coalescing manager, and the compiler's functional collectives."""
     from torch.distributed import _functional_collectives as functional
     from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -477,6 +472,10 @@ def case_the_choice_is_the_same_everywhere(rt):
 
 
 if __name__ == "__main__":
+    sizes = [int(text) for text in os.environ.get("MPITRAIN_TEST_NODES", "").split(",") if text]
+    if sizes:  # the runtime asks for the node's name when it starts
+        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+        os.environ["SLURMD_NODENAME"] = f"node{sum(rank >= end for end in accumulate(sizes))}"
     chosen = sys.argv[1:]
     cases = {k: v for k, v in globals().items() if not chosen or not k.startswith("case_") or k in chosen}
     run_cases(cases)
