@@ -223,7 +223,8 @@ class Engine(Posting):
         if len(self._progress):
             nap_s = 0.0 if self._progress.num_awake else self._backoff.nap_s(self._progress.num_arriving > 0)
         if nap_s == 0.0:
-            give_way()
+            if not self._backoff.spin():
+                give_way()
             return
         with contextlib.suppress(queue.Empty):
             bell.get(timeout=nap_s if bell is self._bell else nap_s or _LOOK_AGAIN_S)

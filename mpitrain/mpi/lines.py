@@ -32,6 +32,7 @@ LEFT = "no collective: it has left the group"
 Task = Generator[Iterable[Op], None, Any]  # yields what it waits for, is resumed when all of that is done
 
 
+@functools.lru_cache(maxsize=4096)
 def word(text: str) -> int:
     """64 bits that stand for `text`, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -262,7 +262,7 @@ class Progress:
     def _take_turns(self) -> int:
         """Start the collectives at the heads of the lines whose ranks have all arrived."""
         num_run = 0
-        for line in [line for line in self._lines.values() if line.turns]:
+        for line in tuple(self._lines.values()):
             while line.running is None and line.turns and line.turns[0].arrived:
                 num_run += 1
                 self._take_turn(line, line.turns.popleft())
