@@ -115,7 +115,10 @@ class MpiWork(Work):
                 devices=_devices(self._result)
             )  # torch refuses to put other devices' tensors in
             self._future = ended.then(self._outcome)
-            self._listen(lambda: _hand_over(ended))
+            if self._done:  # nobody has left anything there yet
+                ended.set_result(None)
+            else:
+                self._listen(lambda: _hand_over(ended))
         return self._future
 
     def is_completed(self) -> bool:
