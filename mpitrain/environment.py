@@ -22,6 +22,7 @@ VARIABLES = (
     "HDF5_USE_FILE_LOCKING",
     "MKL_NUM_THREADS",
     "MPICH_GPU_SUPPORT_ENABLED",
+    "MPITRAIN_ALLREDUCE",
     "MPITRAIN_FT",
     "MPITRAIN_GPU_BUFFERS",
     "MPITRAIN_RUN_DIR",
@@ -155,9 +156,25 @@ def probe() -> dict[str, Any]:
     try:
         import torch  # noqa: F401 - for its devices and the verdict on GPU buffers; after MPI, as Cray sites ask
 
-        return collect(here)
+        facts = collect(here)
+        facts["mpi"]["collectives"] = _transport(here)
+        return facts
     finally:
         here.finish()
+
+
+def _transport(runtime: Any) -> dict[str, Any]:
+    """How the process group's allreduces travel here, measured between the nodes."""
+    import torch.distributed as dist
+
+    from mpitrain.mpi.process_group import init_default_group
+
+    init_default_group(runtime)
+    group: Any = dist.group.WORLD
+    told: dict[str, Any] = group.transport()
+    dist.destroy_process_group()
+    runtime.engine.stop()
+    return told
 
 
 def git_revision(folder: Path) -> str | None:

@@ -115,7 +115,9 @@ def _check_layout(tensor: torch.Tensor) -> None:
 
 def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The contiguous tensor as flat views of at most MAX_COUNT elements."""
-    return list(tensor.detach().view(-1).split(MAX_COUNT)) if tensor.numel() else []
+    if tensor.numel() <= MAX_COUNT:  # nearly always, and split is slow
+        return [tensor] if tensor.numel() else []
+    return list(tensor.detach().view(-1).split(MAX_COUNT))
 
 
 # ---- tensors of any place and layout

@@ -1,15 +1,20 @@
 """Reductions of our own over Isend and Irecv: every rank adds one part of everybody's tensor and hands it to all.
 
 The law of this file: each rank sends and receives (n - 1)/n of the tensor once for the reduce-scatter and once for the
-allgather, which is the bound; parts are cut into segments, and a segment is added while the next ones travel. The
-owner of a part adds the contributions **in rank order**, 16-bit floats in float32, rounded once: the bits depend on
-the tensors alone, not on timing, on the number of elements or on where an element lies. (Thakur, Rabenseifner, Gropp,
-"Optimization of collective communication operations in MPICH", 2005, section 4, with the exchange all to all.)
+allgather, which is the bound; in step s it sends to the s-th rank after it and receives from the s-th before it, so
+that every link carries one message in each direction. Parts are cut into segments, and a segment is added and handed
+on while the next ones travel. The owner of a part adds the contributions **in rank order**, 16-bit floats in float32,
+rounded once: the bits depend on the tensors alone, not on timing, on the number of elements or on where an element
+lies. (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005, sections 4.4
+and 4.5: pairwise exchange, then allgather.)
+
+With several ranks on a node `hierarchical` sends each node's sum over the network once: reduce-scatter within the node,
+allreduce between nodes, allgather within the node. 16-bit floats are then rounded once per node and once at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +27,10 @@ if TYPE_CHECKING:
     from mpitrain.mpi.group_core import GroupCore
 
 SCATTER_TAG, GATHER_TAG = 1, 2
-SEGMENT_BYTES = 1 << 20
-WINDOW = 3  # segments under way at once
+WINDOW = 3  # segments under way at once in each direction
+BLOCK_BYTES = 1 << 27  # larger tensors go in blocks of this size, which bounds the memory for what arrives
+
+Finish = Callable[[torch.Tensor], None]  # what is done to a sum before it is rounded and handed out
 
 
 def cut(flat: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
@@ -36,103 +43,170 @@ def allreduce(
     group: GroupCore,
     flat: torch.Tensor,
     reduction: Reduction,
+    finish: Finish,
     members: Sequence[int] | None = None,
-    divide_by: int | None = None,
+    wire: torch.dtype | None = None,
 ) -> Task:
-    """Reduce `flat` (host, one dimension) in place over `members` (ranks of the group, this one among them)."""
+    """Reduce `flat` (host, one dimension) in place over `members` (ranks of the group, this one among them).
+
+    `wire`: float32 travels as this 16-bit type; every contribution is rounded to it once, the sum in float32 once.
+    """
     members = range(group.size()) if members is None else members
-    parts = cut(flat, len(members))
-    exchange = _Exchange(group, parts, reduction, members)
-    for index in range(exchange.num_segments):
-        exchange.fill_window(index)
-        yield exchange.incoming[index] + exchange.outgoing[index]
-        own = exchange.add(index)
-        reduction.after(own, group.size() if divide_by is None else divide_by)
-        exchange.hand_out(index, own)
-    yield exchange.last
+    for block in flat.split(BLOCK_BYTES // flat.element_size()):
+        exchange = _Exchange(group, cut(block, len(members)), reduction, members, wire or flat.dtype)
+        yield from exchange.scatter(finish, exchange.hand_out)
+        yield from exchange.gather()
 
 
 def reduce_scatter(
-    group: GroupCore, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
+    group: GroupCore,
+    parts: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    reduction: Reduction,
+    finish: Finish,
+    members: Sequence[int] | None = None,
 ) -> Task:
-    """`out` (flat) becomes this rank's part reduced over all; `parts[r]` (flat, any lengths) belongs to rank r."""
-    exchange = _Exchange(group, parts, reduction, range(group.size()))
-    own = parts[group.rank()]
-    for index in range(exchange.num_segments):
-        exchange.fill_window(index)
-        yield exchange.incoming[index] + exchange.outgoing[index]
-        piece = exchange.add(index)
-        start = index * exchange.length
-        reduction.after(piece, group.size())
-        out[start : start + piece.numel()].copy_(piece)
-    assert out.numel() == own.numel(), (out.numel(), own.numel())
+    """`out` (flat) becomes this rank's part reduced over `members`; `parts[i]` (flat, any lengths) belongs to the i-th.
+    `out` may be that part itself."""
+    members = range(group.size()) if members is None else members
+    exchange = _Exchange(group, parts, reduction, members, parts[0].dtype)
+
+    def keep(index: int, total: torch.Tensor) -> None:
+        out[index * exchange.length :][: total.numel()].copy_(total)
+
+    yield from exchange.scatter(finish, keep)
+
+
+def hierarchical(
+    group: GroupCore,
+    flat: torch.Tensor,
+    reduction: Reduction,
+    finish: Finish,
+    nodes: Sequence[Sequence[int]],
+    wire: torch.dtype | None = None,
+) -> Task:
+    """The same as `allreduce`; `nodes[k]` are the group's ranks on its k-th node, as many as there are (uneven, too).
+
+    The k-th rank of a node reduces the k-th part with its likes on the other nodes; a node with more ranks than the
+    smallest has only adds and receives there.
+    """
+    me = group.rank()
+    mates = next(node for node in nodes if me in node)
+    num_columns = min(len(node) for node in nodes)
+    parts = cut(flat, num_columns)
+    place = mates.index(me)
+    owned = parts[place] if place < num_columns else flat[:0]
+    padded = [*parts, *[flat[:0]] * (len(mates) - num_columns)]
+    if len(mates) > 1:
+        yield from reduce_scatter(group, padded, owned, reduction, lambda total: None, mates)
+    if place < num_columns and flat.numel():
+        column = [node[place] for node in nodes]
+        yield from allreduce(group, owned, reduction, finish, column, wire)
+    ops: list[Op] = []
+    for other, rank in enumerate(mates):
+        if rank != me:
+            ops += group._send(owned, rank, GATHER_TAG)
+            ops += group._receive(padded[other], rank, GATHER_TAG)
+    yield ops
 
 
 class _Exchange:
-    """The segments of one reduce-scatter among `members`: what has been posted and what has come in."""
+    """One reduce-scatter among `members`, and the allgather that may follow; all parts cut into as many segments."""
 
     def __init__(
-        self, group: GroupCore, parts: Sequence[torch.Tensor], reduction: Reduction, members: Sequence[int]
+        self,
+        group: GroupCore,
+        parts: Sequence[torch.Tensor],
+        reduction: Reduction,
+        members: Sequence[int],
+        wire: torch.dtype,
     ):
-        self.group, self.parts, self.reduction, self.members = group, parts, reduction, members
-        self.place = members.index(group.rank())
-        itemsize = parts[0].element_size()
-        self.length = max(1, SEGMENT_BYTES // itemsize)
-        self.num_segments = -(-max(part.numel() for part in parts) // self.length)
-        self.incoming: list[list[Op]] = []
-        self.outgoing: list[list[Op]] = []
-        self.last: list[Op] = []
-        self._arrived: list[dict[int, torch.Tensor]] = []
+        self.group, self.parts, self.reduction, self.members, self.wire = (
+            group,
+            parts,
+            reduction,
+            members,
+            wire,
+        )
+        self.place, self.count = members.index(group.rank()), len(members)
+        longest = max(part.numel() for part in parts)
+        self.length = max(1, min(group._segment_bytes() // wire.itemsize, longest))
+        self.num_segments = -(-longest // self.length)
+        self._handed: list[list[Op]] = []  # what the allgather has posted, in its order
+        self._packed: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # (received in the wire's type, where it belongs)
+        own = parts[self.place]
+        self._arrived = {
+            place: torch.empty_like(own, dtype=wire) for place in range(self.count) if place != self.place
+        }
 
     def segment(self, place: int, index: int) -> torch.Tensor:
         """Segment `index` of that member's part; empty where the part is shorter."""
         return self.parts[place][index * self.length : (index + 1) * self.length]
 
-    def others(self) -> list[int]:
-        """Places of the other members, starting behind this one, so that not all talk to the same at once."""
-        count = len(self.members)
-        return [(self.place + step) % count for step in range(1, count)]
+    def scatter(self, finish: Finish, done: Callable[[int, torch.Tensor], None]) -> Task:
+        """Add this rank's part; `done(index, total)` gets each segment, finished, in the type it is added in."""
+        chunks = [(step, index) for step in range(1, self.count) for index in range(self.num_segments)]
+        posted: list[list[Op]] = []
+        for number, (step, index) in enumerate(chunks):
+            while len(posted) < min(number + WINDOW, len(chunks)):
+                posted.append(self._post_scatter(*chunks[len(posted)]))
+            yield posted[number]
+            posted[number] = []
+            if step == self.count - 1:
+                self._add(index, finish, done)
+        if self.count == 1:
+            for index in range(self.num_segments):
+                self._add(index, finish, done)
 
-    def fill_window(self, index: int) -> None:
-        """Post segments up to `index + WINDOW`."""
-        while len(self.incoming) < min(index + WINDOW, self.num_segments):
-            following = len(self.incoming)
-            own = self.segment(self.place, following)
-            buffers = {place: torch.empty_like(own) for place in self.others()}
-            self._arrived.append(buffers)
-            group = self.group
-            self.incoming.append(
-                [
-                    op
-                    for place, buffer in buffers.items()
-                    for op in group._receive(buffer, self.members[place], SCATTER_TAG)
-                ]
-            )
-            self.outgoing.append(
-                [
-                    op
-                    for place in self.others()
-                    for op in group._send(self.segment(place, following), self.members[place], SCATTER_TAG)
-                ]
-            )
-
-    def add(self, index: int) -> torch.Tensor:
-        """This rank's segment, reduced over the members in rank order."""
-        own, arrived = self.segment(self.place, index), self._arrived[index]
-        pieces = [own if place == self.place else arrived[place] for place in range(len(self.members))]
-        wide = is_sixteen(own.dtype)
-        total = pieces[0].float() if wide else pieces[0].clone() if self.place == 0 else pieces[0]
-        for piece in pieces[1:]:
-            self.reduction.combine(total, piece)
-        return total
+    def gather(self) -> Task:
+        """Wait for everybody's parts."""
+        chunks = [(step, index) for step in range(1, self.count) for index in range(self.num_segments)]
+        for number in range(len(chunks)):
+            while len(self._handed) < min(number + WINDOW, len(chunks)):
+                self._handed.append(self._post_gather(*chunks[len(self._handed)]))
+            yield self._handed[number]
+            self._handed[number] = []
+        for buffer, target in self._packed:
+            target.copy_(buffer)
 
     def hand_out(self, index: int, total: torch.Tensor) -> None:
-        """Write this rank's reduced segment home, send it to all, and receive theirs."""
+        """Write this rank's reduced segment home and send it to the next rank at once: the allgather's first step."""
+        self.segment(self.place, index).copy_(total.to(self.wire))
+        if self.count > 1:
+            self._handed.append(self._post_gather(1, index))
+
+    def _post_scatter(self, step: int, index: int) -> list[Op]:
+        to, source = (self.place + step) % self.count, (self.place - step) % self.count
+        arriving = self._arrived[source][index * self.length : (index + 1) * self.length]
+        piece = self.segment(to, index).to(self.wire)
+        return self.group._receive(arriving, self.members[source], SCATTER_TAG) + self.group._send(
+            piece, self.members[to], SCATTER_TAG
+        )
+
+    def _post_gather(self, step: int, index: int) -> list[Op]:
+        to, source = (self.place + step) % self.count, (self.place - step) % self.count
+        buffer = target = self.segment(source, index)
+        if target.dtype != self.wire:
+            buffer = torch.empty_like(target, dtype=self.wire)
+            self._packed.append((buffer, target))
+        own = self.segment(self.place, index).to(self.wire)
+        return self.group._receive(buffer, self.members[source], GATHER_TAG) + self.group._send(
+            own, self.members[to], GATHER_TAG
+        )
+
+    def _add(self, index: int, finish: Finish, done: Callable[[int, torch.Tensor], None]) -> None:
+        """Reduce a segment over the members in rank order."""
         own = self.segment(self.place, index)
-        own.copy_(total)
-        self._arrived[index] = {}
-        group = self.group
-        for place in self.others():
-            self.last += group._receive(self.segment(place, index), self.members[place], GATHER_TAG)
-        for place in self.others():
-            self.last += group._send(own, self.members[place], GATHER_TAG)
+        arrived = slice(index * self.length, (index + 1) * self.length)
+        pieces = [
+            own.to(self.wire) if k == self.place else self._arrived[k][arrived] for k in range(self.count)
+        ]
+        total = pieces[0].float() if is_sixteen(self.wire) else pieces[0]
+        if total.data_ptr() == own.data_ptr():
+            total = own.clone()
+        for piece in pieces[1:]:
+            self.reduction.combine(total, piece)
+        finish(total)
+        done(index, total)

@@ -5,7 +5,7 @@ the order of submission within the group. Two communicators a group: `_gate` car
 messages, `_comm` the collectives and the bodies of messages.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -13,8 +13,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from mpitrain.mpi import buffers
-from mpitrain.mpi.lines import Task
+from mpitrain.mpi import buffers, choice
+from mpitrain.mpi.lines import LEFT, Task
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.mpi.work import MpiWork
@@ -33,10 +33,17 @@ class GroupCore(dist.ProcessGroup):
         self._runtime, self._timeout, self._ranks = runtime, timeout, list(ranks)
         self._engine = runtime.engine
         self._num_bodies = 0
+        self._told = choice.setting()
+        self._transport: choice.Transport | None = None
+        where: dict[int, list[int]] = {}
+        for place, rank in enumerate(ranks):
+            where.setdefault(runtime.nodes[rank], []).append(place)
+        self._nodes = list(where.values())  # the group's ranks, node by node
         self._engine.start_thread()
         self._engine.run(lambda: self._meet())
         self._comm, self._gate = self._engine.run(self._make_comms)
         runtime.communicators += [self._comm, self._gate]
+        runtime.groups.append(self)
 
     # ---- communicators
 
@@ -67,6 +74,23 @@ class GroupCore(dist.ProcessGroup):
             )
         return comm, comm.Dup()
 
+    def shutdown(self) -> None:
+        """Leave the group; returns at once. Its communicators are freed when all have left. A rank that is still in a
+        collective of this group, or comes to one, gets a MismatchError that says who has left."""
+        if self in self._runtime.groups:
+            self._runtime.groups.remove(self)
+            self._engine.line_up(lambda calm: self._free(), self._gate, LEFT)
+
+    def _free(self) -> None:
+        self._engine.forget(self._gate)
+        for comm in (self._comm, self._gate):
+            self._runtime.communicators.remove(comm)
+            comm.Free()
+
+    def abort(self) -> None:
+        """Leave without waiting for anybody."""
+        self.shutdown()
+
     def _timeout_s(self) -> float:
         return self._timeout.total_seconds()
 
@@ -84,8 +108,9 @@ class GroupCore(dist.ProcessGroup):
         """The Work of a collective whose ranks must all say the same `what`."""
         timeout = self._limit(opts)
         work = MpiWork(self._engine, name, result, timeout)
-        text = f"{name}({what})"
-        op = self._engine.line_up(carry, self._gate, text, balance, timeout.total_seconds())
+        text = f"{name}({what})" + (f" by {self._told}" if self._told != choice.AUTO else "")
+        quiet = not getattr(opts, "asyncOp", True)  # torch waits for it next
+        op = self._engine.line_up(carry, self._gate, text, balance, timeout.total_seconds(), quiet)
         op.then(work.settle)
         return self._remember(work)
 
@@ -104,6 +129,24 @@ class GroupCore(dist.ProcessGroup):
             return
         start = getattr(self._comm, "I" + name.lower())
         yield (self._engine.nonblocking(lambda: start(*arguments), arguments),)
+
+    def _algorithm(self, calm: bool, num_bytes: int) -> Generator[Iterable[Op], None, str]:
+        """The algorithm for a message of this size, the same on all ranks (`choice.py`)."""
+        if self._transport is None and choice.needs_measuring(num_bytes, self._nodes, self._told):
+            self._transport = yield from choice.measure(self, self._nodes, calm)
+        return choice.choose(num_bytes, self._nodes, self._transport, self._told)
+
+    def _segment_bytes(self) -> int:
+        """How our own algorithms cut what they send, the same on all ranks."""
+        return choice.segment_bytes(self._transport)
+
+    def transport(self) -> dict[str, Any]:
+        """Collective: how this group's allreduces travel, with what was measured (JSON values)."""
+        work = self._collective(
+            "transport", "", lambda calm: self._algorithm(calm, choice.MEASURE_FROM_BYTES), []
+        )
+        work.wait()
+        return choice.describe(self._nodes, self._transport, self._told)
 
     def _send(self, memory: torch.Tensor, dest: int, tag: int) -> list[Op]:
         """Send host memory of any size to a rank of the group, inside a Task."""

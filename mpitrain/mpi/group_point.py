@@ -2,11 +2,10 @@
 
 The law of this file: a receiver learns what comes before its memory is touched. A message is a head of fixed length,
 with dtype, length and the first bytes, and, if it is longer, a body that the receiver asks for only when the head
-fits: Open MPI 5.0.11 crashes when a long message is longer than its receive. What does not fit is an error where it
-is received.
+fits: Open MPI 5.0.11 crashes when a long message is longer than its receive. What does not fit is received aside and
+is an error where it is received.
 """
 
-import functools
 import struct
 from datetime import timedelta
 from typing import Any
@@ -17,11 +16,11 @@ from mpitrain.errors import MismatchError
 from mpitrain.mpi import buffers
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.group_core import GroupCore, as_list, shape_of
-from mpitrain.mpi.lines import Task, word
+from mpitrain.mpi.lines import Task, last_tag, word
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.work import MpiWork
 
-_HEAD = struct.Struct("<QQQ")  # word(dtype), elements, number of the body
+_HEAD = struct.Struct("<QQQQ")  # word(dtype), elements, bytes, number of the body
 _INLINE_BYTES = 4096 - _HEAD.size
 _BODY_TAG = 16384  # bodies are numbered above it; the algorithms' tags lie below
 
@@ -44,7 +43,7 @@ class Points(GroupCore):
             )
             number, self._num_bodies = self._num_bodies, (self._num_bodies + 1) % _BODY_TAG
             head = bytearray(_HEAD.size + min(raw.numel(), _INLINE_BYTES))
-            _HEAD.pack_into(head, 0, word(str(tensor.dtype)), tensor.numel(), number)
+            _HEAD.pack_into(head, 0, word(str(tensor.dtype)), tensor.numel(), raw.numel(), number)
             memoryview(head)[_HEAD.size :] = raw[:_INLINE_BYTES].numpy().data
             limit_s = self._timeout_s()
             ops = [self._engine.isend(head, dst, tag, self._gate, timeout_s=limit_s)]
@@ -77,33 +76,47 @@ class Points(GroupCore):
             op = Op("receive", head, source, tag, passive=True)
             op.what = what
             yield (self._engine.post(op, lambda: self._gate.Irecv(head, source, tag), self._timeout_s()),)
-            dtype_word, num_elements, number = _HEAD.unpack_from(head)
-            if dtype_word != word(str(tensor.dtype)) or num_elements != tensor.numel():
+            dtype_word, num_elements, num_bytes, number = _HEAD.unpack_from(head)
+            fits = dtype_word == word(str(tensor.dtype)) and num_elements == tensor.numel()
+            target = (
+                tensor if fits else torch.empty(num_bytes, dtype=torch.uint8)
+            )  # the sender has to get rid of it
+            held = buffers.lease(target, reads=False, writes=True, after=mark if fits else None, on_host=True)
+            yield self._receive_rest(head, held.memory, num_bytes, op.source, number)
+            held.finish()
+            if not fits:
                 raise MismatchError(
                     f"rank {op.source} sent {num_elements} elements of"
                     f" {_name(dtype_word)} with tag {tag}, rank {self.rank()} receives into {shape_of([tensor])}"
                 )
-            held = buffers.lease(tensor, reads=False, writes=True, after=mark, on_host=True)
-            if tensor.numel():
-                raw = held.memory.view(-1).view(torch.uint8)
-                raw[:_INLINE_BYTES] = torch.frombuffer(head, dtype=torch.uint8)[_HEAD.size :][: raw.numel()]
-                if raw.numel() > _INLINE_BYTES:
-                    yield [
-                        self._engine.irecv(
-                            buffers.message_of(piece), op.source, _BODY_TAG + number, self._comm,
-                            timeout_s=self._timeout_s(),
-                        )
-                        for piece in buffers.pieces(raw[_INLINE_BYTES:])
-                    ]  # fmt: skip
-            held.finish()
-            work.source = op.source
+            return op.source
 
-        work = self._transfer(what, tensor, carry)
-        return work
+        return self._transfer(what, tensor, carry)
+
+    def _receive_rest(
+        self, head: bytearray, memory: torch.Tensor, num_bytes: int, source: int, number: int
+    ) -> list[Op]:
+        """Unpack the head's first bytes into memory and post the receives of the body."""
+        if not num_bytes:
+            return []
+        raw = memory.view(-1).view(torch.uint8)
+        raw[:_INLINE_BYTES] = torch.frombuffer(head, dtype=torch.uint8)[_HEAD.size :][:num_bytes]
+        return [
+            self._engine.irecv(
+                buffers.message_of(piece), source, _BODY_TAG + number, self._comm, timeout_s=self._timeout_s()
+            )
+            for piece in (buffers.pieces(raw[_INLINE_BYTES:]) if num_bytes > _INLINE_BYTES else ())
+        ]
 
     def _transfer(self, what: str, tensor: torch.Tensor, carry: Any) -> MpiWork:
         work = MpiWork(self._engine, what, [tensor], self._timeout)
-        self._engine.call(carry).then(work.settle)
+
+        def over(op: Op) -> None:
+            if op.result is not None:  # a receive: from whom
+                work.source = op.result
+            work.settle(op)
+
+        self._engine.call(carry).then(over)
         return self._remember(work)
 
     # ---- barriers
@@ -169,12 +182,5 @@ def _name(dtype_word: int) -> str:
 
 
 def _check_tag(tag: int) -> None:
-    largest = _largest_tag()
-    if not 0 <= tag <= largest:
-        raise ValueError(f"tag {tag}: this MPI allows 0 to {largest}")
-
-
-@functools.cache
-def _largest_tag() -> int:
-    largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-    return largest if isinstance(largest, int) else 32767  # what every MPI allows
+    if not 0 <= tag < last_tag():
+        raise ValueError(f"tag {tag}: this MPI allows 0 to {last_tag() - 1}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.mpi import buffers, direct
+from mpitrain.mpi import buffers, choice, direct
 from mpitrain.mpi.group_core import GroupCore, as_list, shape_of
 from mpitrain.mpi.lines import Task
 from mpitrain.mpi.reduction import Reduction, is_sixteen
@@ -18,33 +18,62 @@ class Reductions(GroupCore):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> MpiWork:  # type: ignore[override]
         """Reduce each tensor over all ranks, in place."""
+        return self._allreduce_all(as_list(tensors), opts, None)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
+        """Several tensors in one Work."""
+        return self._allreduce_all(tensors, opts, None)
+
+    def allreduce_on_wire(self, tensors: Any, wire: torch.dtype, opts: Any = None) -> MpiWork:
+        """allreduce of float32 tensors that travel as `wire` (bfloat16 or float16): half the bytes, sums in float32.
+        Every contribution is rounded once, and the sum once; with several nodes of several ranks each node's sum, too.
+        Not part of torch; `hooks.py` hands it to DDP."""
         tensors = as_list(tensors)
+        if not is_sixteen(wire) or any(tensor.dtype != torch.float32 for tensor in tensors):
+            raise TypeError(
+                f"a 16-bit wire carries float32 as bfloat16 or float16, not {shape_of(tensors)} as {wire}"
+            )
+        return self._allreduce_all(tensors, opts, wire)
+
+    def _allreduce_all(self, tensors: list[torch.Tensor], opts: Any, wire: torch.dtype | None) -> MpiWork:
         wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
         marks = [buffers.mark(tensor) for tensor in tensors]
 
         def carry(calm: bool) -> Task:
             for tensor, reduction, mark in zip(tensors, wanted, marks):
-                on_host = not calm or is_sixteen(tensor.dtype)
+                algorithm = yield from self._choose(calm, tensor, wire)
+                on_host = not calm or algorithm != choice.LIBRARY
                 held = buffers.lease(tensor, reads=True, writes=True, after=mark, on_host=on_host)
-                yield from self._allreduce(calm, held, reduction)
+                yield from self._allreduce(calm, algorithm, held, reduction, wire)
                 held.finish()
 
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
-        return self._collective("allreduce", f"{shape_of(tensors)}, {kinds}", carry, tensors, opts)
+        way = "" if wire is None else f" as {str(wire).removeprefix('torch.')}"
+        return self._collective("allreduce", f"{shape_of(tensors)}{way}, {kinds}", carry, tensors, opts)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """Several tensors in one Work."""
-        return self.allreduce(tensors, opts)
+    def _choose(self, calm: bool, tensor: torch.Tensor, wire: torch.dtype | None) -> Task:
+        """The algorithm for this tensor; the first large message between nodes measures the network."""
+        num_bytes = tensor.numel() * (wire or tensor.dtype).itemsize
+        algorithm = yield from self._algorithm(calm, num_bytes)
+        if algorithm == choice.LIBRARY and is_sixteen(wire or tensor.dtype):
+            return choice.DIRECT  # MPI adds no 16-bit floats
+        return algorithm
 
-    def _allreduce(self, calm: bool, held: buffers.Lease, reduction: Reduction) -> Task:
+    def _allreduce(
+        self, calm: bool, algorithm: str, held: buffers.Lease, reduction: Reduction, wire: torch.dtype | None
+    ) -> Task:
         memory = held.memory
         reduction.before(memory)
-        if memory.numel() and is_sixteen(memory.dtype):
-            yield from direct.allreduce(self, memory.view(-1), reduction)
-            return
-        for message in held.messages(reduction=True):
-            yield from self._call(calm, "Allreduce", buffers.IN_PLACE, message, reduction.operation)
-        reduction.after(memory, self.size())
+        if algorithm == choice.LIBRARY:
+            for message in held.messages(reduction=True):
+                yield from self._call(calm, "Allreduce", buffers.IN_PLACE, message, reduction.operation)
+            reduction.after(memory, self.size())
+        elif memory.numel():
+            flat, finish = memory.view(-1), self._finish(reduction)
+            if algorithm == choice.HIERARCHICAL:
+                yield from direct.hierarchical(self, flat, reduction, finish, self._nodes, wire)
+            else:
+                yield from direct.allreduce(self, flat, reduction, finish, wire=wire)
 
     def reduce(self, tensors: Any, opts: Any) -> MpiWork:  # type: ignore[override]
         """The root's tensors become the reduction; the other ranks' keep their values."""
@@ -72,7 +101,8 @@ class Reductions(GroupCore):
             parts = direct.cut(memory, self.size())
             own = torch.empty_like(parts[self.rank()])
             if memory.numel():
-                yield from direct.reduce_scatter(self, parts, own, reduction)
+                finish = self._finish(reduction)
+                yield from direct.reduce_scatter(self, parts, own, reduction, finish)
             if is_root:
                 parts[root].copy_(own)
                 yield [
@@ -168,4 +198,29 @@ class Reductions(GroupCore):
             parts = [part.clone() for part in parts]  # the inputs are the user's
             for part in parts:
                 reduction.before(part)
-        yield from direct.reduce_scatter(self, parts, out, reduction)
+        num_bytes = sum(part.numel() for part in parts) * out.element_size()
+        algorithm = yield from self._algorithm(calm, num_bytes)
+        counts = [part.numel() for part in parts]
+        if algorithm != choice.LIBRARY or is_sixteen(out.dtype) or sum(counts) > buffers.MAX_COUNT:
+            yield from direct.reduce_scatter(self, parts, out, reduction, self._finish(reduction))
+            return
+        whole = buffers.as_buffer(_joined(parts), reduction=True)
+        target = buffers.as_buffer(out, reduction=True)
+        yield from self._call(calm, "Reduce_scatter", whole, target, counts, reduction.operation)
+        reduction.after(out, self.size())
+
+    def _finish(self, reduction: Reduction) -> direct.Finish:
+        return lambda total: reduction.after(total, self.size())
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The parts as one flat tensor: no copy where they already lie one behind the other in one memory."""
+    start, end = parts[0].data_ptr(), parts[0].data_ptr()
+    for part in parts:
+        if (
+            part.data_ptr() != end
+            or part.untyped_storage().data_ptr() != parts[0].untyped_storage().data_ptr()
+        ):
+            return torch.cat(parts)
+        end += part.numel() * part.element_size()
+    return parts[0].as_strided((sum(part.numel() for part in parts),), (1,)) if end > start else parts[0]

@@ -16,6 +16,7 @@ ranks ever to wait for each other in a circle of blocking calls, each of them wo
 arrival said busy, and one call of the circle would not have been allowed to block.
 """
 
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -27,9 +28,11 @@ from mpitrain.errors import MismatchError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.op import Op
 
+LEFT = "no collective: it has left the group"
 Task = Generator[Iterable[Op], None, Any]  # yields what it waits for, is resumed when all of that is done
 
 
+@functools.lru_cache(maxsize=4096)
 def word(text: str) -> int:
     """64 bits that stand for `text`, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -58,10 +61,25 @@ class Turn:
             return True
         if self.arrival.error is not None:
             raise self.arrival.error
+        if gate.Iprobe(MPI.ANY_SOURCE, last_tag()):
+            raise GaveUpError(
+                f"{self.what}: other ranks have waited for this one until their timeout and given up"
+            )
         marks, balance, busy = (int(number) for number in self.heard)
         if marks != self.mark * gate.size % 2**64 or balance:
             raise MismatchError(_tell_apart(gate, self.what))
         return not busy
+
+
+class GaveUpError(TimeoutError):
+    """Other ranks of the group have timed out in a collective that this rank came to too late."""
+
+
+@functools.cache
+def last_tag() -> int:
+    """The largest tag of this MPI, kept for notes that a rank has given up."""
+    largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    return largest if isinstance(largest, int) else 32767  # what every MPI allows
 
 
 class Line:
@@ -75,6 +93,12 @@ class Line:
 
     def __len__(self) -> int:
         return len(self.turns) + (self.running is not None)
+
+    def give_up(self) -> list["MPI.Request"]:
+        """Tell the others that this rank comes to no further collective: one that came late would wait for ever."""
+        return [
+            self.gate.Isend(b"", rank, last_tag()) for rank in range(self.gate.size) if rank != self.gate.rank
+        ]
 
 
 def _tell_apart(gate: "MPI.Comm", what: str) -> str:

@@ -76,12 +76,16 @@ class Posting:
         what: str = "",
         balance: int = 0,
         timeout_s: float | None = None,
+        quiet: bool = False,
     ) -> Op:
         """`collective` with all of `lines.py`: `function(calm)` may block in MPI only if `calm`, and may be a Task that
-        yields the Ops it waits for. MismatchError where `what` or `balance` does not fit the other ranks'."""
+        yields the Ops it waits for. MismatchError where `what` or `balance` does not fit the other ranks'. `quiet`: the
+        caller waits for it next."""
         op = Op("collective")
         op.what = what
-        return self._submit(op, lambda: self._progress.line_up(op, function, gate, what, balance, timeout_s))
+        return self._submit(
+            op, lambda: self._progress.line_up(op, function, gate, what, balance, timeout_s), quiet
+        )
 
     def post(self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None) -> Op:
         """Post what `start()` begins as `op`, which the caller has made."""
@@ -102,10 +106,10 @@ class Posting:
 
     # ---- what the driving half brings
 
-    def _submit(self, op: Op, start: Callable[[], Any]) -> Op:
+    def _submit(self, op: Op, start: Callable[[], Any], quiet: bool = False) -> Op:
         raise NotImplementedError
 
-    def _command(self, command: Callable[[], None]) -> None:
+    def _command(self, command: Callable[[], None], quiet: bool = False) -> None:
         raise NotImplementedError
 
 

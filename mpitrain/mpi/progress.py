@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.lines import Line, Task, Turn
+from mpitrain.mpi.lines import LEFT, GaveUpError, Line, Task, Turn
 from mpitrain.mpi.op import Op
 
 
@@ -200,7 +200,7 @@ class Progress:
         while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] < time.monotonic()):
             _, _, op, fail = heapq.heappop(self._deadlines)
             if not op.done:
-                fail(TimeoutError(f"{op.what or op!r} is not done within the group's timeout"))
+                fail(TimeoutError(f"{op.what or repr(op)} is not done in time: not all ranks have called it"))
 
     def _abandon(self, op: Op, error: BaseException) -> None:
         """Complete an operation that MPI has not finished; its request and buffer stay alive."""
@@ -213,8 +213,10 @@ class Progress:
         self.complete(op, error)
 
     def _fail_line(self, line: Line, error: BaseException) -> None:
-        """A collective has timed out: it and everything behind it fails, now and later."""
+        """A collective can never be completed: it and everything behind it fails, now and later."""
         line.broken = error
+        if isinstance(error, TimeoutError) and not isinstance(error, GaveUpError):
+            self._abandoned.append(line.give_up())
         turns = ([line.running] if line.running else []) + list(line.turns)
         line.turns.clear()
         line.running = None
@@ -260,7 +262,7 @@ class Progress:
     def _take_turns(self) -> int:
         """Start the collectives at the heads of the lines whose ranks have all arrived."""
         num_run = 0
-        for line in [line for line in self._lines.values() if line.turns]:
+        for line in tuple(self._lines.values()):
             while line.running is None and line.turns and line.turns[0].arrived:
                 num_run += 1
                 self._take_turn(line, line.turns.popleft())
@@ -277,6 +279,10 @@ class Progress:
         try:
             calm = turn.check(line.gate)
         except Exception as error:
+            if LEFT in str(error) or isinstance(
+                error, GaveUpError
+            ):  # who has left comes to no other collective
+                self._fail_line(line, error)
             self.complete(turn.op, error)
             return
         self.run(turn.op, lambda: turn.function(calm))

@@ -5,6 +5,7 @@ are added in float32 in rank order, and rounded once; so the result is the same 
 depend on timing. Everything else has one MPI operation and one torch function that mean the same.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +77,9 @@ class Reduction:
         """From torch's options (None: SUM); TypeError for what this dtype cannot do."""
         wanted = getattr(opts, "reduceOp", opts)
         kind = "SUM" if wanted is None else getattr(wanted, "op", wanted).name
-        factor = wanted.__getstate__()[1] if kind == "PREMUL_SUM" else None
-        return Reduction(kind, check(dtype, kind), factor)
+        if kind == "PREMUL_SUM":
+            return Reduction(kind, check(dtype, kind), wanted.__getstate__()[1])
+        return _plain(dtype, kind)
 
     @property
     def operation(self) -> "MPI.Op":
@@ -94,7 +96,7 @@ class Reduction:
     def after(self, memory: torch.Tensor, size: int) -> None:
         """In place, on the sum."""
         if self.kind == "AVG":
-            memory.div_(size)
+            (torch.view_as_real(memory) if memory.is_complex() else memory).div_(size)
 
     def combine(self, into: torch.Tensor, other: torch.Tensor) -> None:
         """into = into OP other, elementwise; host tensors of the accumulation type."""
@@ -102,3 +104,8 @@ class Reduction:
             self.operation.Reduce_local(as_buffer(other, reduction=True), as_buffer(into, reduction=True))
         else:
             _OPERATIONS[self.name][1](into, other)
+
+
+@functools.cache
+def _plain(dtype: torch.dtype, kind: str) -> Reduction:
+    return Reduction(kind, check(dtype, kind))

@@ -58,6 +58,7 @@ class Runtime:
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
         self._gate: MPI.Intracomm = self.comm.Dup()
         self.communicators: list[MPI.Comm] = [self._gate]  # more to revoke when the job ends under ULFM
+        self.groups: list[Any] = []  # process groups that this rank has not left
         self.rank, self.size = self.comm.rank, self.comm.size
         self.torch_ranks: tuple[int, ...] = ()  # torch's ranks as MPI's, once there is a process group
         self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
@@ -184,6 +185,8 @@ class Runtime:
             return
         if self.given_up:
             ending.end_without_some(self)
+        for group in list(self.groups):
+            group.shutdown()
         self.engine.stop()
         self.barrier()
         MPI.Finalize()

@@ -11,6 +11,7 @@ for a sleeper. This file imports the stdlib only.
 import os
 import time
 
+SPIN_S = 0.00005
 GIVE_WAY_S = 0.0002
 SHORT_NAP_S = 0.0001
 QUIET_AFTER_S = 0.05
@@ -37,6 +38,11 @@ class Backoff:
         return (
             SHORT_NAP_S if quiet_s < (QUIET_AFTER_ARRIVING_S if arriving else QUIET_AFTER_S) else LONG_NAP_S
         )
+
+    def spin(self) -> bool:
+        """True right after traffic: the next message is microseconds away, and where others want the core, offering it
+        costs a time slice."""
+        return time.monotonic() - self._quiet_since_s < SPIN_S
 
     def pause(self, transferring: bool, arriving: bool = False) -> None:
         """One pause after a poll that found nothing."""

@@ -6,7 +6,9 @@ reads the future in C++, takes it for a tensor and crashes. Only a callback that
 for C++ too, so the exception goes through one.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,9 @@ from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.op import Op
 
 _NO_TIMEOUT = timedelta(0)  # what torch passes when the user says nothing
+_GRACE_S = 2.0
+_listening = threading.Lock()
+_callbacks = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mpitrain-callback")  # grows as they block
 
 
 class MpiWork(Work):
@@ -30,11 +35,10 @@ class MpiWork(Work):
         super().__init__()
         self._engine, self._what, self._result, self._timeout = engine, what, result, timeout
         self._error: BaseException | None = None
+        self._done = False
+        self._listeners: list[Callable[[], None]] = []
+        self._future: Future[Any] | None = None
         self.source = -1
-        self._ended: Future[None] = Future(
-            devices=_devices(result)
-        )  # torch refuses to put other devices' tensors in
-        self._future: Future[Any] = self._ended.then(self._outcome)
 
     @classmethod
     def of_all(cls, engine: Engine, works: Sequence["MpiWork"], timeout: timedelta) -> "MpiWork":
@@ -45,14 +49,14 @@ class MpiWork(Work):
             return whole
         left = len(works)
 
-        def one_done(_: "Future[Any]") -> None:
+        def one_done() -> None:
             nonlocal left
             left -= 1
             if left == 0:
                 whole.end(next((work._error for work in works if work._error is not None), None))
 
         for work in works:
-            work._ended.add_done_callback(one_done)
+            work._listen(one_done)
         return whole
 
     def settle(self, op: Op, finish: Callable[[], None] = lambda: None) -> None:
@@ -68,7 +72,19 @@ class MpiWork(Work):
     def end(self, error: BaseException | None) -> None:
         """Complete, well or with an error that everybody who waits gets."""
         self._error = error
-        self._ended.set_result(None)
+        with _listening:
+            self._done = True
+            listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener()
+
+    def _listen(self, listener: Callable[[], None]) -> None:
+        """Have `listener()` called once when this is done, at once if it is."""
+        with _listening:
+            if not self._done:
+                self._listeners.append(listener)
+                return
+        listener()
 
     def _outcome(self, _: "Future[None]") -> Any:
         if self._error is not None:
@@ -77,28 +93,41 @@ class MpiWork(Work):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """True when done; raises what went wrong, or TimeoutError after `timeout` (or else the group's)."""
-        limit = self._timeout if timeout == _NO_TIMEOUT else timeout
-        try:
-            self._engine.wait_any(self._future.done, limit.total_seconds())
-        except TimeoutError:
-            raise TimeoutError(
-                f"{self._what} is not done after {limit}: not all ranks have called it"
-            ) from None
+        if not self._done:
+            own = (
+                timeout == _NO_TIMEOUT
+            )  # then the engine itself lets the operation fail; this is for when it cannot
+            limit_s = self._timeout.total_seconds() + _GRACE_S if own else timeout.total_seconds()
+            try:
+                self._engine.wait_any(self.is_completed, limit_s)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"{self._what} is not done after {limit_s:g} s: not all ranks have called it"
+                ) from None
         if self._error is not None:
             raise self._error
         return True
 
     def get_future(self) -> "Future[Any]":
-        """The future that DDP and `then` chains use."""
+        """The future that DDP and `then` chains use; made on demand."""
+        if self._future is None:
+            ended: Future[None] = Future(
+                devices=_devices(self._result)
+            )  # torch refuses to put other devices' tensors in
+            self._future = ended.then(self._outcome)
+            if self._done:  # nobody has left anything there yet
+                ended.set_result(None)
+            else:
+                self._listen(lambda: _hand_over(ended))
         return self._future
 
     def is_completed(self) -> bool:
         """True when done, well or not."""
-        return self._future.done()
+        return self._done
 
     def is_success(self) -> bool:
         """True when done and well."""
-        return self._future.done() and self._error is None
+        return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
         """What went wrong, if anything has."""
@@ -118,6 +147,15 @@ class MpiWork(Work):
     def result(self) -> list[torch.Tensor]:
         """The tensors that hold the result."""
         return self._result if isinstance(self._result, list) else [self._result]
+
+
+def _hand_over(ended: "Future[None]") -> None:
+    """Complete a future, and so run what `then` left there, in a thread of its own: torch's PowerSGD hook waits for
+    further collectives in its callbacks, which the thread that drives MPI could never answer."""
+    try:
+        _callbacks.submit(ended.set_result, None)
+    except RuntimeError:  # the interpreter is shutting down
+        ended.set_result(None)
 
 
 def _devices(result: Any) -> list[int | str | torch.device] | None:

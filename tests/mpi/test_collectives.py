@@ -1,0 +1,131 @@
+"""The collectives (`programs/collective_cases.py`): 4 ranks, 2 over TCP, 3 under MPICH, ours on uneven nodes."""
+
+import pytest
+
+from tests.mpi.cases import PROGRAMS, TCP, assert_passed, case_names, launch
+from tests.ranks import find_mpi, run_ranks
+
+CASES = case_names("collective_cases")
+REDUCING = [
+    "case_groups_of_both_kinds", "case_reductions_equal_gloo_and_numpy", "case_premultiplied_sums_and_refusals",
+    "case_float32_on_a_sixteen_bit_wire", "case_the_choice_is_the_same_everywhere",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def four():
+    return launch(4, "collective_cases", timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def two_over_tcp():
+    return launch(2, "collective_cases", mpirun_args=TCP, timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def mpich():
+    return launch(3, "collective_cases", mpi="mpich", timeout_s=120)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_four_ranks(four, case):
+    assert_passed(four, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_ranks_over_tcp(two_over_tcp, case):
+    assert_passed(two_over_tcp, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_under_mpich(mpich, case):
+    assert_passed(mpich, case)
+
+
+@pytest.fixture(scope="module")
+def uneven_nodes():
+    argv = [str(PROGRAMS / "collective_cases.py"), *REDUCING]
+    python = str(find_mpi()[0])
+    nodes = {"MPITRAIN_TEST_NODES": "2,1", "MPITRAIN_ALLREDUCE": "hierarchical"}
+    return run_ranks(3, [python, *argv], env=nodes, timeout_s=120)
+
+
+@pytest.mark.parametrize("case", REDUCING)
+def test_with_our_own_algorithms_on_nodes_of_two_and_one(uneven_nodes, case):
+    assert_passed(uneven_nodes, case)
+
+
+def test_launches_end_cleanly(four, two_over_tcp, uneven_nodes):
+    for result in (four, two_over_tcp, uneven_nodes):
+        result.check()
+
+
+# ---- torch's own training on top
+
+TRAINING = case_names("torch_cases")
+
+
+@pytest.fixture(scope="module")
+def training():
+    return launch(2, "torch_cases", timeout_s=120)
+
+
+@pytest.mark.parametrize("case", TRAINING)
+def test_torch_on_top_equals_one_process(training, case):
+    assert_passed(training, case)
+
+
+# ---- what goes wrong is said on every rank
+
+LEAVES = """
+import sys, torch, torch.distributed as dist, mpitrain
+dist.init_process_group("mpi4py")
+dist.barrier()
+if dist.get_rank() == 1:
+    sys.exit(0)
+try:
+    dist.all_reduce(torch.ones(3))
+except ValueError as error:
+    print(f"told: {error}", flush=True)
+"""
+
+LATE = """
+from datetime import timedelta
+import torch, torch.distributed as dist, mpitrain
+dist.init_process_group("mpi4py", timeout=timedelta(seconds=3))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+from mpitrain.mpi.runtime import start
+if dist.get_rank() == 0:
+    for call in (lambda: model(torch.ones(2, 3)).sum().backward(), dist.barrier):  # in DDP's C++, and ever after
+        try:
+            call()
+        except (RuntimeError, TimeoutError) as error:
+            assert "TimeoutError" in repr(error) and "not all ranks have called it" in str(error), error
+            print("told: timeout", flush=True)
+start().barrier()  # where rank 1 has been all the time
+if dist.get_rank() == 1:
+    try:
+        dist.all_reduce(torch.ones(3))
+    except TimeoutError as error:
+        print(f"told: {error}", flush=True)
+"""
+
+
+def test_a_rank_that_leaves_is_named_on_all_others():
+    result = run_ranks(3, LEAVES, timeout_s=60)
+    for rank in (0, 2):
+        assert "rank 1: no collective: it has left the group" in result.ranks_out[rank], result
+
+
+def test_the_groups_timeout_ends_ddps_own_wait_too():
+    result = run_ranks(2, LATE, timeout_s=60)
+    assert result.ranks_out[0].count("told: timeout") == 2, result
+    assert "given up" in result.ranks_out[1], result
+
+
+def test_ranks_that_torchrun_numbered_are_refused_by_name():
+    env = {"RANK": "0", "WORLD_SIZE": "3"}
+    result = run_ranks(
+        2, "import torch.distributed as dist, mpitrain\ndist.init_process_group('mpi4py')\n", env=env
+    )
+    assert result.code == 2 and "WORLD_SIZE=3" in result.stderr and "mpirun" in result.stderr, result
