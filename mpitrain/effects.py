@@ -41,6 +41,9 @@ class Kind(enum.IntEnum):
     MEAN = 14  # peer -> its children at a meeting: the mean of all
 
 
+ASKS = -1  # in place of a message's `mark`: its sender was told to end, and asks for a checkpoint
+
+
 class Payload(Protocol):
     """Bytes that a message carries beside its header."""
 
@@ -56,9 +59,8 @@ class Message(NamedTuple):
     """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples`
     in the batch or accepted in all, `loss` of the batch, `finite` of the whole gradient, `stop` no more work, `pull`
     a push that is to be answered with parameters, `leases` as (epoch, start, count, batch size), `text` a note.
-    Checkpoints: `mark` is the accepted samples at which every shard writes the next one, `ends` that the run ends with
-    it (from a worker: that it was told to end), `cut` the one that this answer belongs to, `batches` how many a worker
-    that joins has done before. `heir`: this worker validates from now on, for the one that did is gone; `park`: it
+    Checkpoints: `mark` is the accepted samples at which every shard writes the next one (or `ASKS`), `ends` that the
+    run ends with it, `cut` the one that this answer belongs to, `batches` how many a worker that joins has done before. `heir`: this worker validates from now on, for the one that did is gone; `park`: it
     should stay although it has nothing to do."""
 
     kind: Kind

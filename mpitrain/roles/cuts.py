@@ -1,16 +1,17 @@
 """When every shard writes its part of a checkpoint, agreed without a message of its own.
 
 Law of this file: the dealing server names a mark (accepted samples) ahead of time; it travels on its answers to the
-workers and on their pushes to the other servers; each shard writes at its first update at or beyond the mark. In
-lockstep all shards have the same update there, and each worker is told, with the answer that follows, that what it
-holds now belongs to the checkpoint. Without lockstep every shard is cut at its own version.
+workers and on what they send to the other servers; each shard writes at its first update at or beyond the mark, or,
+where the run ends with it, when the last worker has left. In lockstep all shards have the same update there, and each
+worker is told, with the answer that follows, that what it holds now belongs to the checkpoint. Without lockstep every
+shard is cut at its own version.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.effects import Message
+from mpitrain.effects import ASKS, Message
 from mpitrain.roles.ports import Keeper
 
 
@@ -41,7 +42,7 @@ class Cuts:
         """Take over what a push tells: a mark from the dealing server, or that its sender was told to end."""
         if self.keeper is None or self.ends:
             return
-        if self.deals and message.ends and not message.mark:
+        if self.deals and message.mark == ASKS:
             self.mark, self.ends = samples + 1, True
         elif not self.deals and message.mark > self.last:
             self.mark, self.ends = message.mark, message.ends
@@ -66,5 +67,6 @@ class Cuts:
         """Fields of an answer to `worker`."""
         if self.keeper is None:
             return {}
-        asks = not self.deals and self.keeper.asked()  # this server was told to end: the workers pass it on
-        return {"mark": self.mark, "ends": self.ends or asks, "cut": self._told.pop(worker, 0)}
+        if not self.deals and self.keeper.asked() and not self.ends:  # the workers pass it on
+            return {"mark": ASKS}
+        return {"mark": self.mark, "ends": self.ends, "cut": self._told.pop(worker, 0)}

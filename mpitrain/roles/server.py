@@ -241,6 +241,7 @@ class Server:
         return self.cuts.on_answer(worker)
 
     def _on_done(self, worker: int, message: Message) -> Steps:
+        self.cuts.hear(message, self.ledger.samples_accepted)
         for group in (self.present, self.active, self.held, self.parked):
             group.discard(worker)
         self.ledger.leave(worker)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Interrupted, Kind, Message, Now, Recv, Role, Send
+from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Recv, Role, Send
 from mpitrain.roles.ports import Gradient, Keeper, Replica, Report
 from mpitrain.rules import Lease, Roles
 
@@ -64,7 +64,7 @@ class Worker:
         self.compute_s = self.wait_s = 0.0
         self._unpushed: list[Gradient] = []
         self._since_pull = self._num_prefetched = 0
-        self._joined = self._park = False
+        self._joined = self._park = self._asks = False
         self._num_awaited = 0  # pushes that have not been answered
 
     def run(self) -> Role:
@@ -176,6 +176,7 @@ class Worker:
         samples = sum(gradient.samples for gradient in self._unpushed)
         loss = sum(gradient.loss * gradient.samples for gradient in self._unpushed) / samples
         # the last lease of an epoch may be short: where pulls go with pushes, they do then too
+        asks = not self.ends and (self._asks or (self.keeper is not None and self.keeper.asked()))
         pull = self._since_pull >= self.pull_every or self.pull_every == self.push_every
         for shard, server in enumerate(self.roles.servers):
             message = Message(
@@ -187,8 +188,8 @@ class Worker:
                 finite=all(gradient.finite for gradient in self._unpushed),
                 pull=pull,
                 payload=payloads[shard],
-                mark=self.mark,
-                ends=self.ends or (self.keeper is not None and self.keeper.asked()),
+                mark=ASKS if asks else self.mark,
+                ends=self.ends,
                 batches=len(self._unpushed),
             )
             yield Send(server, message)
@@ -231,10 +232,11 @@ class Worker:
             if message.heir:
                 self.validates = self.wants_final = True
             self._park = message.park
-            self.mark, self._cut = message.mark, message.cut or self._cut
+            self.mark, self.ends, self._cut = message.mark, message.ends, message.cut or self._cut
             if not self._joined:
                 self.step, self.num_batches = message.step, message.batches
-        self.ends = self.ends or message.ends
+        elif message.mark == ASKS:
+            self._asks = True
         for lease in map(Lease._make, message.leases):
             pieces = lease.batches()
             self.batches.extend((piece, piece is pieces[-1]) for piece in pieces)
@@ -249,7 +251,7 @@ class Worker:
 
     def _tell_all(self, kind: Kind, stop: bool = False) -> Generator[Effect, Any, None]:
         for server in self.roles.servers:
-            yield Send(server, Message(kind, step=self.step, stop=stop))
+            yield Send(server, Message(kind, step=self.step, stop=stop, mark=self.mark, ends=self.ends))
 
     def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
         """The validator measures the parameters it holds when the first batch of the next epoch reaches

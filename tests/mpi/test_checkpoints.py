@@ -128,6 +128,7 @@ def test_another_number_of_servers_and_workers_goes_on_from_there(tmp_path):
 
 SIGNALLED = """
 import os, signal, sys
+import torch
 import mpitrain as mt
 from mpitrain.text import parse
 from mpitrain.mpi.runtime import start
@@ -142,7 +143,10 @@ def loss(model, batch):
         os.kill(os.getpid(), signal.{signal})
     return toy.square_loss(model, batch)
 
-job = toy.make_job(epochs=40, batch_size=4, loss=loss, checkpoint_every="never")
+def calm(parameters):
+    return torch.optim.SGD(parameters, lr=0.002)
+
+job = toy.make_job(epochs=40, batch_size=4, loss=loss, optimizer=calm, checkpoint_every="never")
 result = mt.train(job, parse("{strategy}", "strategy"), run_dir="{path}", quiet=True, resume={resume})
 sys.exit(result["exit_code"])
 """
