@@ -60,3 +60,16 @@ def test_a_codec_says_its_bytes():
 def test_what_the_run_would_refuse_the_plan_refuses(strategy, said):
     with pytest.raises(UsageError, match=said):
         plan(strategy, 4)
+
+
+def test_averaging_and_peers_say_what_they_send_beside_allreduce():
+    text = plan(mt.LocalSGD(period=4, average_optimizer=True, start=2), 4)
+    assert "300 B sent per rank at an averaging, every 4 steps: 75 B a step" in text
+    assert "allreduce until 2 steps are done" in text and "the optimizer's state is averaged too" in text
+    assert "every 2 steps" in plan(mt.LocalSGD(period=48, unit="samples"), 4)  # 4 x 6 samples a step
+    text = plan(mt.Decentralized("ring", resync=7), 5)
+    assert "200 B to each of 2 peers, 400 B sent per rank and step; each waits for 2" in text
+    assert "1.2 times the 320 B of allreduce(): it costs more on every link" in text
+    assert "all meet every 7 steps and at the end: at most 600 B sent per rank" in text
+    text = plan(mt.Decentralized("exponential", asynchronous=True, codec=mt.EightBit(dense_below=0)), 8)
+    assert "each waits for nobody" in text and "7 copies of the model" in text
