@@ -56,12 +56,12 @@ class Payload(Protocol):
 
 
 class Message(NamedTuple):
-    """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples` in the batch
-    or accepted in all, `loss` of the batch, `finite` of the whole gradient, `stop` no more work, `pull` a push that is to
-    be answered with parameters, `leases` as (epoch, start, count, batch size), `text` a note.
+    """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples` in the
+    batch or accepted in all, `loss` of the batch, `finite` of the whole gradient, `stop` no more work, `pull` a push
+    that is to be answered with parameters, `leases` as (epoch, start, count, batch size), `text` a note.
 
-    Checkpoints: `mark` is the accepted samples at which every shard writes the next one (or `ASKS`), `ends` that the run
-    ends with it, `cut` the one that this answer belongs to, `batches` how many a worker that joins has done before.
+    Checkpoints: `mark` is the accepted samples at which every shard writes the next one (or `ASKS`), `ends` that the
+    run ends with it, `cut` the one that this answer belongs to, `batches` how many a worker that joins has done before.
     Losses: `heir` is the worker that validates from now on, for the one that did is gone; `park`: it should stay
     although it has nothing to do.
     """
