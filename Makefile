@@ -1,7 +1,8 @@
-# The two commands of the README, from a fresh clone:
+# The commands of the README, from a fresh clone:
 #
 #   make train              train jobs/digits.py on 4 ranks            (options: make train ARGS="--epochs 2")
 #   make test               lint, then every test this machine can run (options: make test ARGS="-k report -x")
+#   make slurm              a shell inside a three-node Slurm on this machine (Debian packages slurm-wlm, munge, libpmix2)
 #
 # They need Python 3.11 and what `pip` can reach; MPI comes as a wheel. Everything lands in .venv (and .venv-mpich for
 # the tests under a second MPI: both MPI wheels own `mpirun`, so they cannot share an environment).
@@ -17,7 +18,7 @@ ARGS ?=
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test lint format clean
+.PHONY: help train test slurm lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +30,10 @@ train: $(VENV)/.installed-train
 
 test: lint $(VENV_MPICH)/.installed
 	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest $(ARGS)
+
+slurm: $(VENV)/.installed-train
+	@$(VENV)/bin/mpitrain data pack digits data/digits
+	@$(VENV)/bin/python tests/slurm/cluster.py shell
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format --check --quiet .

@@ -26,6 +26,7 @@ VARIABLES = (
     "MPITRAIN_FT",
     "MPITRAIN_GPU_BUFFERS",
     "MPITRAIN_RUN_DIR",
+    "MPITRAIN_SERVER_NODES",
     "OMP_NUM_THREADS",
     "ROCR_VISIBLE_DEVICES",
     "UCX_TLS",
@@ -75,6 +76,14 @@ def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
 def launched_nodes(environ: Mapping[str, str] = os.environ) -> int | None:
     """Number of nodes of the Slurm step or allocation; `None` outside Slurm."""
     return _first_int(_NODE_VARIABLES, environ)
+
+
+def launched_server_nodes(environ: Mapping[str, str] = os.environ) -> int:
+    """How many nodes the servers' component of this launch has: `MPITRAIN_SERVER_NODES`, which the launch line of a
+    heterogeneous job sets (`slurm/hetjob.sbatch`); 0 in any other. Slurm's own variables do not tell whether a
+    step spans both components.
+    """
+    return _first_int(("MPITRAIN_SERVER_NODES",), environ) or 0
 
 
 def is_rank(environ: Mapping[str, str] = os.environ) -> bool:

@@ -6,6 +6,8 @@ prints is what will happen.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import EXIT_OK, UsageError
@@ -20,14 +22,55 @@ from mpitrain.rules import (
     Roles,
     ServerStrategy,
     Split,
+    Strategy,
+    allot,
     assign,
 )
 
 
-def dry_run_command(path: str, overrides: Overrides, num_ranks: int, num_nodes: int) -> int:
-    """`--dry-run`: prints the plan; returns the exit code."""
+@dataclass(frozen=True)
+class Machine:
+    """The nodes a plan is made for, where their shape decides how many ranks there are.
+
+    Attributes:
+        num_nodes: all nodes, those for servers included.
+        workers_per_node: workers on each node that has any: its GPUs.
+        num_server_nodes: nodes of a heterogeneous job's first component, which serve.
+        hosts: the nodes' names; empty where they are not known.
+    """
+
+    num_nodes: int
+    workers_per_node: int
+    num_server_nodes: int = 0
+    hosts: tuple[str, ...] = ()
+
+    def nodes(self, strategy: Strategy) -> tuple[int, ...]:
+        """Node index of every rank."""
+        placement = getattr(strategy, "placement", "spread")
+        return allot(
+            self.num_nodes, self.workers_per_node, strategy.num_servers(), placement, self.num_server_nodes
+        )
+
+
+def dry_run_command(
+    path: str,
+    overrides: Overrides,
+    num_ranks: int,
+    num_nodes: int,
+    machine: Machine | None = None,
+    hosts_file: str | None = None,
+) -> int:
+    """`--dry-run`: prints the plan; returns the exit code.
+
+    With `hosts_file` it also writes one line a rank, the name of its node, as `srun --distribution=arbitrary` and
+    `mpirun --hostfile` read it.
+    """
     job = apply_overrides(load_job(path), overrides)
-    print(describe(job, overrides, num_ranks, num_nodes))
+    print(describe(job, overrides, num_ranks, num_nodes, machine))
+    if hosts_file:
+        assert machine is not None and job.strategy is not None
+        lines = "".join(f"{machine.hosts[node]}\n" for node in machine.nodes(job.strategy))
+        Path(hosts_file).write_text(lines, encoding="utf-8")
     return EXIT_OK
 
 
@@ -45,8 +88,13 @@ def block_nodes(num_ranks: int, num_nodes: int) -> tuple[int, ...]:
     return tuple(rank * num_nodes // num_ranks for rank in range(num_ranks))
 
 
-def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> str:
+def describe(
+    job: Job, overrides: Overrides, num_ranks: int, num_nodes: int, machine: Machine | None = None
+) -> str:
     """The whole plan as text, at most 80 columns where names allow.
+
+    Args:
+        machine: where given, its shape and the strategy say how many ranks there are, and the two numbers are unused.
 
     Raises:
         UsageError: the run would refuse to start.
@@ -58,8 +106,12 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
     from mpitrain.training.orders import check_orders
 
     assert job.strategy is not None
-    nodes = block_nodes(num_ranks, num_nodes)
-    roles = assign(nodes, job.strategy.num_servers(), getattr(job.strategy, "placement", "spread"))
+    nodes = machine.nodes(job.strategy) if machine else block_nodes(num_ranks, num_nodes)
+    placement, serving = (
+        getattr(job.strategy, "placement", "spread"),
+        machine.num_server_nodes if machine else 0,
+    )
+    roles = assign(nodes, job.strategy.num_servers(), placement, serving)
     if job.strategy.why_not_over_mpi():
         raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
     job.strategy.check_workers(len(roles.workers))
@@ -71,16 +123,17 @@ def describe(job: Job, overrides: Overrides, num_ranks: int, num_nodes: int) -> 
     lines = [
         f"job         {job.name}, {job.epochs} epochs, batch {job.batch_size} per worker, seed {job.seed}",
         f"strategy    {job.strategy}  =  {job.strategy!r}",
-        f"world       {num_ranks} ranks on {num_nodes} node(s)",
+        f"world       {len(nodes)} ranks on {max(nodes) + 1} node(s)",
         "",
     ]
     if isinstance(job.strategy, Split):
         return "\n".join(lines + describe_split(job, overrides, nodes, catalogue.num_samples, module))
-    lines += [*_placement(roles, nodes), "", *_data(job, overrides, catalogue, roles), ""]
+    hosts = machine.hosts if machine else ()
+    lines += [*_placement(roles, nodes, hosts), "", *_data(job, overrides, catalogue, roles), ""]
     return "\n".join(lines + _messages(job, roles, module, optimizer))
 
 
-def _placement(roles: Roles, nodes: tuple[int, ...]) -> list[str]:
+def _placement(roles: Roles, nodes: tuple[int, ...], hosts: tuple[str, ...]) -> list[str]:
     lines = [f"{'node':>5}  {'ranks':<12} roles"]
     for node in sorted(set(nodes)):
         ranks = [rank for rank, home in enumerate(nodes) if home == node]
@@ -88,7 +141,7 @@ def _placement(roles: Roles, nodes: tuple[int, ...]) -> list[str]:
         shards = ", ".join(f"rank {rank} serves shard {roles.servers.index(rank)}" for rank in servers)
         workers = len(ranks) - len(servers)
         text = f"{workers} worker(s)" + (f"; {shards}" if shards else "")
-        lines.append(f"{node:>5}  {f'{ranks[0]}-{ranks[-1]}':<12} {text}")
+        lines.append(f"{hosts[node] if hosts else node:>5}  {f'{ranks[0]}-{ranks[-1]}':<12} {text}")
     lines.append(
         f"       rank {roles.validator} validates and saves the model"
         + (f"; rank {roles.dealer} deals batches" if roles.servers else "")

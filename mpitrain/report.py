@@ -178,10 +178,11 @@ class Report:
         Raises:
             ValueError: `result` makes no FOM line; then no `result.json` is written either.
         """
-        line = fom_line(result)
+        line = "" if result["status"] == "requeue" else fom_line(result)  # what goes on has no figure yet
         self.close()
         write_json(self.run_dir / "result.json", {**result, "schema": SCHEMA})
-        print(line, flush=True)
+        if line:
+            print(line, flush=True)
 
     def close(self) -> None:
         """Give the terminal line and the metrics file back, with or without a result. May be called twice."""

@@ -125,8 +125,11 @@ def test_version_is_the_packages() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "no 'trian' among launch, train, simulate, data, env; did you mean 'train'?"),
-        (["bench"], "no 'bench' among launch, train, simulate, data, env\n"),
+        (
+            ["trian"],
+            "no 'trian' among launch, train, simulate, data, slurm, doctor, env; did you mean 'train'?",
+        ),
+        (["bench"], "no 'bench' among launch, train, simulate, data, slurm, doctor, env\n"),
         (
             ["train", "x.py", "--epoch", "3"],
             "mpitrain train: error: unknown option '--epoch'; did you mean '--epochs'?",
@@ -141,7 +144,7 @@ def test_version_is_the_packages() -> None:
         (["train", "x.py", "--seed", "-1"], "--seed: '-1' is not a whole number of at least 0"),
         (["train", "x.py", "--lr", "nan"], "--lr: 'nan' is not a finite number of at least 0"),
         (["train", "x.py", "--lr", "fast"], "--lr: 'fast' is not a finite number of at least 0"),
-        (["train", "x.py", "--ranks", "4"], "--ranks and --nodes describe a --dry-run"),
+        (["train", "x.py", "--ranks", "4"], "--ranks describes a --dry-run"),
         (
             ["train", "x.py", "--dry-run", "--ranks", "2", "--nodes", "3"],
             "2 rank(s) cannot be on more than 2 node(s)",

@@ -3,6 +3,7 @@
 import pytest
 
 import mpitrain as mt
+from mpitrain.cli import main
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.planning import block_nodes, describe
@@ -73,3 +74,43 @@ def test_averaging_and_peers_say_what_they_send_beside_allreduce():
     assert "all meet every 7 steps and at the end: at most 600 B sent per rank" in text
     text = plan(mt.Decentralized("exponential", asynchronous=True, codec=mt.EightBit(dense_below=0)), 8)
     assert "each waits for nobody" in text and "7 copies of the model" in text
+
+
+def test_sixteen_nodes_of_four_gpus_are_planned_without_slurm(capsys, tmp_path):
+    job = tmp_path / "job.py"
+    job.write_text("from tests import toy\njob = toy.make_job(name='toy', data=toy.Memory(256))\n")
+    words = ["train", str(job), "--dry-run", "--gpus-per-node", "4"]
+    assert main([*words, "--nodes", "16", "--strategy", "async(servers=8)"]) == 0
+    told = capsys.readouterr().out
+    assert "72 ranks on 16 node(s)" in told
+    rows = [line for line in told.splitlines() if "worker(s)" in line]
+    assert len(rows) == 16 and all("4 worker(s)" in row for row in rows)
+    assert sum("serves shard" in row for row in rows) == 8
+    hosts = tmp_path / "hosts"
+    named = ["--hosts", "s1 g1 g2", "--server-nodes", "1", "--write-hosts", str(hosts)]
+    assert main([*words, *named, "--strategy", "async(servers=2)"]) == 0
+    assert hosts.read_text().split() == ["s1"] * 2 + ["g1"] * 4 + ["g2"] * 4
+    assert (
+        "s1  0-1          0 worker(s); rank 0 serves shard 0, rank 1 serves shard 1"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "2", "--write-hosts", "x"], "needs the nodes' names"),
+        (["--nodes", "2", "--hosts", "a b c"], "3 names in --hosts"),
+        (["--ranks", "4"], "follows from --gpus-per-node"),
+    ],
+)
+def test_a_machine_that_contradicts_itself_is_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "job.py", "--dry-run", "--gpus-per-node", "2", *words])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_run_takes_no_nodes(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "job.py", "--gpus-per-node", "2"])
+    assert "--gpus-per-node describes a --dry-run" in capsys.readouterr().err

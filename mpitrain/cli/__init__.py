@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.cli import data, env, launch, simulate, train
+from mpitrain.cli import data, doctor, env, launch, simulate, slurm, train
 from mpitrain.cli.parser import Parser
 from mpitrain.environment import is_rank, launched_rank
 from mpitrain.errors import AgreedError, MpitrainError, UsageError
@@ -49,7 +49,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="mpitrain", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for module in (launch, train, simulate, data, env):
+    for module in (launch, train, simulate, data, slurm, doctor, env):
         module.add_parser(commands)
     return parser
 

@@ -87,7 +87,33 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="draw samples from the job's synthetic= instead of reading data",
     )
+    _add_machine_options(run)
     parser.set_defaults(run=run_train)
+
+
+def _add_machine_options(run: Any) -> None:
+    """The nodes that a dry run plans for, where their shape decides how many ranks there are."""
+    run.add_argument(
+        "--gpus-per-node",
+        type=natural,
+        metavar="G",
+        help="workers on each node of the dry run; servers come on top, where the strategy places them",
+    )
+    run.add_argument(
+        "--server-nodes",
+        type=natural,
+        default=0,
+        metavar="K",
+        help="the first K nodes of the dry run are a heterogeneous job's component for servers",
+    )
+    run.add_argument(
+        "--hosts",
+        metavar="NAMES",
+        help='the nodes of the dry run by name, such as "n1 n2", instead of --nodes',
+    )
+    run.add_argument(
+        "--write-hosts", metavar="FILE", help="also write each rank's node, a line a rank (needs --hosts)"
+    )
 
 
 def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = False) -> None:
@@ -147,21 +173,45 @@ def overrides(arguments: argparse.Namespace) -> Any:
 def run_train(arguments: argparse.Namespace) -> int:
     """Train, or print the plan of a dry run."""
     if not arguments.dry_run:
-        if arguments.ranks or arguments.nodes:
-            arguments.parser.error(
-                "--ranks and --nodes describe a --dry-run; a run has the ranks it is launched with"
-            )
+        for name in ("ranks", "nodes", "gpus_per_node", "server_nodes", "hosts", "write_hosts"):
+            if getattr(arguments, name):
+                option = "--" + name.replace("_", "-")
+                arguments.parser.error(
+                    f"{option} describes a --dry-run; a run has the ranks and nodes it is launched with"
+                )
         from mpitrain.training import train_command
 
         return train_command(arguments.job, overrides(arguments))
     if launched_rank() != 0:
         return 0
+    from mpitrain.planning import dry_run_command
+
+    chosen = overrides(arguments)
+    if arguments.gpus_per_node is not None:
+        return dry_run_command(arguments.job, chosen, 0, 0, _machine(arguments), arguments.write_hosts)
+    if arguments.hosts or arguments.write_hosts or arguments.server_nodes:
+        arguments.parser.error("--hosts, --write-hosts and --server-nodes need --gpus-per-node")
     num_ranks = arguments.ranks or launched_size() or 4
     num_nodes = arguments.nodes or launched_nodes() or 1
     if num_nodes > num_ranks:
         arguments.parser.error(
             f"--nodes {num_nodes}: {num_ranks} rank(s) cannot be on more than {num_ranks} node(s)"
         )
-    from mpitrain.planning import dry_run_command
+    return dry_run_command(arguments.job, chosen, num_ranks, num_nodes)
 
-    return dry_run_command(arguments.job, overrides(arguments), num_ranks, num_nodes)
+
+def _machine(arguments: argparse.Namespace) -> Any:
+    """The `mpitrain.planning.Machine` that --nodes or --hosts, --gpus-per-node and --server-nodes describe."""
+    from mpitrain.planning import Machine
+
+    hosts = tuple((arguments.hosts or "").split())
+    if arguments.ranks:
+        arguments.parser.error("--ranks follows from --gpus-per-node and the strategy; leave one of them out")
+    if hosts and arguments.nodes not in (None, len(hosts)):
+        arguments.parser.error(
+            f"--nodes {arguments.nodes} and {len(hosts)} names in --hosts; leave one of them out"
+        )
+    if arguments.write_hosts and not hosts:
+        arguments.parser.error("--write-hosts needs the nodes' names: --hosts")
+    num_nodes = len(hosts) or arguments.nodes or launched_nodes() or 1
+    return Machine(num_nodes, arguments.gpus_per_node, arguments.server_nodes, hosts)

@@ -27,7 +27,7 @@ from mpitrain.rules.grid import Grid, arrange
 from mpitrain.rules.ledger import Ledger
 from mpitrain.rules.lockstep import Backup, Sync
 from mpitrain.rules.pipeline import Pipeline
-from mpitrain.rules.placement import Roles, assign
+from mpitrain.rules.placement import Roles, allot, assign
 from mpitrain.rules.schedules import ConstantRate, Cosine, Decay, Gradual, Schedule
 from mpitrain.rules.sharded import Sharded
 from mpitrain.rules.softsync import SoftSync
@@ -43,5 +43,5 @@ __all__ = [
     "Lease", "Ledger", "LocalSGD", "OneBit", "Outer", "PerRound", "PerWorker", "Pipeline", "Power",
     "PowerSGD", "Push", "QSGD", "Roles", "Schedule", "ServerStrategy", "Sharded", "SlowMo", "SoftSync",
     "Split", "StaleSync", "Strategy", "Sync", "TensorParallel", "Threshold", "TopK", "Uncompressed",
-    "Verdict", "Warmup", "arrange", "assign",
+    "Verdict", "Warmup", "allot", "arrange", "assign",
 ]  # fmt: skip

@@ -9,6 +9,9 @@ Law of this file: any rank can compute everybody's role without a message. On on
 - "beside": equally many on every node, its last local ranks, so that a share of every worker's traffic stays on
   its node and all links carry the same; refused where that does not come out even.
 
+In a heterogeneous job nothing is to choose: the ranks of the first component's nodes serve, the others work.
+`allot` is the way back: which node each rank has to start on so that `assign` leaves every node its workers.
+
 The lowest worker validates and owns the BatchNorm buffers; the lowest server deals the data.
 """
 
@@ -42,16 +45,21 @@ class Roles(NamedTuple):
         return "server" if rank in self.servers else "worker"
 
 
-def assign(nodes: tuple[int, ...], num_servers: int, placement: str = "spread") -> Roles:
+def assign(
+    nodes: tuple[int, ...], num_servers: int, placement: str = "spread", num_server_nodes: int = 0
+) -> Roles:
     """Deal out the roles.
 
     Args:
         nodes: node index of every rank; its length is the world's size.
         num_servers: how many ranks serve.
         placement: one of `PLACEMENTS`.
+        num_server_nodes: in a heterogeneous job, how many nodes the servers' component has: the first ones, whose
+            ranks are the servers, whatever the placement. 0: the job is homogeneous.
 
     Raises:
-        UsageError: no rank would be left to work, or "beside" does not come out even.
+        UsageError: no rank would be left to work, "beside" does not come out even, or the servers' component has not
+            as many ranks as there are servers.
     """
     num_ranks = len(nodes)
     if num_servers >= num_ranks:
@@ -59,11 +67,60 @@ def assign(nodes: tuple[int, ...], num_servers: int, placement: str = "spread") 
             f"{num_servers} server(s) on {num_ranks} rank(s) leave no worker: start at least "
             f"{num_servers + 1} ranks or lower servers="
         )
-    if len(set(nodes)) == 1 or placement == "packed":
+    if num_server_nodes:
+        servers = tuple(rank for rank, node in enumerate(nodes) if node < num_server_nodes)
+        if len(servers) != num_servers:
+            raise UsageError(
+                f"the servers' component ({num_server_nodes} node(s)) has {len(servers)} rank(s) for {num_servers} "
+                f"server(s): start exactly one rank a server there, or say servers={len(servers)}"
+            )
+    elif len(set(nodes)) == 1 or placement == "packed":
         servers = tuple(range(num_servers))
     else:
         servers = (_beside if placement == "beside" else _spread)(nodes, num_servers)
     return Roles(servers, tuple(rank for rank in range(num_ranks) if rank not in servers))
+
+
+def allot(
+    num_nodes: int,
+    workers_per_node: int,
+    num_servers: int,
+    placement: str = "spread",
+    num_server_nodes: int = 0,
+) -> tuple[int, ...]:
+    """Node index of every rank, node by node, so that `assign` leaves each node `workers_per_node` workers.
+
+    Args:
+        num_nodes: all nodes, those of a servers' component included.
+        workers_per_node: one for each GPU as a rule; the servers' ranks come on top.
+        num_server_nodes: as in `assign`; these nodes get the servers, evenly, and no workers.
+
+    Raises:
+        UsageError: as `assign`, or no node is left for the workers.
+    """
+    if num_server_nodes:
+        if not 0 < num_server_nodes < num_nodes:
+            raise UsageError(f"{num_server_nodes} of {num_nodes} node(s) for servers leave none for workers")
+        if num_servers < num_server_nodes:
+            raise UsageError(
+                f"{num_servers} server(s) on {num_server_nodes} nodes of their own leave some without a rank: "
+                f"say servers={num_server_nodes} or more, or ask for fewer nodes"
+            )
+        served = [
+            num_servers * (node + 1) // num_server_nodes - num_servers * node // num_server_nodes
+            for node in range(num_server_nodes)
+        ]
+        ranks = served + [workers_per_node] * (num_nodes - num_server_nodes)
+    elif placement == "packed":
+        ranks = [workers_per_node + num_servers] + [workers_per_node] * (
+            num_nodes - 1
+        )  # it takes the lowest ranks
+    else:
+        share, rest = divmod(num_servers, num_nodes)
+        ranks = [workers_per_node + share + (node < rest) for node in range(num_nodes)]
+    nodes = tuple(node for node, count in enumerate(ranks) for _ in range(count))
+    assign(nodes, num_servers, placement, num_server_nodes)  # refuses what the run would refuse
+    return nodes
 
 
 def _by_node(nodes: tuple[int, ...]) -> dict[int, list[int]]:

@@ -18,7 +18,7 @@ from types import CodeType
 from typing import Any
 
 from mpitrain.data import Catalogue
-from mpitrain.environment import collect
+from mpitrain.environment import collect, launched_server_nodes
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
@@ -182,11 +182,11 @@ def _look_at_data(runtime: Any, source: Any) -> Any:
 
 def assign_roles(runtime: Any, strategy: Strategy, own_loop: bool = False) -> Roles:
     """Everybody's role, if this strategy can run with so many workers (and, in somebody's own loop, without epochs)."""
-    if own_loop and strategy.why_not_wrapped():
-        raise UsageError(f"{strategy}: {strategy.why_not_wrapped()}")
-    if strategy.why_not_over_mpi():
-        raise UsageError(f"{strategy}: {strategy.why_not_over_mpi()}")
-    roles = assign(runtime.nodes, strategy.num_servers(), getattr(strategy, "placement", "spread"))
+    why_not = (strategy.why_not_wrapped() if own_loop else "") or strategy.why_not_over_mpi()
+    if why_not:
+        raise UsageError(f"{strategy}: {why_not}")
+    placement = getattr(strategy, "placement", "spread")
+    roles = assign(runtime.nodes, strategy.num_servers(), placement, launched_server_nodes())
     strategy.check_workers(len(roles.workers))
     return roles
 

@@ -1,0 +1,147 @@
+"""`mpitrain slurm`: write batch scripts, hand them in, see what became of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from mpitrain.cli.parser import natural
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError
+
+_DESCRIPTION = """\
+Batch scripts for Slurm: the templates of slurm/ with your job, nodes and limits
+filled in. What is your centre's (modules, launcher, container, disks) stays in
+slurm/site.sh, which every script reads."""
+
+_RENDER_EPILOG = """\
+kinds:
+  single-node     the GPUs of one node
+  multi-node      workers on the GPUs of several nodes, servers beside them
+  hetjob          servers on a CPU partition, workers on a GPU partition
+  array-sweep     one run for every line of options in a text file
+  tolerant        several nodes and a spare; goes on when a node dies
+  benchmark       samples per second on 1, 2, 4, ... nodes
+
+Options of this command come before KIND, those of mpitrain train after JOB.
+Without JOB the script takes it, and the options after it, from sbatch's own
+command line, as the templates do.
+
+examples:
+  mpitrain slurm render --set nodes=4 multi-node jobs/digits.py > train.sbatch
+  mpitrain slurm submit --set nodes=5 --set time=8:00:00 tolerant jobs/digits.py \\
+      --strategy "async(servers=4)" --epochs 50
+  mpitrain slurm submit --dry-run single-node jobs/digits.py     print it only"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `slurm` and its own subcommands to the command's subparsers."""
+    parser = commands.add_parser("slurm", help="write and submit batch scripts", description=_DESCRIPTION)
+    actions = parser.add_subparsers(title="commands", dest="action", metavar="COMMAND", required=True)
+    for name, run, text in (
+        ("render", run_render, "print a batch script"),
+        ("submit", run_submit, "hand a batch script to sbatch and print the job id"),
+    ):
+        action = actions.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_RENDER_EPILOG
+        )
+        action.add_argument("kind", metavar="KIND", help="see below")
+        action.add_argument(
+            "program",
+            nargs=argparse.REMAINDER,
+            metavar="JOB ...",
+            help="job file and options of mpitrain train",
+        )
+        action.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            dest="settings",
+            help="nodes, gpus_per_node, time, partition, account, ...; as often as you like",
+        )
+        action.add_argument("--dry-run", action="store_true", help="print the script and stop")
+        action.set_defaults(run=run)
+    status = actions.add_parser(
+        "status", help="say what became of a run", description="Say what became of a run."
+    )
+    status.add_argument("run_dir", metavar="RUN_DIR", help="the run's directory")
+    status.set_defaults(run=run_status)
+    again = actions.add_parser(
+        "may-requeue",
+        help="for batch scripts: may this run be started again?",
+        description="Exit code 0 if a run that was told to stop may be started again, else 1, with the reason.",
+    )
+    again.add_argument("run_dir", metavar="RUN_DIR", help="the run's directory")
+    again.add_argument(
+        "--max-restarts", type=natural, default=20, metavar="N", help="how often at most (default: 20)"
+    )
+    again.set_defaults(run=run_may_requeue)
+
+
+def run_render(arguments: argparse.Namespace) -> int:
+    """Print the script."""
+    print(_text(arguments), end="")
+    return EXIT_OK
+
+
+def run_submit(arguments: argparse.Namespace) -> int:
+    """Submit the script, or print it with --dry-run."""
+    if arguments.dry_run:
+        return run_render(arguments)
+    if not arguments.program:
+        raise UsageError("submit which job? mpitrain slurm submit KIND JOB.py")
+    if not Path(arguments.program[0]).is_file():
+        raise UsageError(f"no job file {arguments.program[0]!r} (looked in {Path.cwd()})")
+    from mpitrain.slurm import submit
+
+    print(submit(_text(arguments)))
+    return EXIT_OK
+
+
+def _text(arguments: argparse.Namespace) -> str:
+    from mpitrain.slurm import render
+    from mpitrain.slurm.script import make
+
+    settings = dict(map(_setting, arguments.settings))
+    job, options = (arguments.program or [""])[0], tuple(arguments.program[1:])
+    script = make(arguments.kind, **{"job": job, "options": options} | settings)
+    if job:
+        from mpitrain.cli import parse
+
+        parse(["train", job, *options])  # a wrong option is answered here, not on the nodes
+    return render(script)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """`name=value` with the value as an int where the script's field is one."""
+    name, sign, value = text.partition("=")
+    if not sign or not value:
+        raise UsageError(f"--set {text!r}: say NAME=VALUE, such as --set nodes=4")
+    from mpitrain.slurm import Script
+
+    types = {field.name: str(field.type) for field in dataclasses.fields(Script)}
+    if types.get(name, "").startswith("int"):
+        if not re.fullmatch(r"\d+", value):
+            raise UsageError(f"--set {text!r}: {name} is a whole number")
+        return name, int(value)
+    return name, value
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print the state of a run."""
+    from mpitrain.slurm import describe
+
+    print(describe(Path(arguments.run_dir)))
+    return EXIT_OK
+
+
+def run_may_requeue(arguments: argparse.Namespace) -> int:
+    """0 or 1; prints why."""
+    from mpitrain.slurm import may_requeue
+
+    answer = may_requeue(Path(arguments.run_dir), arguments.max_restarts)
+    print(f"mpitrain: {'requeue' if answer.again else 'no requeue'}: {answer.reason}", flush=True)
+    return EXIT_OK if answer.again else EXIT_ERROR

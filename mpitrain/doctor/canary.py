@@ -1,0 +1,66 @@
+"""Does this MPI carry device memory, to the bit? Run it as a step of its own: a wrong answer may be a crash.
+
+Law of this file: contents are compared, because an MPI that copies from the wrong place reports success. What it asks
+is whether `MPITRAIN_GPU_BUFFERS=on` may be set; nothing is decided for the user. Not run on a GPU so far.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mpitrain.doctor.node import node_name
+from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
+
+SIZES = (256, 1 << 21)  # numbers: an eager message and a rendezvous one
+
+
+def run_canary(runtime: Any) -> int:
+    """`doctor --gpu-mpi`: prints on rank 0; the exit code on every rank."""
+    import torch
+
+    from mpitrain.mpi.gpu import gpu_aware
+
+    os.environ["MPITRAIN_GPU_BUFFERS"] = "on"  # the question is what happens then
+    gpu_aware.cache_clear()
+    lacking = None if torch.cuda.is_available() else node_name()
+    without = sorted({name for name in runtime.allgather(lacking) if name})
+    if without:
+        if runtime.rank == 0:
+            print(f"unfit: no CUDA device on {', '.join(without)}", flush=True)
+        return EXIT_PREFLIGHT_FAILED
+    device = torch.device("cuda", runtime.local_rank % torch.cuda.device_count())
+    told = [text for texts in runtime.allgather(_faults(runtime, device)) for text in texts]
+    if runtime.rank == 0:
+        for text in told:
+            print(f"unfit: {text}")
+        print("unfit" if told else "fit: MPITRAIN_GPU_BUFFERS=on may be set", flush=True)
+    return EXIT_PREFLIGHT_FAILED if told else EXIT_OK
+
+
+def _faults(runtime: Any, device: Any) -> list[str]:
+    """What came out wrong on this rank: a ring of point-to-point messages and an allreduce, small and large."""
+    import torch
+
+    from mpitrain.mpi.buffers import message_of
+
+    faults = []
+    left, right = (runtime.rank - 1) % runtime.size, (runtime.rank + 1) % runtime.size
+    for size in SIZES:
+        sent = torch.arange(size, dtype=torch.float32, device=device) + runtime.rank
+        got = torch.full_like(sent, -1.0)
+        torch.cuda.synchronize(device)
+        requests = [runtime.comm.Irecv(message_of(got), left), runtime.comm.Isend(message_of(sent), right)]
+        for request in requests:
+            request.Wait()
+        if not torch.equal(got, torch.arange(size, dtype=torch.float32, device=device) + left):
+            faults.append(
+                f"rank {runtime.rank} on {node_name()}: {size * 4} bytes from rank {left} arrived changed"
+            )
+        total = torch.ones(size, device=device)
+        summed = torch.zeros_like(total)
+        torch.cuda.synchronize(device)
+        runtime.comm.Allreduce(message_of(total, reduction=True), message_of(summed, reduction=True))
+        if not torch.equal(summed, torch.full_like(summed, float(runtime.size))):
+            faults.append(f"rank {runtime.rank} on {node_name()}: an allreduce of {size * 4} bytes is wrong")
+    return faults

@@ -1,0 +1,13 @@
+"""Slurm: batch scripts as text, handing them in, whether a job may run again, and what became of it.
+
+Law of this folder: the standard library only, no MPI, no torch. A script is a pure function of a `Script`
+(`script.py`); the files in `slurm/` of the checkout are what `render` gives for its defaults, and a test compares
+them whole. Decisions that a batch script takes are functions here (`requeue.py`), so that they have tests.
+"""
+
+from mpitrain.slurm.requeue import may_requeue
+from mpitrain.slurm.script import KINDS, Script, render
+from mpitrain.slurm.status import describe
+from mpitrain.slurm.submit import submit
+
+__all__ = ["KINDS", "Script", "describe", "may_requeue", "render", "submit"]

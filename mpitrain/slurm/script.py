@@ -1,0 +1,210 @@
+"""A batch script as a value, and its text: a pure function.
+
+Law of this file: the same `Script` gives the same text on every machine, and the defaults give the templates in
+`slurm/`, to the byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.errors import UsageError
+from mpitrain.slurm import pieces
+from mpitrain.text import nearest
+
+_BASE = (
+    pieces.NODES,
+    pieces.SIGNALS,
+    pieces.CHECK_NODES,
+    pieces.STAGE,
+    pieces.PLACE,
+    pieces.LAUNCH,
+    pieces.FINISH,
+)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What one kind of script is for, and what it is made of after START and the arguments."""
+
+    purpose: str
+    example: str
+    nodes: int
+    body: tuple[str, ...]
+    arguments: str = "JOB.py [options of mpitrain train]"
+    requeue: bool = True
+
+
+_TRAIN = (pieces.RUN_DIR, *_BASE, pieces.SIMPLE_BODY + pieces.DEAF + pieces.TRAIN)
+KINDS: dict[str, _Kind] = {
+    "single-node": _Kind("Train on the GPUs of one node.", "jobs/digits.py", 1, _TRAIN),
+    "multi-node": _Kind(
+        "Train on several nodes: workers on the GPUs, servers on the cores beside them.",
+        "jobs/digits.py --strategy 'async(servers=2)'",
+        2,
+        _TRAIN,
+    ),
+    "hetjob": _Kind(
+        "Train with the servers on nodes of a CPU partition and the workers on GPU nodes.",
+        "jobs/digits.py --strategy 'async(servers=1)'",
+        2,
+        (pieces.RUN_DIR, pieces.HET_NODES, pieces.SIGNALS, pieces.FINISH, pieces.DEAF, pieces.HET_BODY),
+    ),
+    "array-sweep": _Kind(
+        "Train once for every line of options in a text file, one array index a line.",
+        "sweep.txt jobs/digits.py",
+        1,
+        (pieces.SWEEP_OPTIONS, *_TRAIN),
+        "SWEEP.txt JOB.py [options for all lines]",
+    ),
+    "tolerant": _Kind(
+        "Train on several nodes and a spare one: when a node dies, go on with the healthy ones.",
+        "jobs/digits.py --strategy 'async(servers=2)'",
+        3,
+        (pieces.RUN_DIR, *_BASE, pieces.ANSWERING, pieces.DEAF, pieces.TOLERANT_BODY),
+    ),
+    "benchmark": _Kind(
+        "Measure samples per second on 1, 2, 4, ... and all nodes of the allocation.",
+        "jobs/digits.py --strategy 'allreduce()'",
+        4,
+        (pieces.RUN_DIR, *_BASE[:-1], pieces.BENCHMARK_BODY),
+        requeue=False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Script:
+    """Everything a batch script depends on; what is `None` is left to Slurm, `site.sh` or the command line.
+
+    Attributes:
+        kind: one of `KINDS`.
+        job: the job file; empty: the script takes it as its first argument.
+        options: further arguments of `mpitrain train`, or of the sweep.
+        nodes: nodes of the allocation (of the workers' component in a `hetjob`).
+        gpus_per_node: GPUs asked for on each of them; 0 asks for none.
+        time: limit, as sbatch reads it ("4:00:00"). `signal_s` seconds before it the ranks are told to checkpoint.
+        server_nodes, server_partition: the servers' component of a `hetjob`.
+        sweep: the options' file of an `array-sweep`; `array` its indices ("0-7%4").
+        switches: most leaf switches, and how long to wait for them ("1@10:00").
+    """
+
+    kind: str = "multi-node"
+    job: str = ""
+    options: tuple[str, ...] = ()
+    name: str = "mpitrain"
+    nodes: int | None = None
+    gpus_per_node: int = 4
+    time: str = "04:00:00"
+    signal_s: int = 300
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    switches: str | None = None
+    server_nodes: int = 1
+    server_partition: str = "cpu"
+    sweep: str = ""
+    array: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"no kind of script {self.kind!r}{nearest(self.kind, list(KINDS))}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str) and (
+                "\n" in value or (field.name not in ("job", "sweep") and " " in value)
+            ):
+                raise UsageError(f"{field.name}={value!r}: one word, without blanks or line ends")
+        if self.kind == "hetjob" and "hetjob" in self.name:
+            raise UsageError(
+                'name: sbatch takes a directive with "hetjob" in it for the border between components'
+            )
+        if self.job and self.kind == "array-sweep" and not self.sweep:
+            raise UsageError("an array-sweep needs sweep=, the file with one line of options per index")
+        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("signal_s", 1), ("server_nodes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name}={value}: at least {least}")
+        if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", self.time):
+            raise UsageError(f"time={self.time!r}: minutes, hours:minutes:seconds or days-hours")
+
+
+def make(kind: str, **options: Any) -> Script:
+    """A `Script` from names; an unknown name is answered with the valid ones.
+
+    Raises:
+        UsageError: unknown kind or name, or a value that makes no sense.
+    """
+    known = [field.name for field in dataclasses.fields(Script) if field.name != "kind"]
+    for name in options:
+        if name not in known:
+            raise UsageError(f"a Slurm script has no option {name!r}{nearest(name, known)}")
+    return Script(kind, **options)
+
+
+def render(script: Script) -> str:
+    """The batch script's whole text."""
+    kind = KINDS[script.kind]
+    parts = [
+        _header(script, kind),
+        _directives(script, kind),
+        pieces.START,
+        _arguments(script, kind),
+        *kind.body,
+    ]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def _header(script: Script, kind: _Kind) -> str:
+    lines = ["#!/bin/bash", f"# {kind.purpose}", "#"]
+    if not script.job:
+        array = "--array=0-3 " if script.kind == "array-sweep" else ""
+        lines += [
+            f"#   sbatch {array}slurm/{script.kind}.sbatch {kind.example}",
+            "#",
+            "# Your site's ways are in slurm/site.sh; options of sbatch before the script's name replace those below.",
+        ]
+    lines.append("# Written by `mpitrain slurm render`, which also fills in job, nodes and limits.")
+    return "\n".join(lines) + "\n"
+
+
+def _directives(script: Script, kind: _Kind) -> str:
+    output = "%x-%A_%a.out" if script.kind == "array-sweep" else "%x-%j.out"
+    lines = [f"--job-name={script.name} --time={script.time}", f"--output={output} --open-mode=append"]
+    if kind.requeue:
+        lines.append(f"--signal=B:USR1@{script.signal_s} --requeue")
+    if script.array:
+        lines.append(f"--array={script.array}")
+    for name in ("account", "qos"):
+        if value := getattr(script, name):
+            lines.append(f"--{name}={value}")
+    shape = [f"--nodes={script.nodes or kind.nodes} --exclusive --mem=0"]
+    if script.gpus_per_node:
+        shape[0] += f" --gpus-per-node={script.gpus_per_node}"
+    for name in ("partition", "constraint", "switches"):
+        if value := getattr(script, name):
+            shape.append(f"--{name}={value}")
+    if script.kind == "tolerant":
+        shape.append("--no-kill")
+    if script.kind == "hetjob":
+        partition = script.partition or "gpu"
+        shape = [line for line in shape if not line.startswith("--partition")]
+        shape[0] = f"--partition={partition} {shape[0]}"
+        lines += [
+            f"--partition={script.server_partition} --nodes={script.server_nodes} --exclusive --mem=0",
+            "hetjob",
+        ]
+    text = "".join(f"#SBATCH {line}\n" for line in [*lines, *shape])
+    return text if script.switches else text + "##SBATCH --switches=1@10:00\n"
+
+
+def _arguments(script: Script, kind: _Kind) -> str:
+    if script.job:
+        words = [*([script.sweep] if script.sweep else []), script.job, *script.options]
+        return f"set -- {shlex.join(words)}\n"
+    return f""": "${{1:?usage: sbatch slurm/{script.kind}.sbatch {kind.arguments}}}"\n"""

@@ -1,0 +1,35 @@
+# shellcheck shell=bash disable=SC2016,SC2034
+# What is your centre's, and nothing else: every template sources this file on the first node of the job.
+# Lines with a # are alternatives; leave exactly one LAUNCH.
+
+# 1. Software: modules, then the environment in which mpitrain is installed.
+# module purge; module load openmpi/5 cuda
+# source "$HOME/venv/bin/activate"
+
+# 2. How ranks start.
+LAUNCH=(srun --mpi=pmix)          # Open MPI 4 or 5
+# LAUNCH=(srun --mpi=pmi2)        # MPICH, MVAPICH2, ParaStation
+# LAUNCH=(srun --mpi=cray_shasta) # Cray MPICH, with: export MPICH_GPU_SUPPORT_ENABLED=1
+# LAUNCH=(srun --mpi=pmi2)        # Intel MPI, with: export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so
+# LAUNCH=(mpirun)                 # Open MPI's own launcher
+# LAUNCH=(mpiexec)                # MPICH's Hydra
+# LAUNCH=(ibrun)                  # sites that wrap it: see whether it takes -n and -f
+
+# 3. Where ranks run on their node: cores and memory of the same NUMA domain; every rank sees all GPUs of its node.
+BIND=(--cpu-bind=cores --mem-bind=local --gpu-bind=none)
+# BIND=(--bind-to core --map-by slot:PE="$((SLURM_CPUS_ON_NODE / 8))") # mpirun
+
+# 4. A container instead of an environment (its MPI must be ABI-compatible with the site's).
+CONTAINER=()
+# CONTAINER=(apptainer exec --nv --bind "$PWD" mpitrain.sif)
+
+# 5. Disks. STAGE: shards to copy to each node's own disk before training; STAGE_TO: where (expanded on the node).
+STAGE=""
+STAGE_TO='$TMPDIR/mpitrain'
+export HDF5_USE_FILE_LOCKING=FALSE # parallel file systems often have no locks
+
+# 6. What a fit node has: see mpitrain doctor --help.
+DOCTOR=(--min-free-gib 1 --min-memory-gib 1)
+
+# 7. Defaults of sbatch, for a shell that has sourced this file: . slurm/site.sh; sbatch slurm/single-node.sbatch ...
+# export SBATCH_ACCOUNT=... SBATCH_PARTITION=... SBATCH_GPUS_PER_NODE=4

@@ -1,0 +1,56 @@
+"""Every template on a real Slurm: four slurmd on this machine, one sbatch line each, digits to status=ok."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.slurm.cluster import ROOT
+from tests.slurm.conftest import Site
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290)]
+SMALL = str(ROOT / "tests" / "slurm" / "small.py")
+ASYNC = "async(servers=1)"
+
+
+def fom(output: str) -> dict[str, str]:
+    """The last FOM line as a dictionary."""
+    line = [line for line in output.splitlines() if line.startswith("FOM ")][-1]
+    return dict(word.split("=", 1) for word in line.split()[1:])
+
+
+def test_each_template_trains(site: Site) -> None:
+    (site.folder / "sweep.txt").write_text(
+        "--lr 2e-3\n--lr 1e-3 --strategy 'softsync(updates=1, servers=1)'\n"
+    )
+    het = (":", "--partition=gpu", "--nodes=2", "--gpus-per-node=1")
+    one = ("--gpus-per-node=1",)
+    jobs = {
+        "single-node": site.sbatch(*one, "slurm/single-node.sbatch", SMALL, "--strategy", ASYNC),
+        "array-sweep": site.sbatch(
+            *one, "--array=0-1", "slurm/array-sweep.sbatch", "sweep.txt", SMALL, RUN_ROOT="sweep"
+        ),
+        "hetjob": site.sbatch(
+            "--partition=cpu", *het, "slurm/hetjob.sbatch", SMALL, "--strategy", ASYNC, RUN_DIR="het"
+        ),
+        "mpich": site.sbatch(*one, "slurm/multi-node.sbatch", SMALL, "--strategy", ASYNC, mpi="mpich"),
+        "benchmark": site.sbatch(
+            *one, "--nodes=2", "slurm/benchmark.sbatch", SMALL, STEPS="5", RUN_DIR="bench"
+        ),
+    }
+    outputs = {name: site.wait(job) for name, job in jobs.items() if name != "array-sweep"}
+    assert fom(outputs["single-node"])["status"] == "ok" and fom(outputs["single-node"])["nodes"] == "1"
+    told = fom(outputs["mpich"])
+    assert (told["status"], told["nodes"], told["workers"], told["servers"]) == ("ok", "2", "2", "1")
+    told = fom(outputs["hetjob"])
+    assert (told["status"], told["nodes"], told["workers"], told["servers"]) == ("ok", "3", "2", "1")
+    ranks = json.loads((site.folder / "het" / "result.json").read_text())["ranks"]
+    assert [rank["role"] for rank in ranks] == ["server", "worker", "worker"]
+    for count in (1, 2):
+        result = json.loads((site.folder / "bench" / f"nodes-{count}" / "result.json").read_text())
+        assert (result["status"], result["workers"], result["nodes"]) == ("ok", count, count)
+    site.wait(jobs["array-sweep"])
+    for index, strategy in enumerate(("allreduce()", "softsync(updates=1)")):
+        result = json.loads((site.folder / "sweep" / str(index) / "result.json").read_text())
+        assert (result["status"], result["strategy"]) == ("ok", strategy)

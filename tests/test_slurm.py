@@ -1,0 +1,142 @@
+"""Batch scripts are pure text: the templates in `slurm/` are the renderer's own, compared whole, and clean bash."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mpitrain.errors import UsageError
+from mpitrain.slurm import KINDS, Script, may_requeue, render
+from mpitrain.slurm.requeue import decide
+from mpitrain.slurm.script import make
+from mpitrain.slurm.status import describe
+
+ROOT = Path(__file__).resolve().parents[1]
+FILLED = Script(
+    "tolerant",
+    job="jobs/my job.py",
+    options=("--strategy", "async(servers=2,placement='beside')", "--lr", "1e-3"),
+    name="big",
+    nodes=9,
+    gpus_per_node=8,
+    time="1-12",
+    account="phys",
+    partition="a100",
+    qos="long",
+    constraint="nvme",
+    switches="1@10:00",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_templates_are_what_render_gives(kind: str) -> None:
+    """After a change to `mpitrain/slurm`: mpitrain slurm render KIND > slurm/KIND.sbatch"""
+    assert (ROOT / "slurm" / f"{kind}.sbatch").read_text() == render(Script(kind))
+
+
+def test_there_is_no_template_that_nobody_renders() -> None:
+    assert {path.stem for path in (ROOT / "slurm").glob("*.sbatch")} == set(KINDS)
+
+
+def test_what_is_filled_in_stands_in_the_head() -> None:
+    text = render(FILLED)
+    assert text.partition("\ncd ")[0] == (
+        "#!/bin/bash\n"
+        "# Train on several nodes and a spare one: when a node dies, go on with the healthy ones.\n"
+        "#\n"
+        "# Written by `mpitrain slurm render`, which also fills in job, nodes and limits.\n"
+        "\n"
+        "#SBATCH --job-name=big --time=1-12\n"
+        "#SBATCH --output=%x-%j.out --open-mode=append\n"
+        "#SBATCH --signal=B:USR1@300 --requeue\n"
+        "#SBATCH --account=phys\n"
+        "#SBATCH --qos=long\n"
+        "#SBATCH --nodes=9 --exclusive --mem=0 --gpus-per-node=8\n"
+        "#SBATCH --partition=a100\n"
+        "#SBATCH --constraint=nvme\n"
+        "#SBATCH --switches=1@10:00\n"
+        "#SBATCH --no-kill\n"
+    )
+    line = """set -- 'jobs/my job.py' --strategy 'async(servers=2,placement='"'"'beside'"'"')' --lr 1e-3\n"""
+    assert line in text and text.replace(line, "") == text.replace(line, "", 1)
+
+
+@pytest.mark.parametrize("tool", [("bash", "-n"), ("shellcheck",)])
+def test_scripts_are_clean(tool: tuple[str, ...], tmp_path: Path) -> None:
+    if shutil.which(tool[0]) is None:
+        pytest.skip(f"no {tool[0]}: apt-get install {tool[0]}")
+    texts = {kind: render(Script(kind)) for kind in KINDS}
+    texts |= {"filled": render(FILLED), "site": (ROOT / "slurm" / "site.sh").read_text()}
+    paths = []
+    for name, text in texts.items():
+        paths.append(tmp_path / name)
+        paths[-1].write_text(text)
+    for each in [paths] if tool[0] == "shellcheck" else [[path] for path in paths]:
+        run = subprocess.run([*tool, *each], capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("multinode", {}, "did you mean 'multi-node'"),
+        ("tolerant", {"node": 3}, "did you mean 'nodes'"),
+        ("tolerant", {"nodes": 0}, "at least 1"),
+        ("tolerant", {"time": "soon"}, "minutes"),
+        ("tolerant", {"account": "a b"}, "one word"),
+        ("tolerant", {"job": "a\nrm -rf /"}, "line ends"),
+        ("hetjob", {"name": "my-hetjob"}, "border between components"),
+        ("array-sweep", {"job": "jobs/digits.py"}, "sweep="),
+    ],
+)
+def test_what_makes_no_script_is_said(kind: str, options: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make(kind, **options)
+
+
+def test_a_restart_needs_a_checkpoint_progress_and_a_number_left() -> None:
+    assert decide(100, [], 20).again and decide(100, [50], 20).again
+    assert "no checkpoint" in decide(-1, [], 20).reason
+    assert "no progress" in decide(50, [20, 50], 20).reason and not decide(50, [20, 50], 20).again
+    assert not decide(100, [1, 2, 3], 3).again and decide(100, [1, 2], 3).again
+
+
+def test_requeues_are_written_down_and_compared(tmp_path: Path) -> None:
+    assert "has ended by itself" in may_requeue(tmp_path).reason
+    (tmp_path / "REQUEUE").touch()
+    assert not may_requeue(tmp_path).again
+    (tmp_path / "checkpoints" / "000000000064").mkdir(parents=True)
+    assert may_requeue(tmp_path).reason == "restart 1 of at most 20, from 64 samples"
+    assert "no progress" in may_requeue(tmp_path).reason
+    (tmp_path / "checkpoints" / "000000000128").mkdir()
+    assert may_requeue(tmp_path).reason == "restart 2 of at most 20, from 128 samples"
+    told = describe(tmp_path)
+    assert (
+        "start it again with --resume auto" in told and "at 128 samples" in told and "restarts    2" in told
+    )
+
+
+def test_status_of_what_has_ended_and_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run directory"):
+        describe(tmp_path / "absent")
+    assert "no result" in describe(tmp_path)
+    (tmp_path / "result.json").write_text(
+        '{"status": "fail", "exit_code": 3, "metrics": {"accuracy": 0.5}, "failure": "too low"}'
+    )
+    (tmp_path / "failing_nodes.txt").write_text("n7\n")
+    told = describe(tmp_path)
+    assert (
+        "status=fail, exit code 3 accuracy=0.5" in told
+        and "failure     too low" in told
+        and "unfit       n7" in told
+    )
+
+
+def test_a_machine_without_the_packages_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.slurm import cluster
+
+    monkeypatch.setattr(cluster.shutil, "which", lambda name: None if name == "slurmctld" else f"/bin/{name}")
+    assert "slurmctld missing): apt-get install slurm-wlm munge" in str(cluster.why_not())
