@@ -177,7 +177,7 @@ class Trace:
         return sum(self.version - read for reads in self.reading.values() for read in reads)
 
     def complete(self, num_workers: int) -> bool:
-        """All have joined and nobody has left."""
+        """All have joined and nobody has left, or has nothing to do."""
         return len(self.joined) == num_workers and not self.left
 
     def watch(self, role: Any) -> Any:
@@ -213,11 +213,13 @@ class Trace:
         self.due[source] += message.kind in (Kind.JOIN, Kind.PUSH, Kind.PULL)
         if message.kind == Kind.JOIN:
             self.joined.add(source)
+            self.left.discard(source)
         elif message.kind == Kind.DONE:
             self.left.add(source)
             self._unused(source)
         elif message.kind in (Kind.PULL, Kind.IDLE):
             self._unused(source)
+            self.left.update([source] if message.kind == Kind.IDLE else [])
         elif source not in self.server.attendance.lost:
             staleness = self.version - self.reading[source][0]
             if message.pull:
