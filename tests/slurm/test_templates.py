@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from mpitrain.slurm import KINDS
 from tests.slurm.cluster import ROOT
 from tests.slurm.conftest import Site
 
@@ -54,3 +55,13 @@ def test_each_template_trains(site: Site) -> None:
     for index, strategy in enumerate(("allreduce()", "softsync(updates=1)")):
         result = json.loads((site.folder / "sweep" / str(index) / "result.json").read_text())
         assert (result["status"], result["strategy"]) == ("ok", strategy)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_sbatch_takes_what_is_rendered(site: Site, kind: str) -> None:
+    sizes = ["--set", "nodes=2", "--set", "gpus_per_node=1", "--set", "sweep=sweep.txt"]
+    script = site.folder / f"{kind}.rendered"
+    script.write_text(
+        site.run("mpitrain", "slurm", "render", *sizes, kind, "jobs/digits.py", "--epochs", "3")
+    )
+    assert "to start at" in site.run("sbatch", "--test-only", str(script))
