@@ -189,6 +189,8 @@ class _Simulation:
                 )
                 for shard in range(len(self.roles.servers))
             ]  # fmt: skip
+            for server in servers:  # virtual seconds have no scale: nobody is ever too late
+                server.attendance.least_silence_s = math.inf
             replicas = {rank: self._replica(rank, model, reader, measure) for rank in self.roles.workers}
             roles = {
                 rank: self._in_order(shard, servers[shard].run())

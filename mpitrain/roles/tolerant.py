@@ -98,7 +98,11 @@ class TolerantServer(Server):
         waiting = self.parked | self.held | self._lobby
         working = self.present - waiting
         others = waiting or len(self.present) + len(self.attendance.lost) < len(self.workers)
-        if others and working and all(self.attendance.is_silent(worker, now_s) for worker in working):
+        if (
+            others
+            and working
+            and all(self.attendance.is_silent(worker, now_s, bool(self.held)) for worker in working)
+        ):
             for worker in sorted(working):
                 yield from self._lose(worker, "silent")
 
