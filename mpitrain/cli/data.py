@@ -31,6 +31,10 @@ examples:
   mpitrain data pack digits data/digits
   mpitrain data pack samples.npz data/mine --validate 0.1 --shard-samples 100000"""
 
+_STAGE_DESCRIPTION = """\
+Copy a pack to a folder on a node's own disk and compare every shard with its
+SHA-256. Run it once a node; a second call finds the copy."""
+
 _INFO_EPILOG = """\
 examples:
   mpitrain data info "data/digits/*.h5"    with quotes: mpitrain expands it"""
@@ -41,6 +45,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("data", help="make and inspect training data", description=_DESCRIPTION)
     actions = parser.add_subparsers(title="commands", dest="action", metavar="COMMAND", required=True)
     _add_pack(actions)
+    _add_stage(actions)
     info = actions.add_parser(
         "info", help="show what shards hold", description="Show what shards hold.", epilog=_INFO_EPILOG
     )
@@ -73,6 +78,19 @@ def _add_pack(actions: Any) -> None:
     pack.set_defaults(run=run_pack)
 
 
+def _add_stage(actions: Any) -> None:
+    stage = actions.add_parser(
+        "stage", help="copy a pack to a node's own disk, verified", description=_STAGE_DESCRIPTION
+    )
+    stage.add_argument("source", metavar="PACK", help="folder that `data pack` wrote")
+    stage.add_argument("dest", metavar="DEST", help="folder to copy it into; $VARIABLES are this node's")
+    stage.set_defaults(run=run_stage)
+    told = "Compare every shard of a pack with its SHA-256."
+    check = actions.add_parser("check", help="compare shards with their SHA-256", description=told)
+    check.add_argument("source", metavar="PACK", help="folder that `data pack` wrote")
+    check.set_defaults(run=run_check)
+
+
 def _fraction(text: str) -> float:
     """A number in [0, 1)."""
     try:
@@ -103,6 +121,35 @@ def run_pack(arguments: argparse.Namespace) -> int:
         shards = f"{len(counts)} shard{'s' * (len(counts) != 1)}"
         print(f"{directory / split}-*.h5: {sum(counts)} samples in {shards}")
     print("packed" if written else "already packed: nothing to do")
+    return EXIT_OK
+
+
+def run_stage(arguments: argparse.Namespace) -> int:
+    """Copy; prints where the shards are now. srun starts one on each node, so every caller copies."""
+    import os
+    from pathlib import Path
+
+    from mpitrain.data.stage import stage
+
+    dest = Path(os.path.expandvars(arguments.dest)).expanduser()
+    target, copied = stage(Path(arguments.source).expanduser(), dest)
+    print(f"{target}: " + (f"staged, {copied / 2**20:.1f} MiB" if copied else "already there"))
+    return EXIT_OK
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Compare; prints what is wrong, one line each."""
+    if launched_rank() != 0:
+        return EXIT_OK
+    from pathlib import Path
+
+    from mpitrain.data.stage import damaged
+    from mpitrain.errors import DataError
+
+    problems = list(damaged(Path(arguments.source).expanduser()))
+    if problems:
+        raise DataError("; ".join(problems))
+    print(f"{arguments.source}: every shard is what was packed")
     return EXIT_OK
 
 

@@ -1,0 +1,56 @@
+"""Staging: whole, verified, once; and a check that sees one flipped bit."""
+
+import shutil
+
+import pytest
+
+from mpitrain.cli import main
+from mpitrain.data.stage import damaged, stage
+from mpitrain.errors import DataError
+
+
+@pytest.fixture
+def packed(tmp_path):
+    import numpy as np
+
+    np.savez(tmp_path / "a.npz", x=np.arange(4000.0, dtype=np.float32).reshape(1000, 4))
+    assert main(["data", "pack", str(tmp_path / "a.npz"), str(tmp_path / "a"), "--shard-samples", "300"]) == 0
+    return tmp_path / "a"
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_pack_is_staged_once_and_is_the_same(packed, tmp_path, capsys):
+    assert main(["data", "stage", str(packed), str(tmp_path / "local")]) == 0
+    assert "staged" in capsys.readouterr().out
+    names = sorted(path.name for path in packed.iterdir())
+    assert sorted(path.name for path in (tmp_path / "local" / "a").iterdir()) == names
+    assert main(["data", "stage", str(packed), str(tmp_path / "local")]) == 0
+    assert "already there" in capsys.readouterr().out
+    assert main(["data", "check", str(tmp_path / "local" / "a")]) == 0
+
+
+def test_a_damaged_copy_is_made_anew_and_a_damaged_original_is_refused(packed, tmp_path):
+    target, _ = stage(packed, tmp_path / "local")
+    shard = sorted(target.glob("train-*.h5"))[1]
+    flip(shard)
+    assert [shard.name in problem for problem in damaged(target)] == [True]
+    assert stage(packed, tmp_path / "local")[1] > 0 and not list(damaged(target))
+    flip(packed / shard.name)
+    shutil.rmtree(target)
+    with pytest.raises(DataError, match=f"{shard.name}: its SHA-256.*check that one"):
+        stage(packed, tmp_path / "local")
+    assert list((tmp_path / "local").iterdir()) == []
+
+
+def test_what_is_no_pack_or_has_no_room_is_said(packed, tmp_path, monkeypatch):
+    with pytest.raises(DataError, match="no pack; make one with"):
+        stage(tmp_path, tmp_path / "local")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    with pytest.raises(DataError, match="0.00 GiB free; stage elsewhere"):
+        stage(packed, tmp_path / "local")
+    assert list((tmp_path / "local").iterdir()) == []
