@@ -22,7 +22,6 @@ when it is small, but Open MPI 5.0.11 crashes on a long one: send the length ahe
 """
 
 import contextlib
-import queue
 import threading
 import time
 from collections import deque
@@ -30,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.errors import UsageError
+from mpitrain.mpi.bell import Bell
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.posting import Posting, withdraw
@@ -51,8 +51,8 @@ class Engine(Posting):
         self._lock = threading.Lock()  # held while MPI is called, once there is a communication thread
         self._owner = 0  # the thread that holds it
         self._wheel = threading.Lock()  # held by the one waiting thread that drives
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes the communication thread
-        self._driver_bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bell = Bell()  # wakes the communication thread
+        self._driver_bell = Bell()
         self._stopping = False
         self._finished = threading.Condition()
         self._broken: BaseException | None = None
@@ -109,7 +109,7 @@ class Engine(Posting):
         finally:
             self._wheel.release()
             if self._commands or len(self._progress):
-                self._bell.put(None)
+                self._bell.ring()
             with self._finished:  # another waiting thread may take the wheel now
                 self._finished.notify_all()
 
@@ -192,8 +192,7 @@ class Engine(Posting):
                 if self._stopping and not self._commands and not len(self._progress):
                     return
             if self._wheel.locked():  # somebody waits and drives; the bell rings when the wheel is free again
-                with contextlib.suppress(queue.Empty):
-                    self._bell.get(timeout=_LOOK_AGAIN_S)
+                self._bell.wait(_LOOK_AGAIN_S)
             elif not num_done:
                 self._rest(self._bell)
 
@@ -217,7 +216,7 @@ class Engine(Posting):
             num_commands += 1
         return num_commands
 
-    def _rest(self, bell: "queue.SimpleQueue[None]") -> None:
+    def _rest(self, bell: Bell) -> None:
         """Sleep for as long as the pause law allows; `bell` ends the nap."""
         nap_s: float | None = None
         if len(self._progress):
@@ -226,8 +225,7 @@ class Engine(Posting):
             if not self._backoff.spin():
                 give_way()
             return
-        with contextlib.suppress(queue.Empty):
-            bell.get(timeout=nap_s if bell is self._bell else nap_s or _LOOK_AGAIN_S)
+        bell.wait(nap_s if bell is self._bell else nap_s or _LOOK_AGAIN_S)
 
     def _break(self, error: BaseException) -> None:
         self._broken = error
@@ -256,9 +254,9 @@ class Engine(Posting):
         if self._broken is not None:  # nobody serves the queue any more: fail what lies there ourselves
             self._obey()
         elif self._wheel.locked():
-            self._driver_bell.put(None)
+            self._driver_bell.ring()
         if not quiet:
-            self._bell.put(None)
+            self._bell.ring()
 
     def _notify(self) -> None:
         if self._thread is not None:

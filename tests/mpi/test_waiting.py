@@ -97,3 +97,20 @@ def test_callbacks_run_once_each_even_if_added_while_it_completes():
             op.then(lambda _, k=k, calls=calls: calls.append(k))
         thread.join()
         assert sorted(calls) == list(range(5))
+
+
+def test_a_bell_is_heard_once_however_often_it_rang_and_no_wait_is_longer_than_asked():
+    from mpitrain.mpi.bell import Bell
+
+    bell = Bell()
+    assert (
+        not bell.wait(0.0) and not bell.wait(1e-6) and not bell.wait(-1.0)
+    )  # a time that has passed is no "for ever"
+    bell.ring()
+    bell.ring()
+    assert bell.wait(60.0) and not bell.wait(1e-6)
+    waiter = threading.Thread(target=bell.wait)
+    waiter.start()
+    bell.ring()
+    waiter.join(60.0)
+    assert not waiter.is_alive()
