@@ -18,6 +18,7 @@ from typing import Any
 
 from mpitrain.effects import Compute, Effect, Forget, Kind, Message, Now, Recv, Role, Send, Sleep
 from mpitrain.errors import WireError
+from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.ending import is_dead_peer
 from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.op import Op
@@ -244,9 +245,12 @@ class MpiWorld:
             self._error = self._error or error
 
     def _forget(self, peer: _Peer) -> None:
+        if peer.lost:
+            return
         peer.lost = True
         if peer.listening is not None and not peer.listening.done:
-            self.engine.cancel(peer.listening)
+            with contextlib.suppress(MPI.Exception):  # it has died meanwhile, and MPI has dropped the receive
+                self.engine.cancel(peer.listening)
 
     def _arrived(self, peer: _Peer, message: Message) -> None:
         if not peer.lost:

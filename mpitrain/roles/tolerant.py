@@ -40,8 +40,9 @@ class TolerantServer(Server):
             else:
                 self.attendance.heard(arrived[0], now_s)
                 return tuple(arrived)
-        for worker in self.attendance.lost:
-            yield Forget(worker)
+        for worker, how in self.attendance.lost.items():
+            if how == "silent":
+                yield Forget(worker)
         return None
 
     def _turn_away(self, worker: int, message: Message) -> Steps:

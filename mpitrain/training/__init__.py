@@ -61,8 +61,7 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
     try:
         session = prepare(runtime, make_job, overrides, job_file)
         with Watchdog(runtime, session.run_dir, overrides.watchdog_s):
-            outcome = _runner(session.strategy)(session)
-        return session.finish(outcome)
+            return session.finish(_runner(session.strategy)(session))
     except AgreedError:
         raise
     except BaseException as error:
