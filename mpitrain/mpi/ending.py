@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _ALARM_S = 10
 _REVOKE_WAIT_S = 1.0
 _DRAIN_S = 2.0
+_ABORT_WAIT_S = 30.0
 _ending = threading.Lock()  # held for ever by the first thread that ends the job
 
 
@@ -128,6 +129,10 @@ def end_without_some(runtime: "Runtime") -> NoReturn:
         if runtime.fault_tolerance != "ulfm":
             _set_alarm()
             MPI.COMM_WORLD.Abort(runtime.exit_code)
+    elif runtime.fault_tolerance != "ulfm":
+        time.sleep(
+            _ABORT_WAIT_S
+        )  # whoever left by itself, without Finalize, would make the launcher's exit code 1
     os._exit(runtime.exit_code)
 
 

@@ -78,6 +78,7 @@ class VirtualWorld:
             elif not event.broken_off:
                 process.computing = None
                 self._advance(process, event.result)
+        self.now_s = max(self.ended_s.values(), default=self.now_s)  # deadlines that nobody needed come later
         processes = self._processes.values()
         waiting = [p.rank for p in processes if not p.finished and p.rank not in self._forgotten]
         if waiting:
