@@ -43,3 +43,12 @@ def test_a_run_is_judged_by_its_failures_first_and_its_target_next():
         assert judged(metrics, target={"accuracy": 0.97})["exit_code"] == EXIT_TARGET_MISSED
     failed = judged({"accuracy": 0.5}, failure="rank 1: boom", target={"accuracy": 0.97})
     assert failed["exit_code"] == EXIT_ERROR and failed["failure"].startswith("rank 1: boom")
+
+
+def test_a_rehearsal_starts_no_mpi():
+    """Under a launcher a process that has started MPI and not ended it makes the job fail."""
+    import subprocess
+    import sys
+
+    code = "import sys, mpitrain.simulation; sys.exit('mpi4py.MPI' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

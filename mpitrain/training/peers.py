@@ -15,7 +15,6 @@ from mpitrain.effects import Kind
 from mpitrain.errors import UsageError
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peering import PeerReplica
-from mpitrain.mpi.world import MpiWorld
 from mpitrain.roles.peer import Peer
 from mpitrain.rules import Decentralized
 from mpitrain.rules.shares import Endless, Shares
@@ -102,6 +101,8 @@ def _no_checkpoints(session: Session) -> None:
 def _carry(
     session: Session, rule: Decentralized, peer: Peer, replica: PeerReplica, device: torch.device
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    from mpitrain.mpi.world import MpiWorld  # virtual peers share this file, and their process starts no MPI
+
     runtime, straggler = session.runtime, session.straggler()
 
     def on_step(step: int) -> None:
