@@ -33,9 +33,9 @@ class Kind(enum.IntEnum):
     NOTE = 6  # worker -> server: something for the run's report, as JSON text
     PULL = 7  # worker -> server: send me the model; no gradient
     DIFFERENCE = 8  # server -> worker: what both sides of an elastic exchange move by
+    LOST = 9  # world -> server: this worker is dead; never on the wire
     IDLE = 10  # worker -> server: I have nothing to compute on, and stay in case there is more
     WAKE = 11  # server -> worker that is idle: join again, or, with `stop`, leave
-    LOST = 9  # world -> server: this worker is dead; never on the wire
     UPDATE = 12  # peer -> peer: what this step has changed, or the parameters
     SUM = 13  # peer -> its parent at a meeting: the sum of the parameters below
     MEAN = 14  # peer -> its children at a meeting: the mean of all

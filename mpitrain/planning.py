@@ -46,7 +46,7 @@ class Machine:
 
     def nodes(self, strategy: Strategy) -> tuple[int, ...]:
         """Node index of every rank."""
-        placement = getattr(strategy, "placement", "spread")
+        placement = strategy.placement
         return allot(
             self.num_nodes, self.workers_per_node, strategy.num_servers(), placement, self.num_server_nodes
         )
@@ -108,7 +108,7 @@ def describe(
     assert job.strategy is not None
     nodes = machine.nodes(job.strategy) if machine else block_nodes(num_ranks, num_nodes)
     placement, serving = (
-        getattr(job.strategy, "placement", "spread"),
+        job.strategy.placement,
         machine.num_server_nodes if machine else 0,
     )
     roles = assign(nodes, job.strategy.num_servers(), placement, serving)

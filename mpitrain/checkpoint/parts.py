@@ -27,12 +27,13 @@ FIRST = "shard-0"
 
 
 class Checkpoint(NamedTuple):
-    """A complete, verified checkpoint: `folder`, `mark` (accepted samples), `parts` (names), and the folders that were
-    passed over on the way to it, with the reason."""
+    """A complete, verified checkpoint: `folder`, `mark` (accepted samples), `parts` (names), what its first part says
+    `about` the run, and why the folders that were passed over on the way to it were `refused`."""
 
     folder: Path
     mark: int
     parts: tuple[str, ...]
+    about: Any
     refused: tuple[str, ...] = ()
 
 
@@ -169,11 +170,11 @@ def newest(run_dir: Path) -> Checkpoint | None:
     refused = []
     for folder in listed(run_dir):
         try:
-            parts, _ = verify(folder)
+            parts, about = verify(folder)
         except CheckpointError as error:
             refused.append(str(error))
             continue
-        return Checkpoint(folder, int(folder.name), parts, tuple(refused))
+        return Checkpoint(folder, int(folder.name), parts, about, tuple(refused))
     if refused:
         raise CheckpointError(f"no checkpoint under {run_dir / FOLDER} verifies: " + "; ".join(refused))
     return None

@@ -138,7 +138,7 @@ def run_stage(arguments: argparse.Namespace) -> int:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Compare; prints what is wrong, one line each."""
+    """Compare; what is wrong is one error that names every shard."""
     if launched_rank() != 0:
         return EXIT_OK
     from pathlib import Path

@@ -79,8 +79,8 @@ def add_parser(commands: Any) -> None:
         type=rate,
         default=900.0,
         metavar="S",
-        help="end the job when a rank makes no progress for so long, its stacks in the run directory; 0 is never "
-        "(default 900)",
+        help="end the job when a rank neither works nor waits for others for so long (it must exceed the longest "
+        "step), its stacks in the run directory; 0 is never (default 900)",
     )
     run.add_argument(
         "--synthetic",

@@ -35,7 +35,7 @@ SAMPLE = 1 << 16
 # tau follows the density's mean over so many messages: by the last message alone a step up, after which little
 # reaches tau for a moment, would be undone at once, for ever.
 MEMORY_STEPS = 5
-# Above this density a bitmap is used (Deeplearning4j's rule): it is three times as fast to code there.
+# Above this density a bitmap is used (Deeplearning4j's rule).
 BITMAP_ABOVE = 1 / 16
 
 

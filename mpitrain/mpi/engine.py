@@ -44,6 +44,7 @@ class Engine(Posting):
 
     def __init__(self, comm: "MPI.Comm"):
         self.comm = comm
+        self.on_wait: Callable[[], None] = lambda: None  # called again and again while somebody waits
         self._progress = Progress(self._notify)
         self._backoff = Backoff()
         self._commands: deque[Callable[[], None]] = deque()
@@ -76,11 +77,13 @@ class Engine(Posting):
         if self.owns_mpi:
             while not predicate():
                 if not self.poll():
+                    self.on_wait()
                     self._check(deadline_s)
                     self._backoff.pause(self._progress.num_awake > 0, self._progress.num_arriving > 0)
             return
         began_s = time.monotonic()
         while not predicate():
+            self.on_wait()
             if self._wheel.acquire(blocking=False):
                 self._drive(predicate, deadline_s)
             else:
@@ -101,6 +104,7 @@ class Engine(Posting):
             try:
                 while not predicate():
                     if not self._step():
+                        self.on_wait()
                         self._check(deadline_s)
                         self._rest(self._driver_bell)
             finally:
@@ -125,6 +129,11 @@ class Engine(Posting):
     def owns_mpi(self) -> bool:
         """True in the thread that may call MPI now: anybody's as long as no communication thread runs."""
         return self._thread is None or self._owner == threading.get_ident()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether this rank is at a collective to which others have yet to come."""
+        return self._progress.num_arriving > 0
 
     @property
     def outstanding(self) -> tuple[Op, ...]:

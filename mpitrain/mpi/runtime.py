@@ -66,6 +66,7 @@ class Runtime:
         self.fault_tolerance = fault_tolerance()
         exchange.forbid_pickle()
         self.engine: Engine = Engine(self.comm)
+        self.engine.on_wait = self.stamp
         ending.install_hooks(self)
         atexit.register(self.finish)
         name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -62,7 +62,9 @@ NOTHING = Verdict(0.0, False, ())
 
 @dataclass(frozen=True, repr=False)
 class Strategy(Value):
-    """Base of every value that `--strategy` accepts."""
+    """Base of every value that `--strategy` accepts. `placement`: of servers, where there are any."""
+
+    placement = "spread"
 
     def num_servers(self) -> int:
         """Ranks this strategy takes away from the workers."""

@@ -54,6 +54,7 @@ def train_command(path: str, overrides: Overrides) -> int:
 def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> dict[str, Any]:
     """One run from start to finish; an exception other than an agreed one ends the whole job."""
     from mpitrain.mpi.runtime import start
+    from mpitrain.training import signals
     from mpitrain.training.session import prepare
     from mpitrain.training.watchdog import Watchdog
 
@@ -66,6 +67,8 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
         raise
     except BaseException as error:
         runtime.end_job(error)
+    finally:
+        signals.uninstall()
 
 
 def _runner(strategy: Strategy) -> Any:

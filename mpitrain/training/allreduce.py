@@ -92,7 +92,11 @@ class Trainer:
         self.measure = None
         if self.rank == 0 and session.validation is not None:
             self.measure = make_measure(
-                job, module, job.validate.reader(session.validation, job.seed), device
+                job,
+                module,
+                job.validate.reader(session.validation, job.seed),
+                device,
+                session.runtime.stamp,
             )
         self.step = self.samples = self.nonfinite = self.left_out = 0
         self.compute_s = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ def pick_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def compute_thread(device: torch.device) -> Executor:
+    """A thread to compute on while the main thread drives MPI; the current GPU is a thread's own."""
+    set_device = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
+    return ThreadPoolExecutor(1, "mpitrain-compute", initializer=set_device)
 
 
 def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -54,10 +61,14 @@ def share_module(runtime: Any, module: nn.Module) -> None:
 
 
 def make_measure(
-    job: Job, module: nn.Module, reader: Any, device: torch.device
+    job: Job,
+    module: nn.Module,
+    reader: Any,
+    device: torch.device,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> Callable[[], dict[str, float]]:
     """A function that measures `module` on the whole validation set: `validation_loss` and the job's
-    metrics, means over the samples.
+    metrics, means over the samples. `on_batch` hears of every batch (a watchdog that is to see progress).
     """
 
     def measure() -> dict[str, float]:
@@ -76,10 +87,19 @@ def make_measure(
                 for name, mean in means.items():
                     sums[name] = sums.get(name, 0.0) + float(mean) * count
                 num_samples += count
+                on_batch()
         module.train(was_training)
         return {name: total / num_samples for name, total in sums.items()}
 
     return measure
+
+
+def finish_model(session: Any, replica: Any) -> dict[str, Any]:
+    """The last duty of who validates: save first, then measure."""
+    path = session.run_dir / MODEL_FILE
+    told = {"strategy": str(session.strategy), "job": session.job.name or ""}
+    save_model(replica.take_module(), path, told)
+    return {"metrics": replica.validate(), "model": str(path)}
 
 
 def save_model(module: nn.Module, path: Path, metadata: dict[str, str]) -> None:

@@ -6,7 +6,6 @@ the mean of all, taken at the last meeting.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from mpitrain.rules import Decentralized
 from mpitrain.rules.shares import Endless, Shares
 from mpitrain.training import signals
 from mpitrain.training.measure import (
-    MODEL_FILE,
     Meter,
     build,
+    compute_thread,
+    finish_model,
     make_measure,
     num_warmup,
     pick_device,
-    save_model,
     share_module,
 )
 from mpitrain.training.session import Session, attempt
@@ -53,7 +52,7 @@ def run_peers(session: Session) -> dict[str, Any]:
         measure = None
         if first and session.validation is not None:
             validation = job.validate.reader(session.validation, job.seed)
-            measure = make_measure(job, module, validation, device)
+            measure = make_measure(job, module, validation, device, runtime.stamp)
 
         def fetch(epoch: int, start: int, count: int) -> Any:
             runtime.stamp()  # a peer that is alone sends nothing, and still makes progress
@@ -85,7 +84,7 @@ def run_peers(session: Session) -> dict[str, Any]:
     if first:
         outcome["result"] = {
             **meter.result(), **summary(everybody, digests, counts, shares),
-            **finish_peer(session, replica),
+            **finish_model(session, replica),
         }  # fmt: skip
     return outcome
 
@@ -111,10 +110,7 @@ def _carry(
     def frame_for(source: int, kind: Kind) -> Any:
         return replica.frame_for(kind == Kind.UPDATE)
 
-    set_device = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
-    computer = (
-        ThreadPoolExecutor(1, "mpitrain-compute", initializer=set_device) if rule.asynchronous else None
-    )
+    computer = compute_thread(device) if rule.asynchronous else None
     world = MpiWorld(runtime.engine, rule.contacts(runtime.rank, runtime.size), frame_for, on_step, computer)
     return world.run(straggler.wrap(peer.run())), straggler.counts()
 
@@ -135,11 +131,3 @@ def summary(
         "meetings": first["meetings"],
         "sent_bytes_per_step": sum(one["sent_bytes"] for one in everybody) / len(everybody) / steps,
     }
-
-
-def finish_peer(session: Session, replica: PeerReplica) -> dict[str, Any]:
-    """The first peer's last duty: save first, then measure."""
-    path = session.run_dir / MODEL_FILE
-    told = {"strategy": str(session.strategy), "job": session.job.name or ""}
-    save_model(replica.take_module(), path, told)
-    return {"metrics": replica.validate(), "model": str(path)}

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.checkpoint import Keeper, newest, read_part
-from mpitrain.checkpoint.parts import FOLDER, verify
+from mpitrain.checkpoint import Checkpoint, Keeper, newest, read_part
+from mpitrain.checkpoint.parts import FOLDER
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.rules.checkpointing import read_policy
@@ -36,9 +36,9 @@ class Resume(NamedTuple):
         return sum(name.startswith("shard-") for name in self.parts)
 
 
-def find(runtime: Any, overrides: Overrides, run_dir: Path, report: Any) -> Resume | None:
-    """Where to go on from, the same on all ranks: `--resume auto` is the newest checkpoint in the run directory, or the
-    beginning where there is none; `--resume DIR` another run's.
+def look(overrides: Overrides, run_dir: Path, report: Any) -> Checkpoint | None:
+    """On rank 0: where to go on from. `--resume auto` is the newest checkpoint in the run directory, or the beginning
+    where there is none; `--resume DIR` another run's.
 
     Raises:
         UsageError: no checkpoint in DIR.
@@ -47,22 +47,21 @@ def find(runtime: Any, overrides: Overrides, run_dir: Path, report: Any) -> Resu
     if overrides.resume is None:
         return None
     source = run_dir if overrides.resume == "auto" else Path(overrides.resume)
-    found, text = None, None
-    if runtime.rank == 0:
-        found = newest(source)
-        if found is None and overrides.resume != "auto":
-            raise UsageError(f"--resume {source}: no checkpoint there (looked in {source / FOLDER})")
-        for reason in found.refused if found else ():
-            report.event("checkpoint passed over", reason=reason)
-        text = str(found.folder.resolve()) if found else None
-    text = runtime.share(text)
-    if text is None:
-        return None
-    folder = Path(text)
-    parts, about = verify(folder) if runtime.rank == 0 else ((), None)
-    parts, about = runtime.share([list(parts), about])
-    report.event("resume", checkpoint=str(folder), samples=int(folder.name))
-    return Resume(folder, int(folder.name), tuple(parts), about)
+    found = newest(source)
+    if found is None and overrides.resume != "auto":
+        raise UsageError(f"--resume {source}: no checkpoint there (looked in {source / FOLDER})")
+    for reason in found.refused if found else ():
+        report.event("checkpoint passed over", reason=reason)
+    if found is not None:
+        report.event("resume", checkpoint=str(found.folder), samples=found.mark)
+    return found
+
+
+def tell(runtime: Any, found: Checkpoint | None) -> Resume | None:
+    """What rank 0 has found, on all ranks."""
+    told = [str(found.folder.resolve()), found.mark, list(found.parts), found.about] if found else None
+    told = runtime.share(told)
+    return None if told is None else Resume(Path(told[0]), told[1], tuple(told[2]), told[3])
 
 
 def about_run(job: Job, num_samples: int, parameters: list[str]) -> dict[str, Any]:

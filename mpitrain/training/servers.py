@@ -7,7 +7,7 @@ sizes by itself.
 from __future__ import annotations
 
 import math
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
@@ -32,13 +32,13 @@ from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.rules import Dealer, ServerStrategy
 from mpitrain.training.measure import (
-    MODEL_FILE,
     Meter,
     build,
+    compute_thread,
+    finish_model,
     make_measure,
     num_warmup,
     pick_device,
-    save_model,
     share_module,
 )
 from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
@@ -170,10 +170,10 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
 
 def _restore(resume: Resume, server: Server, store: Any, layout: Layout, shard: int) -> None:
     """This shard's part, or, with another number of servers, all parts cut anew; counts then are those of the first."""
-    states = [read_own_part(resume, f"shard-{index}") for index in range(resume.shards())]
-    if len(states) == layout.num_shards:
-        mine = states[shard]
+    if resume.shards() == layout.num_shards:
+        mine = read_own_part(resume, f"shard-{shard}")
     else:
+        states = [read_own_part(resume, f"shard-{index}") for index in range(resume.shards())]
         mine = {**states[0], "store": reshard([state["store"] for state in states], layout, shard)}
     store.restore(mine["store"])
     server.restore(mine["role"])
@@ -189,7 +189,11 @@ def _work(
         measure = None
         if session.validation is not None:  # on every worker: any may have to take over
             measure = make_measure(
-                job, model.module, job.validate.reader(session.validation, job.seed), device
+                job,
+                model.module,
+                job.validate.reader(session.validation, job.seed),
+                device,
+                runtime.stamp,
             )
         replica = Replica(
             model, job.loss, reader.batch, reader.prefetch, job.seed, runtime.rank, measure, local=local
@@ -214,7 +218,7 @@ def _work(
             roles.servers,
             lambda source, kind: model.frame_for(roles.servers.index(source), kind == Kind.FINAL),
             straggler.wrap(worker.run()),
-            computer=_computer(device) if strategy.inflight > 1 else None,
+            computer=compute_thread(device) if strategy.inflight > 1 else None,
         )
     keeper.wait()
     detail = {"role": "worker", **counts, "checkpoints": keeper.summary()}
@@ -247,18 +251,3 @@ def _carry(
         session.runtime.step = step
 
     return MpiWorld(session.runtime.engine, peers, frame_for, on_step, computer, losable).run(role)
-
-
-def _computer(device: torch.device) -> Executor:
-    """A thread to compute on while the main thread drives MPI; the current GPU is a thread's own."""
-    set_device = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
-    return ThreadPoolExecutor(1, "mpitrain-compute", initializer=set_device)
-
-
-def finish_model(session: Session, replica: Replica) -> dict[str, Any]:
-    """The validator's last duty: save first, then measure."""
-    path = session.run_dir / MODEL_FILE
-    save_model(
-        replica.take_module(), path, {"strategy": str(session.strategy), "job": session.job.name or ""}
-    )
-    return {"metrics": replica.validate(), "model": str(path)}

@@ -27,7 +27,7 @@ from mpitrain.report import NullReport, Report, default_run_dir, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
 from mpitrain.training import signals
 from mpitrain.training.orders import check_orders
-from mpitrain.training.resuming import Resume, find
+from mpitrain.training.resuming import Resume, look, tell
 
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto
 
@@ -131,7 +131,8 @@ def prepare(
         (run_dir / "env.json").write_text(text + "\n")
         write_json(run_dir / RUN_FILE, _how_started(session, job_file))
         _describe_start(session)
-    session.resume = attempt(runtime, lambda: find(runtime, overrides, run_dir, session.report))
+    found = attempt(runtime, lambda: look(overrides, run_dir, session.report) if runtime.rank == 0 else None)
+    session.resume = tell(runtime, found)
     signals.install()
     return session
 
@@ -185,8 +186,7 @@ def assign_roles(runtime: Any, strategy: Strategy, own_loop: bool = False) -> Ro
     why_not = (strategy.why_not_wrapped() if own_loop else "") or strategy.why_not_over_mpi()
     if why_not:
         raise UsageError(f"{strategy}: {why_not}")
-    placement = getattr(strategy, "placement", "spread")
-    roles = assign(runtime.nodes, strategy.num_servers(), placement, launched_server_nodes())
+    roles = assign(runtime.nodes, strategy.num_servers(), strategy.placement, launched_server_nodes())
     strategy.check_workers(len(roles.workers))
     return roles
 

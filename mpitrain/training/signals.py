@@ -23,7 +23,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give the two signals back their meaning, in a run that writes no checkpoints."""
+    """Give the two signals back their meaning: after a run, or in one that writes no checkpoints."""
     for number, handler in _before.items():
         signal.signal(number, handler if handler is not None else signal.SIG_DFL)
     _before.clear()

@@ -1,8 +1,9 @@
-"""A rank that makes no progress for too long writes down where it stands and ends the job.
+"""A rank that neither works nor waits for others for too long writes down where it stands and ends the job.
 
 Law of this file: a thread of its own that calls neither MPI nor CUDA, so that it works while the main thread is stuck
-in either. Progress is any step, push or answer of this rank. The launcher then starts the run again from its newest
-checkpoint.
+in either. Progress is any step, push, answer or validation batch of this rank; to wait for another rank, however long
+(a warm-up, a validation over there), is no hang, for the rank that hangs has a watchdog of its own. The launcher then
+starts the run again from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(min(5.0, self.timeout_s / 4)):
+            if self.runtime.engine.arriving:
+                self.runtime.stamp()
             if self.runtime.idle_s() > self.timeout_s:
                 self._bark()
                 return

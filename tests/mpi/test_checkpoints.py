@@ -2,16 +2,14 @@
 
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 
 import pytest
-from safetensors.torch import load_file
 
 from mpitrain.checkpoint.parts import FOLDER, newest
 from mpitrain.training.measure import same_model
-from tests import toy
 from tests.ranks import run_ranks
 
 # One launch trains every strategy to its end, writing checkpoints; the next resumes each from its first one.
@@ -89,41 +87,27 @@ def test_a_resumed_asynchronous_run_takes_every_sample_once(runs, name):
     assert left == right and resumed["status"] == "ok"
 
 
-OTHER_WORLDS = """
-import mpitrain as mt
-from mpitrain.mpi.runtime import start
-from tests import toy
-
-runtime = start()
-for servers in (1, 3):
-    job = toy.make_job(epochs=6, batch_size=4, optimizer=toy.{optimizer}, checkpoint_every="never")
-    mt.train(job, mt.Sync(servers=servers), run_dir=f"{path}/{{servers}}", quiet=True, resume="{source}")
-"""
+LINEAR = "model=toy.linear_float32, loss=toy.linear_loss, epochs=6,"
 
 
-def test_another_number_of_servers_and_workers_goes_on_from_there(tmp_path):
-    """One worker: whatever the number of shards, the resumed run is serial training bit for bit."""
-    start = {"start": ("sync(servers=2)", "two_groups", None)}
-    run_ranks(
-        3, RUNS.format(runs=start, path=tmp_path).replace("schedule=mt.Decay(every=2, by=0.5),", "")
-    ).check()
-    for mark in sorted((tmp_path / "start" / FOLDER).iterdir())[1:]:
-        for part in mark.iterdir():
-            part.unlink()
-        mark.rmdir()
-    source = tmp_path / "start"
-    assert newest(source).mark == 96
-    script = OTHER_WORLDS.format(path=tmp_path, source=source, optimizer="two_groups")
-    script = script.replace("for servers in (1, 3):", "for servers in (runtime.size - 1,):")
-    for ranks in (2, 4):
-        run_ranks(ranks, script).check()
-    whole = tmp_path / "start" / "model.safetensors"
-    # dropout is keyed by the worker's rank, which moves with the number of servers: with as many it is the same bits
-    names = load_file(whole).keys()
+def test_another_number_of_servers_goes_on_from_there_bit_for_bit(tmp_path):
+    """One worker, two parameter groups, AdamW: shards cut anew hold the same numbers, whoever owns them."""
+
+    def train(ranks, name, servers, resume):
+        script = RUNS.format(runs={name: (f"sync(servers={servers})", "two_groups", resume)}, path=tmp_path)
+        run_ranks(ranks, script.replace("epochs=6,", LINEAR)).check()
+
+    train(3, "whole", 2, None)
+    first, *later = sorted((tmp_path / "whole" / FOLDER).iterdir())
+    for folder in later:
+        shutil.rmtree(folder)
     for servers in (1, 3):
+        train(1 + servers, str(servers), servers, str(tmp_path / "whole"))
         resumed = result_of(tmp_path / str(servers))
-        assert resumed["samples"] == 6 * 48 and resumed["steps"] == 72 and resumed["resumed_from"] == 96
-        assert load_file(tmp_path / str(servers) / "model.safetensors").keys() == names
+        assert resumed["resumed_from"] == int(first.name) == 96 and resumed["samples"] == 6 * 48
+        assert same_model(
+            tmp_path / "whole" / "model.safetensors", tmp_path / str(servers) / "model.safetensors"
+        )
 
 
 SIGNALLED = """
@@ -220,7 +204,6 @@ def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
     whole = subprocess.run([*run[:-1], str(tmp_path / "whole")], env=env, **options)
     assert whole.returncode == 0
     assert same_model(tmp_path / "run" / "model.safetensors", tmp_path / "whole" / "model.safetensors")
-    assert signal.SIGKILL  # what the job does to itself
 
 
 def test_another_jobs_checkpoint_is_refused_by_name(tmp_path):
@@ -235,4 +218,14 @@ def test_another_jobs_checkpoint_is_refused_by_name(tmp_path):
         "was written by another run: its parameters are" in run.stderr
         and run.stderr.count("another run") == 1
     )
-    assert toy
+
+
+def test_a_checkpoint_that_is_not_there_or_does_not_verify_is_said_once_and_all_leave(tmp_path):
+    nowhere = RUNS.format(runs={"start": ("sync()", "sgd", str(tmp_path / "nowhere"))}, path=tmp_path)
+    run = run_ranks(3, nowhere)
+    assert run.code == 2 and run.stderr.count("no checkpoint there") == 1, run
+    folder = tmp_path / "damaged" / FOLDER / f"{100:012d}"
+    folder.mkdir(parents=True)
+    (folder / "shard-0.json").write_text("{}")
+    run = run_ranks(3, nowhere.replace("nowhere", "damaged"))
+    assert run.code == 1 and run.stderr.count("verifies: ") == 1, run

@@ -102,7 +102,7 @@ def test_placements_keep_their_word(sizes, num_servers):
         assert {beside.count(node) for node in range(len(sizes))} == {num_servers // len(sizes)}
 
 
-def test_the_dry_run_shows_where_servers_are_placed():
+def test_two_servers_on_two_nodes():
     nodes = (0, 0, 0, 1, 1, 1)
     assert assign(nodes, 2, "packed").servers == (0, 1) and assign(nodes, 2, "beside").servers == (2, 5)
 
