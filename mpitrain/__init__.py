@@ -57,6 +57,7 @@ _home = {
     "Uncompressed": "mpitrain.rules",
     "attach_codec": "mpitrain.training.hooks",
     "Job": "mpitrain.job",
+    "ShardWriter": "mpitrain.data",
     "Shards": "mpitrain.data",
     "Synthetic": "mpitrain.data",
     "simulate": "mpitrain.simulation",

@@ -34,7 +34,7 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
     "mpi": (GROUND | {"mpitrain.effects"}, {"mpi4py", "torch", "numpy"}),
     "virtual": (GROUND | {"mpitrain.effects"}, {"torch"}),
     "model": (GROUND | {"mpitrain.rules", "mpitrain.codecs"}, {"torch", "numpy", "safetensors"}),
-    "data": (GROUND, {"torch", "h5py", "numpy", "sklearn"}),
+    "data": (GROUND, {"torch", "h5py", "numpy", "sklearn", "hdf5plugin", "pyarrow", "PIL"}),
     "checkpoint": (
         GROUND | {"mpitrain.rules", "mpitrain.codecs", "mpitrain.model"},
         {"torch", "numpy", "safetensors"},

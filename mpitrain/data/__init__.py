@@ -15,5 +15,6 @@ from mpitrain.data.order import Order
 from mpitrain.data.reader import Reader
 from mpitrain.data.shards import Shards
 from mpitrain.data.synthetic import Synthetic
+from mpitrain.data.writer import ShardWriter
 
-__all__ = ["ArraySpec", "Catalogue", "Order", "Reader", "ShardInfo", "Shards", "Synthetic"]
+__all__ = ["ArraySpec", "Catalogue", "Order", "Reader", "ShardInfo", "ShardWriter", "Shards", "Synthetic"]

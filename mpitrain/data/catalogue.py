@@ -22,19 +22,29 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
+OFFSETS = "_offsets"  # a variable array `x` has its samples' [begin, end) in the array `x_offsets`
+OFFSET_BYTES = 16
+
+
 @dataclass(frozen=True)
 class ArraySpec:
-    """One named array: `shape` of a single sample and `dtype` by its torch name."""
+    """One named array: `shape` of a single sample and `dtype` by its torch name.
+
+    With `variable` a sample has any number of entries, and `shape` is that of one entry.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    variable: bool = False
 
     @property
     def sample_bytes(self) -> int:
+        """Bytes of a sample; of an entry if the array is variable."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        shape = ("*", *self.shape) if self.variable else self.shape
+        return f"{self.dtype}[{', '.join(map(str, shape))}]"
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,14 @@ import h5py
 import numpy as np
 
 from mpitrain.data.catalogue import ITEM_BYTES, ArraySpec, ShardInfo
+from mpitrain.data.filters import check_readable
 from mpitrain.errors import DataError
 
 SCHEMA = 1
+VARIABLE_SCHEMA = 2  # of shards with variable arrays
 SCHEMA_ATTRIBUTE = "mpitrain_schema"
 CHUNK_ATTRIBUTE = "chunk_samples"
+ENTRIES_ATTRIBUTE = "max_chunk_entries"  # of a variable array: what its largest chunk of samples holds
 RUN_BYTES = 1 << 20
 CACHE_SLOTS = 521
 MAX_CACHE_BYTES = 64 << 20
@@ -137,6 +140,7 @@ def _spec(path: str, name: str, dataset: h5py.Dataset) -> ArraySpec:
     if not dataset.shape or 0 in dataset.shape[1:]:
         shape = "a single value" if not dataset.shape else f"of shape {dataset.shape}"
         raise DataError(f"{path}: dataset {name!r} is {shape}, expected shape (samples, ...); {way_out}")
+    check_readable(path, name, dataset)
     return ArraySpec(tuple(dataset.shape[1:]), dataset.dtype.name)
 
 

@@ -1,11 +1,11 @@
-"""`mpitrain-pack.json` beside packed shards: which files belong together, and is the pack finished.
+"""`mpitrain-pack.json` beside packed shards, the index: which files belong together, and is the pack finished.
 
-It is written twice: before the first shard with `complete: false`, and after the last one with `complete:
-true`. So a pack that was killed at any moment is recognised, by a second `pack` (which does it again) and by
-a job (which refuses to train on half the data).
+It is written before the first shard with `complete: false`, and after the last one with `complete: true`. So a
+pack that was killed at any moment is recognised, by a second `pack` (which goes on) and by a job (which refuses
+to train on half the data).
 
-Law of this file: it names only files that our packing writes; nothing else in the directory is touched or
-believed.
+Law of this file: only files that bear the name of one of the pack's shards are ever touched; nothing else in
+the directory is removed or believed.
 """
 
 from __future__ import annotations
@@ -14,32 +14,42 @@ import fnmatch
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpitrain.data.write import replacing
-from mpitrain.errors import DataError
+from mpitrain.data.atomic import partial_of, replacing, sync_directory, write_all
+from mpitrain.data.catalogue import ArraySpec
+from mpitrain.errors import DataError, UsageError
 
 NAME = "mpitrain-pack.json"
+SCHEMA = 2  # 1 had neither arrays nor splits
+SPLITS = ("validate", "train")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What went into a pack (`recipe`: source, digest, options) and came out (`files`: name -> samples; when it is
-    complete `sha256`: name -> hexadecimal SHA-256 of the file)."""
+    """What went into a pack (`recipe`: source, digest, options) and came out.
+
+    `files`: name -> samples. When it is complete, `sha256`: name -> hexadecimal SHA-256 of the file, and `arrays`:
+    name -> shape, dtype and whether it is variable. `splits`: what the files' names begin with; while the pack is
+    not complete, every file of such a name is its own.
+    """
 
     recipe: dict[str, Any]
     files: dict[str, int]
     complete: bool = False
-    schema: int = 1
+    schema: int = SCHEMA
     sha256: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
+    splits: list[str] = field(default_factory=lambda: list(SPLITS))
 
     def write(self, directory: Path) -> None:
         """Replace the directory's manifest by this one in one step."""
         with replacing(directory / NAME) as file:
-            file.write(json.dumps(asdict(self), indent=1, sort_keys=True).encode() + b"\n")
+            write_all(file, json.dumps(asdict(self), indent=1, sort_keys=True).encode() + b"\n")
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
@@ -50,16 +60,87 @@ class Manifest:
         """
         path = directory / NAME
         try:
-            return cls(**json.loads(path.read_bytes()))
+            fields = json.loads(path.read_bytes())
+            if isinstance(fields, dict) and fields.get("schema", 0) > SCHEMA:
+                found = f"has index schema {fields['schema']}, this mpitrain reads up to {SCHEMA}"
+                raise DataError(f"{path}: {found}; update mpitrain")
+            return cls(**fields)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror}); change its permissions") from error
         except (ValueError, TypeError) as error:
+            if isinstance(error, DataError):
+                raise
             way_out = "remove it together with the shards beside it and pack again"
             raise DataError(
                 f"{path}: is not a manifest of `mpitrain data pack` ({error}); {way_out}"
             ) from error
+
+    def owns(self, name: str) -> bool:
+        """Whether a file of this name is one of the pack's shards, there already or still to come."""
+        return name in self.files or (not self.complete and _is_shard_name(name, self.splits))
+
+    def leftovers(self, directory: Path) -> Iterator[Path]:
+        """The pack's files in its directory, temporary ones too, without the manifest."""
+        for path in sorted(directory.iterdir()):
+            name = path.name.removeprefix(".").removesuffix(".partial").removesuffix(RECEIPT)
+            if self.owns(name) or path == partial_of(directory / NAME):
+                yield path
+
+    def remove(self, directory: Path) -> None:
+        """Remove the pack: its shards first, what says that they belong to it last.
+
+        Raises:
+            DataError: the system refuses.
+        """
+        try:
+            for path in self.leftovers(directory):
+                path.unlink(missing_ok=True)
+            (directory / NAME).unlink(missing_ok=True)
+            sync_directory(directory)
+        except OSError as error:
+            raise DataError(
+                f"{directory}: an unfinished pack cannot be removed ({error.strerror}); remove it by hand"
+            ) from error
+
+
+RECEIPT = ".done"  # `.train-00000.h5.done`: that shard is whole, while the pack is not
+
+
+def _is_shard_name(name: str, splits: Sequence[str]) -> bool:
+    split, _, number = name.rpartition("-")
+    return split in splits and re.fullmatch(r"\d{5,}\.h5", number) is not None
+
+
+def shard_name(split: str, number: int) -> str:
+    """Name of a split's shard, from 0."""
+    return f"{split}-{number:05d}.h5"
+
+
+def specs_to_json(arrays: Mapping[str, ArraySpec]) -> dict[str, dict[str, Any]]:
+    """Array specs as the manifest holds them."""
+    return {name: {**asdict(spec), "shape": list(spec.shape)} for name, spec in arrays.items()}
+
+
+def make_room(directory: Path, splits: Sequence[str] = SPLITS) -> Manifest | None:
+    """Make `directory` where there is none; returns the manifest of what is there, None for nothing.
+
+    Raises:
+        UsageError: it holds shards that no pack wrote, or cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        there = sorted(path.name for path in directory.iterdir())
+    except OSError as error:
+        raise UsageError(
+            f"{directory}: cannot be made a directory ({error.strerror}); choose another one"
+        ) from error
+    old = Manifest.read(directory)
+    foreign = [name for name in there if _is_shard_name(name, splits) and not (old and old.owns(name))]
+    if foreign:
+        raise UsageError(f"{directory}: holds {foreign[0]}, which no pack wrote; choose an empty directory")
+    return old
 
 
 def file_sha256(path: Path) -> str:
@@ -82,7 +163,8 @@ def check_against_manifest(pattern: str, found: Sequence[str]) -> None:
         if manifest is None:
             continue
         wanted = fnmatch.filter(manifest.files, os.path.basename(pattern))
-        if wanted and not manifest.complete:
+        there = [os.path.basename(path) for path in found if os.path.dirname(path) == directory]
+        if not manifest.complete and (wanted or any(manifest.owns(name) for name in there)):
             raise DataError(
                 f"{directory}: its pack was interrupted half-way; run `mpitrain data pack` once more"
             )

@@ -18,16 +18,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mpitrain.data.columns import check_columns as check_arrays
 from mpitrain.data.format import RUN_BYTES, SCHEMA, describe_shard
-from mpitrain.data.manifest import NAME, Manifest, file_sha256
+from mpitrain.data.manifest import SPLITS, Manifest, file_sha256, make_room
 from mpitrain.data.order import SPLIT, IntArray, permutation
-from mpitrain.data.sources import check_arrays
-from mpitrain.data.write import sync_directory, write_shard
+from mpitrain.data.write import write_shard
 from mpitrain.errors import DataError, UsageError
 
 SHARD_BYTES = 256 << 20
 MAX_CHUNK_BYTES = (1 << 32) - 1  # HDF5's own limit
-SPLITS = ("validate", "train")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def pack(
         done = replace(plan, complete=True, sha256={name: file_sha256(directory / name) for name in rows})
         done.write(directory)
     except BaseException:
-        _remove(directory, plan)
+        plan.remove(directory)
         raise
     return done, True
 
@@ -136,19 +135,8 @@ def _is_there(directory: Path, plan: Manifest) -> bool:
     Raises:
         UsageError: another pack or foreign shards are there.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"{directory}: cannot be made a directory ({error.strerror}); choose another one"
-        ) from error
-    old = Manifest.read(directory)
+    old = make_room(directory)
     if old is None:
-        foreign = sorted(path.name for split in SPLITS for path in directory.glob(f"{split}-*.h5"))
-        if foreign:
-            raise UsageError(
-                f"{directory}: holds {foreign[0]}, which no pack wrote; choose an empty directory"
-            )
         return False
     if old.complete and old.recipe != plan.recipe:
         changed = [
@@ -157,11 +145,11 @@ def _is_there(directory: Path, plan: Manifest) -> bool:
         raise UsageError(
             f"{directory}: holds another pack ({', '.join(changed)}); choose another, or remove this one"
         )
-    if replace(old, sha256={}) == replace(plan, complete=True) and all(
+    if (old.complete, old.recipe, old.files) == (True, plan.recipe, plan.files) and all(
         _is_whole(directory / name, n, old.sha256.get(name)) for name, n in plan.files.items()
     ):
         return True
-    _remove(directory, old)
+    old.remove(directory)
     return False
 
 
@@ -171,16 +159,3 @@ def _is_whole(path: Path, num_samples: int, sha256: str | None) -> bool:
         return describe_shard(str(path))[0].num_samples == num_samples and sha256 in (None, file_sha256(path))
     except DataError:
         return False
-
-
-def _remove(directory: Path, manifest: Manifest) -> None:
-    """Remove a pack: its shards first, what says that they belong to it last."""
-    try:
-        for name in (*manifest.files, NAME):
-            (directory / name).unlink(missing_ok=True)
-            (directory / f".{name}.partial").unlink(missing_ok=True)
-        sync_directory(directory)
-    except OSError as error:
-        raise DataError(
-            f"{directory}: an unfinished pack cannot be removed ({error.strerror}); remove it by hand"
-        ) from error

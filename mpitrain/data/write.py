@@ -1,112 +1,203 @@
-"""Writing one file so that it is either whole under its final name or not there at all.
+"""One shard on its way to the disk: chunk by chunk, in bounded memory, under its name only when it is whole.
 
-Law of this file: temporary file beside the target, fsync, rename, fsync of the directory; on any failure the
-temporary file is removed. HDF5 cannot close a file whose last writes failed (it keeps the descriptor, so even
-the disk space, until the process ends), therefore its bytes pass through `_Sink`, which remembers the first
-failure and lets HDF5 believe that the rest was written.
+Law of this file: the bytes depend on the samples, their order and the options alone, never on time, on the size
+of the pieces that came in, or on the version of HDF5 within one layout; only whole chunks are written, but for
+the last.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
-from mpitrain.data.format import CHUNK_ATTRIBUTE, SCHEMA, SCHEMA_ATTRIBUTE
-from mpitrain.errors import DataError
+from mpitrain.data.atomic import Sink, explained, partial_of, publish
+from mpitrain.data.catalogue import OFFSETS
+from mpitrain.data.columns import (
+    Array,
+    Column,
+    Columns,
+    Ragged,
+    check_alike,
+    copied,
+    cut,
+    join,
+    num_samples,
+    specs_of,
+    take,
+)
+from mpitrain.data.filters import Compression
+from mpitrain.data.format import (
+    CHUNK_ATTRIBUTE,
+    ENTRIES_ATTRIBUTE,
+    SCHEMA,
+    SCHEMA_ATTRIBUTE,
+    VARIABLE_SCHEMA,
+)
+from mpitrain.data.order import IntArray
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class _Sink(io.RawIOBase):
-    """A file for HDF5 whose first failed write is kept in `error`; everything after it goes nowhere."""
-
-    def __init__(self, file: io.FileIO):
-        self._file = file
-        self.error: OSError | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer, /):  # type: ignore[no-untyped-def]  # the buffer protocol has a name only from Python 3.12
-        return self._file.readinto(buffer)
-
-    def write(self, data, /):  # type: ignore[no-untyped-def]
-        rest = memoryview(data).cast("B")
-        num_bytes = rest.nbytes
-        try:
-            while rest and self.error is None:  # a file system that runs full takes a part first
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self.error = error
-        return num_bytes
-
-    def truncate(self, size: int | None = None, /) -> int:
-        try:
-            if self.error is None:
-                return self._file.truncate(size)
-        except OSError as error:
-            self.error = error
-        return size or 0
+ENTRY_CHUNK_BYTES = 64 << 10  # of a variable array: each run begins a chunk, so half of one is lost a run
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[io.FileIO]:
-    """A raw file to write; it takes the name `path` when the block ends well, and vanishes when it does not.
+class ShardFile:
+    """A shard being written; a context manager that closes it, or abandons it after an error.
 
+    Memory: what has been appended and fills no chunk yet.
+
+    Args:
+        chunk_samples: samples per chunk; a shard of fewer samples gets one chunk of its own size.
+        max_samples: the most that will be appended.
     Raises:
-        DataError: the disk is full or refuses; names the file.
+        DataError: the disk is full or refuses, also from the methods; nothing is left then.
     """
-    partial = path.with_name(f".{path.name}.partial")  # hidden: matches no pattern such as *.h5
-    try:
-        with open(partial, "w+b", buffering=0) as file:
-            yield file
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_directory(path.parent)
-    except OSError as error:
-        if error.errno in FULL:
-            message = f"{path}: the disk is full or a quota or file size limit is reached ({error.strerror})"
-            raise DataError(
-                f"{message}; nothing of it is left. Free space, or pack into another directory"
-            ) from error
-        raise DataError(
-            f"{path}: cannot be written ({error.strerror}); check the directory's permissions"
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
+    def __init__(
+        self, path: Path, chunk_samples: int, max_samples: int, compression: Compression | None = None
+    ):
+        self.path, self.num_samples = path, 0
+        self._chunk_samples, self._max_samples, self._compression = chunk_samples, max_samples, compression
+        self._pending: list[Columns] = []
+        self._num_pending = 0
+        self._max_entries: dict[str, int] = {}
+        with explained(path):
+            self._file = open(partial_of(path), "w+b", buffering=0)  # noqa: SIM115 - closed by close and abandon
+        self._sink = Sink(self._file)
+        # the oldest layout that does the job: HDF5 1.10 and everything after it can read it
+        self._shard = h5py.File(self._sink, "w", libver=("earliest", "v110"))
 
-def sync_directory(directory: Path) -> None:
-    """Make renames and removals in a directory survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def append(self, columns: Mapping[str, Column]) -> None:
+        """Write samples behind those before."""
+        if self._pending:
+            check_alike(columns, specs_of(self._pending[0]), f"{self.path}, sample {self.num_samples}")
+        count = self._num_pending + num_samples(columns)
+        whole = count - count % self._chunk_samples
+        if not whole:
+            self._pending.append(copied(columns))
+        else:
+            joined = join([*self._pending, columns])
+            self._write(cut(joined, 0, whole))
+            self._pending = [copied(cut(joined, whole, count))] if whole < count else []
+        self._num_pending = count - whole
+
+    def close(self) -> None:
+        """Write what is left and give the file its name."""
+        try:
+            if self._pending:
+                self._write(join(self._pending))
+            with self._watched():
+                for name in self._shard:
+                    dataset = self._shard[name]
+                    if name in self._max_entries:
+                        dataset.attrs[ENTRIES_ATTRIBUTE] = self._max_entries[name]
+                    elif self.num_samples < len(dataset):
+                        dataset.resize(self.num_samples, axis=0)
+                self._shard.close()
+            with explained(self.path):
+                publish(self._file, self.path)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Leave nothing, or, after `close`, do nothing."""
+        self._pending = []
+        self._sink.error = self._sink.error or OSError("abandoned")  # HDF5's last words need no disk
+        with contextlib.suppress(OSError, RuntimeError):
+            self._shard.close()
+        self._file.close()
+        partial_of(self.path).unlink(missing_ok=True)
+
+    def __enter__(self) -> ShardFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """HDF5 may miss what the sink has swallowed; the first failure is the cause."""
+        with explained(self.path):
+            try:
+                yield
+            except (OSError, RuntimeError):
+                if self._sink.error is None:
+                    raise
+            if self._sink.error is not None:
+                raise self._sink.error
+
+    def _write(self, columns: Columns) -> None:
+        count = num_samples(columns)
+        assert self.num_samples + count <= self._max_samples
+        with self._watched():
+            if not len(self._shard):
+                self._chunk_samples = min(self._chunk_samples, count)
+                self._create(columns)
+            for first in range(0, count, self._chunk_samples):
+                piece = cut(columns, first, first + self._chunk_samples)
+                for name, column in piece.items():
+                    if self._sink.error is not None:
+                        return
+                    self._write_run(name, column, self.num_samples + first)
+        self.num_samples += count
+
+    def _create(self, columns: Columns) -> None:
+        variable = any(isinstance(column, Ragged) for column in columns.values())
+        self._shard.attrs[SCHEMA_ATTRIBUTE] = VARIABLE_SCHEMA if variable else SCHEMA
+        self._shard.attrs[CHUNK_ATTRIBUTE] = self._chunk_samples
+        for name, column in columns.items():
+            if not isinstance(column, Ragged):
+                self._create_dataset(name, column, self._max_samples, self._chunk_samples)
+                continue
+            entries = max(1, ENTRY_CHUNK_BYTES // column.flat[:1].nbytes) if len(column.flat) else 1
+            self._create_dataset(name, column.flat, None, entries)
+            self._create_dataset(
+                name + OFFSETS, np.empty((0, 2), np.int64), self._max_samples, self._chunk_samples
+            )
+            self._max_entries[name] = 0
+
+    def _create_dataset(self, name: str, like: Array, length: int | None, chunk: int) -> None:
+        dtype = like.dtype.newbyteorder("=")
+        self._shard.create_dataset(
+            name,
+            (length or 0, *like.shape[1:]),
+            dtype,
+            maxshape=(length, *like.shape[1:]),
+            chunks=(chunk, *like.shape[1:]),
+            fletcher32=True,
+            track_times=False,
+            **(self._compression.options(dtype.itemsize) if self._compression else {}),
+        )
+
+    def _write_run(self, name: str, column: Column, first: int) -> None:
+        """The samples of one chunk, from sample `first` on."""
+        dataset = self._shard[name]
+        if not isinstance(column, Ragged):
+            dataset[first : first + len(column)] = column
+            return
+        entries, step = len(column.flat), dataset.chunks[0]
+        begin = -(-len(dataset) // step) * step
+        if entries:
+            dataset.resize(begin + entries, axis=0)
+            dataset[begin:] = column.flat
+        ends = begin + np.cumsum(column.lengths)
+        self._shard[name + OFFSETS][first : first + len(column)] = np.stack([ends - column.lengths, ends], 1)
+        self._max_entries[name] = max(self._max_entries[name], entries)
 
 
 def write_shard(
-    path: Path, arrays: Mapping[str, NDArray[np.generic]], rows: NDArray[np.int64], chunk_samples: int
+    path: Path,
+    arrays: Mapping[str, Array],
+    rows: IntArray,
+    chunk_samples: int,
+    compression: str | None = None,
 ) -> None:
     """Write the samples `rows` of `arrays` as one shard.
 
@@ -117,38 +208,6 @@ def write_shard(
         DataError: the disk is full or refuses.
     """
     chunk_samples = min(chunk_samples, len(rows))
-    with replacing(path) as file:
-        sink = _Sink(file)
-        try:
-            # the oldest layout that does the job: HDF5 1.10 and everything after it can read it
-            with h5py.File(sink, "w", libver=("earliest", "v110")) as shard:
-                shard.attrs[SCHEMA_ATTRIBUTE] = SCHEMA
-                shard.attrs[CHUNK_ATTRIBUTE] = chunk_samples
-                for name, array in arrays.items():
-                    _write_array(shard, name, array, rows, chunk_samples, sink)
-        except (
-            OSError,
-            RuntimeError,
-        ):  # HDF5 may miss what the sink has swallowed; the first failure is the cause
-            if sink.error is None:
-                raise
-        if sink.error is not None:
-            raise sink.error
-
-
-def _write_array(
-    shard: h5py.File,
-    name: str,
-    array: NDArray[np.generic],
-    rows: NDArray[np.int64],
-    chunk_samples: int,
-    sink: _Sink,
-) -> None:
-    shape = (len(rows), *array.shape[1:])
-    dtype = array.dtype.newbyteorder("=")
-    chunks = (chunk_samples, *array.shape[1:])
-    dataset = shard.create_dataset(name, shape, dtype, chunks=chunks, fletcher32=True, track_times=False)
-    for first in range(0, len(rows), chunk_samples):
-        if sink.error is not None:
-            return
-        dataset[first : first + chunk_samples] = array[rows[first : first + chunk_samples]]
+    with ShardFile(path, chunk_samples, len(rows), Compression.parse(compression)) as shard:
+        for first in range(0, len(rows), chunk_samples):
+            shard.append(take(arrays, rows[first : first + chunk_samples]))

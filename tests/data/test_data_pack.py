@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import mpitrain.data.pack
 from mpitrain.data import Shards
+from mpitrain.data.atomic import replacing
 from mpitrain.data.manifest import NAME, Manifest
 from mpitrain.data.pack import PackOptions, pack
-from mpitrain.data.write import replacing, write_shard
+from mpitrain.data.write import write_shard
 from mpitrain.errors import DataError, UsageError
 
 ARRAYS = {"y": np.arange(1000), "x": np.arange(64000, dtype=np.float32).reshape(1000, 8, 8)}
@@ -111,7 +112,7 @@ def killed_pack(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(mpitrain.data.pack, "write_shard", write_or_die)
-        patch.setattr(mpitrain.data.pack, "_remove", lambda *_: None)
+        patch.setattr(Manifest, "remove", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             pack(ARRAYS, directory, OPTIONS, "test")
 

@@ -1,0 +1,234 @@
+"""`ShardWriter`: shards from a script of one's own, batch by batch, in bounded memory.
+
+Law of this file: a directory is a pack from the moment its index says so. Until then jobs refuse it, an error
+removes what was written, and what a killed process left is removed by whoever writes there next.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mpitrain.data.catalogue import ArraySpec
+from mpitrain.data.columns import (
+    Column,
+    Columns,
+    check_alike,
+    columns_of,
+    cut,
+    num_samples,
+    sample_bytes,
+    specs_of,
+)
+from mpitrain.data.filters import Compression
+from mpitrain.data.format import RUN_BYTES
+from mpitrain.data.manifest import Manifest, file_sha256, make_room, shard_name, specs_to_json
+from mpitrain.data.write import ShardFile
+from mpitrain.errors import UsageError
+
+SHARD_BYTES = 256 << 20
+MAX_CHUNK_BYTES = (1 << 32) - 1  # HDF5's own limit
+
+
+def shard_sizes(bytes_a_sample: float, chunk: int | None, shard: int | None) -> tuple[int, int]:
+    """Samples of a chunk and of a shard, where not given: about 1 MiB, and about 256 MiB in whole chunks.
+
+    Raises:
+        UsageError: a chunk would be larger than HDF5 can write.
+    """
+    bytes_a_sample = max(bytes_a_sample, 1)
+    chunk = chunk or max(1, int(RUN_BYTES / bytes_a_sample))
+    shard = shard or max(chunk, int(SHARD_BYTES / bytes_a_sample) // chunk * chunk)
+    if min(chunk, shard) * bytes_a_sample > MAX_CHUNK_BYTES:
+        raise UsageError(
+            f"--chunk-samples {chunk}: HDF5 chunks end at 4 GiB, these have {chunk * bytes_a_sample:.0f} bytes"
+        )
+    return chunk, shard
+
+
+class SplitWriter:
+    """The shards of one split, filled one after the other.
+
+    Args:
+        open_shard: opens the shard of a number, or says None: its samples are another's business.
+        closed: told the name and samples of each shard that has been written here.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        shard_samples: int,
+        open_shard: Callable[[str], ShardFile | None],
+        closed: Callable[[str, int], None] = lambda *_: None,
+    ):
+        self.files: dict[str, int] = {}
+        self._split, self._shard_samples = split, shard_samples
+        self._open_shard, self._closed = open_shard, closed
+        self._current: ShardFile | None = None
+        self._name = ""
+
+    def append(self, columns: Columns) -> None:
+        """Write samples behind those before."""
+        total = num_samples(columns)
+        first = 0
+        while first < total:
+            if not self._name:
+                self._name = shard_name(self._split, len(self.files))
+                self._current = self._open_shard(self._name)
+                self.files[self._name] = 0
+            count = min(total - first, self._shard_samples - self.files[self._name])
+            if self._current is not None:
+                self._current.append(cut(columns, first, first + count))
+            self.files[self._name] += count
+            first += count
+            if self.files[self._name] == self._shard_samples:
+                self.close()
+
+    def close(self) -> None:
+        """Finish the last shard."""
+        if self._current is not None:
+            self._current.close()
+            self._closed(self._name, self.files[self._name])
+        self._current, self._name = None, ""
+
+    def abandon(self) -> None:
+        """Leave nothing of the shard under way."""
+        if self._current is not None:
+            self._current.abandon()
+
+
+class ShardWriter:
+    """Writes samples as shards into a directory; use it as a context manager.
+
+        with mt.ShardWriter("data/mine", compression="gzip") as writer:
+            writer.add({"x": images, "y": labels})                      # samples on axis 0
+            writer.add({"x": others, "y": more}, split="validate")
+            writer.add_sample({"x": image, "y": 3})
+
+    Samples keep their order: shards train-00000.h5, train-00001.h5, ... of each split, and `mt.Shards` shuffles
+    whole chunks between and samples within windows of them. Memory: one chunk per split besides what is added.
+
+    Args:
+        directory: made if there is none; must hold no finished pack.
+        shard_samples: samples per shard; about 256 MiB, by the first batch, if None.
+        chunk_samples: samples per chunk, the unit of reading; about 1 MiB if None.
+        compression: None, "gzip", "zstd" or "blosc", with a level as in "gzip:4" (the latter two need
+            `pip install 'mpitrain[compression]'`).
+        variable: names of arrays whose samples differ in length along axis 0: given to `add` as a sequence of
+            arrays, strings or bytes.
+        about: what the index says of the source; anything JSON holds.
+    Raises:
+        UsageError: a wrong option; the directory holds a finished pack or shards that no pack wrote.
+        DataError: samples that are none or unlike those before; a full disk.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        shard_samples: int | None = None,
+        chunk_samples: int | None = None,
+        compression: str | None = None,
+        variable: tuple[str, ...] = (),
+        about: Any = None,
+    ):
+        for name, value in (("shard_samples", shard_samples), ("chunk_samples", chunk_samples)):
+            if value is not None and value < 1:
+                raise UsageError(f"ShardWriter: {name} must be at least 1, got {value}")
+        if isinstance(variable, str):
+            raise UsageError(f"ShardWriter: variable is a tuple of names, such as ({variable!r},)")
+        self.directory = Path(directory).expanduser()
+        self.num_samples = 0
+        self._shard_samples, self._chunk_samples = shard_samples, chunk_samples
+        self._compression = Compression.parse(compression)
+        self._variable = tuple(variable)
+        self._about = about
+        self._specs: dict[str, ArraySpec] = {}
+        self._splits: dict[str, SplitWriter] = {}
+        self._entered = False
+
+    def __enter__(self) -> ShardWriter:
+        old = make_room(self.directory, ("train",))
+        if old and old.complete:
+            raise UsageError(f"{self.directory}: holds a finished pack; choose another, or remove this one")
+        if old:
+            old.remove(self.directory)
+        self._entered = True
+        self._manifest().write(self.directory)
+        return self
+
+    def add(self, batch: Mapping[str, Any], split: str = "train") -> None:
+        """Write a batch: name -> samples on axis 0, for variable arrays one array, string or bytes per sample."""
+        if not self._entered:
+            raise UsageError("ShardWriter: use it as a context manager: with mt.ShardWriter(...) as writer:")
+        where = f"{self.directory}, batch from sample {self.num_samples} on"
+        columns = columns_of(batch, self._variable, where)
+        if not self._specs:
+            self._begin(columns)
+        check_alike(columns, self._specs, where)
+        if split not in self._splits:
+            self._open_split(split)
+        self._splits[split].append(columns)
+        self.num_samples += num_samples(columns)
+
+    def add_sample(self, sample: Mapping[str, Any], split: str = "train") -> None:
+        """Write one sample: name -> its value."""
+        self.add({name: [value] for name, value in sample.items()}, split)
+
+    def _begin(self, columns: Mapping[str, Column]) -> None:
+        unknown = [name for name in self._variable if name not in columns]
+        if unknown:
+            raise UsageError(
+                f"ShardWriter: variable={unknown[0]!r} is none of the arrays {', '.join(columns)}"
+            )
+        self._specs = specs_of(columns)
+        self._chunk_samples, self._shard_samples = shard_sizes(
+            sample_bytes(columns), self._chunk_samples, self._shard_samples
+        )
+
+    def _open_split(self, split: str) -> None:
+        if not split.isidentifier():
+            raise UsageError(f"ShardWriter: split {split!r} is no plain name; use one such as train")
+        make_room(self.directory, (split,))
+        assert self._shard_samples is not None
+        self._splits[split] = SplitWriter(split, self._shard_samples, self._open_shard)
+        self._manifest().write(self.directory)
+
+    def _open_shard(self, name: str) -> ShardFile:
+        assert self._chunk_samples is not None and self._shard_samples is not None
+        return ShardFile(self.directory / name, self._chunk_samples, self._shard_samples, self._compression)
+
+    def _manifest(self, complete: bool = False) -> Manifest:
+        files = {name: count for split in self._splits.values() for name, count in split.files.items()}
+        recipe = {
+            "source": "ShardWriter",
+            "about": self._about,
+            "compression": str(self._compression or "none"),
+        }
+        recipe |= {"chunk_samples": self._chunk_samples, "shard_samples": self._shard_samples}
+        sums = {name: file_sha256(self.directory / name) for name in files} if complete else {}
+        splits = sorted({"train", *self._splits})
+        return Manifest(
+            recipe, files, complete, sha256=sums, arrays=specs_to_json(self._specs), splits=splits
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if not self.num_samples:
+                    raise UsageError(f"{self.directory}: no samples were added; nothing is written")
+                for split in self._splits.values():
+                    split.close()
+                self._manifest(complete=True).write(self.directory)
+                self._entered = False
+        finally:
+            if self._entered:
+                self._entered = False
+                for split in self._splits.values():
+                    split.abandon()
+                self._manifest().remove(self.directory)
