@@ -51,6 +51,9 @@ class Payload(Protocol):
     def num_bytes(self) -> int:
         """Bytes on the wire."""
 
+    def statistics(self) -> dict[str, float]:
+        """What there is to tell of them in the run's progress."""
+
     def release(self) -> None:
         """The holder no longer needs the bytes."""
 

@@ -200,7 +200,7 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
     check_optimizer(optimizer, strategy)
     layout = make_layout(module, optimizer, len(roles.servers))
     push, reply = (
-        wire_dtype(wire, layout.dtype).itemsize for wire in (strategy.push_wire, strategy.reply_wire)
+        wire_dtype(wire, layout.dtype).itemsize for wire in (strategy.push_numbers, strategy.reply_numbers)
     )
     for shard, rank in enumerate(roles.servers):
         sizes = f"push {size_text(layout.size(shard) * push)}, reply {size_text(layout.size(shard) * reply)}"

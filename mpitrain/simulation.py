@@ -19,7 +19,8 @@ from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.model import FlatModel, Replica, check_optimizer, flat_model, local_steps, shard_store
+from mpitrain.model import FlatModel, Replica, local_steps
+from mpitrain.model.assemble import check_optimizer, flat_model, push_coder, shard_store
 from mpitrain.peer_simulation import simulate_peers
 from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
@@ -202,6 +203,8 @@ class _Simulation:
             validator = replicas[self.roles.validator]
             metrics = validator.validate()
             save_model(validator.take_module(), self.run_dir / MODEL_FILE, {"strategy": str(self.strategy)})
+        for rank, replica in replicas.items():
+            returned[rank] |= {"codec": replica.statistics()} if replica.coder else {}
         result = self._result(returned, metrics, log, time.monotonic() - started_s, world)
         log.finish(result)
         return result
@@ -214,8 +217,10 @@ class _Simulation:
         optimizer = build_optimizer(self.job, model.module, self.options.lr)
         num_samples, schedule = self.catalogue.num_samples, self.job.schedule
         local = local_steps(model, optimizer, self.strategy, schedule, num_samples, self.num_workers)
+        coder = push_coder(model, self.strategy, self.num_workers, rank, self.job.seed)
         return Replica(
             model, self.job.loss, reader.batch, _no_prefetch, self.job.seed, rank, measures, shared=True, local=local,
+            coder=coder,
         )  # fmt: skip
 
     def _worker(self, rank: int, replica: Replica) -> Role:
@@ -277,6 +282,7 @@ class _Simulation:
             "injected": [row for straggler in self.stragglers for row in straggler.counts()],
             "loss_curve": log.curve,
             "shards": [returned[rank] for rank in self.roles.servers],
+            "workers_detail": [returned[rank] for rank in self.roles.workers],
             "run_dir": str(self.run_dir),
             "model": str(self.run_dir / MODEL_FILE),
             "seed": self.job.seed,

@@ -165,11 +165,15 @@ _LITERALS: dict[str, tuple[type, ...]] = {
 
 def _check_type(value: Value, field: dataclasses.Field[Any]) -> None:
     """Hold a field to its annotation: a literal's type, or the `kind` of a value named in the field's
-    metadata.
+    metadata (`words`: a plain string will do as well).
     """
     given = getattr(value, field.name)
     label = f"{value.name or type(value).__name__}: {field.name}"
     if kind := field.metadata.get("kind"):
+        if isinstance(given, str) and field.metadata.get(
+            "words"
+        ):  # or one of some words: `check` knows which
+            return
         if not (isinstance(given, Value) and given.kind == kind):
             raise UsageError(f"{label} must be a {kind}, got {given!r}. Known: {', '.join(names(kind))}")
         return

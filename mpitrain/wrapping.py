@@ -138,7 +138,7 @@ def _average(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Loc
 
 def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> Any:
     """Set up the roles; on a server, serve and leave."""
-    from mpitrain.model import Replica, check_optimizer, flat_model, local_steps, shard_store
+    from mpitrain.model import Replica, check_optimizer, flat_model, local_steps, push_coder, shard_store
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.remote import RemoteOptimizer
     from mpitrain.training.measure import share_module
@@ -176,7 +176,8 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strate
     world = MpiWorld(runtime.engine, roles.servers, frame_for, on_step)
     if strategy.inflight > 1:
         _poll_in_backward(flat.parameters, runtime.engine)
-    replica = Replica(flat, _no_loss, _no_fetch, _no_fetch, 0, runtime.rank, local=local)
+    coder = push_coder(flat, strategy, len(roles.workers), runtime.rank, 0)
+    replica = Replica(flat, _no_loss, _no_fetch, _no_fetch, 0, runtime.rank, local=local, coder=coder)
     worker = Worker(
         runtime.rank, roles, replica, NullReport(), leased=False,
         push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,

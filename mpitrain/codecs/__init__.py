@@ -19,9 +19,10 @@ from mpitrain.codecs.powersgd import PowerSgdEncoder
 from mpitrain.codecs.qsgd import QsgdEncoder
 from mpitrain.codecs.threshold import ThresholdEncoder
 from mpitrain.codecs.topk import TopKEncoder
+from mpitrain.codecs.wire import message_statistics
 
 __all__ = [
     "BFloat16Encoder", "EightBitEncoder", "Encoder", "Field", "Float16Encoder", "Layout", "OneBitEncoder", "Part",
-    "PowerSgdEncoder", "QsgdEncoder", "ThresholdEncoder", "TopKEncoder", "add_message", "make_plan", "whole",
-    "write_message",
+    "PowerSgdEncoder", "QsgdEncoder", "ThresholdEncoder", "TopKEncoder", "add_message", "make_plan",
+    "message_statistics", "whole", "write_message",
 ]  # fmt: skip

@@ -66,6 +66,15 @@ def read_header(message: torch.Tensor) -> Header:
     return Header(kind, coded, below, coder, count, scale, extra)
 
 
+def message_statistics(message: torch.Tensor) -> dict[str, float]:
+    """What a message says of itself: bytes, density (share of the coded numbers that it holds) and tau."""
+    header = read_header(message)
+    sparse = header.kind in (THRESHOLD, SPARSE, SPARSE16)
+    share = header.num_sent / max(1, header.num_coded) if sparse else float(header.kind != POISON)
+    tau = {"tau": header.scale} if header.kind == THRESHOLD else {}
+    return {"density": share, "bytes": float(message.numel()), **tau}
+
+
 class Reader:
     """Takes sections off a message, one after another."""
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from mpitrain.errors import UsageError
+from mpitrain.model.compression import check_optimizer as check_momentum
 from mpitrain.model.elastic import ElasticStore
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.optimizer import check_elementwise
+from mpitrain.model.pushing import PushCoder
 from mpitrain.model.shard import ShardStore
 from mpitrain.rules import Elastic, ServerStrategy
 
@@ -19,18 +23,34 @@ def flat_model(module: nn.Module, optimizer: Optimizer, strategy: ServerStrategy
     in use, or is not its parameters, gets frames of its own."""
     apart = strategy.inflight > 1 or strategy.elastic
     return FlatModel(
-        module, optimizer, strategy.servers, strategy.push_wire, strategy.reply_wire, replies_apart=apart
-    )
+        module, optimizer, strategy.servers, strategy.push_numbers, strategy.reply_numbers,
+        replies_apart=apart, replies_coded=not strategy.reply_codec.is_none,
+    )  # fmt: skip
 
 
 def check_optimizer(optimizer: Optimizer, strategy: ServerStrategy) -> None:
-    """Refuse an optimizer that this strategy's servers would have to run and cannot.
+    """Refuse an optimizer that this strategy's servers would have to run and cannot, or that its codecs cannot serve.
 
     Raises:
-        UsageError: it is not elementwise.
+        UsageError: it is not elementwise; codecs for parameters that are not float32; momentum twice.
     """
     if strategy.optimizer == "server":
         check_elementwise(optimizer)
+    for codec in (strategy.push_codec, strategy.reply_codec):
+        dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+        if not codec.is_none and (odd := dtypes - {torch.float32}):
+            raise UsageError(f"{codec}: a codec takes float32 parameters, these are {odd.pop()}")
+    check_momentum(strategy.push_codec, optimizer)
+
+
+def push_coder(
+    model: FlatModel, strategy: ServerStrategy, num_workers: int, worker: int, seed: int
+) -> PushCoder | None:
+    """What codes the pushes of one of `num_workers` workers; None where numbers travel as they are."""
+    if strategy.push_codec.is_none:
+        return None
+    count = strategy.num_contributors(num_workers)
+    return PushCoder(model.layout, strategy.push_codec, count, worker, seed)
 
 
 def shard_store(
@@ -38,9 +58,10 @@ def shard_store(
 ) -> ShardStore | ElasticStore:
     """One server's shard of `model`, starting from the parameters it holds. Where workers keep their own
     optimizer the server adds what they push: w <- w - mean of it."""
-    initial, wires = model.frames[shard].body, (strategy.push_wire, strategy.reply_wire)
+    initial, wires = model.frames[shard].body, (strategy.push_numbers, strategy.reply_numbers)
     if strategy.elastic:
         return ElasticStore(model.layout, shard, initial, cast(Elastic, strategy).share(num_workers), *wires)
     if strategy.optimizer == "worker":
         optimizer = SGD([{"params": group["params"]} for group in optimizer.param_groups], lr=1.0)
-    return ShardStore(model.layout, shard, initial, optimizer, strategy.damping, *wires)
+    codecs = (strategy.push_codec, strategy.reply_codec)
+    return ShardStore(model.layout, shard, initial, optimizer, strategy.damping, *wires, *codecs)

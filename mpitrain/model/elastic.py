@@ -76,6 +76,10 @@ class ElasticStore:
     def set_rate(self, factor: float) -> None:
         """Workers hold the rates."""
 
+    def statistics(self) -> dict[str, float]:
+        """Nothing to tell: no codecs here."""
+        return {}
+
     def read(self, worker: int, full: bool = False) -> Frame:
         """The difference that answers `worker`'s push, or else the centre (unrounded where `full`)."""
         if worker in self._answers and not full:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.model.frame import Frame, FramePool, wire_dtype
+from mpitrain.model.frame import Frame, FramePool, Parcel, wire_dtype
 
 WIRE_DTYPES = (torch.float32, torch.float64)
 
@@ -139,6 +139,7 @@ class FlatModel:
             parameters arrive as.
         replies_apart: answers are received into frames of their own, because the model is in use while they arrive, or
             because they are not its parameters.
+        replies_coded: answers are messages of a codec.
     """
 
     def __init__(
@@ -149,8 +150,9 @@ class FlatModel:
         push_wire: str = "full",
         reply_wire: str = "full",
         replies_apart: bool = False,
+        replies_coded: bool = False,
     ):
-        self.module = module
+        self.module, self.replies_coded = module, replies_coded
         self.layout = make_layout(module, optimizer, num_shards)
         self.parameters = [parameter for _, parameter, _ in trainable(module, optimizer)]
         self.device = self.parameters[0].device
@@ -187,8 +189,10 @@ class FlatModel:
         for target, home in self._copied[shard]:
             target.copy_(home, non_blocking=True)
 
-    def frame_for(self, shard: int, final: bool) -> Frame:
+    def frame_for(self, shard: int, final: bool) -> Frame | Parcel:
         """Where the next parameters of a shard are to be received; the final ones come unrounded."""
+        if self.replies_coded and not final:
+            return Parcel()
         return (self.frames if final else self._replies)[shard].hold()
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from mpitrain.codecs import message_statistics
 from mpitrain.errors import WireError
 
 PAD_BYTES = 64
@@ -37,6 +38,10 @@ class Frame:
     def fit(self, num_bytes: int) -> bool:
         """Whether a payload of so many bytes goes in: of exactly its own size."""
         return num_bytes == self.num_bytes
+
+    def statistics(self) -> dict[str, float]:
+        """What there is to tell of the numbers."""
+        return {}
 
     def hold(self) -> Frame:
         """One holder more."""
@@ -104,6 +109,10 @@ class Parcel:
         if not 0 <= self.frame.body.numel() - length < PAD_BYTES:
             raise WireError(f"a parcel of {self.frame.body.numel()} bytes claims to hold {length}")
         return self.frame.body[:length]
+
+    def statistics(self) -> dict[str, float]:
+        """What the message says of itself: density, bytes, and tau where there is one."""
+        return message_statistics(self.body)
 
     def stamp(self, sequence: int) -> None:
         """As a frame's."""

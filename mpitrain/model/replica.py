@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from mpitrain.model.flat import FlatModel
-from mpitrain.model.frame import Frame
+from mpitrain.model.frame import Frame, Parcel
 from mpitrain.model.local import LocalSteps
+from mpitrain.model.pushing import PushCoder
+from mpitrain.model.replying import ReplyReader
 
 Batch = dict[str, torch.Tensor]
 
@@ -45,6 +47,7 @@ class Replica:
         measure: returns the validation metrics of the module, or nothing.
         shared: other replicas use the same module in between.
         local: steps of its own between reads, where the strategy asks for them.
+        coder: makes messages of what is pushed.
     """
 
     def __init__(
@@ -58,10 +61,13 @@ class Replica:
         measure: Callable[[], dict[str, float]] | None = None,
         shared: bool = False,
         local: LocalSteps | None = None,
+        coder: PushCoder | None = None,
     ):
         self.model, self.loss, self.fetch, self._prefetch = model, loss, fetch, prefetch
         self.seed, self.worker, self.measure, self.shared = seed, worker, measure, shared
-        self.local = local
+        self.local, self.coder = local, coder
+        self._reader = ReplyReader(model.layout) if model.replies_coded else None
+        self._finite = True  # all that the next push is made of
         self._frames: list[Frame] | None = None  # the gradient to be pushed
         self._pulled: list[Frame | None] = [None] * model.layout.num_shards
         buffers = [buffer for buffer in model.module.buffers() if buffer is not None] if shared else []
@@ -70,6 +76,7 @@ class Replica:
 
     def load(self, shard: int, payload: Any) -> None:
         """Take over one shard's parameters; a frame of the model itself needs no copy."""
+        payload = self._reader.take(shard, payload) if self._reader else payload
         if not self.shared:
             self.model.install(shard, payload)
             payload.release()
@@ -130,21 +137,28 @@ class Replica:
         own."""
         if self.local is not None:
             finite = loss - loss == 0.0 and self.local.step()
+            self._finite = self._finite and finite
         else:
             for frame in self._frames or ():  # broken off before it was pushed
                 frame.release()
             self._frames = self.model.push_frames()
-            finite = self.model.gather_gradients(self._frames) and loss - loss == 0.0
+            finite = self._finite = self.model.gather_gradients(self._frames) and loss - loss == 0.0
         return Gradient(loss, num_samples, finite)
 
-    def take(self) -> list[Frame]:
-        """What to push, one frame a shard."""
+    def take(self) -> list[Frame] | list[Parcel]:
+        """What to push, one frame or message a shard."""
+        finite, self._finite = self._finite, True
         if self.local is not None:
             self._enter()
-            return self.local.take()
-        frames, self._frames = self._frames, None
-        assert frames is not None, "push without a gradient"
-        return frames
+            frames = self.local.take()
+        else:
+            assert self._frames is not None, "push without a gradient"
+            frames, self._frames = self._frames, None
+        return frames if self.coder is None else self.coder.encode(frames, finite)
+
+    def statistics(self) -> dict[str, float]:
+        """What the codec has to tell of its messages; empty without one."""
+        return self.coder.statistics() if self.coder else {}
 
     def validate(self) -> dict[str, float]:
         """Metrics of the parameters loaded last."""
@@ -182,11 +196,12 @@ class Replica:
         return {
             "buffers": [buffer.detach().clone() for buffer in buffers],
             "local": _copied(self.local.state()) if self.local else None,
+            "coder": self.coder.state() if self.coder else None,
         }
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from what `state` returned; what the coder had kept is dealt out by whoever knows all workers."""
         buffers = self._buffers if self.shared else [b for b in self.model.module.buffers() if b is not None]
         for buffer, saved in zip(buffers, state["buffers"], strict=True):
             buffer.copy_(saved)

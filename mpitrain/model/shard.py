@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 
 from mpitrain.model.correction import make_correction
 from mpitrain.model.flat import Layout
-from mpitrain.model.frame import Frame, FramePool, wire_dtype
+from mpitrain.model.frame import Frame, FramePool, Parcel, wire_dtype
 from mpitrain.model.optimizer import Rates, check_elementwise, rebuild, scaled_rate
-from mpitrain.rules import Damping, Keep
+from mpitrain.model.pushing import PushDecoder
+from mpitrain.model.replying import ReplyCoder
+from mpitrain.rules import Codec, Damping, Keep, Uncompressed
 
 
 class ShardStore:
@@ -29,7 +31,7 @@ class ShardStore:
         initial: 1-D tensor of the shard's first parameters; copied.
         prototype: the user's optimizer; its class and group options are used, its own parameters are not
             touched.
-        push_wire, reply_wire: as in `ServerStrategy`.
+        push_wire, reply_wire: numbers on the wire; push_codec, reply_codec: what codes them, as in `ServerStrategy`.
         damping: where it corrects gradients elementwise, what each worker read is kept here for it.
     """
 
@@ -42,11 +44,15 @@ class ShardStore:
         damping: Damping = Keep(),  # noqa: B008 - frozen
         push_wire: str = "full",
         reply_wire: str = "full",
+        push_codec: Codec = Uncompressed(),  # noqa: B008 - frozen
+        reply_codec: Codec = Uncompressed(),  # noqa: B008 - frozen
     ):
         check_elementwise(prototype)
         self.pool = FramePool(layout.size(shard), layout.dtype)
         self.arrivals = self._pool_for(push_wire)
         self._replies = self._pool_for(reply_wire)
+        self._decoder = None if push_codec.is_none else PushDecoder(layout, shard)
+        self._coder = None if reply_codec.is_none else ReplyCoder(layout, shard, reply_codec)
         self._reply: Frame | None = None  # the present version as it is sent, once somebody has asked for it
         self.live = self.pool.take()
         self.live.body.copy_(initial)
@@ -64,12 +70,17 @@ class ShardStore:
         dtype = wire_dtype(wire, self.pool.dtype)
         return self.pool if dtype == self.pool.dtype else FramePool(self.pool.numel, dtype)
 
-    def frame(self) -> Frame:
+    def frame(self) -> Frame | Parcel:
         """An empty frame for an arriving gradient."""
-        return self.arrivals.take()
+        return self._decoder.frame() if self._decoder else self.arrivals.take()
 
     def _widen(self, payload: Any) -> Frame:
-        """16 bits on the wire, full sums."""
+        """16 bits or a message on the wire, full sums."""
+        if isinstance(payload, Parcel):
+            assert self._decoder is not None, "a coded push, and no codec"
+            wide = self.pool.take()
+            self._decoder.add(payload, wide.body.zero_())
+            return wide
         if payload.body.dtype == self.pool.dtype:
             return payload
         wide = self.pool.take()
@@ -87,13 +98,16 @@ class ShardStore:
 
     def add(self, worker: int, payload: Any, weight: float) -> None:
         """Gather `weight * gradient`; takes the frame over and releases it when it is done with it."""
-        payload = self._widen(payload)
         self._weights.append(weight)
         if self._gathered is None:
-            self._gathered = payload
+            self._gathered = self._widen(payload)
             return
         if len(self._weights) == 2 and self._weights[0] != 1.0:
             self._gathered.body.mul_(self._weights[0])
+        if isinstance(payload, Parcel) and self._decoder is not None and weight == 1.0:
+            self._decoder.add(payload, self._gathered.body)
+            return
+        payload = self._widen(payload)
         self._gathered.body.add_(payload.body, alpha=weight)
         payload.release()
 
@@ -144,12 +158,19 @@ class ShardStore:
         """Learning rates become `factor` times what they were at first."""
         self._rates.set(factor)
 
-    def read(self, worker: int, full: bool = False) -> Frame:
+    def statistics(self) -> dict[str, float]:
+        """What the codecs cost here, in milliseconds a message."""
+        found = self._decoder.statistics() if self._decoder else {}
+        return found | (self._coder.statistics() if self._coder else {})
+
+    def read(self, worker: int, full: bool = False) -> Frame | Parcel:
         """The present parameters, rounded for the wire unless `full`; held for the caller, who releases them."""
         if self.correction:
             before, self._read_by[worker] = self._read_by.get(worker), self.live.hold()
             if before is not None:
                 before.release()
+        if self._coder is not None and not full:
+            return self._coder.encode(worker, self.live.body)
         if full or self._replies is self.pool:
             return self.live.hold()
         if self._reply is None:
@@ -164,7 +185,10 @@ class ShardStore:
             lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.optimizer.state_dict()
         )
         correction = self.correction.state() if self.correction else {}
-        return {"parameters": self.live.body.clone(), "optimizer": copied, "correction": correction}
+        replies = {"replies": self._coder.state()} if self._coder else {}
+        return {
+            "parameters": self.live.body.clone(), "optimizer": copied, "correction": correction, **replies,
+        }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; workers read anew."""
@@ -174,3 +198,5 @@ class ShardStore:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.correction:
             self.correction.restore(state["correction"])
+        if self._coder is not None:
+            self._coder.restore(state.get("replies", {"copies": {}, "encoders": {}}))

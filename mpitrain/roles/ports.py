@@ -73,6 +73,9 @@ class Replica(Protocol):
     def validate(self) -> dict[str, float]:
         """Metrics of the present parameters; empty when there is nothing to validate."""
 
+    def statistics(self) -> dict[str, float]:
+        """What a codec has to tell of the messages; empty without one."""
+
 
 class Keeper(Protocol):
     """Writes this rank's part of a checkpoint, with the tensors that belong to it; `writers` are the worker ranks that

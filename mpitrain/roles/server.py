@@ -120,8 +120,10 @@ class Server:
             return
         push = Push(worker, message.step, message.version, self.ledger.version, now_s, self.held, self.active)
         verdict = self.rule.on_push(self.memory, push)
-        size, late, keep = payload.num_bytes, verdict.late, not message.pull
-        staleness = self.ledger.push(worker, message.samples, size, verdict.weight, late=late, keep=keep)
+        size, told, late, keep = payload.num_bytes, payload.statistics(), verdict.late, not message.pull
+        told["staleness"] = self.ledger.push(
+            worker, message.samples, size, verdict.weight, late=late, keep=keep
+        )
         if verdict.weight > 0:
             payload = self.store.correct(worker, payload) if self.rule.damping.corrects else payload
             weight = verdict.weight * self.deals.weight(message.samples)
@@ -135,7 +137,7 @@ class Server:
             yield from self._send_off()
         epoch = lease.epoch + 1 if lease else 1
         samples, version = self.ledger.samples_accepted, self.ledger.version
-        self.report.progress(samples, version, epoch, message.loss, staleness=staleness, worker=worker)
+        self.report.progress(samples, version, epoch, message.loss, worker=worker, **told)
         yield from self._end_warmup()
 
     def _carry_out(self, verdict: Verdict) -> Steps:

@@ -86,6 +86,9 @@ class Worker:
         if self._unpushed and not self.stopped:
             yield from self._push()
         yield from self._await_answer()
+        if told := self.replica.statistics():
+            note = {"name": "codec", "worker": self.rank, **told}
+            yield Send(self.roles.dealer, Message(Kind.NOTE, text=json.dumps(note)))
         yield from self._tell_all(Kind.DONE, stop=self.wants_final)
         if self.wants_final:
             yield from self._collect(Kind.FINAL)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from mpitrain.errors import UsageError
 from mpitrain.rules.batching import Batching, PerWorker
+from mpitrain.rules.compression import Codec, Uncompressed
 from mpitrain.rules.damping import Damping, DelayCompensated, Keep
 from mpitrain.rules.placement import PLACEMENTS
 from mpitrain.rules.warmup import Warmup
@@ -57,6 +58,18 @@ class Verdict(NamedTuple):
 
 WIRES = ("full", "float16", "bfloat16")
 OPTIMIZERS = ("server", "worker")
+
+
+def _numbers_of(wire: str | Codec) -> str:
+    if isinstance(wire, str):
+        return wire
+    return wire.name if wire.name in WIRES else "full"
+
+
+def _codec_of(wire: str | Codec) -> Codec:
+    return wire if isinstance(wire, Codec) and wire.name not in WIRES else Uncompressed()
+
+
 NOTHING = Verdict(0.0, False, ())
 
 
@@ -95,8 +108,10 @@ class ServerStrategy(Strategy):
             counts.
         damping: what a stale gradient is worth.
         warmup: how many workers train alone at first, and for how many epochs.
-        push_wire, reply_wire: numbers on the wire, "full" as the model's own, or "float16", "bfloat16"; sums, optimizer
-            and the final model stay in full.
+        push_wire, reply_wire: what travels: "full" for numbers as the model's own, "float16" or "bfloat16", or a codec
+            such as `threshold(density=1e-3)`. A codec's residual stays on the worker, a slice for every shard; replies
+            by a codec carry what has changed since that worker's last one, for which the server keeps a copy of each
+            worker's shard. Sums, optimizer and the final model stay in full.
         optimizer: "server": gradients are pushed. "worker": each worker keeps an optimizer of its own and pushes what
             that has made of its parameters, after rate and momentum; the server adds the (weighted) mean of it.
         push_every, pull_every: n_push and n_fetch of Downpour SGD (Dean et al. 2012), in batches: in between the worker
@@ -113,8 +128,8 @@ class ServerStrategy(Strategy):
     damping: Damping = field(default=Keep(), metadata={"kind": "damping"})
     warmup: Warmup = field(default=Warmup(), metadata={"kind": "warmup"})
 
-    push_wire: str = "full"
-    reply_wire: str = "full"
+    push_wire: str | Codec = field(default="full", metadata={"kind": "codec", "words": True})
+    reply_wire: str | Codec = field(default="full", metadata={"kind": "codec", "words": True})
     optimizer: str = "server"
     push_every: int = 1
     pull_every: int = 0
@@ -128,7 +143,7 @@ class ServerStrategy(Strategy):
         choices = {"push_wire": WIRES, "reply_wire": WIRES, "optimizer": OPTIMIZERS, "placement": PLACEMENTS}
         for key, known in choices.items():
             value = getattr(self, key)
-            if value not in known:
+            if not isinstance(value, Codec) and value not in known:
                 raise UsageError(f"{self.name}: unknown {key} {value!r}{nearest(value, list(known))}")
         for key, least in (("servers", 1), ("push_every", 1), ("pull_every", 0)):
             if getattr(self, key) < least:
@@ -145,6 +160,42 @@ class ServerStrategy(Strategy):
                 f'{self.name}: delay_compensated corrects gradients, and with optimizer="worker" finished updates '
                 'are pushed: use optimizer="server", or another damping'
             )
+
+        for key, codec in (("push_wire", self.push_codec), ("reply_wire", self.reply_codec)):
+            if self.elastic and not codec.is_none:
+                raise UsageError(
+                    f"{self.name}: {key}={codec} codes differences, and an elastic exchange carries parameters; "
+                    'use "float16" or "bfloat16"'
+                )
+        if getattr(self.reply_codec, "momentum", 0.0) or getattr(self.reply_codec, "clip", 0.0):
+            raise UsageError(
+                f"{self.name}: reply_wire={self.reply_codec} carries differences of parameters, which have neither a "
+                "momentum nor a norm to clip"
+            )
+
+    @property
+    def push_codec(self) -> Codec:
+        """What codes pushes beyond a choice of numbers; `none()` where nothing does."""
+        return _codec_of(self.push_wire)
+
+    @property
+    def reply_codec(self) -> Codec:
+        """The same for replies."""
+        return _codec_of(self.reply_wire)
+
+    @property
+    def push_numbers(self) -> str:
+        """Numbers that pushes are made of: "full", "float16" or "bfloat16"; a codec starts from full ones."""
+        return _numbers_of(self.push_wire)
+
+    @property
+    def reply_numbers(self) -> str:
+        """The same for replies."""
+        return _numbers_of(self.reply_wire)
+
+    def num_contributors(self, num_workers: int) -> int:
+        """Gradients in the mean of one update: each of them is clipped at a codec's clip over its square root."""
+        return 1
 
     @property
     def pulls(self) -> int:

@@ -66,6 +66,9 @@ class Sync(ServerStrategy):
     def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
         return _on_leave(memory, held, len(active))
 
+    def num_contributors(self, num_workers: int) -> int:
+        return num_workers
+
     def contributors(self, active: Set[int]) -> Set[int] | None:
         return active
 
@@ -126,6 +129,9 @@ class Backup(ServerStrategy):
 
     def contributors(self, active: Set[int]) -> Set[int] | None:
         return active if self.spare == 0 else None
+
+    def num_contributors(self, num_workers: int) -> int:
+        return max(1, num_workers - self.spare)
 
     def _quorum(self, active: Set[int]) -> int:
         return max(1, len(active) - self.spare)

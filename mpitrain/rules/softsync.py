@@ -72,6 +72,9 @@ class SoftSync(ServerStrategy):
     def contributors(self, active: Set[int]) -> Set[int] | None:
         return active if self.blocking and self.updates >= len(active) else None
 
+    def num_contributors(self, num_workers: int) -> int:
+        return self.updates
+
     def _all_wait(self, memory: dict[str, Any], held: Set[int], active: Set[int]) -> bool:
         """Nobody is left who could complete the update: apply what there is."""
         return memory["gathered"] > 0 and active <= held

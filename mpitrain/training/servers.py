@@ -23,6 +23,7 @@ from mpitrain.model import (
     check_optimizer,
     flat_model,
     local_steps,
+    push_coder,
     reshard,
     shard_store,
 )  # fmt: skip
@@ -136,8 +137,9 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     num_pushes = math.ceil(session.total_samples() / (session.job.batch_size * strategy.push_every))
     resume = session.resume
     meter = Meter(session.report, num_warmup(num_pushes), resume.mark if resume else 0)
-    # workers with state of their own: the validator's buffers, and everybody's optimizer where workers keep it
-    writers = roles.workers if strategy.optimizer == "worker" else (roles.validator,)
+    # workers with state of their own: the validator's buffers, and everybody's optimizer or residual where there is one
+    own = strategy.optimizer == "worker" or not strategy.push_codec.is_none
+    writers = roles.workers if own else (roles.validator,)
     keeper = make_keeper(
         session.job,
         session.run_dir,
@@ -157,6 +159,7 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     save_order(session.run_dir, shard, order)
     keeper.wait()
     counts["checkpoints"] = keeper.summary()
+    counts |= store.statistics()
     counts["peak_waiting_buffers"] = store.pool.num_frames
     outcome: dict[str, Any] = {
         "detail": {"rank": runtime.rank, "role": "server", "shard": shard, **counts},
@@ -195,9 +198,11 @@ def _work(
                 device,
                 runtime.stamp,
             )
+        coder = push_coder(model, strategy, len(roles.workers), runtime.rank, job.seed)
         replica = Replica(
-            model, job.loss, reader.batch, reader.prefetch, job.seed, runtime.rank, measure, local=local
-        )
+            model, job.loss, reader.batch, reader.prefetch, job.seed, runtime.rank, measure, local=local,
+            coder=coder,
+        )  # fmt: skip
         worker = Worker(
             runtime.rank, roles, replica, session.report, wants_final=validates,
             push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
@@ -221,7 +226,8 @@ def _work(
             computer=compute_thread(device) if strategy.inflight > 1 else None,
         )
     keeper.wait()
-    detail = {"role": "worker", **counts, "checkpoints": keeper.summary()}
+    told = {"codec": replica.statistics()} if replica.coder else {}
+    detail = {"role": "worker", **counts, **told, "checkpoints": keeper.summary()}
     outcome: dict[str, Any] = {"detail": detail, "injected": straggler.counts()}
     if worker.validates:
         outcome["result"] = finish_model(session, replica)
@@ -239,8 +245,25 @@ def attempt_restore(session: Session, worker: Worker, replica: Replica, index: i
         if mine is not None:
             worker.restore(mine["role"])
             replica.restore(mine["replica"])
+        if replica.coder is not None:
+            replica.coder.restore(*_kept_by_workers(resume, index, len(session.roles.workers)))
 
     attempt(session.runtime, restore)
+
+
+def _kept_by_workers(
+    resume: Resume, index: int, num_workers: int
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """What codecs had kept back on workers: that which falls to this worker (of those that wrote, the index-th, the one
+    `num_workers` after it, and so on), and the first one's, which tells what all share."""
+    written = sorted(int(name.split("-")[1]) for name in resume.parts if name.startswith("worker-"))
+
+    def kept(worker: int) -> Any:
+        part = read_own_part(resume, f"worker-{worker}")
+        return part["replica"].get("coder") if part else None
+
+    mine = [state for worker in written if worker % num_workers == index and (state := kept(worker))]
+    return mine, kept(written[0]) if written else None
 
 
 def _carry(

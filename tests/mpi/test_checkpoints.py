@@ -39,11 +39,16 @@ EXACT = {
     "blocking": ("softsync(updates=2,blocking=True,servers=2)", "sgd"),
     "own-optimizer": ("sync(servers=2,optimizer='worker',push_every=2)", "adam"),
     "wires": ("sync(servers=2,push_wire='bfloat16',reply_wire='float16')", "adam"),
+    "coded": (
+        "sync(servers=2,push_wire=threshold(density=0.1,dense_below=0),reply_wire=eightbit(dense_below=0))",
+        "adam",
+    ),
 }
 ASYNC = {
     "async": ("async(servers=2,damping=inverse())", "adam"),
     "ssp": ("ssp(bound=1,servers=2)", "sgd"),
     "elastic": ("elastic(push_every=2,servers=2)", "sgd"),
+    "coded async": ("async(servers=2,push_wire=topk(density=0.1),reply_wire=threshold(density=0.1))", "sgd"),
     "in-flight": ("async(servers=2,inflight=2)", "sgd"),
     "warm": ("softsync(updates=2,servers=2,warmup=warmup(1,epochs=3))", "sgd"),
 }

@@ -26,6 +26,9 @@ STRATEGIES = (
     "elastic(push_every=3,servers=2)",
     "ssp(bound=1,pull_every=3,push_wire='bfloat16',optimizer='worker')",
     "sync(batching=per_round())",
+    "async(servers=2,push_wire=threshold(density=0.1,dense_below=0),reply_wire=eightbit(dense_below=0))",
+    "ssp(bound=1,push_wire=qsgd(dense_below=0))",
+    "softsync(updates=2,inflight=2,push_wire=onebit(dense_below=0))",
 )
 
 RUNS = """

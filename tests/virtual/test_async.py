@@ -68,6 +68,9 @@ def test_with_everybody_reading_all_the_time_the_sum_is_updates_times_workers_le
 class _Number:
     num_bytes = 4
 
+    def statistics(self):
+        return {}
+
     def release(self):
         pass
 

@@ -30,6 +30,9 @@ class Number:
         self.value, self.version, self.lease = value, version, lease
         self.released = False
 
+    def statistics(self) -> dict[str, float]:
+        return {}
+
     def release(self) -> None:
         assert not self.released, "a payload was released twice"
         self.released = True
@@ -138,6 +141,9 @@ class NumberReplica:
         return payloads
 
     def validate(self) -> dict[str, float]:
+        return {}
+
+    def statistics(self) -> dict[str, float]:
         return {}
 
 
