@@ -69,12 +69,6 @@ def test_what_the_run_would_refuse_the_plan_refuses(strategy, changes, said):
         plan(strategy, 4, **changes)
 
 
-@pytest.mark.parametrize("overrides", [Overrides(resume="auto"), Overrides(checkpoint_every="5")])
-def test_checkpoints_that_nobody_would_write_are_refused(overrides):
-    with pytest.raises(UsageError, match="writes no checkpoints"):
-        plan(mt.Pipeline(microbatches=3), 2, overrides=overrides)
-
-
 def test_stragglers_cannot_be_ordered_among_parts_of_a_model():
     with pytest.raises(UsageError, match="hold whole models"):
         plan(mt.Pipeline(microbatches=3), 2, overrides=Overrides(inject=("slow(worker=0, factor=2)",)))

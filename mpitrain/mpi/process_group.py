@@ -8,14 +8,16 @@ so DDP's buckets travel while the rest of the backward pass computes. An error i
 between the ranks or a passed timeout is raised where its Work or future is waited for, in DDP's C++ too.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mpitrain.errors import UsageError
+from mpitrain.errors import AgreedError, UsageError
 from mpitrain.mpi.group_moves import Moves
 from mpitrain.mpi.group_point import Points
 from mpitrain.mpi.group_reductions import Reductions
@@ -28,6 +30,24 @@ def init_default_group(runtime: Runtime) -> None:
     """Make the default torch.distributed group of all ranks; from here on a communication thread owns MPI."""
     register()
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=runtime.rank, world_size=runtime.size)
+
+
+@contextlib.contextmanager
+def default_group(runtime: Runtime) -> Iterator[None]:
+    """`init_default_group` for the length of a `with`; after it, and after an error that all ranks have agreed on, the
+    caller owns MPI again and may make another. Any other error ends the job."""
+    init_default_group(runtime)
+    try:
+        yield
+    except AgreedError:
+        _leave(runtime)
+        raise
+    _leave(runtime)
+
+
+def _leave(runtime: Runtime) -> None:
+    dist.destroy_process_group()
+    runtime.engine.stop()
 
 
 def rendezvous() -> dict[str, Any]:

@@ -79,6 +79,11 @@ class Strategy(Value):
 
     placement = "spread"
 
+    @property
+    def family(self) -> str:
+        """What one strategy's checkpoints share with another's that can go on from them."""
+        return self.name
+
     def num_servers(self) -> int:
         """Ranks this strategy takes away from the workers."""
         return 0
@@ -138,6 +143,11 @@ class ServerStrategy(Strategy):
     placement: str = "spread"
 
     elastic: ClassVar[bool] = False  # whether a push carries parameters and is answered with a difference
+
+    @property
+    def family(self) -> str:
+        kind = "elastic averaging" if self.elastic else "a parameter server"
+        return kind + (" with the workers' optimizers" if self.optimizer == "worker" else "")
 
     def check(self) -> None:
         choices = {"push_wire": WIRES, "reply_wire": WIRES, "optimizer": OPTIMIZERS, "placement": PLACEMENTS}

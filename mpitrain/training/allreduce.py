@@ -20,7 +20,7 @@ from mpitrain.model.compression import check_optimizer
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
-from mpitrain.mpi.process_group import init_default_group
+from mpitrain.mpi.process_group import default_group
 from mpitrain.rules import AllReduce, Codec, Uncompressed
 from mpitrain.rules.dealing import share_out
 from mpitrain.training.cutting import StepCuts
@@ -53,14 +53,11 @@ def run_lockstep(session: Session, trainer_class: type[Trainer]) -> dict[str, An
     shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters()]
     runtime.compare({"parameters": shapes})
     share_module(runtime, module)
-    init_default_group(runtime)
-    with job.data.reader(session.catalogue, job.seed) as reader:
-        trainer = trainer_class(session, module, optimizer, reader, device)
-        trainer.run()
-    outcome = trainer.outcome()
-    torch.distributed.destroy_process_group()
-    runtime.engine.stop()  # from here on this thread owns MPI again
-    return outcome
+    with default_group(runtime):
+        with job.data.reader(session.catalogue, job.seed) as reader:
+            trainer = trainer_class(session, module, optimizer, reader, device)
+            trainer.run()
+        return trainer.outcome()
 
 
 _COUNTS = ("epoch", "cursor", "step", "samples", "nonfinite", "left_out")

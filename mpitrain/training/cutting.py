@@ -2,8 +2,9 @@
 
 Law of this file: all ranks decide alike. A mark in samples is known to everybody; what one rank alone knows (that it
 was told to end, that time is up) is agreed in one small allreduce every so many steps, about twice a second. Rank 0
-writes what all ranks share, every other rank what is its own (a codec's residual), if there is any. The position in
-the data is samples, so another number of ranks goes on from there, and residuals are dealt out anew.
+writes what all ranks share, every other rank what is its own (a codec's residual), if there is any; of a split model
+each rank of the first replica writes its part, and nobody else anything. The position in the data is samples, so
+another number of ranks, or of replicas, goes on from there, and residuals are dealt out anew.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.checkpoint import Keeper
+from mpitrain.rules import Grid
 from mpitrain.training import signals
 from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
@@ -31,6 +33,7 @@ class StepCuts:
         session: of the run; parameters: names and shapes, for the checkpoint to say what it is.
         state: what rank 0 writes: a tree with tensors (copied here).
         own: what each rank writes beside it, or None.
+        grid: who holds which part of a split model.
     """
 
     def __init__(
@@ -39,20 +42,23 @@ class StepCuts:
         parameters: list[str],
         state: Callable[[], dict[str, Any]],
         own: Callable[[], dict[str, Any]] | None = None,
+        grid: Grid | None = None,
     ):
         job = session.job
-        about = about_run(job, session.catalogue.num_samples, parameters)
+        kind = session.strategy.family + (f" in {grid.num_parts} parts" if grid else "")
+        about = about_run(job, session.catalogue.num_samples, parameters, kind)
         attempt(session.runtime, lambda: check(session.resume, about))
         self.rank, self.resume = session.runtime.rank, session.resume
-        self._writes = self.rank == 0 or own is not None
-        parts = [_own_part(rank) for rank in range(1, session.runtime.size)] if own else []
-        self._parts = ("shard-0", *parts)
+        replica, place = grid.place(self.rank) if grid else (0, self.rank)
+        num_places = grid.num_parts if grid else session.runtime.size
+        self._writes = replica == 0 and (self.rank == 0 or own is not None)
+        self._parts = tuple(_own_part(other) for other in range(num_places if own else 1))
 
         def saved() -> dict[str, Any]:
             shared = {"state": _copied(state())} if self.rank == 0 else {}
             return shared | ({"own": _copied(own())} if own else {})
 
-        self.keeper: Keeper = make_keeper(job, session.run_dir, _own_part(self.rank), about, saved)
+        self.keeper: Keeper = make_keeper(job, session.run_dir, _own_part(place), about, saved)
         self.ended = False
         self._mark = self.keeper.policy.next_mark(session.resume.mark if session.resume else 0)
         self._look_at, self._last_step, self._last_s = 1, 0, time.monotonic()
@@ -62,6 +68,12 @@ class StepCuts:
         resume: Resume | None = session.resume
         part = attempt(session.runtime, lambda: read_own_part(resume, "shard-0"))
         return part["state"] if part else None
+
+    def restored_part(self, session: Session, part: int) -> Any:
+        """What the rank that held this part of a split model wrote, or None for a run from the beginning."""
+        resume: Resume | None = session.resume
+        saved = attempt(session.runtime, lambda: read_own_part(resume, _own_part(part)))
+        return saved["own"] if saved else None
 
     def restored_own(self, session: Session) -> tuple[Any, list[Any], int]:
         """(what rank 0 wrote as its own or None, what falls to this rank, how many ranks wrote): of what ranks wrote,
@@ -103,9 +115,10 @@ class StepCuts:
         return bool(told[0]), bool(told[1])
 
 
-def _own_part(rank: int) -> str:
-    """The part a rank writes: rank 0 puts its own things beside what all share."""
-    return f"own-{rank}" if rank else "shard-0"
+def _own_part(place: int) -> str:
+    """The part that a rank writes, by its rank or by the part of a split model that it holds: the first puts its own
+    things beside what all share."""
+    return f"own-{place}" if place else "shard-0"
 
 
 def _copied(tree: Any) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from mpitrain.rules import Grid
+from mpitrain.training.pieces import local, whole_tensor
 from mpitrain.training.session import Session
 from mpitrain.training.split import Batch, SplitRun
 
@@ -88,13 +88,3 @@ class MeshRun(SplitRun):
 
     def describe(self) -> dict[str, Any]:
         return {"parameters": sum(local(parameter).numel() for parameter in self.module.parameters())}
-
-
-def whole_tensor(tensor: Any) -> torch.Tensor:
-    """All of a tensor, on every rank; collective where it is held in pieces."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,7 +12,7 @@ from mpitrain.rules import Split
 
 
 def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
-    """Raise `UsageError` for stragglers, batch sizes and checkpoints that the job's strategy cannot have."""
+    """Raise `UsageError` for stragglers and batch sizes that the job's strategy cannot have."""
     check_workers(overrides.injections, num_workers)
     if not isinstance(job.strategy, Split):
         return
@@ -20,8 +20,4 @@ def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
     if overrides.injections:
         raise UsageError(
             f"--inject orders stragglers among workers that hold whole models, which {job.strategy} has not"
-        )
-    if overrides.resume is not None or overrides.checkpoint_every is not None:
-        raise UsageError(
-            f"--resume and --checkpoint-every: {job.strategy} writes no checkpoints, only the model at the end"
         )

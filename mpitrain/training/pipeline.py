@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from mpitrain.model.stages import Stage, keep_only, split_stages
-from mpitrain.mpi.process_group import init_default_group
+from mpitrain.mpi.process_group import default_group
 from mpitrain.rules import Grid, Pipeline
 from mpitrain.training.allreduce import data_parallel
 from mpitrain.training.measure import build, pick_device, share_module
@@ -31,30 +31,33 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 def run_pipeline(session: Session) -> dict[str, Any]:
     """Train in pipelines; returns what this rank knows of the run."""
-    runtime = session.runtime
-    run = _make(session, grid_of(session), pick_device(runtime.local_rank))
-    outcome = run.run()
-    dist.destroy_process_group()
-    runtime.engine.stop()  # from here on this thread owns MPI again
-    return outcome
-
-
-def _make(session: Session, grid: Grid, device: torch.device) -> PipelineRun:
-    """This rank's run. Every rank builds the whole model on the host, keeps its stage and forgets the rest."""
-    runtime, job = session.runtime, session.job
+    runtime, grid = session.runtime, grid_of(session)
     replica, part = grid.place(runtime.rank)
     runtime.role = f"stage {part} of pipeline {replica}"
+    made, parameters = _build(session, grid, part)
+    with default_group(runtime):
+        run = PipelineRun(session, grid, device=pick_device(runtime.local_rank), **made)
+        return run.run(parameters)
+
+
+def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], list[str]]:
+    """(this rank's arguments for a PipelineRun, the whole model's parameters). Every rank builds the whole model on the
+    host, keeps its stage and forgets the rest."""
+    runtime, job = session.runtime, session.job
     module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, torch.device("cpu")))
-    compare_parameters(runtime, module)
+    parameters = compare_parameters(runtime, module)
     stages = attempt(runtime, lambda: split_stages(module, grid.num_parts, job.stages))
     share_module(runtime, module)
     keep_only(optimizer, stages[part].module)
     owners = {name: index for index, stage in enumerate(stages) for name in stage.names}
-    untouched = {name: tensor for name, tensor in module.state_dict().items() if name not in owners}
-    init_default_group(runtime)
-    return PipelineRun(
-        session, grid, stages[part], optimizer, device, owners, untouched, [s.num_parameters for s in stages]
-    )
+    made = {
+        "stage": stages[part],
+        "optimizer": optimizer,
+        "owners": owners,
+        "untouched": {name: tensor for name, tensor in module.state_dict().items() if name not in owners},
+        "sizes": [stage.num_parameters for stage in stages],
+    }
+    return made, parameters
 
 
 class PipelineRun(SplitRun):
@@ -90,7 +93,7 @@ class PipelineRun(SplitRun):
         if grid.num_replicas > 1 and trains:
             self.parallel = data_parallel(self.module, mesh.get_group("replica"))
         self.schedules: dict[tuple[int, int], Any] = {}
-        self.pieces: list[Batch] = []
+        self.microbatches: list[Batch] = []
         self.weight, self.idle_s, self.busy_s = 1.0, 0.0, 0.0
 
     @property
@@ -105,7 +108,7 @@ class PipelineRun(SplitRun):
         if self.last:
             assert batch is not None
             cut = {name: tensor.chunk(num_pieces) for name, tensor in batch.items()}
-            self.pieces = [{name: parts[i] for name, parts in cut.items()} for i in range(num_pieces)]
+            self.microbatches = [{name: parts[i] for name, parts in cut.items()} for i in range(num_pieces)]
         inputs = model_inputs(job.loss, batch) if self.first and batch is not None else None
         schedule = self._schedule(num_pieces, count, inputs)
         losses: list[torch.Tensor] = []
@@ -140,7 +143,7 @@ class PipelineRun(SplitRun):
 
     def _loss(self, output: Any, index: torch.Tensor) -> torch.Tensor:
         """The weighted loss of one microbatch; torch hands its number where it would hand the target."""
-        loss = with_output(self.session.job.loss, output, self.pieces[int(index)])
+        loss = with_output(self.session.job.loss, output, self.microbatches[int(index)])
         return loss if self.weight == 1.0 else loss * self.weight
 
     def gradients(self) -> list[torch.Tensor]:

@@ -64,9 +64,10 @@ def tell(runtime: Any, found: Checkpoint | None) -> Resume | None:
     return None if told is None else Resume(Path(told[0]), told[1], tuple(told[2]), told[3])
 
 
-def about_run(job: Job, num_samples: int, parameters: list[str]) -> dict[str, Any]:
-    """What a checkpoint says of its run; `parameters`: names and shapes."""
+def about_run(job: Job, num_samples: int, parameters: list[str], kind: str) -> dict[str, Any]:
+    """What a checkpoint says of its run; `parameters`: names and shapes; `kind`: what can go on from it."""
     return {
+        "kind": kind,
         "parameters": parameters,
         "num_samples": num_samples,
         "seed": job.seed,
@@ -81,8 +82,16 @@ def check(resume: Resume | None, about: dict[str, Any]) -> None:
     Raises:
         UsageError: names what differs.
     """
+    if resume is None:
+        return
+    if resume.about.get("kind") != about["kind"]:
+        wrote = f"{resume.about['strategy']} ({resume.about.get('kind', 'an older version')})"
+        raise UsageError(
+            f"{resume.folder} was written by {wrote}, and {about['strategy']} ({about['kind']}) cannot go on from it; "
+            "give a strategy of the same kind"
+        )
     for key in ("parameters", "num_samples", "seed"):
-        if resume is not None and resume.about[key] != about[key]:
+        if resume.about[key] != about[key]:
             there, here = resume.about[key], about[key]
             if key == "parameters":
                 there = sorted(set(there) - set(here)) or "fewer"

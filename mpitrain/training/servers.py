@@ -86,7 +86,7 @@ def _local_steps(session: Session, model: FlatModel, optimizer: torch.optim.Opti
 def about(session: Session, layout: Layout) -> dict[str, Any]:
     """What this run's checkpoints say of it."""
     names = [f"{name} {shape}" for name, shape in zip(layout.names, layout.shapes, strict=True)]
-    return about_run(session.job, session.catalogue.num_samples, names)
+    return about_run(session.job, session.catalogue.num_samples, names, session.strategy.family)
 
 
 def server_strategy(session: Session) -> ServerStrategy:

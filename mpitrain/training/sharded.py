@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from mpitrain.mpi.process_group import init_default_group
+from mpitrain.mpi.process_group import default_group
 from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
 from mpitrain.training.mesh import MeshRun
 from mpitrain.training.session import Session, attempt
@@ -29,17 +28,14 @@ def run_sharded(session: Session) -> dict[str, Any]:
     grid = grid_of(session)
     device = pick_device(runtime.local_rank)
     module = attempt(runtime, lambda: build(job, None, device)[0])
-    compare_parameters(runtime, module)
+    parameters = compare_parameters(runtime, module)
     share_module(runtime, module)
-    init_default_group(runtime)
-    mesh = device_mesh(grid, device)
-    shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"])
-    run = MeshRun(session, grid, runtime.rank, True, device, module)
-    run.use(build_optimizer(job, module, session.overrides.lr))
-    outcome = run.run()
-    dist.destroy_process_group()
-    runtime.engine.stop()  # from here on this thread owns MPI again
-    return outcome
+    with default_group(runtime):
+        mesh = device_mesh(grid, device)
+        shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"])
+        run = MeshRun(session, grid, runtime.rank, True, device, module)
+        run.use(build_optimizer(job, module, session.overrides.lr))
+        return run.run(parameters)
 
 
 def shard_module(module: nn.Module, mesh: Any, leave: Collection[nn.Module] = ()) -> None:

@@ -3,7 +3,8 @@
 Law of this file: all ranks take the same steps in the same order. The global order of the samples is cut into
 global batches and each replica takes its contiguous share; an incomplete last batch is shared evenly and weighted,
 so that it, too, is the mean over its samples. Whether a step is finite is agreed on by one small allreduce, because
-the ranks see different gradients. How a share becomes gradients is the subclass's business.
+the ranks see different gradients. Of a checkpoint each rank of the first replica writes the part it holds, and every
+rank goes on from its likes'. How a share becomes gradients is the subclass's business.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.rules import Grid, Split
 from mpitrain.rules.dealing import share_out
-from mpitrain.training import signals
+from mpitrain.training.cutting import StepCuts
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
+from mpitrain.training.pieces import put_back, take
 from mpitrain.training.session import Session, attempt
 
 Batch = dict[str, torch.Tensor]
+_COUNTS = ("epoch", "cursor", "step", "samples", "nonfinite", "left_out")
 
 
 class SplitRun:
@@ -45,12 +48,14 @@ class SplitRun:
         per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_shares))
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
         self.meter = Meter(session.report, num_warmup(self.num_steps))
-        self.step = self.samples = self.nonfinite = self.left_out = 0
+        self.epoch = self.cursor = self.step = self.samples = self.nonfinite = self.left_out = 0
         self.failure = ""
+        self.module: Any = None
         self.reader: Any = None
         self.optimizer: Any = None
         self.rates: Any = None
         self.random_key = self.rank
+        self.pieces = grid  # whose checkpoints are alike; a replica of parts that are all different
 
     # ---- what subclasses do
 
@@ -91,23 +96,44 @@ class SplitRun:
         """Whether this rank needs the samples."""
         return True
 
-    def run(self) -> dict[str, Any]:
-        """Epochs until all are done, `--steps` is reached or a step is not finite; then the outcome."""
+    def run(self, parameters: list[str]) -> dict[str, Any]:
+        """Epochs until all are done, `--steps` is reached, a step is not finite or the run is told to end; then the
+        outcome. `parameters`: names and shapes of the whole model's.
+        """
         job = self.session.job
+        self.cuts = StepCuts(self.session, parameters, dict, self.own, self.pieces)
+        if (saved := self.cuts.restored_part(self.session, self.pieces.place(self.rank)[1])) is not None:
+            self.restore(saved)
         with job.data.reader(self.session.catalogue, job.seed) as self.reader:
-            epoch, limited = 0, self.session.overrides.steps is not None
-            while not self.failure and (self.step < self.num_steps if limited else epoch < job.epochs):
-                self._epoch(epoch, limited)
-                epoch += 1
-                if not self.failure and not limited and epoch < job.epochs:
-                    self._validate(epoch)
+            limited = self.session.overrides.steps is not None
+            while not self._over and (self.step < self.num_steps if limited else self.epoch < job.epochs):
+                self._epoch(self.epoch, limited)
+                if self._over:
+                    break
+                self.epoch, self.cursor = self.epoch + 1, 0
+                if not limited and self.epoch < job.epochs:
+                    self._validate(self.epoch)
         return self._outcome()
+
+    @property
+    def _over(self) -> bool:
+        return bool(self.failure) or self.cuts.ended
+
+    def own(self) -> dict[str, Any]:
+        """What this rank goes on from: its part of the model and of the optimizer, and where the run is."""
+        return take(self.module, self.optimizer) | {"counts": {key: getattr(self, key) for key in _COUNTS}}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Continue from what `own` returned, here or on a rank that held the same part."""
+        put_back(self.module, self.optimizer, saved)
+        vars(self).update(saved["counts"])
+        self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
 
     def _epoch(self, epoch: int, limited: bool) -> None:
         num_samples, job = self.session.catalogue.num_samples, self.session.job
         batch = job.batch_size * self.num_shares
-        cursor = 0
-        while cursor < num_samples and not self.failure and not (limited and self.step >= self.num_steps):
+        while self.cursor < num_samples and not self._over and not (limited and self.step >= self.num_steps):
+            cursor = self.cursor
             count = min(batch, num_samples - cursor)
             if count < self.num_shares or (count < batch and job.drop_last):
                 self.left_out += count
@@ -118,7 +144,8 @@ class SplitRun:
                     epoch, *share_out(cursor + count, following, self.num_shares, self.share)
                 )
             self._one_step(epoch, cursor, count)
-            cursor += count
+            self.cursor += count
+            self.cuts.after_step(self.step, self.samples)
 
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
         job = self.session.job
@@ -144,19 +171,14 @@ class SplitRun:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _agree(self, value: float, share: float) -> tuple[float, bool]:
-        """(the mean loss of the step, whether everything is finite), the same on all ranks; ends the run if one of
-        them has had a signal.
-        """
+        """(the mean loss of the step, whether everything is finite), the same on all ranks."""
         grads = self.gradients()
         finite = value - value == 0.0 and (not grads or all_finite(grads))
-        numbers = [value * share if self.tells else 0.0, 0.0 if finite else 1.0, float(signals.asked())]
-        told = torch.tensor(numbers, dtype=torch.float64)
+        told = torch.tensor(
+            [value * share if self.tells else 0.0, 0.0 if finite else 1.0], dtype=torch.float64
+        )
         dist.all_reduce(told)
-        loss, bad, asked = told.tolist()
-        if asked:
-            self.failure = (
-                f"step {self.step}: a signal asked the run to end; its model is saved, but no checkpoint"
-            )
+        loss, bad = told.tolist()
         return loss, bad == 0.0
 
     def _refuse(self, value: float) -> None:
@@ -183,13 +205,17 @@ class SplitRun:
         return {name: value / count for name, value in total.items()}
 
     def _outcome(self) -> dict[str, Any]:
+        self.cuts.keeper.wait()
         metrics = self.measure() if self.session.validation is not None else {}
         tensors, concluded = self.gather(), self.conclude()
         detail = {"rank": self.rank, "role": "worker", "replica": self.replica, "part": self.part}
         outcome: dict[str, Any] = {
             "detail": {**detail, "steps": self.step, **self.describe()},
             "failure": self.failure,
+            "requeue": self.cuts.ended,
         }
+        if self.pieces.place(self.rank)[0] == 0:
+            outcome["detail"]["checkpoints"] = self.cuts.keeper.summary()
         if self.rank == 0:
             path = self.session.run_dir / MODEL_FILE
             told = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
@@ -219,12 +245,14 @@ def device_mesh(grid: Grid, device: torch.device) -> Any:
     return DeviceMesh(device.type, torch.tensor(grid.ranks), mesh_dim_names=("replica", "part"))
 
 
-def compare_parameters(runtime: Any, module: nn.Module) -> None:
-    """All ranks have built the same model, or all leave."""
-    runtime.compare({"parameters": [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters()]})
+def compare_parameters(runtime: Any, module: nn.Module) -> list[str]:
+    """All ranks have built the same model, or all leave; returns its parameters' names and shapes."""
+    parameters = [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters()]
+    runtime.compare({"parameters": parameters})
 
     def check() -> None:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise UsageError("the model has no parameter that requires a gradient: nothing to train")
 
     attempt(runtime, check)
+    return parameters

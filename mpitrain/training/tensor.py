@@ -11,13 +11,13 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mpitrain.errors import UsageError
-from mpitrain.mpi.process_group import init_default_group
+from mpitrain.mpi.process_group import default_group
+from mpitrain.rules import Grid
 from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
 from mpitrain.training.mesh import MeshRun
 from mpitrain.training.session import Session, attempt
@@ -33,28 +33,27 @@ def run_tensor(session: Session) -> dict[str, Any]:
     runtime.role = f"slice {part} of model {replica}"
     device = pick_device(runtime.local_rank)
     module = attempt(runtime, lambda: build(job, None, device)[0])
-    compare_parameters(runtime, module)
+    parameters = compare_parameters(runtime, module)
     plan = attempt(runtime, lambda: slices(module, job.tensor_plan, grid.num_parts))
     share_module(runtime, module)
-    init_default_group(runtime)
-    mesh = device_mesh(grid, device)
-    parallelize_module(
-        module, mesh["part"], {name: _style(way) for name, way in plan.items()}, src_data_rank=None
-    )
-    if grid.num_replicas > 1:
-        # a sliced layer returns a view, on which a later in-place function would undo FSDP2's hook
-        shard_module(module, mesh["replica"], leave=[module.get_submodule(name) for name in plan])
-    run = MeshRun(session, grid, replica, part == 0, device, module)
-    run.random_key = grid.ranks[replica][0]
-    optimizer = build_optimizer(job, module, session.overrides.lr)
-    for group in optimizer.param_groups:
-        if "foreach" in group:
-            group["foreach"] = False  # one call cannot take sliced and whole parameters together
-    run.use(optimizer)
-    outcome = run.run()
-    dist.destroy_process_group()
-    runtime.engine.stop()  # from here on this thread owns MPI again
-    return outcome
+    with default_group(runtime):
+        mesh = device_mesh(grid, device)
+        parallelize_module(
+            module, mesh["part"], {name: _style(way) for name, way in plan.items()}, src_data_rank=None
+        )
+        if grid.num_replicas > 1:
+            # a sliced layer returns a view, on which a later in-place function would undo FSDP2's hook
+            shard_module(module, mesh["replica"], leave=[module.get_submodule(name) for name in plan])
+        run = MeshRun(session, grid, replica, part == 0, device, module)
+        run.random_key = grid.ranks[replica][0]
+        if grid.num_replicas > 1:  # FSDP2 cuts the slices up once more: every rank holds something else
+            run.pieces = Grid((tuple(rank for row in grid.ranks for rank in row),))
+        optimizer = build_optimizer(job, module, session.overrides.lr)
+        for group in optimizer.param_groups:
+            if "foreach" in group:
+                group["foreach"] = False  # one call cannot take sliced and whole parameters together
+        run.use(optimizer)
+        return run.run(parameters)
 
 
 def _style(way: str) -> Any:

@@ -107,6 +107,8 @@ def serial(job, num_pieces, rank=0):
 
 changed = dataclasses.replace
 P, T, S = mt.Pipeline, mt.TensorParallel, mt.Sharded
+EVERY_BATCH = {"checkpoint_every": str(BATCH), "keep_checkpoints": 99}
+CUT = {"optimizer": toy.adam, **EVERY_BATCH}
 # ranks -> name -> (strategy, what differs from the job)
 RUNS = {
     2: {
@@ -120,6 +122,9 @@ RUNS = {
         "nan-sharded": (S(), {"loss": "nan"}),
         "skip-pipeline": (P(microbatches=3), {"loss": "nan", "on_nonfinite": "skip"}),
         "signal-pipeline": (P(microbatches=3), {"loss": "signal"}),
+        "adam-1f1b": (P(microbatches=3), CUT),
+        "adam-tensor": (T(), CUT),
+        "adam-sharded": (S(), {"batch_size": BATCH // 2, **CUT}),
         "three-stages": (P(stages=3), {}),
         "uneven-batch": (P(microbatches=5), {}),
         "no-stages": (P(microbatches=3), {"stages": None}),
@@ -129,10 +134,16 @@ RUNS = {
         "norm-plan": (T(), {"tensor_plan": {"norm": "row"}}),
     },
     4: {
-        "deep-pipeline": (P(microbatches=3), {"batch_size": BATCH // 2}),
-        "deep-tensor": (T(), {"batch_size": BATCH // 2}),
+        "deep-pipeline": (P(microbatches=3), {"batch_size": BATCH // 2, **EVERY_BATCH}),
+        "deep-tensor": (T(), {"batch_size": BATCH // 2, **CUT}),
         "deep-sharded": (S(), {"batch_size": BATCH // 4}),
-        "deep-replicas": (S(replicas=2), {"batch_size": BATCH // 4}),
+        "deep-replicas": (S(replicas=2), {"batch_size": BATCH // 4, **CUT}),
         "chain-by-names": (P(stages=4), {"model": chain, "stages": ("0", "1", "2", "3", "4")}),
     },
 }
+# what is trained again from one of its first checkpoints, and what goes on where it was interrupted
+RESUMED = {
+    2: ("adam-1f1b", "adam-tensor", "adam-sharded"),
+    4: ("deep-tensor", "deep-replicas"),
+}
+INTERRUPTED = {2: ("signal-pipeline",), 4: ()}

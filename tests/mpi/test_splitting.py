@@ -2,12 +2,15 @@
 names. Sums in another order agree in float64 to 1e-12; where the order is the same, so are the bits."""
 
 import json
+import shutil
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from mpitrain.checkpoint.parts import FOLDER
+from mpitrain.training.measure import same_model
 from tests.mpi import splits
 from tests.mpi.cases import PROGRAMS
 from tests.ranks import run_ranks
@@ -147,12 +150,56 @@ def test_a_nan_loss_stops_and_names_rank_and_step(two, name, said):
     assert all(torch.isfinite(tensor).all() for tensor in saved.values())
 
 
-def test_a_signal_to_one_rank_ends_the_run_with_the_model_saved(two):
-    result = result_of(two / "signal-pipeline")
-    assert (result["status"], result["steps"]) == ("fail", 2) and "a signal asked the run to end" in result[
-        "failure"
-    ]
-    splits.Deep().load_state_dict(load_file(two / "signal-pipeline" / "model.safetensors"))
+@pytest.mark.parametrize(
+    ("num_ranks", "name"), [(n, name) for n, names in splits.RESUMED.items() for name in names]
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, four, num_ranks, name):
+    """Adam's moments in pieces included; of two replicas the first one's are written, and both go on from them."""
+    path = {2: two, 4: four}[num_ranks]
+    whole, resumed = result_of(path / name), result_of(path / f"{name}-resumed")
+    assert resumed["resumed_from"] == 2 * splits.BATCH and resumed["status"] == "ok"
+    assert (resumed["samples"], resumed["steps"]) == (whole["samples"], whole["steps"]) == (2 * 31, 6)
+    assert same_model(path / name / "model.safetensors", path / f"{name}-resumed" / "model.safetensors")
+    folder = path / f"{name}-resumed" / FOLDER / f"{2 * splits.BATCH:012d}"
+    written = (
+        4 if (num_ranks, name) == (4, "deep-tensor") else 2
+    )  # FSDP2 cuts the slices of tensor() once more
+    assert len(list(folder.glob("*.json"))) == written
+
+
+def test_a_signal_to_one_rank_ends_the_run_which_then_goes_on(two):
+    told = json.loads((two / "signal-pipeline.json").read_text())
+    assert (told["status"], told["exit_code"], told["steps"]) == ("requeue", 75, 1)
+    assert result_of(two / "signal-pipeline")["resumed_from"] == splits.BATCH
+    assert_close(two / "signal-pipeline", *splits.serial(splits.deep_job(), 1))
+
+
+GO_ON = """
+import sys
+import mpitrain as mt
+from mpitrain.errors import AgreedError
+from mpitrain.checkpoint.parts import FOLDER
+from mpitrain.training.measure import same_model
+from tests.mpi import splits
+
+job = splits.changed(splits.deep_job(), checkpoint_every="never")
+for strategy, path in ((mt.Pipeline(microbatches=3), "fewer"), (mt.Sharded(), "other"), (mt.AllReduce(), "whole")):
+    try:
+        mt.train(job, strategy, run_dir=sys.argv[1] + "/" + path, quiet=True, resume=sys.argv[2])
+    except AgreedError as error:
+        print(error, flush=True)
+"""
+
+
+def test_fewer_replicas_go_on_from_there_and_other_parts_do_not(four, tmp_path):
+    for folder in sorted((four / "deep-pipeline" / FOLDER).iterdir())[2:]:
+        shutil.rmtree(folder)
+    told = run_ranks(2, [sys.executable, "-c", GO_ON, str(tmp_path), str(four / "deep-pipeline")])
+    told.check()
+    assert_close(tmp_path / "fewer", *splits.serial(splits.deep_job(), 1))
+    assert result_of(tmp_path / "fewer")["resumed_from"] == 2 * splits.BATCH
+    for kind in ("sharded in 2 parts", "allreduce"):
+        assert f"({kind}) cannot go on from it" in str(told), told
 
 
 def test_a_nan_loss_can_be_skipped_and_is_counted(two):

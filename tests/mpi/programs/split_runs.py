@@ -1,11 +1,14 @@
-"""Runs that split a model, one after the other: `split_runs.py DIRECTORY` (which: `splits.RUNS`)."""
+"""Runs that split a model, one after the other: `split_runs.py DIRECTORY` (which: `splits.RUNS`), and again from
+checkpoints of some of them."""
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import mpitrain as mt
+from mpitrain.checkpoint.parts import FOLDER
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.runtime import start
 from tests.mpi import splits
@@ -21,20 +24,38 @@ def nan_at_step_1(model, batch):
     return loss * float("nan") if runtime.step == 1 and runtime.rank == 1 else loss
 
 
-def signal_at_step_1(model, batch):
-    if runtime.step == 1 and runtime.rank == 1:
+def signal_at_step_0(model, batch):
+    if runtime.step == 0 and runtime.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return splits.loss(model, batch)
 
 
-LOSSES = {"nan": nan_at_step_1, "signal": signal_at_step_1}
+LOSSES = {"nan": nan_at_step_1, "signal": signal_at_step_0}
 
-for name, (strategy, changes) in splits.RUNS[runtime.size].items():
+
+def train(name, path, resume=None):
+    strategy, changes = splits.RUNS[runtime.size][name]
     job = splits.character_job(directory) if name.startswith("charnn") else splits.deep_job()
     if "loss" in changes:
-        changes = changes | {"loss": LOSSES[changes["loss"]]}
+        changes = changes | {"loss": splits.loss if resume else LOSSES[changes["loss"]]}
     try:
-        mt.train(splits.changed(job, **changes), strategy, run_dir=str(directory / name), quiet=True)
+        mt.train(splits.changed(job, **changes), strategy, run_dir=str(path), quiet=True, resume=resume)
     except AgreedError as error:
         if runtime.rank == 0:
-            (directory / f"{name}.refused").write_text(str(error))
+            path.with_suffix(".refused").write_text(str(error))
+
+
+for name in splits.RUNS[runtime.size]:
+    train(name, directory / name)
+for name in splits.RESUMED[runtime.size]:
+    resumed = directory / f"{name}-resumed"
+    if runtime.rank == 0:
+        second = sorted((directory / name / FOLDER).iterdir())[1]
+        shutil.copytree(second, resumed / FOLDER / second.name)
+    runtime.barrier()
+    train(name, resumed, "auto")
+for name in splits.INTERRUPTED[runtime.size]:
+    if runtime.rank == 0:
+        shutil.copy(directory / name / "result.json", directory / f"{name}.json")
+    runtime.barrier()
+    train(name, directory / name, "auto")

@@ -1,0 +1,60 @@
+"""What one rank holds of a split model and of its optimizer, as plain tensors for a checkpoint, and back.
+
+Law of this file: no rank sees more than its own piece, and nothing is sent; a piece fits only where the model is cut
+into as many parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def whole_tensor(tensor: Any) -> torch.Tensor:
+    """All of a tensor, on every rank; collective where it is held in pieces."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Any) -> Any:
+    """What this rank holds of a tensor; what is no DTensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(piece: Any, model: Any) -> Any:
+    """`piece` as this rank's share of a tensor that is held as `model` is."""
+    if not isinstance(model, DTensor):
+        return piece
+    return DTensor.from_local(
+        piece.to(model.device), model.device_mesh, model.placements, shape=model.shape, stride=model.stride()
+    )
+
+
+def take(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """This rank's pieces of the module's and the optimizer's `state_dict`; `held`: which of the optimizer's are pieces
+    of something larger, as (number of the parameter, name)."""
+    kept = optimizer.state_dict()
+    held = [
+        [number, name]
+        for number, entries in kept["state"].items()
+        for name, value in entries.items()
+        if isinstance(value, DTensor)
+    ]
+    return {
+        "module": {name: local(tensor) for name, tensor in module.state_dict().items()},
+        "optimizer": torch.utils._pytree.tree_map(local, kept),
+        "held": held,
+    }
+
+
+def put_back(module: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Continue from what `take` returned on the rank that held this part."""
+    shapes = module.state_dict()
+    module.load_state_dict({name: _like(piece, shapes.get(name)) for name, piece in saved["module"].items()})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, name in saved["held"]:
+        entries = saved["optimizer"]["state"][number]
+        entries[name] = _like(entries[name], parameters[number])
+    optimizer.load_state_dict(saved["optimizer"])
