@@ -56,6 +56,7 @@ class Engine(Posting):
         self._driver_bell = Bell()
         self._stopping = False
         self._finished = threading.Condition()
+        self._num_asleep = 0  # threads that wait for another one's driving; changed under `_finished`
         self._broken: BaseException | None = None
         self.waited_s = 0.0  # in which a thread that computes has waited for other ranks
 
@@ -87,11 +88,20 @@ class Engine(Posting):
             if self._wheel.acquire(blocking=False):
                 self._drive(predicate, deadline_s)
             else:
-                with self._finished:
-                    if not predicate():
-                        self._check(deadline_s)
-                        self._finished.wait(_left_s(deadline_s, _LOOK_AGAIN_S))
+                self._sleep(predicate, deadline_s)
         self.waited_s += time.monotonic() - began_s
+
+    def _sleep(self, predicate: Callable[[], Any], deadline_s: float | None) -> None:
+        """Until something completes. Who completes looks for sleepers afterwards, who goes to sleep looks at the
+        predicate afterwards, so none is missed."""
+        with self._finished:
+            self._num_asleep += 1
+            try:
+                if not predicate():
+                    self._check(deadline_s)
+                    self._finished.wait(_left_s(deadline_s, _LOOK_AGAIN_S))
+            finally:
+                self._num_asleep -= 1
 
     def _drive(self, predicate: Callable[[], Any], deadline_s: float | None) -> None:
         """Take the wheel until `predicate()` holds, then give it back; the caller holds `_wheel`."""
@@ -112,10 +122,9 @@ class Engine(Posting):
                 self._lock.release()
         finally:
             self._wheel.release()
-            if self._commands or len(self._progress):
+            if self._commands or not self._progress.is_idle:
                 self._bell.ring()
-            with self._finished:  # another waiting thread may take the wheel now
-                self._finished.notify_all()
+            self._notify()  # another waiting thread may take the wheel now
 
     def run(self, function: Callable[[], Any], gate: "MPI.Comm | None" = None) -> Any:
         """`call`, or `collective` where a gate is given; waits and returns the function's result."""
@@ -268,7 +277,7 @@ class Engine(Posting):
             self._bell.ring()
 
     def _notify(self) -> None:
-        if self._thread is not None:
+        if self._num_asleep:
             with self._finished:
                 self._finished.notify_all()
 

@@ -5,6 +5,7 @@ the order of submission within the group. Two communicators a group: `_gate` car
 messages, `_comm` the collectives and the bodies of messages.
 """
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,7 @@ class GroupCore(dist.ProcessGroup):
         self,
         name: str,
         what: str,
-        carry: Callable[[bool], Task],
+        carry: Callable[[bool], Task | None],
         result: Any,
         opts: Any = None,
         balance: int = 0,
@@ -165,9 +166,13 @@ class GroupCore(dist.ProcessGroup):
 
 def shape_of(tensors: Iterable[torch.Tensor]) -> str:
     """ "float32[3, 5]": dtype and number of elements of tensors that have one dtype, as compared between ranks."""
-    tensors = list(tensors)
-    dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-    return f"{'/'.join(dtypes)}[{', '.join(str(tensor.numel()) for tensor in tensors)}]"
+    return _shape_text(tuple((tensor.dtype, tensor.numel()) for tensor in tensors))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape_text(tensors: tuple[tuple[torch.dtype, int], ...]) -> str:
+    dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype, _ in tensors)
+    return f"{'/'.join(dtypes)}[{', '.join(str(count) for _, count in tensors)}]"
 
 
 def as_list(tensors: Any) -> list[Any]:

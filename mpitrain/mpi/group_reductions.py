@@ -47,9 +47,32 @@ class Reductions(GroupCore):
                 yield from self._allreduce(calm, algorithm, held, reduction, wire)
                 held.finish()
 
+        def at_once(calm: bool) -> Task | None:
+            """The everyday case without the machinery, which costs as much as a small allreduce itself."""
+            if not calm:
+                return carry(calm)
+            memory = tensors[0].detach()
+            message = buffers.as_buffer(memory, reduction=True)
+            wanted[0].before(memory)
+            self._comm.Allreduce(buffers.IN_PLACE, message, wanted[0].operation)
+            wanted[0].after(memory, self.size())
+            return None
+
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
         way = "" if wire is None else f" as {str(wire).removeprefix('torch.')}"
-        return self._collective("allreduce", f"{shape_of(tensors)}{way}, {kinds}", carry, tensors, opts)
+        function = at_once if len(tensors) == 1 and wire is None and self._is_plain(tensors[0]) else carry
+        return self._collective("allreduce", f"{shape_of(tensors)}{way}, {kinds}", function, tensors, opts)
+
+    def _is_plain(self, tensor: torch.Tensor) -> bool:
+        """Whether MPI can add this tensor where it lies, and the library is known to be the right algorithm."""
+        return (
+            len(self._nodes) == 1
+            and self._told in (choice.AUTO, choice.LIBRARY)
+            and not buffers.on_device(tensor)
+            and tensor.is_contiguous()
+            and 0 < tensor.numel() <= buffers.MAX_COUNT
+            and not is_sixteen(tensor.dtype)
+        )
 
     def _choose(self, calm: bool, tensor: torch.Tensor, wire: torch.dtype | None) -> Task:
         """The algorithm for this tensor; the first large message between nodes measures the network."""

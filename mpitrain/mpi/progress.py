@@ -38,6 +38,11 @@ class Progress:
         return len(self._ops) + sum(map(len, self._lines.values()))
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing is outstanding."""
+        return not self._ops and not any(line.turns or line.running for line in self._lines.values())
+
+    @property
     def num_arriving(self) -> int:
         """Collectives that wait for other ranks."""
         return sum(len(line.turns) for line in self._lines.values())
@@ -138,9 +143,7 @@ class Progress:
         self._requests, self._ops, self.num_awake = [], [], 0
         self._lines.clear()
         for op in ops:
-            with contextlib.suppress(
-                Exception
-            ):  # `error` came first; what its consequences raise adds nothing
+            with contextlib.suppress(Exception):  # `error` came first; what follows from it adds nothing
                 self.complete(op, error)
 
     # ---- requests
