@@ -14,6 +14,10 @@ def num_packed_bytes(count: int, width: int) -> int:
     return (count * width + 7) // 8
 
 
+# the width of a word that holds as many bytes as there are values in a packed byte
+_WORDS = {2: "<u4", 4: "<u2"}
+
+
 def pack(values: np.ndarray, width: int) -> np.ndarray:
     """`values` (1-D, each below 2^width, width at most 32) as uint8."""
     if width == 0:
@@ -21,15 +25,17 @@ def pack(values: np.ndarray, width: int) -> np.ndarray:
     for whole, dtype in ((8, "<u1"), (16, "<u2"), (32, "<u4")):
         if width == whole:
             return values.astype(dtype).view(np.uint8)
-    if width in (1, 2, 4):  # QSGD's and the signs' widths: several times as fast by shifts
+    if width == 1:
+        return np.packbits(values.astype(np.uint8), bitorder="little")
+    if width in _WORDS:  # QSGD's widths: many times as fast by shifts of whole words
         each = 8 // width
         padded = np.zeros(-(-len(values) // each) * each, np.uint8)
         padded[: len(values)] = values
-        columns = padded.reshape(-1, each)
-        packed = columns[:, 0].copy()
+        words = padded.view(_WORDS[width])
+        packed = words.copy()
         for place in range(1, each):
-            packed |= columns[:, place] << (place * width)
-        return packed
+            packed |= words >> (place * (8 - width))
+        return packed.astype(np.uint8)
     octets = values.astype("<u1" if width < 8 else "<u4").view(np.uint8)
     octets = octets.reshape(len(values), 1 if width < 8 else 4)
     bits = np.unpackbits(octets, axis=1, count=width, bitorder="little")
@@ -44,14 +50,26 @@ def unpack(data: np.ndarray, width: int, count: int) -> np.ndarray:
     for whole, dtype in ((8, "<u1"), (16, "<u2"), (32, "<u4")):
         if width == whole:
             return data.copy().view(dtype).astype(np.int64)
-    if width in (1, 2, 4):
-        each = 8 // width
-        columns = np.empty((len(data), each), np.int64)
-        for place in range(each):
-            columns[:, place] = (data >> (place * width)) & ((1 << width) - 1)
-        return columns.reshape(-1)[:count]
+    if width in (1, *_WORDS):
+        return unpack_bytes(data, width, count).astype(np.int64)
     bits = np.unpackbits(data, count=count * width, bitorder="little").reshape(count, width)
     octets = np.packbits(bits, axis=1, bitorder="little")
     wide = np.zeros((count, 4), np.uint8)
     wide[:, : octets.shape[1]] = octets
     return wide.view("<u4").reshape(-1).astype(np.int64)
+
+
+def unpack_bytes(data: np.ndarray, width: int, count: int) -> np.ndarray:
+    """The same as uint8, for widths of at most 8."""
+    if width == 1:
+        return np.unpackbits(data, count=count, bitorder="little")
+    if width == 8:
+        return data[:count]
+    if width not in _WORDS:
+        return unpack(data, width, count).astype(np.uint8)
+    words = data[: num_packed_bytes(count, width)].astype(_WORDS[width])
+    spread = words.copy()
+    for place in range(1, 8 // width):
+        spread |= words << (place * (8 - width))
+    spread &= sum(((1 << width) - 1) << (8 * place) for place in range(8 // width))
+    return spread.view(np.uint8)[:count]

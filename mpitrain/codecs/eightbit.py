@@ -14,7 +14,7 @@ import torch
 
 from mpitrain.codecs import wire
 from mpitrain.codecs.encoder import Encoder
-from mpitrain.codecs.layout import Part, Plan
+from mpitrain.codecs.layout import CHUNK, Part, Plan
 
 BLOCK = 256
 
@@ -30,19 +30,30 @@ class EightBitEncoder(Encoder):
 
     def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
         kept = self.memory.slot("residual", parts)
-        scales, codes = [], []
-        for _, (part, start, stop, _) in plan.field_chunks():
+        pieces = [run for _, run in plan.field_chunks()]
+        counts = [-(-(run.stop - run.start) // BLOCK) for run in pieces]
+        dense = wire.dense_numbers(parts, plan, alpha)
+        sheet = wire.Sheet(
+            self._header(plan, wire.EIGHTBIT),
+            dense,
+            (sum(counts), torch.float32),
+            (plan.num_coded, torch.int8),
+        )
+        scales, codes = sheet.sections
+        scratch = torch.empty(CHUNK, device=kept[0].device) if kept else torch.empty(0)
+        for (part, start, stop, offset), mine in zip(pieces, scales.split(counts), strict=True):
             residual = kept[part][start:stop].add_(parts[part].flat[start:stop], alpha=alpha)
             u = blocks(residual, BLOCK)
-            scale = u.abs().amax(dim=1, keepdim=True).div_(127)
-            code = (u / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(-127, 127)
-            residual.sub_((code * scale).view(-1)[: stop - start])
-            scales.append(scale.view(-1).cpu())
-            codes.append(code.view(-1)[: stop - start].to(torch.int8).cpu())
+            work = scratch[: u.numel()].view_as(u)
+            scale = torch.abs(u, out=work).amax(dim=1, keepdim=True).div_(127)
+            code = torch.div(u, scale.clamp_min(torch.finfo(torch.float32).tiny), out=work).round_()
+            u.addcmul_(code, scale, value=-1)
+            if u.data_ptr() != residual.data_ptr():  # it was padded
+                residual.copy_(u.view(-1)[: stop - start])
+            mine.copy_(scale.view(-1))
+            codes[offset : offset + stop - start].copy_(code.view(-1)[: stop - start])
         self.last["density"] = 1.0
-        return wire.assemble(
-            self._header(plan, wire.EIGHTBIT), [wire.dense_numbers(parts, plan, alpha), *scales, *codes]
-        )
+        return sheet.message
 
 
 def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:

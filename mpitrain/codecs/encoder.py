@@ -138,12 +138,15 @@ class Encoder:
 
     def _alpha(self, parts: Sequence[Part]) -> float | None:
         """The factor that clips, or None where a gradient is not finite."""
-        norms = [float(torch.linalg.vector_norm(part.flat)) for part in parts]
-        norm = math.sqrt(sum(norm * norm for norm in norms))
-        if not math.isfinite(norm) and not all(bool(torch.isfinite(part.flat).all()) for part in parts):
+        # a NaN or an infinity is in the sum of the squares too, at the price of one pass over the memory
+        squares = sum(float(torch.dot(part.flat, part.flat)) for part in parts)
+        if not math.isfinite(squares) and not all(bool(torch.isfinite(part.flat).all()) for part in parts):
             return None
+        if not self.clip:
+            return 1.0
+        norm = math.hypot(*(float(torch.linalg.vector_norm(part.flat)) for part in parts))
         limit = self.clip / math.sqrt(self.num_workers)
-        return limit / norm if self.clip and norm > limit else 1.0
+        return limit / norm if norm > limit else 1.0
 
     def _in_full(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
         scaled = parts if alpha == 1.0 else [Part(part.flat * alpha, part.layout) for part in parts]

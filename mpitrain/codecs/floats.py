@@ -29,14 +29,14 @@ class Float16Encoder(Encoder):
         self.dtype = _DTYPES[self.number]
 
     def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
-        rounded = [
-            parts[part].flat[start:stop].mul(alpha).to(self.dtype).view(torch.int16)
-            for part, start, stop, _ in plan.runs
-        ]
+        dense = wire.dense_numbers(parts, plan, alpha)
+        sheet = wire.Sheet(self._header(plan, self.number), dense, (plan.num_coded, self.dtype))
+        (rounded,) = sheet.sections
+        for part, start, stop, offset in plan.chunks():
+            x = parts[part].flat[start:stop]
+            rounded[offset : offset + stop - start] = x if alpha == 1.0 else x * alpha
         self.last["density"] = 1.0
-        return wire.assemble(
-            self._header(plan, self.number), [wire.dense_numbers(parts, plan, alpha), *rounded]
-        )
+        return sheet.message
 
 
 class BFloat16Encoder(Float16Encoder):
@@ -47,7 +47,7 @@ class BFloat16Encoder(Float16Encoder):
 
 def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
     """parts += weight * the rounded numbers."""
-    for part, start, stop, _ in plan.runs:
+    for part, start, stop, _ in plan.chunks():
         flat = parts[part].flat
         sent = reader.tensor(stop - start, "<i2", flat.device).view(_DTYPES[header.kind])
         flat[start:stop].add_(sent.float(), alpha=weight)

@@ -10,15 +10,38 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mpitrain.codecs.layout import Part, Plan, Run
+from mpitrain.codecs.layout import CHUNK, Part, Plan, Run
 
 
-def find(large: torch.Tensor) -> torch.Tensor:
-    """Indices (int64) of the true ones of a 1-D bool tensor. On the host numpy's search, which passes over zeros
-    eight at a time: 25 M booleans of which a thousandth is true take 3 ms, torch's own `nonzero` 30."""
-    if large.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(large.numpy()))
-    return large.nonzero().view(-1)
+class Search:
+    """Looks for large numbers.
+
+    On the host by numpy, a cache-sized piece at a time, with eight comparisons to a word of which most are zero: that
+    takes a third of the time of torch's comparison and `nonzero`.
+    """
+
+    def __init__(self) -> None:
+        self._size, self._large = np.empty(CHUNK, np.float32), np.zeros(CHUNK, bool)
+
+    def find(self, u: torch.Tensor, limit: float) -> torch.Tensor:
+        """Indices (int64) of the |u| >= limit, u 1-D float32."""
+        if u.device.type != "cpu":
+            return (u.abs() >= limit).nonzero().view(-1)
+        numbers, found = u.numpy(), []
+        for low in range(0, len(numbers), CHUNK):
+            where = self._in_piece(numbers[low : low + CHUNK], limit)
+            if len(where):
+                found.append(where + low)
+        return torch.from_numpy(np.concatenate(found) if found else np.zeros(0, np.int64))
+
+    def _in_piece(self, piece: np.ndarray, limit: float) -> np.ndarray:
+        count = len(piece)
+        np.abs(piece, out=self._size[:count])
+        np.greater_equal(self._size[:count], np.float32(limit), out=self._large[:count])
+        self._large[count:] = False
+        words = np.flatnonzero(self._large.view(np.uint64))
+        within = np.flatnonzero(self._large.reshape(-1, 8)[words])
+        return words[within >> 3] * 8 + (within & 7)
 
 
 def scatter(parts: Sequence[Part], plan: Plan, indices: np.ndarray, values: torch.Tensor) -> None:

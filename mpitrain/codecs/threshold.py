@@ -27,8 +27,8 @@ import torch
 
 from mpitrain.codecs import index, wire
 from mpitrain.codecs.encoder import Encoder
-from mpitrain.codecs.layout import CHUNK, Part, Plan
-from mpitrain.codecs.sparse import find, pack_signs, scatter, split, unpack_signs
+from mpitrain.codecs.layout import Part, Plan
+from mpitrain.codecs.sparse import Search, pack_signs, scatter, split, unpack_signs
 
 DECAY = 0.5 ** (1 / 20)
 SAMPLE = 1 << 16
@@ -94,13 +94,10 @@ class ThresholdEncoder(Encoder):
         self, parts: Sequence[Part], kept: list[torch.Tensor], plan: Plan, alpha: float, tau: float
     ) -> np.ndarray:
         """Add the gradients to the residual and find what has reached tau, a cache-sized piece at a time."""
-        found = []
-        scratch = torch.empty(CHUNK, device=parts[0].flat.device) if parts else None
+        found, search = [], Search()
         for part, start, stop, offset in plan.chunks():
             u = kept[part][start:stop].add_(parts[part].flat[start:stop], alpha=alpha)
-            assert scratch is not None
-            where = find(torch.abs(u, out=scratch[: stop - start]) >= tau)
-            found.append(where.add_(offset))
+            found.append(search.find(u, tau).add_(offset))
         return torch.cat(found).cpu().numpy() if found else np.zeros(0, np.int64)
 
     def _quantile(self, flats: Sequence[torch.Tensor], plan: Plan) -> float:

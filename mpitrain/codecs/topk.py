@@ -20,12 +20,13 @@ import torch
 from mpitrain.codecs import index, wire
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Field, Part, Plan
-from mpitrain.codecs.sparse import find, scatter
+from mpitrain.codecs.sparse import Search, scatter
 
 SAMPLED = 0.01
 LEAST_SAMPLE = 1024
 MANY, FEW = 1.3, 0.8
 MAX_TRIES = 10
+TINY = torch.finfo(torch.float32).tiny
 _DTYPES = {"float32": ("<f4", torch.float32), "float16": ("<f2", torch.float16)}
 
 
@@ -52,6 +53,7 @@ class TopKEncoder(Encoder):
         for part, start, stop, _ in plan.dense:
             kept[part][start:stop] = 0
         indices, values = [], []
+        self._search = Search()
         for part, field, offset in plan.fields:
             where, sent = self._take(kept[part], part, field)
             indices.append(where.cpu().numpy() + offset)
@@ -66,32 +68,33 @@ class TopKEncoder(Encoder):
     def _take(self, kept: torch.Tensor, part: int, field: Field) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices in the field of what is sent and the values; takes them out of the memory."""
         u = kept[field.start : field.start + field.numel]
-        size = u.abs()
-        where = find(size >= self._threshold(size))
+        where = self._choose(u)
         sent = u[where].to(_DTYPES[self.values][1])
         u[where] -= sent.to(u.dtype)
         if self.momentum:
             self._velocity[part][field.start : field.start + field.numel][where] = 0
         return where, sent
 
-    def _threshold(self, size: torch.Tensor) -> float:
-        """A value that about k of these magnitudes reach."""
+    def _choose(self, u: torch.Tensor) -> torch.Tensor:
+        """Indices of about k of the largest magnitudes, and of no zero."""
         if self.density == 1.0:
-            return torch.finfo(torch.float32).tiny
-        k = max(1, round(self.density * size.numel()))
-        stride = max(1, min(round(1 / SAMPLED), size.numel() // LEAST_SAMPLE))
+            return self._search.find(u, TINY)
+        k = max(1, round(self.density * u.numel()))
+        stride = max(1, min(round(1 / SAMPLED), u.numel() // LEAST_SAMPLE))
         offset = (self.step * 2654435761 + self.seed) % stride
-        sample = size[offset::stride]
-        rank = max(1, min(sample.numel(), round(k * sample.numel() / size.numel())))
-        threshold = float(sample.topk(rank).values[-1])
+        sample = u[offset::stride].abs()
+        rank = max(1, min(sample.numel(), round(k * sample.numel() / u.numel())))
+        threshold = max(TINY, float(sample.topk(rank).values[-1]))
+        where = self._search.find(u, threshold)
         for _ in range(MAX_TRIES if stride > 1 else 0):
-            count = int(torch.count_nonzero(size >= threshold))
-            if FEW * k <= count <= MANY * k:
+            if len(where) > MANY * k:  # exact among the few that pass
+                size = u[where].abs()
+                return where[size >= size.topk(k).values[-1]]
+            if len(where) >= FEW * k or threshold == TINY:
                 break
-            if count > MANY * k:  # exact among the few that pass
-                return float(size[size >= threshold].topk(k).values[-1])
-            threshold *= FEW
-        return max(threshold, torch.finfo(torch.float32).tiny)
+            threshold = max(TINY, threshold * FEW)
+            where = self._search.find(u, threshold)
+        return where
 
     def _momentum_corrected(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         """What enters the residual: x, or the velocity."""

@@ -50,6 +50,24 @@ def assemble(header: Header, sections: Sequence[np.ndarray | torch.Tensor]) -> t
     return torch.from_numpy(np.concatenate(arrays))
 
 
+class Sheet:
+    """A message of sections whose sizes are known beforehand, written in place: large messages are not copied.
+
+    Sections of wider numbers come first: a view of `dtype` begins at a multiple of its size.
+    """
+
+    def __init__(self, header: Header, dense: torch.Tensor, *sections: tuple[int, torch.dtype]):
+        head = assemble(header, [dense])
+        sizes = [count * dtype.itemsize for count, dtype in sections]
+        self.message = torch.empty(head.numel() + sum(sizes), dtype=torch.uint8)
+        self.message[: head.numel()] = head
+        at = head.numel()
+        self.sections: list[torch.Tensor] = []
+        for size, (_, dtype) in zip(sizes, sections, strict=True):
+            self.sections.append(self.message[at : at + size].view(dtype))
+            at += size
+
+
 def read_header(message: torch.Tensor) -> Header:
     """The header of `message`.
 
