@@ -13,7 +13,7 @@ from mpitrain.checkpoint.parts import FOLDER
 from mpitrain.training.measure import same_model
 from tests.mpi import splits
 from tests.mpi.cases import PROGRAMS
-from tests.ranks import run_ranks
+from tests.ranks import find_mpi, run_ranks
 
 SIZE = {"CHARNN_HIDDEN": "16", "CHARNN_LAYERS": "3"}
 
@@ -36,10 +36,10 @@ def four(tmp_path_factory):
     return launch(tmp_path_factory.mktemp("four"), 4)
 
 
-def launch(directory, num_ranks):
+def launch(directory, num_ranks, *names, mpi="openmpi"):
     splits.pack_some_topics(directory)
-    argv = [sys.executable, str(PROGRAMS / "split_runs.py"), str(directory)]
-    run = run_ranks(num_ranks, argv, env=SIZE, timeout_s=200)
+    argv = [str(find_mpi(mpi)[0]), str(PROGRAMS / "split_runs.py"), str(directory), *names]
+    run = run_ranks(num_ranks, argv, env=SIZE, timeout_s=200, mpi=mpi)
     run.check()
     return directory
 
@@ -74,6 +74,13 @@ def test_characters_split_by_layers_are_one_process_bit_for_bit(two):
 def test_characters_split_by_layers_train_to_the_loss_of_whole_batches(two):
     _, validation_loss = splits.serial(splits.character_job(two), num_pieces=1)
     assert result_of(two / "charnn-1f1b")["validation_loss"] == pytest.approx(validation_loss, rel=1e-12)
+
+
+def test_mpich_gives_the_same_bits(two, tmp_path):
+    names = ("charnn-1f1b", "deep-tensor", "adam-sharded")
+    launch(tmp_path, 2, *names, mpi="mpich")
+    for name in (*names, "adam-sharded-resumed"):
+        assert same_model(two / name / "model.safetensors", tmp_path / name / "model.safetensors")
 
 
 def test_bubble_and_idle_time_are_reported(two):

@@ -1,5 +1,5 @@
-"""Runs that split a model, one after the other: `split_runs.py DIRECTORY` (which: `splits.RUNS`), and again from
-checkpoints of some of them."""
+"""Runs that split a model, one after the other: `split_runs.py DIRECTORY [NAME ...]` (which: `splits.RUNS`), and
+again from checkpoints of some of them."""
 
 import os
 import shutil
@@ -15,7 +15,9 @@ from tests.mpi import splits
 
 directory = Path(sys.argv[1])
 # ranks 0, 2, ... on one node, 1, 3, ... on another
-os.environ["SLURMD_NODENAME"] = f"node{int(os.environ['OMPI_COMM_WORLD_RANK']) % 2}"
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+os.environ["SLURMD_NODENAME"] = f"node{rank % 2}"
+only = sys.argv[2:]
 runtime = start()
 
 
@@ -45,16 +47,20 @@ def train(name, path, resume=None):
             path.with_suffix(".refused").write_text(str(error))
 
 
-for name in splits.RUNS[runtime.size]:
+def chosen(names):
+    return [name for name in names if not only or name in only]
+
+
+for name in chosen(splits.RUNS[runtime.size]):
     train(name, directory / name)
-for name in splits.RESUMED[runtime.size]:
+for name in chosen(splits.RESUMED[runtime.size]):
     resumed = directory / f"{name}-resumed"
     if runtime.rank == 0:
         second = sorted((directory / name / FOLDER).iterdir())[1]
         shutil.copytree(second, resumed / FOLDER / second.name)
     runtime.barrier()
     train(name, resumed, "auto")
-for name in splits.INTERRUPTED[runtime.size]:
+for name in chosen(splits.INTERRUPTED[runtime.size]):
     if runtime.rank == 0:
         shutil.copy(directory / name / "result.json", directory / f"{name}.json")
     runtime.barrier()
