@@ -60,6 +60,8 @@ _home = {
     "ShardWriter": "mpitrain.data",
     "Shards": "mpitrain.data",
     "Synthetic": "mpitrain.data",
+    "PackOptions": "mpitrain.data.pack",
+    "pack": "mpitrain.data.pack",
     "simulate": "mpitrain.simulation",
     "train": "mpitrain.training",
     "finish": "mpitrain.wrapping",

@@ -1,4 +1,4 @@
-"""`mpitrain data`: make shards, and see what is in them."""
+"""`mpitrain data`: make shards, see what is in them, check and stage them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from mpitrain.cli.parser import natural, positive
-from mpitrain.environment import launched_rank
-from mpitrain.errors import EXIT_OK
+from mpitrain.environment import is_rank, launched_rank, launched_size
+from mpitrain.errors import EXIT_OK, AgreedError
 
 _DESCRIPTION = """\
 Make HDF5 shards from samples, and show what shards hold."""
@@ -15,21 +15,33 @@ Make HDF5 shards from samples, and show what shards hold."""
 _PACK_DESCRIPTION = """\
 Pack samples into HDF5 shards: DEST/train-00000.h5, ... and, for what is held
 back, DEST/validate-00000.h5, ... The samples are permuted by the seed, then
-split. The same source and options give the same shards: a complete pack is
-left alone, an interrupted one redone."""
+split. The same source and options give the same shards, whether one process
+packs or many ranks do: a complete pack is left alone, an interrupted one is
+gone on with."""
 
 _PACK_EPILOG = """\
-sources:
+sources (several files: a pattern in quotes):
   digits                           scikit-learn's 1,797 handwritten digits: x
                                    float32 (1, 8, 8) in [0, 1], y int64
   topics                           the text that ships with Python: text uint8
                                    (65,), 64 ASCII characters and the next
-  FILE.npz                         arrays with one entry per sample, as
+  FILE.npz FILE.npy                arrays with one entry per sample, as
                                    numpy.savez(FILE, x=..., y=...) writes them
+  FOLDER                           images in one subfolder per class: x uint8
+                                   (3, height, width), y int64  [images]
+  FILE.csv FILE.parquet            columns, or arrays made of them  [table]
+  FILE.tar                         WebDataset: an array per ending
+  FILE.h5                          datasets of any HDF5 file
+  MODULE:FUNCTION FILE.py:FUNCTION what it returns: arrays by name, a map-style
+                                   dataset, or any iterable of samples
+[extra]: needs pip install 'mpitrain[extra]'.
 
 examples:
   mpitrain data pack digits data/digits
-  mpitrain data pack samples.npz data/mine --validate 0.1 --shard-samples 100000"""
+  mpitrain data pack samples.npz data/mine --validate 0.1 --shard-samples 100000
+  mpitrain data pack photos data/photos --image-size 224x224 --compression gzip
+  mpitrain data pack table.csv data/table --arrays "x=width+height,y=label"
+  mpitrain launch -n 8 data pack "train-*.tar" data/big --encoded"""
 
 _STAGE_DESCRIPTION = """\
 Copy a pack to a folder on a node's own disk and compare every shard with its
@@ -57,7 +69,7 @@ def _add_pack(actions: Any) -> None:
     pack = actions.add_parser(
         "pack", help="pack samples into shards", description=_PACK_DESCRIPTION, epilog=_PACK_EPILOG
     )
-    pack.add_argument("source", metavar="SOURCE", help="digits, topics, or a .npz file")
+    pack.add_argument("source", metavar="SOURCE", help="a name, a file, a folder or Python; see below")
     pack.add_argument("dest", metavar="DEST", help="directory for the shards")
     pack.add_argument(
         "--validate",
@@ -75,7 +87,31 @@ def _add_pack(actions: Any) -> None:
     pack.add_argument(
         "--seed", type=natural, default=0, metavar="S", help="of permutation and split (default: 0)"
     )
+    pack.add_argument(
+        "--compression",
+        metavar="NAME[:LEVEL]",
+        help="gzip, or zstd or blosc with pip install 'mpitrain[compression]' (default: none)",
+    )
+    _add_source_options(pack.add_argument_group("of the source"))
     pack.set_defaults(run=run_pack)
+
+
+def _add_source_options(group: Any) -> None:
+    group.add_argument(
+        "--arrays",
+        metavar="TEXT",
+        help='arrays to pack under which names, such as "x=a+b,y=label": columns side by side; "x=*": all '
+        "numbers not named elsewhere",
+    )
+    group.add_argument(
+        "--variable",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an array whose samples differ in length; may be given often",
+    )
+    group.add_argument("--image-size", type=_size, metavar="HxW", help="scale and crop images to this size")
+    group.add_argument("--encoded", action="store_true", help="keep images as the bytes of their files")
 
 
 def _add_stage(actions: Any) -> None:
@@ -102,25 +138,70 @@ def _fraction(text: str) -> float:
     return value
 
 
+def _size(text: str) -> tuple[int, int]:
+    """Height and width in pixels."""
+    height, _, width = text.partition("x")
+    if not (height.isdigit() and width.isdigit() and int(height) and int(width)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HEIGHTxWIDTH in pixels, such as 224x224")
+    return int(height), int(width)
+
+
 def run_pack(arguments: argparse.Namespace) -> int:
-    """Pack; prints one line for each kind of shard."""
-    if launched_rank() != 0:  # under mpirun: packing is one process' work
-        return EXIT_OK
+    """Pack, alone or with the other ranks of the launch; rank 0 prints one line for each kind of shard."""
+    if not is_rank() or launched_size() == 1:
+        from mpitrain.data.ranks import ALONE
+
+        return _pack(arguments, ALONE)
+    from mpitrain.mpi.runtime import start
+
+    runtime = start()
+    try:
+        code = _pack(arguments, runtime)
+    except AgreedError as error:
+        code = error.exit_code
+    except BaseException as error:
+        runtime.end_job(error)
+    runtime.exit_code = code
+    runtime.finish()
+    return code
+
+
+def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
+    import sys
     from pathlib import Path
 
+    from mpitrain.console import Console
     from mpitrain.data.pack import PackOptions, pack
-    from mpitrain.data.sources import load_source
+    from mpitrain.data.progress import Pace
+    from mpitrain.data.sources import SourceOptions, open_source
 
-    options = PackOptions(
-        arguments.validate, arguments.shard_samples, arguments.chunk_samples, arguments.seed
-    )
+    console = Console(sys.stderr, quiet=ranks.rank != 0)
     directory = Path(arguments.dest).expanduser()
-    manifest, written = pack(load_source(arguments.source), directory, options, arguments.source)
-    for split in ("train", "validate"):
-        counts = [samples for name, samples in manifest.files.items() if name.startswith(split)]
-        shards = f"{len(counts)} shard{'s' * (len(counts) != 1)}"
-        print(f"{directory / split}-*.h5: {sum(counts)} samples in {shards}")
-    print("packed" if written else "already packed: nothing to do")
+    try:
+        options = PackOptions(
+            arguments.validate,
+            arguments.shard_samples,
+            arguments.chunk_samples,
+            arguments.seed,
+            arguments.compression,
+        )
+        chosen = (arguments.arrays, tuple(arguments.variable), arguments.image_size, arguments.encoded)
+        source = open_source(arguments.source, SourceOptions(*chosen))
+    except Exception as error:
+        ranks.agree(error)
+        raise
+    ranks.agree(None)
+    pace = Pace(console, f"packing into {directory}", ranks.size)
+    try:
+        manifest, written = pack(source, directory, options, ranks=ranks, progress=pace)
+    finally:
+        console.clear()
+    if ranks.rank == 0:
+        for split in ("train", "validate"):
+            counts = [samples for name, samples in manifest.files.items() if name.startswith(split)]
+            shards = f"{len(counts)} shard{'s' * (len(counts) != 1)}"
+            print(f"{directory / split}-*.h5: {sum(counts)} samples in {shards}")
+        print("packed" if written else "already packed: nothing to do", flush=True)
     return EXIT_OK
 
 

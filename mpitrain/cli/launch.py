@@ -23,7 +23,7 @@ a Slurm allocation, else the mpirun installed beside it, else the one on the
 PATH. `mpirun -n N mpitrain train ...` by hand does the same."""
 
 _EPILOG = """\
-COMMAND is `train ...`, `env`, or a script of your own (`script.py ...`).
+COMMAND is `train ...`, `data pack ...`, `env`, or a script (`script.py ...`).
 Options of launch come before it, options of the command after it.
 
 examples:
@@ -33,8 +33,8 @@ examples:
   mpitrain launch -n 8 --host-args "--hostfile hosts" train jobs/digits.py
   mpitrain launch -n 4 --dry-run train jobs/digits.py      print the command"""
 
-_RANKED = ("train", "env")
-_ALONE = ("simulate", "data")
+_RANKED = ("train", "env", "data")
+_ALONE = ("simulate", "data stage", "data check", "data info")
 
 
 def add_parser(commands: Any) -> None:
@@ -155,10 +155,12 @@ def _program(words: list[str]) -> list[str]:
     if not words:
         raise UsageError("launch what? For example: mpitrain launch -n 4 train jobs/digits.py")
     first = words[0]
+    for alone in _ALONE:
+        if words[: len(alone.split())] == alone.split():
+            told = f"`{alone}` runs in one process and needs no ranks"
+            raise UsageError(f"{told}: mpitrain {shlex.join(words)}")
     if first in _RANKED:
         return [sys.executable, *_safe_path(), "-m", "mpitrain", *words]
-    if first in _ALONE:
-        raise UsageError(f"`{first}` runs in one process and needs no ranks: mpitrain {shlex.join(words)}")
     if first in ("python", "python3"):
         return [sys.executable, *words[1:]]
     if first.endswith(".py"):
@@ -166,7 +168,7 @@ def _program(words: list[str]) -> list[str]:
             raise UsageError(f"no script {first!r} (looked in {Path.cwd()})")
         return [sys.executable, *words]
     raise UsageError(
-        f"cannot launch {first!r}{did_you_mean(first, _RANKED)}; launch takes train, env or a script.py"
+        f"cannot launch {first!r}{did_you_mean(first, _RANKED)}; launch takes train, data pack, env or a script.py"
     )
 
 

@@ -120,11 +120,14 @@ def _describe(path: str, file: h5py.File, wanted: tuple[str, ...]) -> tuple[Shar
 
 def _datasets(path: str, file: h5py.File, wanted: tuple[str, ...]) -> dict[str, h5py.Dataset]:
     there = {name: item for name, item in sorted(file.items()) if isinstance(item, h5py.Dataset)}
-    if not there:
+    if not there and not any("/" in name for name in wanted):
         found = f"groups {', '.join(sorted(file))}" if len(file) else "nothing"
         raise DataError(
-            f"{path}: has no datasets at its root (found {found}), expected one per array such as x and y"
+            f"{path}: has no datasets at its root (found {found}), expected one per array such as x and y;"
+            " datasets in groups are named by their path: arrays=('group/x',)"
         )
+    in_groups = {name: file.get(name) for name in wanted if "/" in name}
+    there |= {name: item for name, item in in_groups.items() if isinstance(item, h5py.Dataset)}
     missing = [name for name in wanted if name not in there]
     if missing:
         raise DataError(f"{path}: has no dataset {missing[0]!r}; it has {', '.join(there)}")

@@ -84,9 +84,15 @@ class Manifest:
     def leftovers(self, directory: Path) -> Iterator[Path]:
         """The pack's files in its directory, temporary ones too, without the manifest."""
         for path in sorted(directory.iterdir()):
-            name = path.name.removeprefix(".").removesuffix(".partial").removesuffix(RECEIPT)
+            name = path.name.lstrip(".").removesuffix(".partial").removesuffix(RECEIPT)
             if self.owns(name) or path == partial_of(directory / NAME):
                 yield path
+
+    def clean(self, directory: Path) -> None:
+        """Remove what a finished pack needs no more: receipts, and what killed processes left."""
+        for path in self.leftovers(directory):
+            if path.name.startswith("."):
+                path.unlink(missing_ok=True)
 
     def remove(self, directory: Path) -> None:
         """Remove the pack: its shards first, what says that they belong to it last.

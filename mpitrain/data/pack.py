@@ -1,32 +1,48 @@
-"""Packing samples into shards: once, whole, and the same every time.
+"""Packing samples into shards: once, whole, the same every time, by as many ranks as there are.
 
 Samples are permuted by the seed, the first `validate` part of them goes into validate-*.h5 and the rest into
-train-*.h5. The same source and options give the same shards, so packing again does nothing; a pack that was
-interrupted is recognised and done again.
+train-*.h5. Each rank writes every size-th shard, and rank 0 the index when all are there. The same source and
+options give the same bytes, whoever wrote them; so packing again does nothing, and a pack that was interrupted or
+has lost a shard is completed: what is there and has its sum is kept.
 
-Law of this file: only files that the manifest lists are ever removed, a directory with foreign shards is
-refused, and what fails leaves the directory as if packing had not been tried.
+Law of this file: a directory with another pack or with foreign shards is refused, a job reads nothing until the
+index is complete, and what fails leaves whole shards that the same command goes on from, or nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpitrain.data.columns import check_columns as check_arrays
-from mpitrain.data.format import RUN_BYTES, SCHEMA, describe_shard
-from mpitrain.data.manifest import SPLITS, Manifest, file_sha256, make_room
-from mpitrain.data.order import SPLIT, IntArray, permutation
-from mpitrain.data.write import write_shard
+from mpitrain.data.atomic import replacing, write_all
+from mpitrain.data.catalogue import ArraySpec
+from mpitrain.data.columns import check_alike, specs_of
+from mpitrain.data.filters import Compression
+from mpitrain.data.format import SCHEMA
+from mpitrain.data.manifest import (
+    RECEIPT,
+    SPLITS,
+    Manifest,
+    file_sha256,
+    make_room,
+    shard_name,
+    specs_to_json,
+)
+from mpitrain.data.order import SPLIT, keyed_bits
+from mpitrain.data.ranks import ALONE, Ranks
+from mpitrain.data.sources.base import Source
+from mpitrain.data.sources.python import Stream, as_source
+from mpitrain.data.write import ShardFile
+from mpitrain.data.writer import ShardWriter, shard_sizes
 from mpitrain.errors import DataError, UsageError
 
-SHARD_BYTES = 256 << 20
-MAX_CHUNK_BYTES = (1 << 32) - 1  # HDF5's own limit
+Progress = Callable[[int, int | None], None]  # samples done and to do, of this rank
 
 
 @dataclass(frozen=True)
@@ -38,12 +54,14 @@ class PackOptions:
         shard_samples: samples per shard; about 256 MiB if None.
         chunk_samples: samples per chunk, the unit of reading; about 1 MiB if None.
         seed: of the permutation, not negative.
+        compression: None, "gzip", "zstd" or "blosc", with a level as in "gzip:4".
     """
 
     validate: float = 0.2
     shard_samples: int | None = None
     chunk_samples: int | None = None
     seed: int = 0
+    compression: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.validate < 1:
@@ -54,108 +72,219 @@ class PackOptions:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.seed < 0:
             raise UsageError(f"--seed must not be negative, got {self.seed}")
+        Compression.parse(self.compression)
 
 
 def pack(
-    arrays: Mapping[str, NDArray[np.generic]], directory: Path, options: PackOptions, source: str
+    samples: Any,
+    directory: str | Path,
+    options: PackOptions | None = None,
+    source: str = "Python",
+    *,
+    variable: tuple[str, ...] = (),
+    ranks: Ranks = ALONE,
+    progress: Progress = lambda *_: None,
+    **settings: Any,
 ) -> tuple[Manifest, bool]:
-    """Write `arrays` as shards into `directory`.
+    """Write samples as shards into `directory`; under several ranks all of them call it.
 
     Args:
-        arrays: name -> samples on axis 0.
-        source: what the manifest calls them.
+        samples: arrays by name, samples on axis 0; a map-style dataset, whose samples are dicts or pairs; any
+            iterable of such samples, which keeps its order (each is held out with probability `validate`) and is
+            run through by every rank; or a `Source`.
+        options: or its fields by name: `pack(dataset, "data/mine", validate=0.1, compression="gzip")`.
+        source: what the index calls them.
+        variable: names of arrays whose samples differ in length.
+        ranks: who else packs; `mpitrain.mpi.runtime.start()` under MPI.
+        progress: told now and then how far this rank is.
     Returns:
-        The manifest, and whether anything was written (False: the same pack was already there).
+        The index, and whether anything was written (False: the same pack was already there).
     Raises:
-        DataError: arrays that are no samples; a full disk. UsageError: the directory holds something else.
+        DataError: samples that are none, or unlike each other; a full disk. UsageError: the directory holds
+            something else.
     """
-    check_arrays(arrays, source)
-    arrays = dict(sorted(arrays.items()))
-    options = _complete(arrays, options)
-    rows = _split(len(next(iter(arrays.values()))), options)
-    recipe = {"source": source, "digest": _digest(arrays), "seed": options.seed, "validate": options.validate}
-    recipe |= {
-        "shard_samples": options.shard_samples,
-        "chunk_samples": options.chunk_samples,
-        "shard_schema": SCHEMA,
-    }
-    plan = Manifest(recipe, {name: len(part) for name, part in rows.items()})
-    if _is_there(directory, plan):
-        return replace(plan, complete=True), False
-    assert options.chunk_samples is not None
+    options = options or PackOptions(**settings)
+    directory = Path(directory).expanduser()
     try:
-        plan.write(directory)
-        for name, part in rows.items():
-            write_shard(directory / name, arrays, part, options.chunk_samples)
-        done = replace(plan, complete=True, sha256={name: file_sha256(directory / name) for name in rows})
-        done.write(directory)
-    except BaseException:
-        plan.remove(directory)
+        origin = as_source(samples, source, variable)
+        plan = _Plan.of(origin, options) if isinstance(origin, Source) else None
+    except Exception as error:
+        ranks.agree(error)
         raise
+    ranks.agree(None)
+    if plan is not None:
+        return _pack_source(plan, directory, ranks, progress)
+    assert isinstance(origin, Stream)
+    return _pack_stream(origin, directory, options, ranks, progress)
+
+
+@dataclass
+class _Plan:
+    """Which samples go where: files by name in the order of their positions in the source's order."""
+
+    source: Source
+    options: PackOptions
+    specs: dict[str, ArraySpec]
+    files: dict[str, int]
+    starts: dict[str, int]
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Source, options: PackOptions) -> _Plan:
+        chunk, shard = shard_sizes(source.sample_bytes, options.chunk_samples, options.shard_samples)
+        options = replace(options, chunk_samples=chunk, shard_samples=shard)
+        source.shuffle(options.seed)
+        files, starts, position = {}, {}, 0
+        for split, end in zip(SPLITS, split_ends(source.num_samples, options.validate)):
+            for number, start in enumerate(range(position, end, shard)):
+                name = shard_name(split, number)
+                files[name], starts[name] = min(shard, end - start), start
+            position = end
+        return cls(source, options, specs_of(source.read(0, 1)), files, starts)
+
+    def describe(self) -> None:
+        """Fill in the recipe, for which rank 0 looks at the whole source."""
+        options = self.options
+        self.recipe = {"source": self.source.name, "digest": self.source.fingerprint(), "seed": options.seed}
+        self.recipe |= {"validate": options.validate, "shard_samples": options.shard_samples}
+        self.recipe |= {"chunk_samples": options.chunk_samples, "shard_schema": SCHEMA}
+        compression = Compression.parse(options.compression)
+        self.recipe |= {"compression": str(compression)} if compression else {}
+        self.recipe = json.loads(json.dumps({**self.recipe, **self.source.chosen, **self.source.facts()}))
+
+    def manifest(self, sums: dict[str, str], complete: bool) -> Manifest:
+        return Manifest(self.recipe, self.files, complete, sha256=sums, arrays=specs_to_json(self.specs))
+
+    def key(self) -> str:
+        """What a receipt says it belongs to."""
+        return hashlib.sha256(json.dumps([self.recipe, self.files], sort_keys=True).encode()).hexdigest()
+
+
+def split_ends(num_samples: int, validate: float) -> tuple[int, int]:
+    """Where the splits end in the order; at least one sample is left to train on."""
+    return min(round(num_samples * validate), num_samples - 1), num_samples
+
+
+def _pack_source(plan: _Plan, directory: Path, ranks: Ranks, progress: Progress) -> tuple[Manifest, bool]:
+    told, error = None, None
+    if ranks.rank == 0:
+        try:
+            plan.describe()
+            told = _look(directory, plan)
+        except Exception as failure:
+            error = failure
+    ranks.agree(error)
+    plan.recipe, complete, known = ranks.share(told)
+    mine = list(plan.files)[ranks.rank :: ranks.size]
+    kept = dict(_kept(directory, mine, known, plan.key()))
+    everywhere = _merged(ranks.allgather(kept))
+    if complete and len(everywhere) == len(plan.files):
+        return plan.manifest(everywhere, complete=True), False
+    if ranks.rank == 0:
+        plan.manifest(everywhere, complete=False).write(directory)
+    ranks.share(None)  # nobody writes a shard before the index tells that they are not all there
+    try:
+        kept |= _write(plan, directory, [name for name in mine if name not in kept], progress)
+    except BaseException as error:
+        there = sum((directory / name).is_file() for name in plan.files)
+        if ranks.size == 1 and not there:
+            plan.manifest({}, complete=False).remove(directory)
+        elif isinstance(error, DataError):
+            kept_now = f"{there} of {len(plan.files)} shards are whole and stay"
+            raise DataError(f"{error}; {kept_now}: the same command goes on from them") from error
+        raise
+    done = plan.manifest(_merged(ranks.allgather(kept)), complete=True)
+    if ranks.rank == 0:
+        done.write(directory)
+        done.clean(directory)
+    ranks.share(None)
     return done, True
 
 
-def _complete(arrays: Mapping[str, NDArray[np.generic]], options: PackOptions) -> PackOptions:
-    """Options with the sizes filled in."""
-    sample_bytes = sum(array[:1].nbytes for array in arrays.values())
-    chunk = options.chunk_samples or max(1, RUN_BYTES // sample_bytes)
-    shard = options.shard_samples or max(chunk, SHARD_BYTES // sample_bytes // chunk * chunk)
-    if min(chunk, shard) * sample_bytes > MAX_CHUNK_BYTES:
-        raise UsageError(
-            f"--chunk-samples {chunk}: HDF5 chunks end at 4 GiB, these have {chunk * sample_bytes} bytes"
-        )
-    return replace(options, chunk_samples=chunk, shard_samples=shard)
-
-
-def _split(num_samples: int, options: PackOptions) -> dict[str, IntArray]:
-    """File name -> rows of the source."""
-    order = permutation(num_samples, options.seed, SPLIT)
-    num_validate = min(round(num_samples * options.validate), num_samples - 1)
-    shard = options.shard_samples
-    assert shard is not None
-    files = {}
-    for split, rows in zip(SPLITS, (order[:num_validate], order[num_validate:])):
-        for number, first in enumerate(range(0, len(rows), shard)):
-            files[f"{split}-{number:05d}.h5"] = rows[first : first + shard]
-    return files
-
-
-def _digest(arrays: Mapping[str, NDArray[np.generic]]) -> str:
-    digest = hashlib.sha256()
-    for name, array in arrays.items():
-        native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
-        digest.update(f"{name} {native.dtype.name} {native.shape};".encode())
-        digest.update(native.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
-
-
-def _is_there(directory: Path, plan: Manifest) -> bool:
-    """Whether this very pack is complete in `directory`; otherwise make room for it.
+def _look(directory: Path, plan: _Plan) -> tuple[dict[str, Any], bool, dict[str, str]]:
+    """On rank 0: (recipe, whether this very pack is there, sums that its shards should have), with the directory
+    ready.
 
     Raises:
         UsageError: another pack or foreign shards are there.
     """
     old = make_room(directory)
     if old is None:
-        return False
-    if old.complete and old.recipe != plan.recipe:
+        return plan.recipe, False, {}
+    if (old.recipe, old.files) == (plan.recipe, plan.files):
+        return plan.recipe, old.complete, old.sha256
+    if old.complete:
         changed = [
-            f"{key}={old.recipe.get(key)}" for key in plan.recipe if old.recipe.get(key) != plan.recipe[key]
+            f"{key}={old.recipe.get(key)}"
+            for key in sorted({*old.recipe, *plan.recipe})
+            if old.recipe.get(key) != plan.recipe.get(key)
         ]
         raise UsageError(
             f"{directory}: holds another pack ({', '.join(changed)}); choose another, or remove this one"
         )
-    if (old.complete, old.recipe, old.files) == (True, plan.recipe, plan.files) and all(
-        _is_whole(directory / name, n, old.sha256.get(name)) for name, n in plan.files.items()
-    ):
-        return True
     old.remove(directory)
-    return False
+    return plan.recipe, False, {}
 
 
-def _is_whole(path: Path, num_samples: int, sha256: str | None) -> bool:
-    """Whether the shard has the sum in the manifest (packs of older versions list none: then, whether it opens)."""
-    try:
-        return describe_shard(str(path))[0].num_samples == num_samples and sha256 in (None, file_sha256(path))
-    except DataError:
-        return False
+def _kept(directory: Path, names: list[str], known: dict[str, str], key: str) -> Iterator[tuple[str, str]]:
+    """(name, sum) of the shards that are there as they were written by this plan."""
+    for name in names:
+        path, receipt = directory / name, directory / f".{name}{RECEIPT}"
+        try:
+            told = json.loads(receipt.read_bytes())
+            expected = told["sha256"] if told["plan"] == key else known.get(name)
+        except (OSError, ValueError, KeyError, TypeError):
+            expected = known.get(name)
+        if expected and path.is_file() and file_sha256(path) == expected:
+            yield name, expected
+
+
+def _write(plan: _Plan, directory: Path, names: list[str], progress: Progress) -> dict[str, str]:
+    """Write shards one after the other; returns their sums."""
+    chunk = plan.options.chunk_samples
+    assert chunk is not None
+    compression = Compression.parse(plan.options.compression)
+    total, done, sums = sum(plan.files[name] for name in names), 0, {}
+    for name in names:
+        count = plan.files[name]
+        with ShardFile(directory / name, chunk, count, compression) as shard:
+            for first in range(0, count, chunk):
+                piece = plan.source.read(plan.starts[name] + first, min(chunk, count - first))
+                check_alike(piece, plan.specs, plan.source.name)
+                shard.append(piece)
+                progress(done + first, total)
+        done += count
+        sums[name] = file_sha256(directory / name)
+        with replacing(directory / f".{name}{RECEIPT}") as receipt:
+            write_all(receipt, json.dumps({"plan": plan.key(), "sha256": sums[name]}).encode())
+        progress(done, total)
+    return sums
+
+
+def _merged(parts: list[dict[str, str]]) -> dict[str, str]:
+    merged = {name: value for part in parts for name, value in part.items()}
+    return dict(sorted(merged.items()))
+
+
+def _pack_stream(
+    stream: Stream, directory: Path, options: PackOptions, ranks: Ranks, progress: Progress
+) -> tuple[Manifest, bool]:
+    """Samples in the order they come; which are held out depends on the seed and their number alone."""
+    bits, bound = keyed_bits(options.seed, SPLIT), np.uint64(options.validate * 2.0**64)
+    writer = ShardWriter(
+        directory,
+        shard_samples=options.shard_samples,
+        chunk_samples=options.chunk_samples,
+        compression=options.compression,
+        about={"source": stream.name, "seed": options.seed, "validate": options.validate},
+        ranks=ranks,
+    )
+    with writer:
+        for first, columns in stream.batches():
+            held_out = bits.random_raw(len(next(iter(columns.values())))) < bound
+            for split, chosen in zip(SPLITS, (held_out, ~held_out)):
+                if chosen.any():
+                    writer.add_columns(columns, split, np.flatnonzero(chosen))
+            progress(first, None)
+    assert writer.written is not None
+    return writer.written, True

@@ -22,10 +22,13 @@ from mpitrain.data.columns import (
     num_samples,
     sample_bytes,
     specs_of,
+    take,
 )
 from mpitrain.data.filters import Compression
 from mpitrain.data.format import RUN_BYTES
 from mpitrain.data.manifest import Manifest, file_sha256, make_room, shard_name, specs_to_json
+from mpitrain.data.order import IntArray
+from mpitrain.data.ranks import ALONE, Ranks
 from mpitrain.data.write import ShardFile
 from mpitrain.errors import UsageError
 
@@ -53,20 +56,13 @@ class SplitWriter:
     """The shards of one split, filled one after the other.
 
     Args:
-        open_shard: opens the shard of a number, or says None: its samples are another's business.
-        closed: told the name and samples of each shard that has been written here.
+        open_shard: opens the shard of this name and number, or says None: another rank writes it.
     """
 
-    def __init__(
-        self,
-        split: str,
-        shard_samples: int,
-        open_shard: Callable[[str], ShardFile | None],
-        closed: Callable[[str, int], None] = lambda *_: None,
-    ):
+    def __init__(self, split: str, shard_samples: int, open_shard: Callable[[str, int], ShardFile | None]):
         self.files: dict[str, int] = {}
-        self._split, self._shard_samples = split, shard_samples
-        self._open_shard, self._closed = open_shard, closed
+        self.sums: dict[str, str] = {}
+        self._split, self._shard_samples, self._open_shard = split, shard_samples, open_shard
         self._current: ShardFile | None = None
         self._name = ""
 
@@ -77,7 +73,7 @@ class SplitWriter:
         while first < total:
             if not self._name:
                 self._name = shard_name(self._split, len(self.files))
-                self._current = self._open_shard(self._name)
+                self._current = self._open_shard(self._name, len(self.files))
                 self.files[self._name] = 0
             count = min(total - first, self._shard_samples - self.files[self._name])
             if self._current is not None:
@@ -91,7 +87,7 @@ class SplitWriter:
         """Finish the last shard."""
         if self._current is not None:
             self._current.close()
-            self._closed(self._name, self.files[self._name])
+            self.sums[self._name] = file_sha256(self._current.path)
         self._current, self._name = None, ""
 
     def abandon(self) -> None:
@@ -120,6 +116,7 @@ class ShardWriter:
         variable: names of arrays whose samples differ in length along axis 0: given to `add` as a sequence of
             arrays, strings or bytes.
         about: what the index says of the source; anything JSON holds.
+        ranks: who else adds the very same samples; each rank then writes every size-th shard.
     Raises:
         UsageError: a wrong option; the directory holds a finished pack or shards that no pack wrote.
         DataError: samples that are none or unlike those before; a full disk.
@@ -134,6 +131,7 @@ class ShardWriter:
         compression: str | None = None,
         variable: tuple[str, ...] = (),
         about: Any = None,
+        ranks: Ranks = ALONE,
     ):
         for name, value in (("shard_samples", shard_samples), ("chunk_samples", chunk_samples)):
             if value is not None and value < 1:
@@ -145,27 +143,43 @@ class ShardWriter:
         self._shard_samples, self._chunk_samples = shard_samples, chunk_samples
         self._compression = Compression.parse(compression)
         self._variable = tuple(variable)
-        self._about = about
+        self._about, self._ranks = about, ranks
+        self.written: Manifest | None = None  # the finished index
         self._specs: dict[str, ArraySpec] = {}
         self._splits: dict[str, SplitWriter] = {}
         self._entered = False
 
     def __enter__(self) -> ShardWriter:
+        error = None
+        if self._ranks.rank == 0:
+            try:
+                self._claim()
+            except Exception as failure:
+                error = failure
+        self._ranks.agree(error)
+        self._entered = True
+        return self
+
+    def _claim(self) -> None:
         old = make_room(self.directory, ("train",))
         if old and old.complete:
             raise UsageError(f"{self.directory}: holds a finished pack; choose another, or remove this one")
         if old:
             old.remove(self.directory)
-        self._entered = True
         self._manifest().write(self.directory)
-        return self
 
     def add(self, batch: Mapping[str, Any], split: str = "train") -> None:
         """Write a batch: name -> samples on axis 0, for variable arrays one array, string or bytes per sample."""
         if not self._entered:
             raise UsageError("ShardWriter: use it as a context manager: with mt.ShardWriter(...) as writer:")
         where = f"{self.directory}, batch from sample {self.num_samples} on"
-        columns = columns_of(batch, self._variable, where)
+        self.add_columns(columns_of(batch, self._variable, where), split)
+
+    def add_columns(self, columns: Columns, split: str = "train", rows: IntArray | None = None) -> None:
+        """Write samples that are columns already, or only their `rows`."""
+        where = f"{self.directory}, batch from sample {self.num_samples} on"
+        if rows is not None and len(rows) < num_samples(columns):
+            columns = take(columns, rows)
         if not self._specs:
             self._begin(columns)
         check_alike(columns, self._specs, where)
@@ -192,16 +206,21 @@ class ShardWriter:
     def _open_split(self, split: str) -> None:
         if not split.isidentifier():
             raise UsageError(f"ShardWriter: split {split!r} is no plain name; use one such as train")
-        make_room(self.directory, (split,))
         assert self._shard_samples is not None
+        if self._ranks.rank == 0:
+            make_room(self.directory, (split,))
         self._splits[split] = SplitWriter(split, self._shard_samples, self._open_shard)
-        self._manifest().write(self.directory)
+        if self._ranks.rank == 0:
+            self._manifest().write(self.directory)
+        self._ranks.share(None)
 
-    def _open_shard(self, name: str) -> ShardFile:
+    def _open_shard(self, name: str, number: int) -> ShardFile | None:
+        if number % self._ranks.size != self._ranks.rank:
+            return None
         assert self._chunk_samples is not None and self._shard_samples is not None
         return ShardFile(self.directory / name, self._chunk_samples, self._shard_samples, self._compression)
 
-    def _manifest(self, complete: bool = False) -> Manifest:
+    def _manifest(self, sums: dict[str, str] | None = None) -> Manifest:
         files = {name: count for split in self._splits.values() for name, count in split.files.items()}
         recipe = {
             "source": "ShardWriter",
@@ -209,10 +228,14 @@ class ShardWriter:
             "compression": str(self._compression or "none"),
         }
         recipe |= {"chunk_samples": self._chunk_samples, "shard_samples": self._shard_samples}
-        sums = {name: file_sha256(self.directory / name) for name in files} if complete else {}
         splits = sorted({"train", *self._splits})
         return Manifest(
-            recipe, files, complete, sha256=sums, arrays=specs_to_json(self._specs), splits=splits
+            recipe,
+            files,
+            sums is not None,
+            sha256=sums or {},
+            arrays=specs_to_json(self._specs),
+            splits=splits,
         )
 
     def __exit__(
@@ -222,13 +245,23 @@ class ShardWriter:
             if kind is None:
                 if not self.num_samples:
                     raise UsageError(f"{self.directory}: no samples were added; nothing is written")
-                for split in self._splits.values():
-                    split.close()
-                self._manifest(complete=True).write(self.directory)
+                self._finish()
                 self._entered = False
         finally:
             if self._entered:
                 self._entered = False
                 for split in self._splits.values():
                     split.abandon()
-                self._manifest().remove(self.directory)
+                if self._ranks.rank == 0:
+                    self._manifest().remove(self.directory)
+
+    def _finish(self) -> None:
+        """Close the last shards; then rank 0 writes the index."""
+        for split in self._splits.values():
+            split.close()
+        mine = {name: value for split in self._splits.values() for name, value in split.sums.items()}
+        everyone = {name: value for part in self._ranks.allgather(mine) for name, value in part.items()}
+        self.written = self._manifest(dict(sorted(everyone.items())))
+        if self._ranks.rank == 0:
+            self.written.write(self.directory)
+        self._ranks.share(None)

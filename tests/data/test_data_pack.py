@@ -1,5 +1,6 @@
 """Packing: the same samples every time, whole or not at all, and only once."""
 
+import functools
 import hashlib
 import os
 import resource
@@ -8,16 +9,16 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import mpitrain.data.pack
 from mpitrain.data import Shards
 from mpitrain.data.atomic import replacing
 from mpitrain.data.manifest import NAME, Manifest
 from mpitrain.data.pack import PackOptions, pack
-from mpitrain.data.write import write_shard
+from mpitrain.data.sources.base import ArraySource
 from mpitrain.errors import DataError, UsageError
+from tests.data.mortal import die_at, no_power_cut, on_ranks  # noqa: F401
 
 ARRAYS = {"y": np.arange(1000), "x": np.arange(64000, dtype=np.float32).reshape(1000, 8, 8)}
 OPTIONS = PackOptions(validate=0.25, shard_samples=300, chunk_samples=64)
@@ -36,13 +37,70 @@ def names(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-@given(st.integers(2, 500), st.floats(0, 0.99), st.integers(1, 200), st.integers(0, 9))
-def test_the_split_is_a_partition(num_samples, validate, shard, seed):
-    files = mpitrain.data.pack._split(num_samples, PackOptions(validate, shard, 10, seed))
+@settings(max_examples=25)
+@given(
+    st.integers(2, 60),
+    st.floats(0, 0.99),
+    st.integers(1, 30),
+    st.integers(1, 9),
+    st.integers(0, 9),
+    st.integers(1, 5),
+)
+def test_the_split_is_a_partition_and_the_number_of_ranks_changes_no_byte(
+    tmp_path_factory, num_samples, validate, shard, chunk, seed, size
+):
+    one, many = (tmp_path_factory.mktemp(name) for name in ("one", "many"))
+    arrays, options = {"y": np.arange(num_samples)}, PackOptions(validate, shard, chunk, seed)
+    manifest, _ = pack(arrays, one, options)
+    files = {name: part["y"] for name, part in contents(one).items()}
     assert sorted(np.concatenate(list(files.values())).tolist()) == list(range(num_samples))
     held_out = sum(len(rows) for name, rows in files.items() if name.startswith("validate"))
     assert held_out == min(round(num_samples * validate), num_samples - 1)
     assert all(1 <= len(rows) <= shard for rows in files.values())
+    assert manifest.files == {name: len(rows) for name, rows in files.items()}
+    told = on_ranks(size, lambda ranks: pack(arrays, many, options, ranks=ranks))
+    assert sums(many) == sums(one) and told == [(manifest, True)] * size
+
+
+def test_ranks_go_on_with_what_one_left_and_agree_that_nothing_is_to_do(tmp_path, whole):
+    with pytest.raises(KeyboardInterrupt):
+        pack(Broken(6), tmp_path, OPTIONS)
+    before = (tmp_path / FILES[3]).stat().st_mtime_ns
+    for written in (True, False):
+        told = on_ranks(3, lambda ranks: pack(ARRAYS, tmp_path, OPTIONS, "test", ranks=ranks))
+        assert [each[1] for each in told] == [written] * 3
+        assert sums(tmp_path) == whole and (tmp_path / FILES[3]).stat().st_mtime_ns == before
+    with pytest.raises(UsageError, match=r"holds another pack \(seed=0\)"):
+        on_ranks(3, lambda ranks: pack(ARRAYS, tmp_path, PackOptions(0.25, 300, 64, 1), "test", ranks=ranks))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_iterable_is_packed_in_its_order_and_by_many_ranks_alike(tmp_path, size):
+    def samples():
+        yield from ({"y": i, "x": np.full(3, i, np.float32)} for i in range(1000))
+
+    pack(samples(), tmp_path / "one", validate=0.1, shard_samples=150, chunk_samples=16)
+    if size > 1:
+        options = {"validate": 0.1, "shard_samples": 150, "chunk_samples": 16}
+        on_ranks(size, lambda ranks: pack(samples(), tmp_path / "many", ranks=ranks, **options))
+        assert sums(tmp_path / "many") == sums(tmp_path / "one")
+    parts = {name: part["y"] for name, part in contents(tmp_path / "one").items()}
+    train, validate = (
+        np.concatenate([rows for name, rows in parts.items() if name.startswith(split)])
+        for split in ("train", "validate")
+    )
+    assert (np.diff(train) > 0).all() and (np.diff(validate) > 0).all()
+    assert sorted([*train, *validate]) == list(range(1000)) and 60 < len(validate) < 140
+    with pytest.raises(UsageError, match="holds a finished pack"):
+        pack(samples(), tmp_path / "one")
+
+
+@pytest.mark.parametrize("settings", [{"compression": "gzip"}, {}])
+def test_compression_is_part_of_the_recipe_and_changes_no_sample(tmp_path, whole, settings):
+    pack(ARRAYS, tmp_path, PackOptions(0.25, 300, 64, **settings), "test")
+    assert (sums(tmp_path) == whole) == (not settings)
+    for part in contents(tmp_path).values():
+        assert np.array_equal(part["x"], ARRAYS["x"][part["y"]])
 
 
 def test_shards_hold_every_sample_with_its_label(tmp_path):
@@ -85,12 +143,12 @@ def test_a_pack_that_lost_something_is_done_again(tmp_path, damage):
 
 def test_the_manifest_holds_every_shards_sum_and_a_changed_shard_is_packed_again(tmp_path):
     pack(ARRAYS, tmp_path, OPTIONS, "test")
-    sums = {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in FILES}
-    assert Manifest.read(tmp_path).sha256 == sums
+    expected = {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in FILES}
+    assert Manifest.read(tmp_path).sha256 == expected
     with h5py.File(tmp_path / FILES[0], "r+") as file:  # a valid shard of the right size, with another label
         file["y"][0] += 1
     assert pack(ARRAYS, tmp_path, OPTIONS, "test")[1]
-    assert hashlib.sha256((tmp_path / FILES[0]).read_bytes()).hexdigest() == sums[FILES[0]]
+    assert hashlib.sha256((tmp_path / FILES[0]).read_bytes()).hexdigest() == expected[FILES[0]]
 
 
 def test_a_missing_shard_of_a_pack_is_noticed_before_training(tmp_path):
@@ -101,44 +159,81 @@ def test_a_missing_shard_of_a_pack_is_noticed_before_training(tmp_path):
     assert Shards(f"{tmp_path}/validate-*.h5").scan().num_samples == 250
 
 
-def killed_pack(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave what a SIGKILL in the middle of the second shard leaves."""
+def sums(directory: Path) -> dict[str, str]:
+    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in names(directory)}
 
-    def write_or_die(path, *rest):
-        if path.name != FILES[3]:
-            (path.with_name(f".{path.name}.partial")).write_bytes(b"half")
-            raise KeyboardInterrupt
-        write_shard(path, *rest)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(mpitrain.data.pack, "write_shard", write_or_die)
-        patch.setattr(Manifest, "remove", lambda *_: None)
-        with pytest.raises(KeyboardInterrupt):
-            pack(ARRAYS, directory, OPTIONS, "test")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("whole")
+    pack(ARRAYS, directory, OPTIONS, "test")
+    return sums(directory)
 
 
 @pytest.mark.parametrize("options", [OPTIONS, PackOptions(0.5, 500, 10)])
-def test_an_interrupted_pack_is_refused_by_jobs_and_done_again(tmp_path, monkeypatch, options):
-    killed_pack(tmp_path, monkeypatch)
-    assert names(tmp_path) == [f".{FILES[0]}.partial", NAME, FILES[3]]
-    for pattern in ("train-*.h5", "validate-*.h5"):
-        with pytest.raises(
-            DataError, match="pack was interrupted half-way; run `mpitrain data pack` once more"
-        ):
-            Shards(f"{tmp_path}/{pattern}").scan()
-    manifest, written = pack(ARRAYS, tmp_path, options, "test")
-    assert written and names(tmp_path) == [NAME, *sorted(manifest.files)]
-    assert Shards(f"{tmp_path}/*.h5").scan().num_samples == 1000
+def test_killed_at_any_moment_it_is_refused_by_jobs_and_gone_on_with(tmp_path, whole, options):
+    """Whole shards stay as they are; only what is missing is written, and nothing is left beside the pack. With other
+    options it begins anew."""
+    moment, interrupted, kept = 1, 0, 0
+    while die_at(
+        moment, functools.partial(pack, ARRAYS, directory := tmp_path / str(moment), OPTIONS, "test")
+    ):
+        try:
+            Shards(f"{directory}/*.h5").scan()
+            assert {name: sums(directory)[name] for name in whole} == whole
+        except DataError as error:
+            interrupted += "pack was interrupted half-way; run `mpitrain data pack` once more" in str(error)
+            before = {path.name: path.stat().st_mtime_ns for path in directory.glob("*.h5")}
+            receipts = [name for name in names(directory) if name.endswith(".done")]
+            manifest, written = pack(ARRAYS, directory, options, "test")
+            assert written and names(directory) == [NAME, *sorted(manifest.files)]
+            if options == OPTIONS:
+                assert sums(directory) == whole
+                for receipt in receipts:
+                    name = receipt[1 : -len(".done")]
+                    kept += before[name] == (directory / name).stat().st_mtime_ns
+        moment += 7 if options != OPTIONS else 3
+    assert interrupted > 5 and (kept > 5 or options != OPTIONS)
 
 
-def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
+def test_a_shard_that_changed_while_the_pack_was_interrupted_is_written_again(tmp_path, whole):
+    moment = 1
+    while die_at(
+        moment, functools.partial(pack, ARRAYS, directory := tmp_path / str(moment), OPTIONS, "test")
+    ):
+        if (directory / f".{FILES[0]}.done").exists():
+            break
+        moment += 1
+    with open(directory / FILES[0], "r+b") as file:
+        file.seek(5000)
+        file.write(b"!")
+    assert pack(ARRAYS, directory, OPTIONS, "test")[1] and sums(directory) == whole
 
-    monkeypatch.setattr(mpitrain.data.pack, "write_shard", interrupted)
+
+class Broken(ArraySource):
+    """A source whose disk goes at the n-th read."""
+
+    def __init__(self, good_reads: int):
+        super().__init__(ARRAYS, "test")
+        self.good_reads = good_reads
+
+    def read(self, start: int, count: int) -> dict[str, np.ndarray]:
+        self.good_reads -= 1
+        if self.good_reads < 0:
+            raise KeyboardInterrupt
+        return super().read(start, count)
+
+
+def test_an_interrupt_before_the_first_shard_is_whole_leaves_nothing_and_later_all_that_is_whole(
+    tmp_path, whole
+):
     with pytest.raises(KeyboardInterrupt):
-        pack(ARRAYS, tmp_path, OPTIONS, "test")
+        pack(Broken(4), tmp_path, OPTIONS)
     assert names(tmp_path) == []
+    with pytest.raises(KeyboardInterrupt):
+        pack(Broken(6), tmp_path, OPTIONS)
+    assert names(tmp_path) == [f".{FILES[3]}.done", NAME, FILES[3]]
+    assert pack(ARRAYS, tmp_path, OPTIONS, "test")[1] and sums(tmp_path) == whole
 
 
 @pytest.mark.parametrize("limit", [0, 100, 600, 3000, 20_000, 60_000, 77_000, 90_000])
@@ -153,10 +248,15 @@ def test_a_full_disk_leaves_nothing_and_holds_nothing(tmp_path, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert str(tmp_path) in str(caught.value) and "disk is full" in str(caught.value)
     assert "Free space" in str(caught.value)
-    assert names(tmp_path) == []
+    if limit < 70_000:
+        assert names(tmp_path) == []
+    else:  # the first shard found room
+        assert "1 of 4 shards are whole and stay: the same command goes on" in str(caught.value)
+        assert names(tmp_path) == [f".{FILES[3]}.done", NAME, FILES[3]]
     held = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.islink(link.path)]
     assert not [target for target in held if str(tmp_path) in target]
     assert pack(ARRAYS, tmp_path, OPTIONS, "test")[1]
+    assert names(tmp_path) == [NAME, *FILES]
 
 
 def test_a_failed_replacement_leaves_the_old_file(tmp_path):

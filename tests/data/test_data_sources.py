@@ -1,7 +1,6 @@
 """Sources of samples, and `mpitrain data` as a person calls it."""
 
 import argparse
-import os
 import sys
 
 import h5py
@@ -44,13 +43,6 @@ def test_digits_on_the_command_line(tmp_path, capsys):
     assert packed == sorted(
         (int(y), *x.flatten().astype(int).tolist()) for x, y in zip(digits.images, digits.target)
     )
-
-
-def test_only_rank_0_packs_under_mpirun(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    assert run("pack", "digits", str(tmp_path / "digits")) == 0
-    assert os.listdir(tmp_path) == [] and capsys.readouterr().out == ""
 
 
 def test_npz_packs_and_reads_back(tmp_path):

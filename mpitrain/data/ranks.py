@@ -1,0 +1,47 @@
+"""Who else works on the same pack: what packing asks of MPI, without knowing it.
+
+`mpitrain.mpi.runtime.Runtime` answers it for the ranks of a launch, `ALONE` for a single process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Ranks(Protocol):
+    """This process among its peers. Every method is called by all ranks, in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank."""
+        ...
+
+    def allgather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks in rank order."""
+        ...
+
+    def agree(self, error: Exception | None) -> None:
+        """Return if no rank brings an error; otherwise raise on all."""
+        ...
+
+
+class _Alone:
+    rank, size = 0, 1
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def agree(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+
+ALONE: Ranks = _Alone()

@@ -1,0 +1,215 @@
+"""What packing asks of a source: how many samples, in which order, and which of them at a time.
+
+Law of this folder: a source is read deterministically, in bounded memory, by as many ranks at once as like, and
+nothing from it is executed (no pickle), but for Python that the user named. Its order is a function of the seed
+and of its own layout, never of who reads which part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from mpitrain.data.columns import (
+    Column,
+    Columns,
+    Ragged,
+    check_columns,
+    num_samples,
+    sample_bytes,
+    take,
+)
+from mpitrain.data.order import SPLIT, IntArray, Order, permutation
+from mpitrain.errors import DataError, UsageError
+
+MIXED_BYTES = 4 << 30  # a source up to this size is permuted as a whole, a larger one in blocks
+BLOCK_BYTES, WINDOW_BYTES = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How to read a source.
+
+    Args:
+        arrays: which arrays to pack and what to call them, such as "x=a+b,y=label"; see `Selection`.
+        variable: names of arrays whose samples differ in length (Python sources; files tell by themselves).
+        image_size: (height, width) that images are scaled and cropped to; None: all have the same already.
+        encoded: keep images as the bytes of their files.
+    """
+
+    arrays: str | None = None
+    variable: tuple[str, ...] = ()
+    image_size: tuple[int, int] | None = None
+    encoded: bool = False
+
+    def recipe(self) -> dict[str, Any]:
+        """What the index holds of them: all that is not usual."""
+        told = {"arrays": self.arrays, "variable": list(self.variable), "image_size": self.image_size}
+        return {name: value for name, value in (told | {"encoded": self.encoded}).items() if value}
+
+
+class Source:
+    """Samples with random access; a subclass says `take`, and what `num_samples` and `sample_bytes` are.
+
+    Attributes:
+        name: what the index calls it; num_samples; sample_bytes: mean size of one in a shard.
+        block_sizes: samples of each block that is read at once; None where any sample costs the same.
+        window_blocks: blocks that are mixed with each other, and held in memory together.
+        chosen: what the index holds of the options it was opened with.
+    """
+
+    name: str
+    num_samples: int
+    sample_bytes: float
+    block_sizes: IntArray | None = None
+    window_blocks: int = 1
+    chosen: Mapping[str, Any] = MappingProxyType({})
+    _permutation: IntArray | None = None
+    _order: Order | None = None
+
+    def shuffle(self, seed: int) -> None:
+        """Fix the order: a permutation of everything, or blockwise where that would be read many times over."""
+        sizes = self.block_sizes
+        if sizes is None and self.num_samples * self.sample_bytes > MIXED_BYTES:
+            block = max(1, int(BLOCK_BYTES / self.sample_bytes))
+            starts = np.arange(0, self.num_samples, block)
+            sizes = np.minimum(block, self.num_samples - starts)
+            self.window_blocks = max(1, int(WINDOW_BYTES / (block * self.sample_bytes)))
+        if sizes is None:
+            self._permutation = permutation(self.num_samples, seed, SPLIT)
+        else:
+            self._order = Order(sizes, self.window_blocks, seed)
+
+    def read(self, start: int, count: int) -> Columns:
+        """The samples at positions [start, start + count) of the order, no longer than a chunk.
+
+        Raises:
+            DataError: a sample is damaged or unlike the others; names it.
+        """
+        if self._permutation is not None:
+            return self.take(self._permutation[start : start + count])
+        assert self._order is not None, "shuffle comes first"
+        return self.take(self._order.samples(0, start, count))
+
+    def take(self, rows: IntArray) -> Columns:
+        """The samples of these numbers, in that order."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """What identifies its content, as hexadecimal digits."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """What else the index should hold, such as the names of classes."""
+        return {}
+
+
+class ArraySource(Source):
+    """Arrays in memory, or mapped into it."""
+
+    def __init__(self, columns: Mapping[str, Column], name: str, files: Sequence[Path] = ()):
+        self._columns: Columns = dict(sorted(columns.items()))
+        check_columns(self._columns, name)
+        self.name, self._files = name, files
+        self.num_samples = num_samples(self._columns)
+        self.sample_bytes = sample_bytes(self._columns)
+
+    def take(self, rows: IntArray) -> Columns:
+        return take(self._columns, rows)
+
+    def fingerprint(self) -> str:
+        return file_fingerprint(self._files) if self._files else content_digest(self._columns)
+
+
+def content_digest(columns: Mapping[str, Column]) -> str:
+    """SHA-256 of columns' names, types and values."""
+    digest = hashlib.sha256()
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            digest.update(f"{name} lengths;".encode() + np.ascontiguousarray(column.lengths).tobytes())
+        array = column.flat if isinstance(column, Ragged) else column
+        native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+        digest.update(f"{name} {native.dtype.name} {array.shape};".encode())
+        digest.update(native.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def file_fingerprint(paths: Iterable[str | os.PathLike[str]]) -> str:
+    """SHA-256 of files' names, sizes and times of change, in this order; reads none of them."""
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be looked at ({error.strerror})") from error
+        name = os.path.basename(os.fspath(path))
+        digest.update(f"{name} {status.st_size} {status.st_mtime_ns};".encode())
+    return digest.hexdigest()
+
+
+class Selection:
+    """Which arrays to pack under which names: `x=a+b,y=label` makes `x` of the columns a and b side by side and `y`
+    of label; `x=*` takes all numbers that nothing else takes; a name alone is kept. Without text all are kept.
+
+    Raises:
+        UsageError: text of another form; when applied, a column that is not there.
+    """
+
+    def __init__(self, text: str | None):
+        self.text = text
+        self.parts: dict[str, list[str]] = {}
+        for part in (text or "").split(",") if text else []:
+            new, renamed, old = part.strip().partition("=")
+            self.parts[new] = [word.strip() for word in (old if renamed else new).split("+")]
+            if not new.isidentifier() or new in list(self.parts)[:-1] or "" in self.parts[new]:
+                raise UsageError(
+                    f"--arrays {text!r}: expected NAME=COLUMN[+COLUMN...],..., such as x=a+b,y=label"
+                )
+
+    @property
+    def named(self) -> list[str]:
+        """The columns it names, "*" among them."""
+        return list(dict.fromkeys(old for olds in self.parts.values() for old in olds))
+
+    def wanted(self, there: Sequence[str]) -> list[str]:
+        """The columns to read among those that are there."""
+        if not self.parts:
+            return list(there)
+        named = [old for old in self.named if old != "*"]
+        for old in named:
+            if old not in there:
+                raise UsageError(f"--arrays {self.text!r}: there is no {old!r}; there are {', '.join(there)}")
+        return list(there) if "*" in self.named else named
+
+    def of(self, columns: Columns) -> Columns:
+        """The arrays made of all there is."""
+        self.wanted(list(columns))
+        return self.apply(columns)
+
+    def apply(self, columns: Columns) -> Columns:
+        """The arrays made of the wanted columns."""
+        if not self.parts:
+            return columns
+        rest = [name for name in columns if name not in self.named]
+        made = {
+            new: _beside(new, [columns[old] for old in (rest if olds == ["*"] else olds)], olds != ["*"])
+            for new, olds in self.parts.items()
+        }
+        return dict(sorted(made.items()))
+
+
+def _beside(name: str, columns: list[Column], alone: bool) -> Column:
+    """One column as it is, or several of one number a sample as the entries of one."""
+    if len(columns) == 1 and alone:
+        return columns[0]
+    arrays = [column for column in columns if not isinstance(column, Ragged) and column.ndim == 1]
+    if not columns or len(arrays) < len(columns):
+        raise UsageError(f"--arrays: {name!r} joins columns that are not numbers; name those that are")
+    return np.stack(arrays, axis=1)

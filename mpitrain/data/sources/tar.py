@@ -1,0 +1,136 @@
+"""WebDataset archives: tar files in which neighbouring members with the same name up to its first dot are a sample.
+
+An ending is an array: `.npy` as it is, `.cls` and `.index` a whole number, images as in an image folder, anything
+else its bytes. Members are read where they lie, in any order, so ranks share the work; archives must not be
+compressed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpitrain.data.columns import Column, Columns, Ragged, check_columns, sample_bytes
+from mpitrain.data.order import IntArray
+from mpitrain.data.sources.base import Selection, Source, SourceOptions, file_fingerprint
+from mpitrain.data.sources.images import images_column, is_image
+from mpitrain.errors import DataError, UsageError
+
+NUMBERS = ("cls", "index", "id")
+PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
+MAX_OPEN, PROBES = 32, 64
+Place = tuple[int, int, int]  # archive, offset, bytes
+
+
+class TarSource(Source):
+    """The samples of WebDataset archives."""
+
+    def __init__(self, paths: list[Path], name: str, options: SourceOptions):
+        self.name, self._paths, self._options = name, paths, options
+        self._open: OrderedDict[int, int] = OrderedDict()
+        self._samples: list[tuple[str, dict[str, Place]]] = []
+        for number, path in enumerate(paths):
+            self._samples += _index(number, path)
+        self.num_samples = len(self._samples)
+        if not self._samples:
+            raise DataError(f"{paths[0]}: holds no files")
+        self._selection = Selection(options.arrays)
+        self._endings = self._selection.wanted(sorted(self._samples[0][1]))
+        for ending in self._endings:
+            if ending.rpartition(".")[2] in PICKLED:
+                raise UsageError(
+                    f"{paths[0]}: .{ending} is pickled Python, which is not executed; leave it out: --arrays"
+                )
+        probe = self.take(np.unique(np.linspace(0, self.num_samples - 1, PROBES).astype(np.int64)))
+        self.sample_bytes = sample_bytes(probe)
+
+    def take(self, rows: IntArray) -> Columns:
+        samples = [self._samples[row] for row in rows.tolist()]
+        columns = {ending: self._column(ending, samples) for ending in self._endings}
+        made = self._selection.apply(columns)
+        if not self._selection.parts:
+            made = {ending.replace(".", "_").replace("-", "_"): column for ending, column in columns.items()}
+        check_columns(made, self.name)
+        return made
+
+    def _column(self, ending: str, samples: list[tuple[str, dict[str, Place]]]) -> Column:
+        names = [f"{self._paths[_first(parts)[0]]}: {key}.{ending}" for key, parts in samples]
+        contents = [self._content(name, parts.get(ending)) for name, (_, parts) in zip(names, samples)]
+        last = ending.rpartition(".")[2]
+        if is_image("." + last):
+            return images_column(contents, names, self._options)
+        if last in NUMBERS:
+            return np.array([_number(content, name) for content, name in zip(contents, names)])
+        if last != "npy":
+            return Ragged.of([np.frombuffer(content, dtype=np.uint8) for content in contents])
+        arrays = [_npy(content, name) for content, name in zip(contents, names)]
+        if last in self._options.variable or ending in self._options.variable:
+            return Ragged.of(arrays)
+        for array, name in zip(arrays, names):
+            if (array.shape, array.dtype) != (arrays[0].shape, arrays[0].dtype):
+                found = f"{array.dtype}{list(array.shape)}, expected {arrays[0].dtype}{list(arrays[0].shape)}"
+                raise DataError(f"{name}: is {found}; if samples differ in length: --variable {ending}")
+        return np.stack(arrays)
+
+    def _content(self, name: str, place: Place | None) -> bytes:
+        if place is None:
+            raise DataError(f"{name}: is not in the archive; every sample needs the same endings")
+        number, offset, size = place
+        try:
+            if number not in self._open:
+                if len(self._open) >= MAX_OPEN:
+                    os.close(self._open.popitem(last=False)[1])
+                self._open[number] = os.open(self._paths[number], os.O_RDONLY)
+            content = os.pread(self._open[number], size, offset)
+        except OSError as error:
+            raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+        if len(content) < size:
+            raise DataError(f"{name}: the archive is truncated; copy it again")
+        return content
+
+    def fingerprint(self) -> str:
+        return file_fingerprint(self._paths)
+
+
+def _first(parts: dict[str, Place]) -> Place:
+    return next(iter(parts.values()))
+
+
+def _index(number: int, path: Path) -> list[tuple[str, dict[str, Place]]]:
+    """(key, ending -> place) of each sample of an archive, in its order."""
+    samples: list[tuple[str, dict[str, Place]]] = []
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                folder, _, file = member.name.rpartition("/")
+                stem, dot, ending = file.partition(".")
+                key = f"{folder}/{stem}" if folder else stem
+                if not member.isfile() or not dot or not stem:
+                    continue
+                if not samples or samples[-1][0] != key:
+                    samples.append((key, {}))
+                samples[-1][1][ending] = number, member.offset_data, member.size
+                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read as an uncompressed tar file ({error})") from error
+    return samples
+
+
+def _number(content: bytes, name: str) -> int:
+    try:
+        return int(content)
+    except ValueError as error:
+        raise DataError(f"{name}: is {content[:40]!r}, expected a whole number") from error
+
+
+def _npy(content: bytes, name: str) -> Any:
+    try:
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{name}: cannot be read as .npy ({error})") from error
