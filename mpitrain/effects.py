@@ -39,6 +39,8 @@ class Kind(enum.IntEnum):
     UPDATE = 12  # peer -> peer: what this step has changed, or the parameters
     SUM = 13  # peer -> its parent at a meeting: the sum of the parameters below
     MEAN = 14  # peer -> its children at a meeting: the mean of all
+    ASK = 15  # peer -> its parent: whether one of those below was told to end
+    AGREED = 16  # peer -> its children: whether all write a checkpoint now, and end
 
 
 ASKS = -1  # in place of a message's `mark`: its sender was told to end, and asks for a checkpoint

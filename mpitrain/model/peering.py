@@ -70,23 +70,19 @@ class PeerReplica:
         self._delta = torch.zeros_like(self.x)
         self._common = self.x.clone() if rule.mixes else None  # what all held last
         self._copies: dict[int, torch.Tensor] = {}
-        buffers = [buffer for buffer in model.module.buffers() if buffer is not None] if shared else []
-        self._module_buffers = buffers
-        self._buffers = [buffer.clone() for buffer in buffers]
+        buffers = [buffer for buffer in model.module.buffers() if buffer is not None]
+        self._module_buffers = buffers if shared else []
+        self._buffers = [buffer.clone() for buffer in buffers] if shared else buffers
         self.num_messages, self.codec_s, self._kept = 0, 0.0, 0.0
 
     def _make_encoder(self, number: int) -> Encoder | None:
-        codec = self.rule.codec
+        codec, dtype = self.rule.codec, self.model.layout.dtype
         if codec.is_none:
             return None
         check_optimizer(codec, self.optimizer)
-        if self.model.layout.dtype != torch.float32:
-            raise UsageError(
-                f"{codec}: a codec takes float32 parameters, these are {self.model.layout.dtype}"
-            )
+        if dtype != torch.float32:
+            raise UsageError(f"{codec}: a codec takes float32 parameters, these are {dtype}")
         return make_encoder(codec, number, self.rank, self.seed)
-
-    # ---- a step
 
     def prefetch(self, lease: Lease) -> None:
         """Start reading the batch."""
@@ -97,10 +93,8 @@ class PeerReplica:
         lease = turn.lease
         assert lease is not None
         self._enter()
-        batch = {
-            name: tensor.to(self.model.device, non_blocking=True)
-            for name, tensor in self.fetch(lease.epoch, lease.start, lease.num_samples).items()
-        }
+        fetched = self.fetch(lease.epoch, lease.start, lease.num_samples)
+        batch = {name: x.to(self.model.device, non_blocking=True) for name, x in fetched.items()}
         seed_step(self.seed, self.rank, turn.step)
         self.model.module.train()
         for parameter in self.model.parameters:
@@ -254,8 +248,7 @@ class PeerReplica:
 
     def statistics(self, with_norm: bool = False) -> dict[str, float]:
         """Of the last message: density, bytes, tau where there is one; `codec_ms` a message, coding and decoding; the
-        norm of what is kept back, which costs a pass (in gossip, |x - xhat| at the last meeting).
-        """
+        norm of what is kept back, which costs a pass (in gossip, |x - xhat| at the last meeting)."""
         if self.encoder is None:
             return {}
         found = self.encoder.statistics() | {"codec_ms": 1e3 * self.codec_s / max(1, self.num_messages)}
@@ -268,32 +261,39 @@ class PeerReplica:
         if self.shared:
             self.model.frames[0].body.copy_(self.x)
         self.model.install(0)
-        for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
+        for buffer, own in zip(self._module_buffers, self._buffers):
             buffer.copy_(own)
 
     @torch.no_grad()
     def _leave(self, moved: bool = True) -> None:
         if self.shared and moved:
             self.x.copy_(self.model.frames[0].body)
-        for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
+        for buffer, own in zip(self._module_buffers, self._buffers):
             own.copy_(buffer)
 
     def state(self) -> dict[str, Any]:
-        """Parameters, optimizer state and residual; copies. Taken right after a meeting, when all copies are x."""
-        assert not self._copies, "state is taken right after a meeting"
+        """Parameters, optimizer state, residual, buffers, and in gossip the copies of others; all copied."""
         optimizer = torch.utils._pytree.tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.optimizer.state_dict()
         )
         encoder = self.encoder.state() if self.encoder is not None else {}
-        return {"parameters": self.x.clone(), "optimizer": optimizer, "encoder": encoder}
+        copies = {str(source): copy.clone() for source, copy in self._copies.items()}
+        return {
+            "parameters": self.x.clone(), "optimizer": optimizer, "encoder": encoder, "copies": copies,
+            "common": (self.x if self._common is None else self._common).clone(),
+            "buffers": [buffer.detach().clone() for buffer in self._buffers],
+        }  # fmt: skip
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
         self.x.copy_(state["parameters"])
+        self.show()
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.encoder is not None:
+        for buffer, saved in zip(self._buffers, state["buffers"], strict=True):
+            buffer.copy_(saved)
+        if self.encoder is not None and state["encoder"]:
             self.encoder.restore(state["encoder"])
         if self._common is not None:
-            self._common.copy_(self.x)
-            self._copies.clear()
+            self._common.copy_(state["common"])
+            self._copies = {int(source): copy.clone() for source, copy in state["copies"].items()}

@@ -11,59 +11,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Any
 
-from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send
+from mpitrain.effects import ASKS, Compute, Effect, Kind, Message, Now, Recv, Role, Send
 from mpitrain.errors import NonFiniteError
-from mpitrain.roles.ports import Gradient, Report
-from mpitrain.rules import Lease, topology
+from mpitrain.roles.peer_cuts import PeerCuts
+from mpitrain.roles.ports import PeerReplica, Report
+from mpitrain.rules import topology
 from mpitrain.rules.decentralized import Decentralized
 from mpitrain.rules.shares import Endless, Shares, Turn
 
 Answers = Generator[Effect, Any, Any]
-
-
-class PeerReplica(Protocol):
-    """A peer's model, data and messages, opaque to the role. Payloads handed in are the replica's to release."""
-
-    def step(self, turn: Turn) -> Gradient:
-        """Forward, backward and the peer's own optimizer step over the turn's lease."""
-
-    def prefetch(self, lease: Lease) -> None:
-        """This batch will be computed on next."""
-
-    def update(self) -> Any:
-        """What to tell the others of the step; a Payload with `hold`, held once."""
-
-    def apply(self, payload: Any, num_peers: int) -> None:
-        """Full topology: take in one peer's update (also the peer's own) of `num_peers`."""
-
-    def copy(self, source: int, payload: Any) -> None:
-        """Gossip: bring the copy of `source` up to date (also the peer's own)."""
-
-    def mix(self, rank: int, weights: dict[int, float], rate: float) -> None:
-        """Gossip: move towards the copies."""
-
-    def total(self) -> Any:
-        """The parameters, as a payload that sums can be added to."""
-
-    def add(self, total: Any, other: Any) -> Any:
-        """total + other, as one payload."""
-
-    def divide(self, total: Any, count: int) -> Any:
-        """total / count, as one payload."""
-
-    def settle(self, mean: Any) -> float:
-        """Take the mean of all peers; returns how far this peer was from it, relative to its length."""
-
-    def digest(self) -> str:
-        """Short text that is equal for equal bits."""
-
-    def validate(self) -> dict[str, float]:
-        """Metrics of the present parameters; empty where there is nothing to validate."""
-
-    def statistics(self) -> dict[str, float]:
-        """What the codec has to tell of the last message."""
+_COUNTS = (
+    "batches", "samples", "nonfinite", "num_active", "sent_bytes", "num_sent", "num_meetings", "drift", "drift_max",
+)  # fmt: skip
 
 
 class Peer:
@@ -75,6 +36,7 @@ class Peer:
             brings it and answers `Compute`, in the end with None.
         report: where progress goes, on the peer that logs, which also validates.
         on_nonfinite: "stop" ends the job, "skip" leaves the step out.
+        cuts: when to write checkpoints; None for never.
     """
 
     def __init__(
@@ -86,9 +48,11 @@ class Peer:
         replica: PeerReplica,
         report: Report,
         on_nonfinite: str = "stop",
+        cuts: PeerCuts | None = None,
     ):
         self.rank, self.number, self.rule, self.shares = rank, number, rule, shares
         self.replica, self.report, self.on_nonfinite = replica, report, on_nonfinite
+        self.cuts = cuts
         self.step = self.batches = self.samples = self.nonfinite = self.sent_bytes = self.num_sent = (
             self.num_meetings
         ) = 0
@@ -102,7 +66,7 @@ class Peer:
 
     def run(self) -> Role:
         """Train to the end of the course; returns this peer's counts."""
-        epoch = 0
+        epoch = self.shares.epoch
         told: tuple[int, int, int, float] | None = None
         while (turn := self.shares.next()) is not None:
             if turn.num_active != self.num_active:  # the warm-up is over: the others join from the mean
@@ -118,26 +82,51 @@ class Peer:
                     break
                 told = (turn.samples_before + turn.num_samples, turn.step + 1, turn.epoch + 1, loss)
                 self.report.progress(*told, drift=self.drift, **dict[str, Any](self.replica.statistics()))
-            if self.rule.meets_after(turn.step):
+            if meets := self.rule.meets_after(turn.step):
                 yield from self._meet()
+            if self.cuts is not None:
+                yield from self._look(self.cuts, turn, meets)
+                if self.cuts.ended:
+                    break
         yield from self._meet()
         if told:
             self.report.progress(*told)  # the run has lasted until everybody was here
         return self._counts()
 
     def state(self) -> dict[str, Any]:
-        """Counts and position, JSON-able; taken right after a meeting."""
-        assert not self._waiting and not self._since_meeting, "state is taken right after a meeting"
-        return {
-            "shares": self.shares.state(), "batches": self.batches, "samples": self.samples,
-            "nonfinite": self.nonfinite, "num_active": self.num_active,
-        }  # fmt: skip
+        """Counts and position, JSON-able; taken between two steps. What others have sent ahead they will send again."""
+        return {"shares": self.shares.state()} | {key: getattr(self, key) for key in _COUNTS}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; parameters and residuals are the replica's."""
         self.shares.restore(state["shares"])
-        self.batches, self.samples, self.nonfinite = state["batches"], state["samples"], state["nonfinite"]
+        vars(self).update({key: state[key] for key in _COUNTS})
         self.num_active = min(state["num_active"], self.number)
+
+    def _look(self, cuts: PeerCuts, turn: Turn, met: bool) -> Answers:
+        """Write a checkpoint where one is due. All peers write after the same step, and a synchronous one has then
+        taken in all that was sent before it; asynchronous ones write when they have met."""
+        if cuts.agrees_after(turn.step, met):
+            cuts.take((yield from self._agree(cuts, turn)), turn.step)
+        if cuts.is_due(turn.samples_before + turn.num_samples, met):
+            yield Compute(lambda: cuts.save(self.state()), "checkpoint")
+
+    def _agree(self, cuts: PeerCuts, turn: Turn) -> Generator[Effect, Any, Message]:
+        """What any peer was told goes up the tree of all, what the first decides comes down."""
+        asked, step = cuts.asked(), turn.step
+        for child in topology.children(self.rank, self.number):
+            message = yield from self._expect(child, Kind.ASK, step)
+            asked = asked or message.mark == ASKS
+        parent = topology.parent(self.rank)
+        if parent is None:
+            samples = turn.samples_before + turn.num_samples
+            decided = cuts.decide(asked, step, samples, (yield Now()))
+        else:
+            yield Send(parent, Message(Kind.ASK, version=step, step=step, mark=ASKS if asked else 0))
+            decided = yield from self._expect(parent, Kind.AGREED, step)
+        for child in topology.children(self.rank, self.number):
+            yield Send(child, decided)
+        return decided
 
     # ---- a step
 

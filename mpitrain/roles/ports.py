@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from mpitrain.effects import Payload
 from mpitrain.rules import Lease
+from mpitrain.rules.shares import Turn
 
 
 class Store(Protocol):
@@ -92,3 +93,46 @@ class Keeper(Protocol):
 
     def save(self, mark: int, role_state: dict[str, Any], parts: list[str] | tuple[()]) -> None:
         """Write in the background; `parts`: names of all that make the checkpoint complete (the first part knows)."""
+
+
+class PeerReplica(Protocol):
+    """A peer's model, data and messages, opaque to the role. Payloads handed in are the replica's to release."""
+
+    def step(self, turn: Turn) -> Gradient:
+        """Forward, backward and the peer's own optimizer step over the turn's lease."""
+
+    def prefetch(self, lease: Lease) -> None:
+        """This batch will be computed on next."""
+
+    def update(self) -> Any:
+        """What to tell the others of the step; a Payload with `hold`, held once."""
+
+    def apply(self, payload: Any, num_peers: int) -> None:
+        """Full topology: take in one peer's update (also the peer's own) of `num_peers`."""
+
+    def copy(self, source: int, payload: Any) -> None:
+        """Gossip: bring the copy of `source` up to date (also the peer's own)."""
+
+    def mix(self, rank: int, weights: dict[int, float], rate: float) -> None:
+        """Gossip: move towards the copies."""
+
+    def total(self) -> Any:
+        """The parameters, as a payload that sums can be added to."""
+
+    def add(self, total: Any, other: Any) -> Any:
+        """total + other, as one payload."""
+
+    def divide(self, total: Any, count: int) -> Any:
+        """total / count, as one payload."""
+
+    def settle(self, mean: Any) -> float:
+        """Take the mean of all peers; returns how far this peer was from it, relative to its length."""
+
+    def digest(self) -> str:
+        """Short text that is equal for equal bits."""
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of the present parameters; empty where there is nothing to validate."""
+
+    def statistics(self) -> dict[str, float]:
+        """What the codec has to tell of the last message."""

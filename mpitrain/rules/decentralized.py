@@ -67,6 +67,12 @@ class Decentralized(Strategy):
             )
 
     @property
+    def family(self) -> str:
+        return (
+            f"gossip over topology={self.topology!r}" if self.mixes else "peers that tell all their updates"
+        )
+
+    @property
     def mixes(self) -> bool:
         """Whether parameters are mixed (gossip), rather than updates applied by all."""
         return self.topology != "full"

@@ -109,7 +109,7 @@ class Shares:
 class Endless:
     """The course of one peer whose data are somebody else's: turns without end, each of one sample a peer."""
 
-    num_left_out = 0
+    num_left_out = epoch = 0
 
     def __init__(self, num_peers: int, peer: int):
         self.num_peers, self.peer, self.step = num_peers, peer, 0

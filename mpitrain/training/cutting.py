@@ -52,13 +52,13 @@ class StepCuts:
         replica, place = grid.place(self.rank) if grid else (0, self.rank)
         num_places = grid.num_parts if grid else session.runtime.size
         self._writes = replica == 0 and (self.rank == 0 or own is not None)
-        self._parts = tuple(_own_part(other) for other in range(num_places if own else 1))
+        self._parts = tuple(own_part(other) for other in range(num_places if own else 1))
 
         def saved() -> dict[str, Any]:
             shared = {"state": _copied(state())} if self.rank == 0 else {}
             return shared | ({"own": _copied(own())} if own else {})
 
-        self.keeper: Keeper = make_keeper(job, session.run_dir, _own_part(place), about, saved)
+        self.keeper: Keeper = make_keeper(job, session.run_dir, own_part(place), about, saved)
         self.ended = False
         self._mark = self.keeper.policy.next_mark(session.resume.mark if session.resume else 0)
         self._look_at, self._last_step, self._last_s = 1, 0, time.monotonic()
@@ -72,7 +72,7 @@ class StepCuts:
     def restored_part(self, session: Session, part: int) -> Any:
         """What the rank that held this part of a split model wrote, or None for a run from the beginning."""
         resume: Resume | None = session.resume
-        saved = attempt(session.runtime, lambda: read_own_part(resume, _own_part(part)))
+        saved = attempt(session.runtime, lambda: read_own_part(resume, own_part(part)))
         return saved["own"] if saved else None
 
     def restored_own(self, session: Session) -> tuple[Any, list[Any], int]:
@@ -85,7 +85,7 @@ class StepCuts:
         mine = [rank for rank in (0, *sorted(named)) if rank % session.runtime.size == self.rank]
 
         def read() -> list[Any]:
-            parts = [read_own_part(resume, _own_part(rank)) or {} for rank in (0, *mine)]
+            parts = [read_own_part(resume, own_part(rank)) or {} for rank in (0, *mine)]
             return [part.get("own") for part in parts]
 
         first, *own = attempt(session.runtime, read)
@@ -115,7 +115,7 @@ class StepCuts:
         return bool(told[0]), bool(told[1])
 
 
-def _own_part(place: int) -> str:
+def own_part(place: int) -> str:
     """The part that a rank writes, by its rank or by the part of a split model that it holds: the first puts its own
     things beside what all share."""
     return f"own-{place}" if place else "shard-0"

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from mpitrain.effects import Kind
-from mpitrain.errors import UsageError
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peering import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.rules import Decentralized
 from mpitrain.rules.shares import Endless, Shares
-from mpitrain.training import signals
 from mpitrain.training.measure import (
     Meter,
     build,
@@ -28,6 +26,8 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
+from mpitrain.training.peer_cutting import check_cuts, make_cuts, restore
+from mpitrain.training.resuming import about_run
 from mpitrain.training.session import Session, attempt
 
 
@@ -35,18 +35,14 @@ def run_peers(session: Session) -> dict[str, Any]:
     """Train as one of the peers; returns what this rank knows of the run."""
     runtime, job, rule = session.runtime, session.job, session.strategy
     assert isinstance(rule, Decentralized)
-    attempt(runtime, lambda: _no_checkpoints(session))
-    signals.uninstall()
     device = pick_device(runtime.local_rank)
     module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, device))
     share_module(runtime, module)
     model = attempt(runtime, lambda: FlatModel(module, optimizer, 1))
-    runtime.compare(
-        {
-            "parameters": [f"{n} {s}" for n, s in zip(model.layout.names, model.layout.shapes, strict=True)],
-            "dtype": str(model.layout.dtype),
-        }
-    )
+    shapes = [f"{n} {s}" for n, s in zip(model.layout.names, model.layout.shapes, strict=True)]
+    runtime.compare({"parameters": shapes, "dtype": str(model.layout.dtype)})
+    about = about_run(job, session.catalogue.num_samples, shapes, rule.family)
+    attempt(runtime, lambda: check_cuts(session, rule, about))
     first = runtime.rank == 0
     with job.data.reader(session.catalogue, job.seed) as reader:
         measure = None
@@ -70,13 +66,19 @@ def run_peers(session: Session) -> dict[str, Any]:
             session.overrides.steps, job.drop_last, rule.warmup,
         )  # fmt: skip
         num_steps = session.total_samples() // (job.batch_size * runtime.size)
-        meter = Meter(session.report, num_warmup(num_steps))
-        peer = Peer(runtime.rank, runtime.size, rule, shares, replica, meter, job.on_nonfinite)
+        resume = session.resume
+        meter = Meter(session.report, num_warmup(num_steps), resume.mark if resume else 0)
+        cuts, keeper = make_cuts(session, rule, replica, about)
+        peer = Peer(runtime.rank, runtime.size, rule, shares, replica, meter, job.on_nonfinite, cuts)
+        attempt(runtime, lambda: restore(resume, peer, replica))
         counts, injected = _carry(session, rule, peer, replica, device)
+    keeper.wait()
     digests = runtime.allgather(counts["digest"])
     outcome: dict[str, Any] = {
-        "detail": {"role": "worker", **counts, **replica.statistics(with_norm=True)},
-        "failure": "", "injected": injected,
+        "detail": {
+            "role": "worker", **counts, **replica.statistics(with_norm=True), "checkpoints": keeper.summary(),
+        },
+        "failure": "", "injected": injected, "requeue": cuts is not None and cuts.ended,
     }  # fmt: skip
     everybody = runtime.allgather(
         {key: counts[key] for key in ("batches", "drift", "drift_max", "lead_max", "nonfinite", "sent_bytes")}
@@ -87,14 +89,6 @@ def run_peers(session: Session) -> dict[str, Any]:
             **finish_model(session, replica),
         }  # fmt: skip
     return outcome
-
-
-def _no_checkpoints(session: Session) -> None:
-    if session.resume is not None or session.job.checkpoint_every not in ("auto", "never"):
-        raise UsageError(
-            f"{session.strategy} writes no checkpoints and cannot go on from one: leave out --resume and "
-            "checkpoint_every, or choose another strategy"
-        )
 
 
 def _carry(

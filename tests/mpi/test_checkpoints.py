@@ -43,7 +43,11 @@ EXACT = {
         "sync(servers=2,push_wire=threshold(density=0.1,dense_below=0),reply_wire=eightbit(dense_below=0))",
         "adam",
     ),
+    "peers": ("decentralized(codec=threshold(density=0.1,dense_below=0))", "sgd"),
+    "ring": ("decentralized(topology='ring',codec=topk(density=0.2,dense_below=0))", "adam"),
+    "exponential": ("decentralized(topology='exponential',resync=4)", "two_groups"),
 }
+PEERS = {"asynchronous": ("decentralized(codec=eightbit(dense_below=0),asynchronous=True,resync=3)", "sgd")}
 ASYNC = {
     "async": ("async(servers=2,damping=inverse())", "adam"),
     "ssp": ("ssp(bound=1,servers=2)", "sgd"),
@@ -62,10 +66,10 @@ def result_of(path):
 def runs(tmp_path_factory):
     """Every strategy trained whole, and again from a copy of its first checkpoint."""
     path = tmp_path_factory.mktemp("runs")
-    whole = {name: (text, optimizer, None) for name, (text, optimizer) in (EXACT | ASYNC).items()}
+    whole = {name: (text, optimizer, None) for name, (text, optimizer) in (EXACT | ASYNC | PEERS).items()}
     run_ranks(4, RUNS.format(runs=whole, path=path)).check()
     again = {}
-    for name, (text, optimizer) in (EXACT | ASYNC).items():
+    for name, (text, optimizer) in (EXACT | ASYNC | PEERS).items():
         first = sorted((path / name / FOLDER).iterdir())[0]
         copy = path / f"{name}-resumed" / FOLDER
         copy.mkdir(parents=True)
@@ -82,6 +86,13 @@ def test_a_resumed_synchronous_run_is_the_uninterrupted_one_bit_for_bit(runs, na
     assert resumed["samples"] == whole["samples"] == 6 * 48
     assert resumed["steps"] == whole["steps"]
     assert same_model(runs / name / "model.safetensors", runs / f"{name}-resumed" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_resumed_asynchronous_peers_take_every_sample_once(runs, name):
+    resumed = result_of(runs / f"{name}-resumed")
+    assert 96 <= resumed["resumed_from"] < 192 and resumed["samples"] == 6 * 48
+    assert resumed["status"] == "ok" and resumed["steps"] == result_of(runs / name)["steps"]
 
 
 @pytest.mark.parametrize("name", ASYNC)
@@ -143,7 +154,12 @@ sys.exit(result["exit_code"])
 
 @pytest.mark.parametrize(
     ("strategy", "name", "victim"),
-    [("sync(servers=2)", "SIGUSR1", 3), ("async()", "SIGTERM", 2), ("allreduce()", "SIGUSR1", 1)],
+    [
+        ("sync(servers=2)", "SIGUSR1", 3),
+        ("async()", "SIGTERM", 2),
+        ("allreduce()", "SIGUSR1", 1),
+        ("decentralized(topology='ring')", "SIGTERM", 3),
+    ],
 )
 def test_a_signal_leads_to_a_checkpoint_and_exit_75_and_the_next_start_goes_on(
     tmp_path, strategy, name, victim

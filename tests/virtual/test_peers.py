@@ -7,12 +7,16 @@ import torch
 from torch import nn
 
 from mpitrain import Decentralized, EightBit, Threshold, TopK, Warmup, simulate
+from mpitrain.checkpoint.parts import write_part
 from mpitrain.errors import NonFiniteError, UsageError
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peering import PeerReplica
 from mpitrain.report import NullReport
 from mpitrain.roles.peer import Peer
 from mpitrain.rules.shares import Shares
+from mpitrain.training.measure import build
+from mpitrain.training.peer_cutting import restore
+from mpitrain.training.resuming import Resume
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests import toy
 
@@ -189,3 +193,46 @@ def test_a_restored_peer_goes_on_to_the_bit(topology):
     resumed.restore(peer.state())
     assert go(resumed, 4) == go(peer, 4)
     assert resumed.state() == peer.state()
+
+
+@pytest.mark.parametrize("topology", ("full", "ring"))
+def test_another_number_of_peers_goes_on_from_the_mean(tmp_path, topology):
+    """What codecs had kept back is neither lost nor doubled: its mean over peers stays what it was."""
+    strategy = Decentralized(topology, codec=TopK(density=0.1, dense_below=0))
+    job = toy.make_job(model=toy.linear_float32, loss=toy.linear_loss)
+
+    def make(number):
+        made = []
+        for rank in range(number):
+            module, optimizer = build(job, None, torch.device("cpu"))
+            reader = job.data.reader(None, 0)
+            model = FlatModel(module, optimizer, 1)
+            replica = PeerReplica(
+                model, optimizer, strategy, number, rank, job.loss, reader.batch, reader.prefetch, 0
+            )
+            shares = Shares(48, 2, 4, number, rank)
+            made.append((Peer(rank, number, strategy, shares, replica, NullReport()), replica))
+        return made
+
+    def kept(replica):
+        found = replica.encoder.state()["tensors"]
+        sizes = {"residual/weight": 20, "residual/bias": 4}
+        return torch.cat([found.get(name, torch.zeros(size)).reshape(-1) for name, size in sizes.items()])
+
+    wrote = make(3)
+    VirtualWorld(Constant(1.0), Ideal()).run({peer.rank: peer.run() for peer, _ in wrote})
+    for peer, replica in wrote:
+        name = f"own-{peer.rank}" if peer.rank else "shard-0"
+        write_part(tmp_path, name, {"role": peer.state(), "replica": replica.state()})
+    resume = Resume(tmp_path, 96, ("shard-0", "own-1", "own-2"), {})
+    mean = sum(replica.x for _, replica in wrote) / 3
+    residual = sum(kept(replica) for _, replica in wrote) / 3
+    for number in (2, 3, 5):
+        again = make(number)
+        for peer, replica in again:
+            restore(resume, peer, replica)
+            torch.testing.assert_close(replica.x, mean)
+            assert peer.shares.samples == 96
+        if topology == "full":
+            torch.testing.assert_close(sum(kept(replica) for _, replica in again) / number, residual)
+    assert topology == "ring" or float(residual.abs().max()) > 0

@@ -1,0 +1,87 @@
+"""Checkpoints of peers: every peer writes a part of its own, after the same step.
+
+Law of this file: as many peers as wrote go on bit for bit where they are synchronous. Any other number goes on from
+the mean of the parameters; optimizer states and buffers are dealt out in turn, and what codecs had kept back is added
+up, so that the mean over peers of what is still to be told stays what it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpitrain.checkpoint import Keeper
+from mpitrain.errors import UsageError
+from mpitrain.model.compression import merge_states
+from mpitrain.model.peering import PeerReplica
+from mpitrain.roles.peer import Peer
+from mpitrain.roles.peer_cuts import PeerCuts
+from mpitrain.rules import Decentralized
+from mpitrain.training import signals
+from mpitrain.training.cutting import own_part
+from mpitrain.training.resuming import Resume, check, make_keeper, read_own_part
+from mpitrain.training.session import Session
+
+
+def check_cuts(session: Session, rule: Decentralized, about: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another run, and checkpoints where peers never meet.
+
+    Raises:
+        UsageError: says which.
+    """
+    check(session.resume, about)
+    every = session.job.checkpoint_every
+    if _never_meets(rule) and every not in ("auto", "never", ""):
+        raise UsageError(
+            f"{rule}: peers that never wait for one another write checkpoints when they meet: give resync=R, or leave "
+            f"out checkpoint_every={every!r}"
+        )
+
+
+def _never_meets(rule: Decentralized) -> bool:
+    return rule.asynchronous and not rule.resync
+
+
+def make_cuts(
+    session: Session, rule: Decentralized, replica: PeerReplica, about: dict[str, Any]
+) -> tuple[PeerCuts | None, Keeper]:
+    """When this peer writes, and who writes; never where peers do not meet: a signal then ends the run as it is."""
+    runtime, job = session.runtime, session.job
+    keeper = make_keeper(
+        job, session.run_dir, own_part(runtime.rank), about, lambda: {"replica": replica.state()}
+    )
+    if _never_meets(rule):
+        signals.uninstall()
+        return None, keeper
+    parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []
+    samples = session.resume.mark if session.resume else 0
+    return PeerCuts(keeper, parts, keeper.policy.next_mark, samples, rule.asynchronous), keeper
+
+
+def restore(resume: Resume | None, peer: Peer, replica: PeerReplica) -> None:
+    """This peer's state, or what falls to it of another number's."""
+    if resume is None:
+        return
+    number = len(resume.parts)
+    mine = read_own_part(resume, own_part(peer.rank % number))
+    peer.restore(mine["role"])
+    replica.restore(mine["replica"] if number == peer.number else _of_others(resume, peer, number, mine))
+
+
+def _of_others(resume: Resume, peer: Peer, number: int, mine: dict[str, Any]) -> dict[str, Any]:
+    states = [read_own_part(resume, own_part(rank))["replica"] for rank in range(number)]
+    mean = torch.zeros_like(states[0]["parameters"])
+    for state in states:
+        mean.add_(state["parameters"])
+    first = states[0]["encoder"]
+    kept = [] if peer.rule.mixes else [state["encoder"] for state in states[peer.rank :: peer.number]]
+    mean.div_(number)
+    return {
+        "parameters": mean,
+        "common": mean,
+        "copies": {},
+        "optimizer": mine["replica"]["optimizer"],
+        "buffers": mine["replica"]["buffers"],
+        "encoder": merge_states(first, kept, peer.number / number) if first else {},
+    }
