@@ -6,8 +6,8 @@ the chunks of one window always fit, plus one; those of the next window too (so 
 unless that passes `CACHE_BYTES`.
 
 Law of this file: chunks are read by one thread at a time under `_reading`; the table of who sits where
-changes only under `_table`, which is never held while reading, so a batch whose chunks are here does not wait
-for the disk.
+changes only under `_table`, which is held neither while reading nor while copying: a place that a batch is being
+copied from is marked, and only unmarked places are given to other chunks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpitrain.data.buffers import NUM_SPARE, BatchBuffers
 from mpitrain.data.catalogue import Catalogue
 from mpitrain.data.order import IntArray
 
-Arrays = dict[str, NDArray[np.generic]]
 CACHE_BYTES = 256 << 20
 
 
@@ -48,86 +48,131 @@ class ChunkCache:
     def __init__(self, catalogue: Catalogue, source: ChunkSource, num_slots: int | None = None):
         self._source = source
         self.num_slots = num_slots or slots_for(catalogue)
-        self.memory_bytes = self.num_slots * catalogue.chunk_bytes
+        self.sample_bytes = catalogue.sample_bytes
+        self._arena_bytes = self.num_slots * catalogue.chunk_bytes
         self._rows = max(file.chunk_samples for file in catalogue.files)
         self._arena = {
             name: np.empty((self.num_slots * self._rows, *spec.shape), spec.dtype)
             for name, spec in catalogue.arrays.items()
         }
+        self._buffers = BatchBuffers(catalogue.arrays)
         self._slot_of = np.full(catalogue.num_chunks, -1, dtype=np.int64)
         self._chunk_in = np.full(self.num_slots, -1, dtype=np.int64)
         self._used = np.zeros(self.num_slots, dtype=np.int64)
         self._clock = 0
-        self._table = threading.Lock()
+        self._copying: list[IntArray] = []  # places that batches are being copied from
+        self._table = threading.Condition()
         self._reading = threading.RLock()
         self.num_reads = 0
 
+    @property
+    def memory_bytes(self) -> int:
+        """The arena and as many batches, of the largest size so far, as this ever holds or keeps for reuse."""
+        return self._arena_bytes + NUM_SPARE * self._buffers.largest_bytes
+
+    def holds(self, chunks: IntArray) -> bool:
+        """Whether all these chunks are here."""
+        return bool((self._slot_of[chunks] >= 0).all())
+
+    def touch(self, chunks: IntArray) -> None:
+        """Make those of the chunks that are here the most recently used ones."""
+        with self._table:
+            self._clock += 1
+            slots = self._slot_of[chunks]
+            self._used[slots[slots >= 0]] = self._clock
+
     def gather(self, chunks: IntArray, rows: IntArray) -> dict[str, torch.Tensor]:
-        """The samples (chunks[i], rows[i]) in that order, in fresh tensors of shape (len(rows), ...).
+        """The samples (chunks[i], rows[i]) in that order, in tensors of shape (len(rows), ...) that are the
+        caller's until it lets go of them.
 
         Raises:
             DataError: from reading a chunk.
         """
-        found = self._copy_if_here(chunks, rows)
-        if found is None:
+        found = self._buffers.take(len(rows))
+        arrays = {name: array for name, (_, array) in found.items()}
+        if not self._copy_if_here(chunks, rows, arrays):
             needed = _in_order_of_appearance(chunks)
             if len(needed) <= self.num_slots:
                 for chunk in needed:
                     self.load(chunk)
-                found = self._copy_if_here(chunks, rows)
-        if found is None:  # more chunks than places, or another thread's reading pushed some out
-            found = self._copy_chunk_by_chunk(chunks, rows)
-        return {name: torch.from_numpy(array) for name, array in found.items()}
+            # more chunks than places, or another thread's reading pushed some out
+            if len(needed) > self.num_slots or not self._copy_if_here(chunks, rows, arrays):
+                self._copy_chunk_by_chunk(needed, chunks, rows, arrays)
+        return {name: tensor for name, (tensor, _) in found.items()}
 
     def load(self, chunk: int) -> None:
         """Make a chunk the most recently used one, reading it if it is not here."""
         with self._reading:
-            with self._table:
-                self._clock += 1
-                slot = int(self._slot_of[chunk])
-                if slot >= 0:
-                    self._used[slot] = self._clock
-                    return
-                slot = int(self._used.argmin())
-                if self._chunk_in[slot] >= 0:
-                    self._slot_of[self._chunk_in[slot]] = -1
-                self._chunk_in[slot], self._used[slot] = -1, 0
+            slot = self._make_room(chunk)
+            if slot is None:
+                return
             part = slice(slot * self._rows, (slot + 1) * self._rows)
             self._source.read(chunk, {name: arena[part] for name, arena in self._arena.items()})
             self.num_reads += 1
             with self._table:
                 self._slot_of[chunk], self._chunk_in[slot], self._used[slot] = slot, chunk, self._clock
 
-    def _copy_if_here(self, chunks: IntArray, rows: IntArray) -> Arrays | None:
+    def _make_room(self, chunk: int) -> int | None:
+        """The place to read a chunk into, emptied; None if the chunk is here."""
+        with self._table:
+            self._clock += 1
+            slot = int(self._slot_of[chunk])
+            if slot >= 0:
+                self._used[slot] = self._clock
+                return None
+            while (slot := self._least_recently_used()) < 0:
+                self._table.wait()
+            if self._chunk_in[slot] >= 0:
+                self._slot_of[self._chunk_in[slot]] = -1
+            self._chunk_in[slot], self._used[slot] = -1, 0
+            return slot
+
+    def _least_recently_used(self) -> int:
+        """Among the places that no batch is being copied from; -1 if there is none."""
+        if not self._copying:
+            return int(self._used.argmin())
+        free = np.ones(self.num_slots, dtype=bool)
+        for slots in self._copying:
+            free[slots] = False
+        return int(np.where(free, self._used, self._clock + 1).argmin()) if free.any() else -1
+
+    def _copy_if_here(
+        self, chunks: IntArray, rows: IntArray, into: Mapping[str, NDArray[np.generic]]
+    ) -> bool:
         with self._table:
             slots = self._slot_of[chunks]
             if (slots < 0).any():
-                return None
+                return False
             self._clock += 1
             self._used[slots] = self._clock
+            self._copying.append(slots)
+        try:
             index = slots * self._rows + rows
-            return {
-                name: arena.take(index, axis=0) for name, arena in self._arena.items()
-            }  # lets go of the GIL
+            for name, arena in self._arena.items():  # lets go of the GIL; mode "raise" would copy twice
+                arena.take(index, axis=0, out=into[name], mode="clip")
+        finally:
+            with self._table:
+                self._copying = [others for others in self._copying if others is not slots]
+                self._table.notify_all()
+        return True
 
-    def _copy_chunk_by_chunk(self, chunks: IntArray, rows: IntArray) -> Arrays:
-        found: Arrays = {
-            name: np.empty((len(rows), *arena.shape[1:]), arena.dtype) for name, arena in self._arena.items()
-        }
-        for chunk in _in_order_of_appearance(chunks):
+    def _copy_chunk_by_chunk(
+        self, needed: list[int], chunks: IntArray, rows: IntArray, into: Mapping[str, NDArray[np.generic]]
+    ) -> None:
+        for chunk in needed:
             samples = np.flatnonzero(chunks == chunk)
             with self._reading:  # so nobody pushes it out before it is copied
                 self.load(chunk)
                 index = self._slot_of[chunk] * self._rows + rows[samples]
                 for name, arena in self._arena.items():
-                    found[name][samples] = arena[index]
-        return found
+                    into[name][samples] = arena[index]
 
     def close(self) -> None:
         """Close the source and give the memory back."""
         with self._reading, self._table:
             self._source.close()
             self._arena = {}
+            self._buffers.close()
 
 
 def _in_order_of_appearance(chunks: IntArray) -> list[int]:

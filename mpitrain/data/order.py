@@ -78,31 +78,23 @@ class EpochOrder:
     def num_windows(self) -> int:
         return len(self._starts) - 1
 
-    def _window_of(self, position: int) -> int:
+    def window_of(self, position: int) -> int:
+        """The window that a position lies in."""
         return int(np.searchsorted(self._starts, position, side="right")) - 1
 
-    def _chunks_of(self, window: int) -> IntArray:
+    def chunks_of(self, window: int) -> IntArray:
+        """The chunks of a window; none after the last."""
         return self._chunks[window * self._window_chunks : (window + 1) * self._window_chunks]
 
-    def windows_at(self, position: int) -> tuple[IntArray, IntArray, float]:
-        """What to read ahead at a position.
-
-        Returns:
-            The chunks of its window, the chunks of the next window (none after the last), and which part of
-            its window's samples the position completes (above 0, at most 1).
-        """
-        window = self._window_of(position)
-        first, end = self._starts[window], self._starts[window + 1]
-        return (
-            self._chunks_of(window),
-            self._chunks_of(window + 1),
-            float((position + 1 - first) / (end - first)),
-        )
+    def prepare(self, window: int) -> None:
+        """Permute a window's samples now, so that `locate` finds it done; nothing after the last."""
+        if window < self.num_windows:
+            self._window(window)
 
     def _permute_window(self, window: int) -> tuple[IntArray, IntArray]:
         first = window * self._window_chunks
         sizes = self._sizes[first : first + self._window_chunks]
-        chunks = np.repeat(self._chunks_of(window), sizes)
+        chunks = np.repeat(self.chunks_of(window), sizes)
         rows = np.arange(len(chunks)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         seed, epoch = self._key
         shuffled = permutation(len(chunks), seed, SAMPLES, epoch, window)
@@ -119,7 +111,7 @@ class EpochOrder:
                 f"positions [{start}, {start + count}) lie outside the epoch of {self.num_samples} samples"
             )
         pieces = []
-        for window in range(self._window_of(start), self.num_windows):
+        for window in range(self.window_of(start), self.num_windows):
             first, end = int(self._starts[window]), int(self._starts[window + 1])
             if first >= start + count:
                 break
@@ -153,6 +145,14 @@ class Order:
     def epoch(self, epoch: int) -> EpochOrder:
         """The order of an epoch, counted from 0; the last two asked for are kept."""
         return self._epoch(epoch)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the tables of two epochs hold at most: per chunk twelve numbers, per sample of a window two in each of
+        two windows and six while the next is made.
+        """
+        window_samples = int(np.sort(self.sizes)[-self.window_chunks :].sum())
+        return 8 * (12 * len(self.sizes) + 10 * window_samples)
 
     def samples(self, epoch: int, start: int, count: int) -> IntArray:
         """Global sample ids (shards in turn, rows in turn) at positions [start, start + count), int64."""

@@ -7,131 +7,117 @@ needs the data.
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Hashable, Iterator
 from types import TracebackType
-from typing import Protocol
 
-import torch
-
+from mpitrain.data.ahead import Batch, ReadAhead, Store
 from mpitrain.data.catalogue import Catalogue
 from mpitrain.data.order import IntArray, Order, chunk_sizes
 from mpitrain.errors import UsageError
 
-Batch = dict[str, torch.Tensor]
-MAX_HINTS = 2  # batches held ready; hints beyond replace the oldest
+Run = tuple[int | None, int, int]  # epoch (None: the order of the files), start, count
 
-
-class Store(Protocol):
-    """Gives samples by (chunk, row); `ChunkCache` for shards, `PoolStore` for synthetic samples."""
-
-    num_slots: int
-    memory_bytes: int
-
-    def gather(self, chunks: IntArray, rows: IntArray) -> Batch: ...
-
-    def load(self, chunk: int) -> None: ...
-
-    def close(self) -> None: ...
+__all__ = ["Batch", "Reader", "Store"]
 
 
 class Reader:
     """Reads batches; made by `Shards.reader` and `Synthetic.reader`.
 
-    For one consumer thread; a context manager. Memory is bounded by `memory_bytes` plus two prefetched
-    batches.
+    For one consumer thread; a context manager.
     """
 
     def __init__(self, catalogue: Catalogue, seed: int, store: Store):
         self.catalogue = catalogue
         sizes = chunk_sizes([(file.num_samples, file.chunk_samples) for file in catalogue.files])
         self.order = Order(sizes, catalogue.window_chunks, seed)
-        self.memory_bytes = store.memory_bytes
         self._store = store
-        self._executor: ThreadPoolExecutor | None = None
-        self._hints: OrderedDict[Hashable, Future[Batch]] = OrderedDict()
-        self._window_read_ahead: tuple[int, list[int]] = (-1, [])
-        self._num_read_ahead = 0
+        self._ahead = ReadAhead(store)
+        weakref.finalize(self, self._ahead.close)  # a reader that nobody closed ends its thread as well
+        self._followed: Hashable = None
         self._closed = False
+
+    @property
+    def memory_bytes(self) -> int:
+        """What reading holds at most, however large the shards are:
+
+            slots * chunk_bytes + 4 * batch_bytes + 80 * window_samples + 96 * num_chunks
+
+        With W = window_chunks, there are slots = 2 W + 2 places for decoded chunks (W + 1 where 2 W + 2 pass 256
+        MiB), chunk_bytes and batch_bytes count all arrays, batch_bytes is of the largest batch so far; the rest are
+        the order's own tables. Two of the four batches are those in the caller's hands: batches that it keeps
+        besides are its own. Beyond this HDF5 holds one encoded chunk and the descriptions of at most 32 open files.
+        """
+        return self._store.memory_bytes + self.order.memory_bytes
 
     def batch(self, epoch: int, start: int, count: int) -> Batch:
         """The samples at positions [start, start + count) of an epoch's global order.
 
         Returns:
-            A dict of tensors of shape (count, ...) that belong to the caller.
+            A dict of tensors of shape (count, ...) that belong to the caller, in pinned memory where there is a
+            CUDA device.
         Raises:
             DataError: a shard is damaged, gone or changed. UsageError: positions outside the epoch, or the
                 reader is closed.
         """
-        return self._take((epoch, start, count), lambda: self._read(epoch, start, count))
+        batch = self._take((epoch, start, count))
+        if count:
+            self._read_on(epoch, start + count - 1)
+        return batch
 
     def prefetch(self, epoch: int, start: int, count: int) -> None:
-        """Hint that `batch` will soon be called so: it and the chunks after it are read meanwhile."""
-        if self._submit((epoch, start, count), lambda: self._read(epoch, start, count)) and count > 0:
-            assert self._executor is not None
-            self._executor.submit(self._read_ahead, epoch, start + count - 1)
+        """Hint that `batch` will soon be called so: it is read meanwhile, and the window after it."""
+        if self._closed or not 0 <= start < start + count <= self.order.num_samples:
+            return
+        order = self.order.epoch(epoch)
+        if self._followed != (epoch, order.window_of(start)):
+            self._ahead.follow(())  # what was wanted until here may not be wanted any more
+        self._ahead.expect((epoch, start, count), *order.locate(start, count))
 
     def sequential(self, batch_size: int) -> Iterator[Batch]:
         """All samples once in the order of the files; the last batch may be smaller. For validation."""
         total = self.order.num_samples
-
-        def read(start: int) -> Callable[[], Batch]:
-            run = start, min(batch_size, total - start)
-            return lambda: self._store.gather(*self.order.locate_in_file_order(*run))
-
-        for start in range(0, total, batch_size):
-            batch = self._take(("sequential", start, batch_size), read(start))
-            if start + batch_size < total:
-                self._submit(("sequential", start + batch_size, batch_size), read(start + batch_size))
+        runs = [(None, start, min(batch_size, total - start)) for start in range(0, total, batch_size)]
+        for run, following in zip(runs, [*runs[1:], None]):
+            batch = self._take(run)
+            if following is not None:
+                self._ahead.expect(following, *self._locate(following))
+                last = int(self.order.locate_in_file_order(run[1] + run[2] - 1, 1)[0][0])
+                if self._followed != (None, last):
+                    self._followed = None, last
+                    end = min(len(self.order.sizes), last + max(2, self._store.num_slots // 2))
+                    self._ahead.follow(range(last + 1, end))
             yield batch
 
-    def _read(self, epoch: int, start: int, count: int) -> Batch:
-        return self._store.gather(*self.order.epoch(epoch).locate(start, count))
-
-    def _read_ahead(self, epoch: int, position: int) -> None:
-        """In the thread: read as much of the next window as `position` has passed of its own.
-
-        So reading is spread evenly over a window, however many ranks share it.
-        """
-        current, following, passed = self.order.epoch(epoch).windows_at(position)
-        if self._window_read_ahead != (epoch, current.tolist()):
-            self._window_read_ahead, self._num_read_ahead = (epoch, current.tolist()), 0
-            for chunk in current.tolist():  # what this window still needs must outlive what the last one used
-                self._store.load(chunk)
-        room = max(0, self._store.num_slots - len(current))
-        wanted = min(len(following), room, math.ceil(len(following) * passed))
-        for chunk in following[self._num_read_ahead : wanted].tolist():
-            if not self._closed:
-                self._store.load(chunk)
-        self._num_read_ahead = max(wanted, self._num_read_ahead)
-
-    def _take(self, key: Hashable, read: Callable[[], Batch]) -> Batch:
+    def _take(self, run: Run) -> Batch:
         if self._closed:
             raise UsageError("this reader is closed; make another with source.reader(catalogue, seed)")
-        hinted = self._hints.pop(key, None)
-        if hinted is None or hinted.cancel():  # the thread is busy reading on: gather here meanwhile
-            return read()
-        return hinted.result()
+        if (expected := self._ahead.claim(run)) is not None:
+            return expected.result()
+        return self._store.gather(*self._locate(run))
 
-    def _submit(self, key: Hashable, read: Callable[[], Batch]) -> bool:
-        if self._closed or key in self._hints:
-            return False
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mpitrain-prefetch")
-        while len(self._hints) >= MAX_HINTS:
-            self._hints.popitem(last=False)[1].cancel()
-        self._hints[key] = self._executor.submit(read)
-        return True
+    def _locate(self, run: Run) -> tuple[IntArray, IntArray]:
+        epoch, start, count = run
+        if epoch is None:
+            return self.order.locate_in_file_order(start, count)
+        return self.order.epoch(epoch).locate(start, count)
+
+    def _read_on(self, epoch: int, position: int) -> None:
+        """Have the next window read while the one of `position` is used."""
+        order = self.order.epoch(epoch)
+        window = order.window_of(position)
+        if self._followed == (epoch, window) or not self._ahead.started:
+            return
+        self._followed = epoch, window
+        current, following = order.chunks_of(window), order.chunks_of(window + 1)
+        self._store.touch(current)  # what this window still needs must outlive what the last one used
+        room = max(0, self._store.num_slots - len(current))
+        self._ahead.follow(following[:room].tolist(), lambda: order.prepare(window + 1))
 
     def close(self) -> None:
         """End the thread and close the files; may be called twice."""
         self._closed = True
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = None
-        self._hints.clear()
+        self._ahead.close()
         self._store.close()
 
     def __enter__(self) -> Reader:

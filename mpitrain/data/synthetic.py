@@ -107,6 +107,7 @@ class PoolStore:
         self._run_samples = catalogue.files[0].chunk_samples
         self._arrays: dict[str, tuple[NDArray[np.generic], tuple[int, ...], str]] = {}
         self.memory_bytes = 0
+        self.sample_bytes = catalogue.sample_bytes
         for name, shape, dtype, high in source.arrays:
             elements = int(np.prod(shape, dtype=np.int64))
             pool = _pool(elements, dtype, high, seed, name)
@@ -122,6 +123,13 @@ class PoolStore:
             samples = torch.from_numpy(stretches[offsets]).reshape(len(rows), *shape)
             batch[name] = samples.view(torch.bfloat16) if dtype == "bfloat16" else samples
         return batch
+
+    def holds(self, chunks: IntArray) -> bool:
+        """Always."""
+        return True
+
+    def touch(self, chunks: IntArray) -> None:
+        """Nothing to keep."""
 
     def load(self, chunk: int) -> None:
         """Nothing to read."""

@@ -46,7 +46,7 @@ def test_reading_in_order_needs_one_window_of_chunks_at_a_time(shards, window, s
     stretches = []
     position = 0
     while position < len(chunks):  # the next window is whichever chunks its length says
-        members = set(chunks[position:].tolist()) & set(order.epoch(0).windows_at(position)[0].tolist())
+        members = set(chunks[position:].tolist()) & set(window_at(order.epoch(0), position))
         length = int(order.sizes[list(members)].sum())
         assert set(chunks[position : position + length].tolist()) == members
         assert len(members) <= window
@@ -55,18 +55,19 @@ def test_reading_in_order_needs_one_window_of_chunks_at_a_time(shards, window, s
     assert sum(map(len, stretches)) == len(appearance) == len(order.sizes)
 
 
+def window_at(epoch, position: int) -> list[int]:
+    return epoch.chunks_of(epoch.window_of(position)).tolist()
+
+
 @given(SHARDS, WINDOWS, SEEDS)
 def test_windows_are_announced_in_the_order_in_which_they_come(shards, window, seed):
     epoch = make(shards, window, seed).epoch(2)
     chunks, _ = epoch.locate(0, epoch.num_samples)
-    for position in range(epoch.num_samples):
-        current, following, passed = epoch.windows_at(position)
-        assert chunks[position] in current
-        assert 0 < passed <= 1
-        if passed == 1:
-            later = set(chunks[position + 1 : position + 1 + 1].tolist())
-            assert later <= set(following.tolist())
-            assert bool(later) == bool(len(following))
+    windows = [epoch.window_of(position) for position in range(epoch.num_samples)]
+    assert windows == sorted(windows) and set(windows) == set(range(epoch.num_windows))
+    for position, number in enumerate(windows):
+        assert chunks[position] in epoch.chunks_of(number)
+    assert len(epoch.chunks_of(epoch.num_windows)) == 0
 
 
 def test_epochs_seeds_and_windows_give_different_orders():

@@ -1,7 +1,9 @@
 """Batches are what plain h5py gives, whatever the layout, the cache, the prefetching or the dealing."""
 
+import gc
 import tempfile
 import threading
+import tracemalloc
 from pathlib import Path
 
 import h5py
@@ -12,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpitrain.data import Reader, Shards
+from mpitrain.data.buffers import NUM_SPARE
 from mpitrain.data.cache import ChunkCache, slots_for
 from mpitrain.data.files import ShardFiles
 from mpitrain.data.write import write_shard
@@ -100,10 +103,15 @@ def check(batch: dict[str, torch.Tensor], expected: dict[str, np.ndarray]) -> No
     window=st.integers(1, 4),
     size=st.integers(1, 30),
     num_slots=st.none() | st.integers(1, 4),
+    hand_over_bytes=st.sampled_from([0, 1 << 20]),
 )
-@settings(max_examples=25)
-def test_prefetching_and_the_size_of_the_cache_change_nothing(counts, chunk, window, size, num_slots):
-    with tempfile.TemporaryDirectory() as directory:
+@settings(max_examples=50)
+def test_prefetching_and_the_size_of_the_cache_change_nothing(
+    counts, chunk, window, size, num_slots, hand_over_bytes
+):
+    """Whoever puts a batch together, the thread or the caller."""
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpitrain.data.ahead.HAND_OVER_BYTES", hand_over_bytes)
         pack_plain(Path(directory), counts, chunk)
         catalogue = Shards(f"{directory}/*.h5", window).scan()
         runs = [
@@ -146,46 +154,145 @@ def test_no_chunk_is_read_twice_in_an_epoch(prefetch, counts, chunk, window, siz
                     run = epoch, start, min(size, catalogue.num_samples - start)
                     if prefetch:
                         reader.prefetch(*run)
-                        finish(reader)
+                        reader._ahead.settle()
                     reader.batch(*run)
                 assert cache.num_reads - before <= catalogue.num_chunks
                 assert epoch > 0 or cache.num_reads == catalogue.num_chunks
 
 
-def finish(reader: Reader) -> None:
-    """Wait until the thread has done all it had to."""
-    assert reader._executor is not None
-    reader._executor.submit(int).result()
-
-
 def test_the_next_window_is_read_while_this_one_is_used(tmp_path):
-    """Each hint reads on by as much as the window has been used, so its last batch finds the next one read."""
+    """From a window's first batch on, the next window is read; so nothing is left to read when it begins."""
     pack_plain(tmp_path, [100], 5)
     catalogue = Shards(f"{tmp_path}/*.h5", window_chunks=4).scan()
     cache = ChunkCache(catalogue, ShardFiles(catalogue))
     with Reader(catalogue, 0, cache) as reader:
         reads = []
-        for start in range(0, 60, 5):
+        for start in range(0, 100, 5):
             reader.prefetch(0, start, 5)
             reader.batch(0, start, 5)
-            finish(reader)
+            reader._ahead.settle()
             reads.append(cache.num_reads)
-        assert reads == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
-        reader.batch(0, 60, 20)
-        assert cache.num_reads == 16
+    assert reads[3::4] == [8, 12, 16, 20, 20]
+    assert reads == sorted(reads) and reads[4] == 12 and reads[8] == 16 and reads[12] == 20
 
 
-def test_memory_is_bounded_by_two_windows_not_by_the_data(tmp_path):
-    counts, chunk, window = [400] * 5, 10, 3
-    pack_plain(tmp_path, counts, chunk)
-    catalogue = Shards(f"{tmp_path}/*.h5", window).scan()
+def test_validation_reads_on_as_well(tmp_path):
+    pack_plain(tmp_path, [100], 5)
+    catalogue = Shards(f"{tmp_path}/*.h5", window_chunks=4).scan()
     cache = ChunkCache(catalogue, ShardFiles(catalogue))
-    bound = (2 * window + 2) * chunk * catalogue.sample_bytes
-    assert cache.memory_bytes == sum(array.nbytes for array in cache._arena.values()) == bound
-    assert bound < catalogue.num_samples * catalogue.sample_bytes / 20
+    with Reader(catalogue, 0, cache) as reader:
+        batches = reader.sequential(5)
+        next(batches)
+        reader._ahead.settle()
+        assert cache.num_reads == 5  # its own chunk and four more
+        assert len(list(batches)) == 19 and cache.num_reads == 20
+
+
+def read_an_epoch(source: Shards, batch_size: int) -> int:
+    """Peak of what Python and numpy allocate meanwhile, in bytes; asserts that it is within the stated bound."""
+    catalogue = source.scan()
+    tracemalloc.start()
+    try:
+        with source.reader(catalogue, 0) as reader:
+            for epoch in range(2):
+                for start in range(0, catalogue.num_samples, batch_size):
+                    count = min(batch_size, catalogue.num_samples - start)
+                    reader.prefetch(epoch, start, count)
+                    reader.batch(epoch, start, count)
+            peak = tracemalloc.get_traced_memory()[1]
+            arena = sum(array.nbytes for array in reader._store._arena.values())
+            assert arena < peak <= reader.memory_bytes + HANDLES_BYTES
+    finally:
+        tracemalloc.stop()
+    return peak
+
+
+HANDLES_BYTES = 300_000  # open files, the thread, modules
+
+
+def test_memory_stays_within_the_stated_bound_on_shards_ten_times_larger(tmp_path):
+    """The bound does not grow with the data but by 96 bytes a chunk, and what is allocated stays below it."""
+    peaks, bounds = [], []
+    for name, counts in ("small", [2_000] * 2), ("large", [20_000] * 2):
+        (tmp_path / name).mkdir()
+        pack_plain(tmp_path / name, counts, 100, shape=(100,))
+        source = Shards(f"{tmp_path / name}/*.h5", 3)
+        peaks.append(read_an_epoch(source, 64))
+        with source.reader(source.scan(), 0) as reader:
+            bounds.append(reader.memory_bytes)
+    slots, chunk_bytes = 2 * 3 + 2, 100 * 408
+    assert bounds[0] == slots * chunk_bytes + 80 * 300 + 96 * 40
+    assert bounds[1] - bounds[0] == 96 * 360
+    assert peaks[1] < peaks[0] + 96 * 360 + 100_000  # while the data grew by 14 MB
+
+
+def test_a_tight_cache_keeps_one_window(tmp_path):
+    pack_plain(tmp_path, [400], 10)
+    catalogue = Shards(f"{tmp_path}/*.h5", 3).scan()
+    assert slots_for(catalogue) == 8
+    assert slots_for(catalogue, cache_bytes=0) == 4  # the window itself is never given up
+    cache = ChunkCache(catalogue, ShardFiles(catalogue))
     cache.close()
     assert cache._arena == {}
-    assert slots_for(catalogue, cache_bytes=0) == window + 1  # the window itself is never given up
+
+
+def test_memory_of_a_batch_is_used_again_once_nothing_of_it_is_left(tmp_path):
+    """64 KiB and more; any view keeps all of it."""
+    arrays = pack_plain(tmp_path, [64], 64, shape=(256,))
+    source = Shards(f"{tmp_path}/*.h5", arrays=("x",))
+    with source.reader(source.scan(), 0) as reader:
+        ids = reader.order.samples(0, 0, 64)
+        first = reader.batch(0, 0, 64)["x"]
+        address, view = first.data_ptr(), first[3:5].numpy()
+        del first
+        assert reader.batch(0, 0, 64)["x"].data_ptr() != address
+        assert np.array_equal(view, arrays["x"][ids[3:5]])
+        del view
+        assert reader.batch(0, 0, 64)["x"].data_ptr() == address
+        held = [reader.batch(0, 0, 64)["x"] for _ in range(20)]
+        assert len({tensor.data_ptr() for tensor in held}) == 20
+        assert all(np.array_equal(tensor, arrays["x"][ids]) for tensor in held)
+        del held
+        assert len(reader._store._buffers._spare["x"]) == NUM_SPARE
+    assert not reader._store._buffers._spare["x"]
+
+
+def test_what_is_being_copied_from_is_not_read_over(tmp_path):
+    """With one place, a chunk that another thread wants waits for the batch that is being copied."""
+    arrays = pack_plain(tmp_path, [20], 10)
+    catalogue = Shards(f"{tmp_path}/*.h5").scan()
+    cache = ChunkCache(catalogue, ShardFiles(catalogue), num_slots=1)
+    cache.load(0)
+    other, seen = threading.Thread(target=cache.load, args=(1,)), []
+
+    class Watched(np.ndarray):
+        def take(self, *args, **kwargs):
+            if not seen:
+                other.start()
+                for _ in range(3000):  # until it has come: it waits, or it has taken the place
+                    if cache._table._waiters or cache._chunk_in[0] != 0:
+                        break
+                    other.join(0.01)
+            seen.append(int(cache._chunk_in[0]))
+            return np.asarray(self).take(*args, **kwargs)
+
+    cache._arena = {name: array.view(Watched) for name, array in cache._arena.items()}
+    batch = cache.gather(np.zeros(10, np.int64), np.arange(10))
+    other.join()
+    assert seen == [0, 0] and cache._chunk_in[0] == 1
+    assert np.array_equal(batch["x"], arrays["x"][:10])
+
+
+def test_a_reader_that_nobody_closed_ends_its_thread(tmp_path):
+    pack_plain(tmp_path, [10], 4)
+    source = Shards(f"{tmp_path}/*.h5")
+    reader = source.reader(source.scan(), 0)
+    reader.prefetch(0, 0, 4)
+    thread = reader._ahead._thread
+    del reader
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_batches_belong_to_the_caller(tmp_path):
@@ -198,7 +305,8 @@ def test_batches_belong_to_the_caller(tmp_path):
         assert reader.batch(0, 0, 10)["y"].sum() == 45
 
 
-def test_a_hint_is_used_and_its_error_comes_with_the_batch(tmp_path):
+def test_a_hint_is_used_and_its_error_comes_with_the_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpitrain.data.ahead.HAND_OVER_BYTES", 0)
     pack_plain(tmp_path, [10], 4)
     source = Shards(f"{tmp_path}/*.h5")
     catalogue = source.scan()
@@ -209,6 +317,7 @@ def test_a_hint_is_used_and_its_error_comes_with_the_batch(tmp_path):
     with Reader(catalogue, 0, cache) as reader:
         reader.prefetch(0, 0, 4)
         reader.prefetch(0, 8, 4)  # past the end
+        reader._ahead.settle()
         reader.batch(0, 0, 4)
         with pytest.raises(UsageError, match="outside the epoch"):
             reader.batch(0, 8, 4)
@@ -234,7 +343,8 @@ def test_closing_ends_the_thread_and_closes_the_files(tmp_path):
         next(reader.sequential(4))
 
 
-def test_closing_waits_for_what_the_thread_is_doing(tmp_path):
+def test_closing_waits_for_what_the_thread_is_doing(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpitrain.data.ahead.HAND_OVER_BYTES", 0)
     pack_plain(tmp_path, [10], 4)
     catalogue = Shards(f"{tmp_path}/*.h5").scan()
     cache = ChunkCache(catalogue, ShardFiles(catalogue))
@@ -267,3 +377,21 @@ def test_few_files_stay_open(tmp_path, monkeypatch):
     with source.reader(source.scan(), 0) as reader:
         assert sorted(reader.batch(0, 0, 20)["y"].tolist()) == list(range(20))
         assert len(open_in(tmp_path)) == 3
+
+
+def test_batches_are_pinned_where_there_is_a_device(tmp_path, monkeypatch):
+    """A stand-in: it records that pinned memory is asked for, which this machine cannot give."""
+    pinned, empty = [], torch.empty
+
+    def stand_in(*args, pin_memory=False, **kwargs):
+        pinned.append(pin_memory)
+        return empty(*args, **kwargs)
+
+    arrays = pack_plain(tmp_path, [10], 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", stand_in)
+    source = Shards(f"{tmp_path}/*.h5")
+    with source.reader(source.scan(), 0) as reader:
+        batch = reader.batch(0, 0, 10)
+        assert np.array_equal(batch["x"], arrays["x"][reader.order.samples(0, 0, 10)])
+    assert pinned == [True, True]

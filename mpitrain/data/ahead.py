@@ -1,0 +1,174 @@
+"""The thread of a reader: what will be needed, read and gathered while the caller computes.
+
+It has two kinds of work. A batch that is announced with `expect` is put together at once where chunks have to be
+read for it, later where its chunks are here already; the caller may come first and do it itself. The chunks given
+to `follow` are read in turn meanwhile.
+
+Law of this file: the thread sleeps unless there is work and is woken for work only; it never decides what a batch
+holds, and an error it meets is kept for whoever asks for that batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Protocol
+
+import torch
+
+from mpitrain.data.order import IntArray
+from mpitrain.errors import DataError
+
+Batch = dict[str, torch.Tensor]
+MAX_EXPECTED = 2  # batches announced and held ready; further ones replace the oldest
+HAND_OVER_BYTES = 1 << 20  # the caller copies a smaller batch faster than it can wake another thread
+
+
+class Store(Protocol):
+    """Gives samples by (chunk, row); `ChunkCache` for shards, `PoolStore` for synthetic samples."""
+
+    num_slots: int
+    sample_bytes: int
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    def gather(self, chunks: IntArray, rows: IntArray) -> Batch: ...
+
+    def holds(self, chunks: IntArray) -> bool: ...
+
+    def touch(self, chunks: IntArray) -> None: ...
+
+    def load(self, chunk: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Expected:
+    """A batch that was announced: the samples (chunks[i], rows[i])."""
+
+    def __init__(self, store: Store, chunks: IntArray, rows: IntArray):
+        self._store, self.chunks, self.rows = store, chunks, rows
+        self.is_large = len(chunks) * store.sample_bytes >= HAND_OVER_BYTES
+        self.handled = not self.is_large and store.holds(chunks)  # nothing is left for the thread to do
+        if not self.handled and len(set(chunks.tolist())) > store.num_slots // 2:
+            self.is_large = True  # the chunks of the next batch would push out its own
+        self._batch: Batch | None = None
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        """In the thread: have its chunks here, and put it together if it is large."""
+        try:
+            if self.is_large:
+                self._batch = self._store.gather(self.chunks, self.rows)
+            else:
+                for chunk in dict.fromkeys(self.chunks.tolist()):
+                    self._store.load(chunk)
+        except BaseException as error:  # raised where the batch is asked for
+            self._error = error
+
+    def result(self) -> Batch:
+        """The batch, put together now if it has not been."""
+        if self._error is not None:
+            raise self._error
+        return self._batch if self._batch is not None else self._store.gather(self.chunks, self.rows)
+
+
+class ReadAhead:
+    """One thread over a store; started by the first `expect`."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._bell = threading.Condition()
+        self._expected: OrderedDict[Hashable, Expected] = OrderedDict()
+        self._chunks: deque[int] = deque()
+        self._then: Callable[[], object] | None = None
+        self._at: Expected | None = None
+        self._thread: threading.Thread | None = None
+        self._busy = self._closed = False
+
+    @property
+    def started(self) -> bool:
+        """Whether anything was ever announced."""
+        return self._thread is not None
+
+    def expect(self, key: Hashable, chunks: IntArray, rows: IntArray) -> None:
+        """Announce that `claim(key)` will be called for these samples."""
+        if key in self._expected or self._closed:
+            return
+        expected = Expected(self._store, chunks, rows)
+        with self._bell:
+            while len(self._expected) >= MAX_EXPECTED:
+                self._expected.popitem(last=False)
+            self._expected[key] = expected
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mpitrain-prefetch", daemon=True)
+                self._thread.start()
+            if not expected.handled:
+                self._bell.notify_all()
+
+    def follow(self, chunks: Iterable[int], then: Callable[[], object] | None = None) -> None:
+        """Read these chunks in turn, in place of those that were to be read so far, then call `then`."""
+        with self._bell:
+            self._chunks, self._then = deque(chunks), then
+            self._bell.notify_all()
+
+    def claim(self, key: Hashable) -> Expected | None:
+        """What was announced under `key`, taken off the list; waits only if the thread is at it."""
+        with self._bell:
+            expected = self._expected.pop(key, None)
+            while expected is not None and expected is self._at:
+                self._bell.wait()
+            return expected
+
+    def settle(self) -> None:
+        """Wait until the thread has nothing left to do."""
+        with self._bell:
+            self._bell.wait_for(lambda: self._closed or not (self._busy or self._has_work()))
+
+    def _has_work(self) -> bool:
+        unhandled = any(not expected.handled for expected in self._expected.values())
+        return unhandled or bool(self._chunks) or self._then is not None
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            work()
+
+    def _next(self) -> Callable[[], object] | None:
+        """What to do now, waiting for it; None at the end."""
+        with self._bell:
+            self._at, self._busy = None, False
+            self._bell.notify_all()
+            self._bell.wait_for(lambda: self._closed or self._has_work())
+            if self._closed:
+                return None
+            self._busy = True
+            return self._choose()
+
+    def _choose(self) -> Callable[[], object]:
+        waiting = next((expected for expected in self._expected.values() if not expected.handled), None)
+        if waiting is not None and not (self._chunks and self._store.holds(waiting.chunks)):
+            waiting.handled, self._at = True, waiting
+            return waiting.work
+        if self._chunks:
+            return functools.partial(self._load, self._chunks.popleft())
+        then, self._then = self._then, None
+        assert then is not None
+        return then
+
+    def _load(self, chunk: int) -> None:
+        with contextlib.suppress(DataError):  # told to whoever asks for a batch from it
+            self._store.load(chunk)
+
+    def close(self) -> None:
+        """End the thread, after what it is at; may be called twice."""
+        with self._bell:
+            self._closed = True
+            self._expected.clear()
+            self._bell.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._thread = None
