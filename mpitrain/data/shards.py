@@ -1,4 +1,4 @@
-"""`Shards`: HDF5 files on disk as a data source.
+"""`Shards`: HDF5 files on disk as a data source, and as an iterable dataset of torch's.
 
 Law of this file: what is wrong with a set of shards is found by `scan`, once, before training, and told with
 the file's name.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.data.batches import ShardBatches
+import torch
+from torch.utils.data import IterableDataset
+
+from mpitrain.data.batches import ShardBatches, Share, iterate_samples, place
 from mpitrain.data.cache import ChunkCache
 from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.files import ShardFiles
@@ -23,8 +26,12 @@ from mpitrain.errors import DataError, UsageError
 
 
 @dataclass(frozen=True)
-class Shards:
+class Shards(IterableDataset[Batch]):
     """HDF5 files as training or validation data.
+
+    In a script of one's own it is an `IterableDataset` of samples, shuffled anew by `set_epoch` and shared over the
+    ranks of `torch.distributed` and the loader's workers: `DataLoader(Shards("train-*.h5"), batch_size=64)`. A sample
+    is a dict of tensors. `batches(64)` gives whole batches, which is many times faster for small samples.
 
     Args:
         pattern: such as "data/digits/train-*.h5", relative to the current directory; files are taken in the
@@ -77,9 +84,33 @@ class Shards:
         seed: int = 0,
         drop_last: bool = False,
         transform: Callable[[Batch], Any] | None = None,
+        share: Share | None = None,
     ) -> ShardBatches:
-        """For a torch script of one's own: an `IterableDataset` of batches, shared out over ranks and workers."""
-        return ShardBatches(self, batch_size, seed, drop_last, transform)
+        """For a torch script of one's own: an `IterableDataset` of batches, shared out over ranks and workers; its
+        arguments are those of `ShardBatches`.
+        """
+        return ShardBatches(self, batch_size, seed, drop_last, transform, share)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch's order the next pass over the samples has; without it every pass is epoch 0.
+
+        With `persistent_workers` call it before the first pass too.
+        """
+        if "_epoch" not in self.__dict__:  # shared, so that persistent workers see it change
+            object.__setattr__(self, "_epoch", torch.zeros((), dtype=torch.int64).share_memory_())
+        self.__dict__["_epoch"].fill_(epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The samples of this rank and worker, dicts of tensors. Every rank gives equally many: of n samples over r
+        ranks n % r are left out, others in every epoch; `batches` leaves out none.
+
+        Raises:
+            DataError: from the shards.
+        """
+        return iterate_samples(self, 0, int(self.__dict__.get("_epoch", 0)), self.__dict__.get("_sent_by"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_sent_by": place(self.__dict__.get("_sent_by"))}
 
 
 _ALIKE = (
