@@ -10,6 +10,10 @@ from tests.ranks import ROOT, find_mpi, run_ranks
 
 BENCHMARKS = {
     "rates": (1, ["--workers", "4", "--seeds", "1", "--exponents", "0", "0", "--epochs", "1"]),
+    "reader": (
+        1,
+        ["--rounds", "1", "--megabytes", "1", "--cases", "1", "--compute-s", "0", "--turn-steps", "2"],
+    ),
     "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
     "splitting": (2, ["--rounds", "1", "--steps", "2"]),
     "step_time": (3, ["--rounds", "1", "--block", "1", "--model", "mlp"]),
@@ -51,6 +55,22 @@ def check_rates(out, rows):
     assert matched == pytest.approx(plain / 3)
     table = out[out.index("             way") :].splitlines()[:6]
     assert len(table) == 6 and all(len(line) <= 80 for line in table)
+
+
+def check_reader(out, rows):
+    (row,) = rows
+    (case,) = row["cases"].values()
+    speeds = case["samples_per_second"]
+    assert set(speeds) - {"WebDataset"} == {"raw", "mpitrain", "loader 0", "loader 2", "loader 4", "rows"}
+    assert all(value > 0 for value in speeds.values()) and set(case["mpitrain_over"]) == set(speeds) - {
+        "mpitrain"
+    }
+    assert case["mpitrain_over"]["raw"][0] == pytest.approx(
+        speeds["mpitrain"] / speeds["raw"]
+    )  # of one round
+    assert row["computing_20_ms"]["12 KiB"]["ratio"][0] > 0
+    tables = out[out.index("samples/s") :].splitlines()
+    assert len(tables) >= 6 and all(len(line) <= 80 for line in tables[:6])
 
 
 def check_server(out, rows):
