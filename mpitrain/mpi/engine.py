@@ -31,6 +31,7 @@ from typing import Any
 from mpitrain.errors import UsageError
 from mpitrain.mpi.bell import Bell
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.graves import Graves
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.posting import Posting, withdraw
 from mpitrain.mpi.progress import Progress
@@ -40,12 +41,13 @@ _LOOK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether i
 
 
 class Engine(Posting):
-    """Drives the nonblocking operations of one process over communicator `comm` (see the module's law)."""
+    """Drives the nonblocking operations of one process over communicator `comm` (see the module's law). `tolerant`: the
+    launch has ULFM, and what waits for a dead rank fails (`graves.py`)."""
 
-    def __init__(self, comm: "MPI.Comm"):
+    def __init__(self, comm: "MPI.Comm", tolerant: bool = False):
         self.comm = comm
         self.on_wait: Callable[[], None] = lambda: None  # called again and again while somebody waits
-        self._progress = Progress(self._notify)
+        self._progress = Progress(self._notify, Graves() if tolerant else None)
         self._backoff = Backoff()
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None

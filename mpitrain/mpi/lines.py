@@ -121,3 +121,11 @@ def _some(ranks: list[int], limit: int = 8) -> str:
     return ", ".join(map(str, ranks[:limit])) + (
         f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
     )
+
+
+def failing(task: Task, error: BaseException) -> Task:
+    """A task that continues `task` by raising `error` in it."""
+    waited = task.throw(error)
+    while True:
+        yield waited
+        waited = task.send(None)

@@ -31,7 +31,7 @@ class Posting:
     ) -> Op:
         """Send `buffer` (a tensor, or anything mpi4py takes as a message) to rank `dest` of `comm`."""
         op = Op("send", _message(buffer), dest, tag)
-        target = self.comm if comm is None else comm
+        op.comm = target = self.comm if comm is None else comm
         return self._submit(
             op, lambda: self._progress.post(op, lambda: target.Isend(op.buffer, dest, tag), timeout_s)
         )
@@ -51,7 +51,7 @@ class Posting:
                 "receive from each rank by its number: under ANY_SOURCE a dead peer cannot be told apart"
             )
         op = Op("receive", _message(buffer), source, tag, passive)
-        target = self.comm if comm is None else comm
+        op.comm = target = self.comm if comm is None else comm
         return self._submit(
             op, lambda: self._progress.post(op, lambda: target.Irecv(op.buffer, source, tag), timeout_s)
         )

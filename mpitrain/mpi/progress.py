@@ -15,23 +15,23 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.lines import LEFT, GaveUpError, Line, Task, Turn
+from mpitrain.mpi.graves import Graves
+from mpitrain.mpi.lines import LEFT, GaveUpError, Line, Task, Turn, failing
 from mpitrain.mpi.op import Op
 
 
 class Progress:
     """Everything outstanding in one process; `on_done` is called after each completion."""
 
-    def __init__(self, on_done: Callable[[], None]):
+    def __init__(self, on_done: Callable[[], None], graves: Graves | None = None):
         self.num_awake = 0  # outstanding operations that are not passive: while there are any, nobody sleeps
-        self._on_done = on_done
+        self._on_done, self._graves = on_done, graves
         self._requests: list[Any] = []  # what MPI tests; `_ops` runs parallel to it
         self._ops: list[Op] = []
         self._lines: dict[int, Line] = {}  # by the handle of the group's gate
         self._deadlines: list[tuple[float, int, Op, Callable[[BaseException], None]]] = []
         self._order = itertools.count()
         self._status = MPI.Status()
-        self._failure: MPI.Exception | None = None  # the last error that MPI raised for a request
         self._abandoned: list[Any] = []  # requests and buffers that MPI may still write to after a break
 
     def __len__(self) -> int:
@@ -104,6 +104,7 @@ class Progress:
         line.turns.append(turn)
         if gate.size > 1:
             turn.arrival = Op("arrival", buffer=turn, passive=True)
+            turn.arrival.comm = gate
             self.post(turn.arrival, lambda: gate.Iallreduce(turn.said, turn.heard, MPI.SUM))
         if timeout_s is not None:
             self._set_deadline(op, timeout_s, lambda error: self._fail_line(line, error))
@@ -122,6 +123,9 @@ class Progress:
             num_done += 1
         if self._deadlines:
             self._expire()
+        if self._graves is not None:
+            for op in self._graves.look(self._ops):
+                self._abandon(op, MPI.Exception(MPI.ERR_PROC_FAILED))
         return num_done + self._take_turns()
 
     def complete(self, op: Op, error: BaseException | None = None) -> None:
@@ -153,29 +157,33 @@ class Progress:
         requests = self._requests
         if not requests:
             return False
-        error: BaseException | None = None
         try:
             index, flag = MPI.Request.Testany(requests, self._status)
-        except MPI.Exception as failure:  # MPI has turned exactly the failed request into a null one
-            index = next((i for i, request in enumerate(requests) if request == MPI.REQUEST_NULL), -1)
-            if index < 0:
-                raise
-            flag, error = True, failure
-            self._failure = failure
+        except MPI.Exception as failure:
+            self._fail_null(failure)
+            return True
         if not flag:
             return False
-        if (
-            index == MPI.UNDEFINED
-        ):  # nothing but null requests: a revoked communicator takes all of them with one error
-            assert self._failure is not None, "MPI dropped requests without an error"
-            index, error = 0, self._failure
-        assert 0 <= index < len(requests), index
+        assert 0 <= index < len(requests), f"MPI dropped {len(requests)} requests without an error"
         op = self._ops[index]
         self._remove(index)
-        if error is None and op.kind == "receive":
-            error = self._read_status(op)
-        self.complete(op, error)
+        self.complete(op, self._read_status(op) if op.kind == "receive" else None)
         return True
+
+    def _fail_null(self, failure: MPI.Exception) -> None:
+        """MPI raises the first request's error, and turns *every* request that has failed by now into a null one: two
+        ranks that die at once, or all of a revoked communicator. None may stay, or it would never be heard of again."""
+        failed = [index for index, request in enumerate(self._requests) if request == MPI.REQUEST_NULL]
+        if not failed:
+            raise failure
+        ops = [self._ops[index] for index in failed]
+        for op in ops:
+            op.request = None
+        for index in reversed(failed):
+            self._remove(index)
+        for op in ops:
+            self._abandoned.append((None, op.buffer))  # fragments may be under way yet
+            self.complete(op, failure)
 
     def _remove(self, index: int) -> None:
         op = self._ops[index]
@@ -209,7 +217,7 @@ class Progress:
         """Complete an operation that MPI has not finished; its request and buffer stay alive."""
         if op in self._ops:
             index = self._ops.index(op)
-            if op.kind == "receive":
+            if op.kind == "receive" and isinstance(error, TimeoutError):
                 self._requests[index].Cancel()
             self._abandoned.append((self._requests[index], op.buffer))
             self._remove(index)
@@ -257,7 +265,7 @@ class Progress:
             left -= 1
             if left == 0:
                 error = next((other.error for other in waited if other.error is not None), None)
-                self._drive(op, task if error is None else _failing(task, error))
+                self._drive(op, task if error is None else failing(task, error))
 
         for other in missing:
             other.then(one_done)
@@ -289,11 +297,3 @@ class Progress:
             self.complete(turn.op, error)
             return
         self.run(turn.op, lambda: turn.function(calm))
-
-
-def _failing(task: Task, error: BaseException) -> Task:
-    """A task that continues `task` by raising `error` in it."""
-    waited = task.throw(error)
-    while True:
-        yield waited
-        waited = task.send(None)

@@ -20,7 +20,9 @@ from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError
 from mpitrain.mpi import ending, exchange, points
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.graves import failed_ranks
 from mpitrain.mpi.places import name_ranks, node_indices
+from mpitrain.mpi.tolerance import asks_for_ulfm
 
 _runtime: "Runtime | None" = None
 
@@ -65,7 +67,7 @@ class Runtime:
         self.thread_level = _thread_level()
         self.fault_tolerance = fault_tolerance()
         exchange.forbid_pickle()
-        self.engine: Engine = Engine(self.comm)
+        self.engine: Engine = Engine(self.comm, tolerant=self.fault_tolerance == "ulfm")
         self.engine.on_wait = self.stamp
         ending.install_hooks(self)
         atexit.register(self.finish)
@@ -176,6 +178,10 @@ class Runtime:
 
     # ---- the end
 
+    def dead(self) -> set[int]:
+        """Ranks that MPI knows to have failed; empty where it does not tell."""
+        return failed_ranks(self.comm) if self.fault_tolerance == "ulfm" else set()
+
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error` with rank, role and step, and end the whole job with its exit code (`ending.py`)."""
         ending.end_job(self, error)
@@ -200,11 +206,8 @@ class Runtime:
 
 
 def fault_tolerance() -> str:
-    """ "ulfm" if this launch tolerates failures. The launch decides, not the library: without `--with-ft ulfm` the
-    same calls exist as stand-ins that do nothing."""
-    asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
-    asked = asked or os.environ.get("MPITRAIN_FT") == "ulfm"
-    return "ulfm" if asked and MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN else "none"
+    """ "ulfm" if this launch tolerates failures and this MPI can tell of them."""
+    return "ulfm" if asks_for_ulfm() and MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN else "none"
 
 
 def _thread_level() -> str:

@@ -108,7 +108,8 @@ class TolerantServer(Server):
                 yield from self._lose(worker, "silent")
 
     def _lose(self, worker: int, how: str) -> Steps:
-        if worker in self.attendance.lost:
+        if worker in self.attendance.lost:  # given up as silent, and now known to be dead
+            self.attendance.lost[worker] = how
             return
         was_active = worker in self.active
         for group in (

@@ -156,6 +156,7 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     role = record(server.run(), order)
     counts = _carry(session, roles.workers, lambda source, kind: store.frame(), role, losable=losable)
     runtime.given_up.update(int(rank) for rank in counts["lost"])
+    counts["lost"] |= {str(rank): "died" for rank in runtime.given_up & runtime.dead()}
     save_order(session.run_dir, shard, order)
     keeper.wait()
     counts["checkpoints"] = keeper.summary()

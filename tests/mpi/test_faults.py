@@ -6,9 +6,13 @@ import random
 import pytest
 from safetensors.torch import load_file
 
+from mpitrain.mpi import graves
+from mpitrain.mpi.op import Op
 from tests.ranks import run_ranks
 
 ULFM = ("--with-ft", "ulfm")
+TCP = ("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo")
+DEADLINE_S = 180.0  # of a launch that takes 8 s where the cores are free
 
 # One rank does something to itself at its so-and-so-many-th batch.
 PROGRAM = """
@@ -18,12 +22,15 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.text import parse
 from mpitrain.mpi.runtime import start
+from mpitrain.mpi.world import PAYLOAD_TAG
 from tests import toy
 
 runtime = start()
 faults, calls = {faults!r}, []
+post, payloads = runtime.engine.isend, []
 
 def hurt(how):
+    open(f"{path}/hurt-{{runtime.rank}}", "w").close()
     if how == "raise":
         raise RuntimeError("planted")
     os.kill(os.getpid(), getattr(signal, how))
@@ -31,11 +38,27 @@ def hurt(how):
 def loss(model, batch):
     calls.append(1)
     time.sleep(0.002)
-    how, at, delay_s = faults.get(runtime.rank, ("", 0, 0.0))
-    if len(calls) == at:
-        # a kill comes from another thread, so that it may hit in the middle of a message
-        threading.Timer(delay_s, hurt, [how]).start() if delay_s else hurt(how)
+    how, at, delay_s = faults.get(runtime.rank, ("", 0, None))
+    if len(calls) == at and delay_s is None:
+        hurt(how)
+    # where nobody waits for anybody, a victim that is slow to start would find all samples taken
+    while {waits} and len(calls) == 4 and runtime.rank not in faults and not all(
+        os.path.exists(f"{path}/hurt-{{rank}}") for rank in faults
+    ):
+        time.sleep(0.01)
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+def aimed(buffer, rank, tag, *rest):
+    # the kill comes from another thread, a moment after the payload has been posted: in the middle of the message
+    op = post(buffer, rank, tag, *rest)
+    if tag == PAYLOAD_TAG and runtime.rank in faults:
+        how, at, delay_s = faults[runtime.rank]
+        payloads.append(1)
+        if len(payloads) == at and delay_s is not None:
+            threading.Timer(delay_s, hurt, [how]).start()
+    return op
+
+runtime.engine.isend = aimed
 
 def wide():
     return nn.Sequential(nn.Linear(5, {width}), nn.Tanh(), nn.Linear({width}, 1))
@@ -50,15 +73,24 @@ runtime.exit_code = result["exit_code"]
 
 
 def run(path, strategy, faults, ranks=5, epochs=20, width=50, mpirun_args=ULFM, **options):
-    script = PROGRAM.format(strategy=strategy, faults=faults, epochs=epochs, width=width, path=path)
-    ended = run_ranks(ranks, script, mpirun_args=mpirun_args, **options)
+    waits = strategy.startswith(("async", "softsync"))
+    script = PROGRAM.format(
+        strategy=strategy, faults=faults, epochs=epochs, width=width, path=path, waits=waits
+    )
+    ended = run_ranks(ranks, script, mpirun_args=mpirun_args, timeout_s=DEADLINE_S, **options)
     assert (path / "result.json").exists(), str(ended)
     return ended, json.loads((path / "result.json").read_text())
 
 
-def check_complete(result, lost):
-    """Nothing phantom was applied, the identity holds, and the model is there."""
-    assert (result["status"], result["failure"], result["lost"]) == ("ok", "", lost)
+def check_complete(result, faults):
+    """Nothing phantom was applied, the identity holds, the model is there, and whom a fault hit is said. On a machine
+    that is busy enough any worker may be given up as silent, also one that dies and one that nothing happened to; the
+    run takes every sample all the same."""
+    assert (result["status"], result["failure"]) == ("ok", "")
+    lost = dict(result["lost"])
+    for rank, (how, *_) in faults.items():
+        assert lost.pop(str(rank)) in {"SIGSTOP": ("silent",)}.get(how, ("died", "silent"))
+    assert set(lost.values()) <= {"silent"}
     for detail in result["ranks"]:
         if detail["role"] == "server":
             assert detail["staleness_identity"][0] == detail["staleness_identity"][1]
@@ -70,43 +102,96 @@ def check_complete(result, lost):
 @pytest.mark.parametrize(
     ("strategy", "faults"),
     [
-        ("async(servers=2)", {3: ("SIGKILL", 9, 0.0)}),
-        ("softsync(updates=2,damping=inverse())", {1: ("raise", 9, 0.0)}),  # the validator: somebody inherits
-        ("ssp(bound=2)", {2: ("SIGSEGV", 7, 0.0), 4: ("SIGKILL", 20, 0.0)}),
-        ("sync()", {2: ("SIGKILL", 5, 0.0)}),
+        ("async(servers=2)", {3: ("SIGKILL", 9, None)}),
+        (
+            "softsync(updates=2,damping=inverse())",
+            {1: ("raise", 9, None)},
+        ),  # the validator: somebody inherits
+        ("ssp(bound=2)", {2: ("SIGSEGV", 7, None), 4: ("SIGKILL", 20, None)}),
+        ("sync()", {2: ("SIGKILL", 5, None)}),
     ],
 )
 def test_a_worker_that_dies_is_not_missed(tmp_path, strategy, faults):
     ended, result = run(tmp_path, strategy, faults)
-    check_complete(result, {str(rank): "died" for rank in faults})
+    check_complete(result, faults)
     assert result["samples"] == 20 * 48
     assert ended.code == 0, ended
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     told = [event["rank"] for event in events if event["event"] == "worker lost"]
-    assert sorted(told) == sorted(faults)
+    assert len(told) == len(set(told)) and set(told) >= set(faults)
 
 
-@pytest.mark.parametrize("width", [40_000, 3000])
-def test_kills_at_random_instants_leave_no_phantom_and_no_torn_update(tmp_path, width):
-    """Over TCP, where a transfer takes longest; more of these in `make chaos`."""
+@pytest.mark.parametrize(("width", "btl"), [(40_000, TCP), (3000, TCP), (3000, ())])
+def test_kills_in_the_middle_of_a_payload_leave_no_phantom_and_no_torn_update(tmp_path, width, btl):
+    """Three of four workers, of which the last may die at the same instant; more of these in `make chaos`."""
     draw = random.Random(width)
-    faults = {rank: ("SIGKILL", draw.randrange(3, 12), draw.uniform(0.0001, 0.02)) for rank in (2, 3)}
-    options = (*ULFM, "--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo")
-    _, result = run(tmp_path, "async()", faults, epochs=8, width=width, mpirun_args=options)
-    check_complete(result, {"2": "died", "3": "died"})
+    faults = {
+        rank: ("SIGKILL", draw.randrange(2, 8), draw.choice((0.0, 1e-4, 3e-4, 1e-3, 3e-3)))
+        for rank in (1, 2, 3)
+    }
+    _, result = run(tmp_path, "async()", faults, epochs=8, width=width, mpirun_args=(*ULFM, *btl))
+    check_complete(result, faults)
     assert result["samples"] == 8 * 48
+
+
+TOGETHER = """
+import os, signal
+from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.ending import is_dead_peer
+from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.runtime import start
+
+runtime = start()
+runtime.barrier()
+if runtime.rank:
+    os.kill(os.getpid(), signal.SIGKILL)
+engine = Engine(runtime.comm)
+ops = [engine.irecv(bytearray(9), source, 1, passive=True) for source in (1, 2, 3)]
+while len(runtime.dead()) < 3:
+    MPI.COMM_SELF.Iprobe()  # MPI learns of all three before anybody asks for what is outstanding
+engine.wait_any(lambda: all(op.done for op in ops), timeout_s=30)
+print([is_dead_peer(op.error) for op in ops], len(engine.outstanding), flush=True)
+os._exit(0)
+"""
+
+
+def test_ranks_that_die_at_once_are_each_told_of():
+    """MPI raises one error and turns all failed requests into null ones: none of them may be left among the others."""
+    told = run_ranks(4, TOGETHER, mpirun_args=ULFM)
+    assert told.ranks_out[0] == "[True, True, True] 0\n", told
+
+
+def test_what_waits_for_the_dead_is_given_up_at_the_second_look(monkeypatch):
+    """MPI has had its chance to fail it; what waits for the living stays, on every communicator by its own ranks."""
+
+    class Comm:
+        def __init__(self, handle, dead):
+            self.handle, self.dead = handle, dead
+
+    monkeypatch.setattr(graves, "failed_ranks", lambda comm: comm.dead)
+    monkeypatch.setattr(graves, "LOOK_EVERY_S", 0.0)
+    world, group = Comm(1, set()), Comm(2, set())
+    ops = [Op("receive", None, peer) for peer in (1, 2, 2)] + [Op("arrival"), Op("call")]
+    for op, comm in zip(ops, (world, world, group, group, None)):
+        op.comm = comm
+    grave = graves.Graves()
+    assert grave.look(ops) == []
+    world.dead = {2}
+    assert grave.look(ops) == [] and grave.look(ops) == [ops[1]]
+    group.dead = {0}
+    assert grave.look(ops) == [ops[1]] and grave.look(ops) == [ops[1], ops[3]]
 
 
 @pytest.mark.parametrize("mpirun_args", [ULFM, ()])
 def test_a_worker_that_stops_holds_nobody_up_and_the_run_ends(tmp_path, mpirun_args):
     """No fault-tolerant MPI is needed for this; without one the stopped rank is ended by MPI_Abort at the very end."""
-    ended, result = run(tmp_path, "async()", {2: ("SIGSTOP", 5, 0.0)}, mpirun_args=mpirun_args)
-    check_complete(result, {"2": "silent"})
+    ended, result = run(tmp_path, "async()", {2: ("SIGSTOP", 5, None)}, mpirun_args=mpirun_args)
+    check_complete(result, {2: ("SIGSTOP",)})
     assert result["samples"] == 20 * 48 and ended.code == 0, ended
 
 
 def test_the_last_worker_cannot_be_done_without(tmp_path):
-    _, result = run(tmp_path, "async()", {1: ("SIGKILL", 5, 0.0)}, ranks=2)
+    _, result = run(tmp_path, "async()", {1: ("SIGKILL", 5, None)}, ranks=2)
     assert result["status"] == "fail" and "no other worker is left" in result["failure"]
 
 
@@ -126,13 +211,16 @@ def loss(model, batch):
         time.sleep(0.1)  # for ever: this is the line
     return toy.square_loss(model, batch)
 
-mt.train(toy.make_job(loss=loss), parse("{strategy}", "strategy"), run_dir="{path}", quiet=True, watchdog_s=4)
+strategy = parse("{strategy}", "strategy")
+# what is imported on first use may take longer than the watchdog's time
+mt.train(toy.make_job(epochs=1), strategy, run_dir="{path}/first", quiet=True)
+mt.train(toy.make_job(loss=loss), strategy, run_dir="{path}", quiet=True, watchdog_s=4)
 """
 
 
 @pytest.mark.parametrize("strategy", ["sync()", "allreduce()"])
 def test_a_wedged_rank_writes_its_stacks_and_ends_the_job(tmp_path, strategy):
-    ended = run_ranks(3, WEDGED.format(strategy=strategy, path=tmp_path))
+    ended = run_ranks(3, WEDGED.format(strategy=strategy, path=tmp_path), timeout_s=DEADLINE_S)
     assert ended.code not in (0, 75), ended
     assert "no progress for 4 s" in ended.stderr and not (tmp_path / "result.json").exists()
     assert " in loss" in (tmp_path / "stacks" / "rank-1.txt").read_text()
