@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from mpitrain.errors import CheckpointError
+
 MAX_WINDOWS = 16  # of a stretch: neighbours share the window they meet in, so about 1/16 is read twice
 
 
@@ -177,7 +179,17 @@ class Dealer:
     def restore(self, state: dict[str, Any], workers: tuple[int, ...] = ()) -> None:
         """Continue from what `state` returned, with any number of workers: those of before among `workers` are dealt
         again what they held, so that a run in lockstep goes on as it was; what others held goes to whoever asks, and
-        the stretch of a worker that is gone is dealt to the others before the epoch ends."""
+        the stretch of a worker that is gone is dealt to the others before the epoch ends.
+
+        Raises:
+            CheckpointError: `state` is another version's.
+        """
+        missing = [name for name in self.state() if name not in state]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint's position in the data lacks {', '.join(missing)}: another version of mpitrain wrote"
+                " it; go on with that version, or start anew in another --run-dir"
+            )
         self.stretches = {worker: (start, end) for worker, start, end in state["stretches"]}
         self.epoch, self.cursor, self.num_dealt = state["epoch"], state["cursor"], state["num_dealt"]
         self.num_left_out, self.closed = state["num_left_out"], state["closed"]

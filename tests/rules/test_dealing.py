@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpitrain.errors import CheckpointError
 from mpitrain.rules import Dealer
 from mpitrain.rules.dealing import share_out
 
@@ -109,6 +110,15 @@ def stretched(num_samples, batch_size, window, num_workers, drop_last=False):
 
 def positions(leases):
     return [(lease.epoch, p) for lease in leases for p in range(lease.start, lease.start + lease.num_samples)]
+
+
+def test_a_state_of_another_version_is_refused_with_the_way_out():
+    state = Dealer(10, 1, 2).state()
+    del state["stretches"]
+    with pytest.raises(
+        CheckpointError, match="position in the data lacks stretches: another version.*--run-dir"
+    ):
+        Dealer(10, 1, 2).restore(state)
 
 
 @given(**STRETCHED, data=st.data())
