@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from mpitrain.cli.parser import natural, positive
@@ -46,6 +47,17 @@ examples:
 _STAGE_DESCRIPTION = """\
 Copy a pack to a folder on a node's own disk and compare every shard with its
 SHA-256. Run it once a node; a second call finds the copy."""
+
+_CHECK_DESCRIPTION = """\
+Read every shard as a job would: compare its SHA-256 with the index, every
+chunk with its checksum, and look for values that are not finite. Says what
+would make reading slow. Many ranks share the work under `mpitrain launch`."""
+
+_CHECK_EPILOG = """\
+examples:
+  mpitrain data check data/digits --workers 8
+  mpitrain data check "others/*.h5"
+  mpitrain launch -n 8 data check data/big"""
 
 _INFO_EPILOG = """\
 examples:
@@ -121,9 +133,14 @@ def _add_stage(actions: Any) -> None:
     stage.add_argument("source", metavar="PACK", help="folder that `data pack` wrote")
     stage.add_argument("dest", metavar="DEST", help="folder to copy it into; $VARIABLES are this node's")
     stage.set_defaults(run=run_stage)
-    told = "Compare every shard of a pack with its SHA-256."
-    check = actions.add_parser("check", help="compare shards with their SHA-256", description=told)
-    check.add_argument("source", metavar="PACK", help="folder that `data pack` wrote")
+    check = actions.add_parser(
+        "check",
+        help="verify sums, chunks and values, and advise",
+        description=_CHECK_DESCRIPTION,
+        epilog=_CHECK_EPILOG,
+    )
+    check.add_argument("target", metavar="PACK", help="folder that `data pack` wrote, or a pattern of files")
+    check.add_argument("--workers", type=positive, metavar="N", help="are there chunks enough for N workers?")
     check.set_defaults(run=run_check)
 
 
@@ -148,15 +165,20 @@ def _size(text: str) -> tuple[int, int]:
 
 def run_pack(arguments: argparse.Namespace) -> int:
     """Pack, alone or with the other ranks of the launch; rank 0 prints one line for each kind of shard."""
+    return _with_ranks(_pack, arguments)
+
+
+def _with_ranks(work: Callable[[argparse.Namespace, Any], int], arguments: argparse.Namespace) -> int:
+    """`work(arguments, ranks)` on every rank of the launch, or alone where there is none; MPI is started only if."""
     if not is_rank() or launched_size() == 1:
         from mpitrain.data.ranks import ALONE
 
-        return _pack(arguments, ALONE)
+        return work(arguments, ALONE)
     from mpitrain.mpi.runtime import start
 
     runtime = start()
     try:
-        code = _pack(arguments, runtime)
+        code = work(arguments, runtime)
     except AgreedError as error:
         code = error.exit_code
     except BaseException as error:
@@ -191,7 +213,7 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
         ranks.agree(error)
         raise
     ranks.agree(None)
-    pace = Pace(console, f"packing into {directory}", ranks.size)
+    pace = Pace(console, f"packing into {directory}", "samples", ranks.size)
     try:
         manifest, written = pack(source, directory, options, ranks=ranks, progress=pace)
     finally:
@@ -219,39 +241,39 @@ def run_stage(arguments: argparse.Namespace) -> int:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Compare; what is wrong is one error that names every shard."""
-    if launched_rank() != 0:
-        return EXIT_OK
-    from pathlib import Path
+    """Check, alone or with the other ranks; what is wrong is one error that names every place."""
+    return _with_ranks(_check, arguments)
 
-    from mpitrain.data.stage import damaged
+
+def _check(arguments: argparse.Namespace, ranks: Any) -> int:
+    import sys
+
+    from mpitrain.console import Console
+    from mpitrain.data.check import check
+    from mpitrain.data.progress import Pace
     from mpitrain.errors import DataError
 
-    problems = list(damaged(Path(arguments.source).expanduser()))
-    if problems:
-        raise DataError("; ".join(problems))
-    print(f"{arguments.source}: every shard is what was packed")
+    console = Console(sys.stderr, quiet=ranks.rank != 0)
+    pace = Pace(console, "checking", "shards")
+    found = check(arguments.target, arguments.workers, ranks, pace)
+    console.clear()
+    error = DataError("; ".join(found.problems)) if found.problems else None
+    ranks.agree(error if ranks.rank == 0 else None)
+    if ranks.rank == 0:
+        for advice in found.advice:
+            print(f"advice: {advice}")
+        told = "every shard is what was packed" if found.indexed else "every chunk can be read"
+        size = f"{found.num_shards} shards, {found.num_samples} samples"
+        print(f"{arguments.target}: {size}: {told}, every value is finite", flush=True)
     return EXIT_OK
 
 
 def run_info(arguments: argparse.Namespace) -> int:
-    """Print counts, shapes, dtypes and what reading takes."""
+    """Print counts, shapes, dtypes, filters and what reading takes."""
     if launched_rank() != 0:
         return EXIT_OK
-    from mpitrain.data import Shards
-    from mpitrain.data.cache import slots_for
+    from mpitrain.data.info import info
 
-    catalogue = Shards(arguments.pattern).scan()
-    for file in catalogue.files:
-        print(f"{file.path}: {file.num_samples} samples, {file.chunk_samples} to a chunk")
-    for name, spec in catalogue.arrays.items():
-        print(f"array {name}: {spec}, {spec.sample_bytes} bytes a sample")
-    total = catalogue.num_samples * catalogue.sample_bytes
-    print(f"total: {catalogue.num_samples} samples, {total / 2**20:.1f} MiB decoded")
-    memory = slots_for(catalogue) * catalogue.chunk_bytes
-    mixed = min(catalogue.num_samples, catalogue.window_chunks * catalogue.files[0].chunk_samples)
-    print(
-        f"reading: windows of {catalogue.window_chunks} chunks mix about {mixed} samples"
-        f" and take up to {memory / 2**20:.1f} MiB"
-    )
+    for line in info(arguments.pattern):
+        print(line)
     return EXIT_OK

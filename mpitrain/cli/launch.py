@@ -34,7 +34,7 @@ examples:
   mpitrain launch -n 4 --dry-run train jobs/digits.py      print the command"""
 
 _RANKED = ("train", "env", "data")
-_ALONE = ("simulate", "data stage", "data check", "data info")
+_ALONE = ("simulate", "data stage", "data info")
 
 
 def add_parser(commands: Any) -> None:
@@ -168,7 +168,8 @@ def _program(words: list[str]) -> list[str]:
             raise UsageError(f"no script {first!r} (looked in {Path.cwd()})")
         return [sys.executable, *words]
     raise UsageError(
-        f"cannot launch {first!r}{did_you_mean(first, _RANKED)}; launch takes train, data pack, env or a script.py"
+        f"cannot launch {first!r}{did_you_mean(first, _RANKED)}; launch takes train, data pack, data check, env or"
+        " a script.py"
     )
 
 

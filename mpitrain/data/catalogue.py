@@ -49,11 +49,15 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard: its samples are read in runs of `chunk_samples`, the last run of a shard may be shorter."""
+    """One shard: its samples are read in runs of `chunk_samples`, the last run of a shard may be shorter.
+
+    `max_entries`: (name, most entries that one run has) of each variable array.
+    """
 
     path: str
     num_samples: int
     chunk_samples: int
+    max_entries: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_chunks(self) -> int:
@@ -84,13 +88,27 @@ class Catalogue:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample over all arrays."""
-        return sum(spec.sample_bytes for spec in self.arrays.values())
+        """Bytes of one sample over all arrays; of a variable array, what the fullest chunk has for each sample."""
+        return -(-self.chunk_bytes // max(file.chunk_samples for file in self.files))
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of the largest chunk over all arrays."""
-        return max(file.chunk_samples for file in self.files) * self.sample_bytes
+        rows = max(file.chunk_samples for file in self.files)
+        return sum(
+            rows * OFFSET_BYTES + self.chunk_entries[name] * spec.sample_bytes
+            if spec.variable
+            else rows * spec.sample_bytes
+            for name, spec in self.arrays.items()
+        )
+
+    @property
+    def chunk_entries(self) -> dict[str, int]:
+        """The most entries of each variable array that any chunk holds."""
+        found = {name: 0 for name, spec in self.arrays.items() if spec.variable}
+        for file in self.files:
+            found |= {name: max(found[name], entries) for name, entries in file.max_entries if name in found}
+        return found
 
     @property
     def window_samples(self) -> int:
@@ -99,8 +117,19 @@ class Catalogue:
 
     def to_json(self) -> str:
         """One line of text from which `from_json` makes an equal catalogue."""
-        files = [[file.path, file.num_samples, file.chunk_samples] for file in self.files]
-        arrays = {name: [list(spec.shape), spec.dtype] for name, spec in self.arrays.items()}
+        files = [
+            [
+                file.path,
+                file.num_samples,
+                file.chunk_samples,
+                *([file.max_entries] if file.max_entries else []),
+            ]
+            for file in self.files
+        ]
+        arrays = {
+            name: [list(spec.shape), spec.dtype, *([True] if spec.variable else [])]
+            for name, spec in self.arrays.items()
+        }
         return json.dumps({"files": files, "arrays": arrays, "window_chunks": self.window_chunks})
 
     @classmethod
@@ -108,9 +137,12 @@ class Catalogue:
         """The catalogue that `to_json` wrote."""
         fields = json.loads(text)
         return cls(
-            files=tuple(ShardInfo(*file) for file in fields["files"]),
+            files=tuple(
+                ShardInfo(*file[:3], *[tuple(tuple(pair) for pair in pairs) for pairs in file[3:]])
+                for file in fields["files"]
+            ),
             arrays={
-                name: ArraySpec(tuple(shape), dtype) for name, (shape, dtype) in fields["arrays"].items()
+                name: ArraySpec(tuple(shape), *rest) for name, (shape, *rest) in fields["arrays"].items()
             },
             window_chunks=fields["window_chunks"],
         )

@@ -16,8 +16,9 @@ import numpy as np
 from h5py import h5s, h5t
 from numpy.typing import NDArray
 
-from mpitrain.data.catalogue import Catalogue
+from mpitrain.data.catalogue import OFFSETS, Catalogue
 from mpitrain.data.format import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
+from mpitrain.data.order import IntArray
 from mpitrain.errors import DataError
 
 MAX_OPEN_FILES = 32
@@ -30,6 +31,18 @@ class _OpenShard(NamedTuple):
     datasets: dict[str, tuple[h5py.h5d.DatasetID, h5py.h5s.SpaceID]]
 
 
+class _Where(NamedTuple):
+    """The run that is being read, for errors."""
+
+    path: str
+    chunk: int
+    first: int
+    last: int
+
+    def tell(self, name: str) -> str:
+        return f"{self.path}: dataset {name!r}, chunk {self.chunk} (samples {self.first} to {self.last})"
+
+
 class ShardFiles:
     """The chunks of a catalogue's shards, numbered over all shards in turn.
 
@@ -40,10 +53,14 @@ class ShardFiles:
         self._catalogue = catalogue
         self._first_chunk = np.cumsum([0, *(file.num_chunks for file in catalogue.files)])
         self._types = {name: h5t.py_create(np.dtype(spec.dtype)) for name, spec in catalogue.arrays.items()}
+        self._variable = [name for name, spec in catalogue.arrays.items() if spec.variable]
+        self._types |= {name + OFFSETS: h5t.py_create(np.dtype(np.int64)) for name in self._variable}
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
 
     def read(self, chunk: int, into: Mapping[str, NDArray[np.generic]]) -> None:
         """Decode a chunk; its rows land at the start of each (contiguous, long enough) array of `into`.
+
+        Of a variable array `x` the entries land in `x`, and where each sample begins and ends there in `x_offsets`.
 
         Raises:
             DataError: damaged, gone, or changed since it was scanned; names file, dataset and chunk.
@@ -54,17 +71,30 @@ class ShardFiles:
         first = number * info.chunk_samples
         rows = min(info.chunk_samples, info.num_samples - first)
         shard = self._shard(index)
-        for name, array in into.items():
-            try:
-                shape = (rows, *array.shape[1:])
-                dataset, space = shard.datasets[name]
-                space.select_hyperslab((first,) + (0,) * (len(shape) - 1), shape)
-                dataset.read(h5s.create_simple(shape), space, array[:rows], self._types[name])
-            except (OSError, RuntimeError) as error:
-                where = (
-                    f"{info.path}: dataset {name!r}, chunk {number} (samples {first} to {first + rows - 1})"
-                )
-                raise DataError(f"{where} {_what_failed(shard.file, name, error)}; {PACK_AGAIN}") from error
+        where = _Where(info.path, number, first, first + rows - 1)
+        for name, spec in self._catalogue.arrays.items():
+            if not spec.variable:
+                self._read_run(shard, name, first, into[name][:rows], where)
+                continue
+            spans: IntArray = into[name + OFFSETS][:rows]  # type: ignore[assignment]
+            self._read_run(shard, name + OFFSETS, first, spans, where)
+            begin, count = _span(spans, len(into[name]), name, where)
+            self._read_run(shard, name, begin, into[name][:count], where)
+            spans -= begin
+
+    def _read_run(
+        self, shard: _OpenShard, name: str, first: int, into: NDArray[np.generic], where: _Where
+    ) -> None:
+        if not len(into):
+            return
+        try:
+            dataset, space = shard.datasets[name]
+            space.select_hyperslab((first,) + (0,) * (into.ndim - 1), into.shape)
+            dataset.read(h5s.create_simple(into.shape), space, into, self._types[name])
+        except (OSError, RuntimeError) as error:
+            raise DataError(
+                f"{where.tell(name)} {_what_failed(shard.file, name, error)}; {PACK_AGAIN}"
+            ) from error
 
     def _shard(self, index: int) -> _OpenShard:
         """The open shard, checked against the catalogue when it is opened."""
@@ -74,7 +104,11 @@ class ShardFiles:
         info = self._catalogue.files[index]
         arrays = tuple(self._catalogue.arrays)
         now, specs = describe_shard(info.path, arrays)
-        if now.num_samples != info.num_samples or specs != dict(self._catalogue.arrays):
+        if (
+            now.num_samples != info.num_samples
+            or specs != dict(self._catalogue.arrays)
+            or (now.max_entries != info.max_entries)
+        ):
             arrays_now = ", ".join(f"{name} {spec}" for name, spec in specs.items())
             raise DataError(
                 f"{info.path}: has changed since this run scanned it: {info.num_samples} samples then,"
@@ -82,12 +116,13 @@ class ShardFiles:
                 " start the job again"
             )
         file = open_shard(info.path)
-        if needed := cache_bytes_needed({name: file[name] for name in arrays}, info.chunk_samples):
+        aligned = {name: file[name] for name in arrays if name not in self._variable}
+        if needed := cache_bytes_needed(aligned, info.chunk_samples):
             file.close()
             file = open_shard(info.path, needed)
         if len(self._open) >= MAX_OPEN_FILES:
             self._open.popitem(last=False)[1].file.close()
-        ids = {name: file[name].id for name in arrays}
+        ids = {name: file[name].id for name in self._types}
         self._open[index] = _OpenShard(
             file, {name: (dataset, dataset.get_space()) for name, dataset in ids.items()}
         )
@@ -97,6 +132,19 @@ class ShardFiles:
         """Close every file; may be called twice."""
         while self._open:
             self._open.popitem()[1].file.close()
+
+
+def _span(spans: IntArray, room: int, name: str, where: _Where) -> tuple[int, int]:
+    """First entry and number of entries of a run of samples [begin, end).
+
+    Raises:
+        DataError: the offsets do not rise, or the run is longer than any was when it was scanned.
+    """
+    edges = spans.reshape(-1)
+    begin, count = int(edges[0]), int(edges[-1] - edges[0])
+    if begin < 0 or count > room or (np.diff(edges) < 0).any():
+        raise DataError(f"{where.tell(name + OFFSETS)} holds no offsets that rise; {PACK_AGAIN}")
+    return begin, count
 
 
 def _what_failed(file: h5py.File, name: str, error: Exception) -> str:

@@ -4,8 +4,10 @@ A shard is an HDF5 file with one dataset per array at its root; axis 0 counts th
 in all of them. Shards that `mpitrain data pack` wrote also carry two root attributes, and their chunks hold
 whole samples with a fletcher32 checksum:
 
-    mpitrain_schema   1
+    mpitrain_schema   1, or 2 with variable arrays
     chunk_samples     samples per chunk, the same for every array
+
+All of it is on one page in `FORMAT.md` beside this file.
 
 A file without them, chunked or not, is a shard as well: it is read in runs of about `RUN_BYTES` that begin on
 a chunk boundary of its largest array. HDF5's own chunk cache is off, because the reader keeps whole chunks
@@ -23,7 +25,7 @@ from collections.abc import Mapping
 import h5py
 import numpy as np
 
-from mpitrain.data.catalogue import ITEM_BYTES, ArraySpec, ShardInfo
+from mpitrain.data.catalogue import ITEM_BYTES, OFFSETS, ArraySpec, ShardInfo
 from mpitrain.data.filters import check_readable
 from mpitrain.errors import DataError
 
@@ -90,13 +92,16 @@ def describe_shard(path: str, arrays: tuple[str, ...] = ()) -> tuple[ShardInfo, 
 
 def _describe(path: str, file: h5py.File, wanted: tuple[str, ...]) -> tuple[ShardInfo, dict[str, ArraySpec]]:
     schema = file.attrs.get(SCHEMA_ATTRIBUTE)
-    if schema is not None and schema != SCHEMA:
+    if schema is not None and schema not in (SCHEMA, VARIABLE_SCHEMA):
         raise DataError(
-            f"{path}: has shard schema {schema}, this mpitrain reads {SCHEMA}; update mpitrain or pack again"
+            f"{path}: has shard schema {schema}, this mpitrain reads up to {VARIABLE_SCHEMA}; update mpitrain or"
+            " pack again"
         )
     datasets = _datasets(path, file, wanted)
     specs = {name: _spec(path, name, dataset) for name, dataset in datasets.items()}
-    lengths = {name: dataset.shape[0] for name, dataset in datasets.items()}
+    variable = [name for name, spec in specs.items() if spec.variable]
+    counted = {name: file[name + OFFSETS] if name in variable else datasets[name] for name in specs}
+    lengths = {name: dataset.shape[0] for name, dataset in counted.items()}
     if len(set(lengths.values())) != 1:
         found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise DataError(
@@ -115,7 +120,8 @@ def _describe(path: str, file: h5py.File, wanted: tuple[str, ...]) -> tuple[Shar
             raise DataError(
                 f"{path}: attribute {CHUNK_ATTRIBUTE} is {chunk_samples}, expected at least 1; {PACK_AGAIN}"
             )
-    return ShardInfo(path, num_samples, min(chunk_samples, num_samples)), specs
+    entries = tuple((name, int(datasets[name].attrs[ENTRIES_ATTRIBUTE])) for name in variable)
+    return ShardInfo(path, num_samples, min(chunk_samples, num_samples), entries), specs
 
 
 def _datasets(path: str, file: h5py.File, wanted: tuple[str, ...]) -> dict[str, h5py.Dataset]:
@@ -131,7 +137,15 @@ def _datasets(path: str, file: h5py.File, wanted: tuple[str, ...]) -> dict[str, 
     missing = [name for name in wanted if name not in there]
     if missing:
         raise DataError(f"{path}: has no dataset {missing[0]!r}; it has {', '.join(there)}")
-    return {name: there[name] for name in sorted(wanted)} if wanted else there
+    chosen = {name: there[name] for name in sorted(wanted)} if wanted else there
+    offsets = {name + OFFSETS for name, item in there.items() if ENTRIES_ATTRIBUTE in item.attrs}
+    for name in sorted(offsets):
+        if name not in there or there[name].shape[1:] != (2,) or there[name].dtype != np.int64:
+            raise DataError(
+                f"{path}: dataset {name!r} is not the int64 (samples, 2) that it must be; {PACK_AGAIN}"
+            )
+    told = {name for name in offsets if name.removesuffix(OFFSETS) in chosen}  # they go with their array
+    return {name: item for name, item in chosen.items() if name not in told}
 
 
 def _spec(path: str, name: str, dataset: h5py.Dataset) -> ArraySpec:
@@ -144,7 +158,7 @@ def _spec(path: str, name: str, dataset: h5py.Dataset) -> ArraySpec:
         shape = "a single value" if not dataset.shape else f"of shape {dataset.shape}"
         raise DataError(f"{path}: dataset {name!r} is {shape}, expected shape (samples, ...); {way_out}")
     check_readable(path, name, dataset)
-    return ArraySpec(tuple(dataset.shape[1:]), dataset.dtype.name)
+    return ArraySpec(tuple(dataset.shape[1:]), dataset.dtype.name, ENTRIES_ATTRIBUTE in dataset.attrs)
 
 
 def _run_length(datasets: Mapping[str, h5py.Dataset], specs: Mapping[str, ArraySpec]) -> int:

@@ -17,11 +17,11 @@ class Line(Protocol):
 
 
 class Pace:
-    """Called with (samples done, samples to do or None) of this rank; draws a line a few times a second on a
+    """Called with (`things` done, things to do or None) of this rank; draws a line a few times a second on a
     terminal, and two a minute in a log."""
 
-    def __init__(self, line: Line, text: str, num_ranks: int = 1):
-        self._line, self._text, self._num_ranks = line, text, num_ranks
+    def __init__(self, line: Line, text: str, things: str, num_ranks: int = 1):
+        self._line, self._text, self._things, self._num_ranks = line, text, things, num_ranks
         self._began_s = self._told_s = time.monotonic()
 
     def __call__(self, done: int, total: int | None) -> None:
@@ -34,4 +34,6 @@ class Pace:
         left_s = (total - done) / pace if total and pace else None
         ranks = f" a rank, {self._num_ranks} ranks" if self._num_ranks > 1 else ""
         count = f"{done} of {total}" if total else str(done)
-        self._line.progress(f"{self._text}: {count} samples{ranks}, {pace:.0f} a second", share, left_s)
+        self._line.progress(
+            f"{self._text}: {count} {self._things}{ranks}, {pace:.0f} a second", share, left_s
+        )
