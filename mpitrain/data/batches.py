@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mpitrain.data.ahead import Batch
 from mpitrain.data.catalogue import Catalogue
+from mpitrain.data.ragged import samples_of
 from mpitrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,8 +115,7 @@ def iterate_samples(source: Shards, seed: int, epoch: int, sent_by: Share | None
         first, end = (first + each * worker // info.num_workers for worker in (info.id, info.id + 1))
     runs = [(at, min(piece, end - at)) for at in range(first, end, piece)]
     for batch in read_runs(source, catalogue, seed, epoch, runs):
-        for sample in zip(*(tensor.unbind() for tensor in batch.values())):
-            yield dict(zip(batch, sample))
+        yield from samples_of(batch)
 
 
 def read_runs(

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from mpitrain.data.buffers import NUM_SPARE, BatchBuffers
 from mpitrain.data.catalogue import Catalogue
 from mpitrain.data.order import IntArray
+from mpitrain.data.ragged import EntryPlaces, fixed_arrays
 
 CACHE_BYTES = 256 << 20
 
@@ -51,11 +52,12 @@ class ChunkCache:
         self.sample_bytes = catalogue.sample_bytes
         self._arena_bytes = self.num_slots * catalogue.chunk_bytes
         self._rows = max(file.chunk_samples for file in catalogue.files)
+        arrays = fixed_arrays(catalogue)
         self._arena = {
             name: np.empty((self.num_slots * self._rows, *spec.shape), spec.dtype)
-            for name, spec in catalogue.arrays.items()
+            for name, spec in arrays.items()
         }
-        self._buffers = BatchBuffers(catalogue.arrays)
+        self._buffers, self._entries = BatchBuffers(arrays), EntryPlaces(catalogue, self.num_slots)
         self._slot_of = np.full(catalogue.num_chunks, -1, dtype=np.int64)
         self._chunk_in = np.full(self.num_slots, -1, dtype=np.int64)
         self._used = np.zeros(self.num_slots, dtype=np.int64)
@@ -68,7 +70,7 @@ class ChunkCache:
     @property
     def memory_bytes(self) -> int:
         """The arena and as many batches, of the largest size so far, as this ever holds or keeps for reuse."""
-        return self._arena_bytes + NUM_SPARE * self._buffers.largest_bytes
+        return self._arena_bytes + NUM_SPARE * (self._buffers.largest_bytes + self._entries.largest_bytes)
 
     def holds(self, chunks: IntArray) -> bool:
         """Whether all these chunks are here."""
@@ -90,15 +92,17 @@ class ChunkCache:
         """
         found = self._buffers.take(len(rows))
         arrays = {name: array for name, (_, array) in found.items()}
-        if not self._copy_if_here(chunks, rows, arrays):
+        if (variable := self._copy_if_here(chunks, rows, arrays)) is None:
             needed = _in_order_of_appearance(chunks)
             if len(needed) <= self.num_slots:
                 for chunk in needed:
                     self.load(chunk)
             # more chunks than places, or another thread's reading pushed some out
-            if len(needed) > self.num_slots or not self._copy_if_here(chunks, rows, arrays):
-                self._copy_chunk_by_chunk(needed, chunks, rows, arrays)
-        return {name: tensor for name, (tensor, _) in found.items()}
+            if len(needed) <= self.num_slots:
+                variable = self._copy_if_here(chunks, rows, arrays)
+            if variable is None:
+                variable = self._copy_chunk_by_chunk(needed, chunks, rows, arrays)
+        return {name: tensor for name, (tensor, _) in found.items()} | variable
 
     def load(self, chunk: int) -> None:
         """Make a chunk the most recently used one, reading it if it is not here."""
@@ -107,7 +111,8 @@ class ChunkCache:
             if slot is None:
                 return
             part = slice(slot * self._rows, (slot + 1) * self._rows)
-            self._source.read(chunk, {name: arena[part] for name, arena in self._arena.items()})
+            into = {name: arena[part] for name, arena in self._arena.items()}
+            self._source.read(chunk, into | self._entries.place(slot))
             self.num_reads += 1
             with self._table:
                 self._slot_of[chunk], self._chunk_in[slot], self._used[slot] = slot, chunk, self._clock
@@ -138,11 +143,12 @@ class ChunkCache:
 
     def _copy_if_here(
         self, chunks: IntArray, rows: IntArray, into: Mapping[str, NDArray[np.generic]]
-    ) -> bool:
+    ) -> dict[str, torch.Tensor] | None:
+        """Fill `into` and return the variable arrays; None if a chunk is not here."""
         with self._table:
             slots = self._slot_of[chunks]
             if (slots < 0).any():
-                return False
+                return None
             self._clock += 1
             self._used[slots] = self._clock
             self._copying.append(slots)
@@ -150,15 +156,17 @@ class ChunkCache:
             index = slots * self._rows + rows
             for name, arena in self._arena.items():  # lets go of the GIL; mode "raise" would copy twice
                 arena.take(index, axis=0, out=into[name], mode="clip")
+            return self._entries.gather(slots, into)
         finally:
             with self._table:
                 self._copying = [others for others in self._copying if others is not slots]
                 self._table.notify_all()
-        return True
 
     def _copy_chunk_by_chunk(
         self, needed: list[int], chunks: IntArray, rows: IntArray, into: Mapping[str, NDArray[np.generic]]
-    ) -> None:
+    ) -> dict[str, torch.Tensor]:
+        """Fill `into` and return the variable arrays."""
+        pieces = []
         for chunk in needed:
             samples = np.flatnonzero(chunks == chunk)
             with self._reading:  # so nobody pushes it out before it is copied
@@ -166,6 +174,16 @@ class ChunkCache:
                 index = self._slot_of[chunk] * self._rows + rows[samples]
                 for name, arena in self._arena.items():
                     into[name][samples] = arena[index]
+                pieces.append(
+                    (
+                        samples,
+                        self._entries.gather(
+                            np.full(len(samples), self._slot_of[chunk]),
+                            {name: array[samples] for name, array in into.items()},
+                        ),
+                    )
+                )
+        return self._entries.join(pieces, len(rows))
 
     def close(self) -> None:
         """Close the source and give the memory back."""
@@ -173,6 +191,7 @@ class ChunkCache:
             self._source.close()
             self._arena = {}
             self._buffers.close()
+            self._entries.close()
 
 
 def _in_order_of_appearance(chunks: IntArray) -> list[int]:

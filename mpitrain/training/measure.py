@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.data.ragged import num_samples_in
 from mpitrain.job import Job
 from mpitrain.model.optimizer import set_learning_rate
 
@@ -79,7 +80,7 @@ def make_measure(
         with torch.no_grad():
             for batch in reader.sequential(max(256, job.batch_size)):
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                count = len(next(iter(batch.values())))
+                count = num_samples_in(batch)
                 means = {
                     "validation_loss": job.loss(module, batch),
                     **(job.metrics(module, batch) if job.metrics else {}),

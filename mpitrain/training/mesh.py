@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from mpitrain.data.ragged import num_samples_in
 from mpitrain.rules import Grid
 from mpitrain.training.pieces import local, whole_tensor
 from mpitrain.training.session import Session
@@ -50,7 +51,7 @@ class MeshRun(SplitRun):
                 means = {"validation_loss": job.loss(self.module, batch)}
                 means |= job.metrics(self.module, batch) if job.metrics else {}
                 if counts and self.tells:
-                    count = len(next(iter(batch.values())))
+                    count = num_samples_in(batch)
                     num_samples += count
                     for name, mean in means.items():
                         sums[name] = sums.get(name, 0.0) + float(mean) * count

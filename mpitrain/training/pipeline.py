@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from mpitrain.data.catalogue import OFFSETS
+from mpitrain.data.ragged import num_samples_in
+from mpitrain.errors import UsageError
 from mpitrain.model.stages import Stage, keep_only, split_stages
 from mpitrain.mpi.process_group import default_group
 from mpitrain.rules import Grid, Pipeline
@@ -107,6 +110,10 @@ class PipelineRun(SplitRun):
         self.weight = weight
         if self.last:
             assert batch is not None
+            if any(name + OFFSETS in batch for name in batch):
+                raise UsageError(
+                    "pipeline: cannot cut arrays whose samples differ in length; take another strategy"
+                )
             cut = {name: tensor.chunk(num_pieces) for name, tensor in batch.items()}
             self.microbatches = [{name: parts[i] for name, parts in cut.items()} for i in range(num_pieces)]
         inputs = model_inputs(job.loss, batch) if self.first and batch is not None else None
@@ -165,7 +172,7 @@ class PipelineRun(SplitRun):
                     continue
                 means = {"validation_loss": with_output(job.loss, output, batch)}
                 means |= with_output(job.metrics, output, batch) if job.metrics else {}
-                count = len(next(iter(batch.values())))
+                count = num_samples_in(batch)
                 num_samples += count
                 for name, mean in means.items():
                     sums[name] = sums.get(name, 0.0) + float(mean) * count

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from mpitrain.data.ragged import num_samples_in
 from mpitrain.errors import UsageError
 
 Batch = dict[str, torch.Tensor]
@@ -62,7 +63,7 @@ def model_inputs(loss: Callable[[Any, Batch], Any], batch: Batch) -> tuple[torch
         inputs = asked.inputs
     else:
         raise UsageError("the loss never called the model")
-    num_samples = len(next(iter(batch.values())))
+    num_samples = num_samples_in(batch)
     for index, value in enumerate(inputs):
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != num_samples:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__

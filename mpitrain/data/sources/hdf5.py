@@ -5,7 +5,10 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from mpitrain.data.columns import Columns
+import numpy as np
+
+from mpitrain.data.catalogue import OFFSETS
+from mpitrain.data.columns import Columns, Ragged
 from mpitrain.data.reader import Reader
 from mpitrain.data.shards import Shards
 from mpitrain.data.sources.base import Selection, Source, SourceOptions, file_fingerprint
@@ -36,8 +39,13 @@ class Hdf5Source(Source):
     def read(self, start: int, count: int) -> Columns:
         if self._reader is None:
             raise DataError(f"{self.name}: shuffle comes first")
-        batch = self._reader.batch(0, start, count)
-        return self._selection.apply({name: tensor.numpy() for name, tensor in sorted(batch.items())})
+        batch = {name: tensor.numpy() for name, tensor in self._reader.batch(0, start, count).items()}
+        columns: Columns = {}
+        for name, spec in self._catalogue.arrays.items():
+            columns[name] = (
+                Ragged(batch[name], np.diff(batch[name + OFFSETS])) if spec.variable else batch[name]
+            )
+        return self._selection.apply(columns)
 
     def fingerprint(self) -> str:
         return file_fingerprint([Path(file.path) for file in self._catalogue.files])
