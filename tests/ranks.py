@@ -64,7 +64,7 @@ def run_ranks(
     n: int,
     script_or_argv: str | Path | Sequence[str],
     *,
-    timeout_s: float = 60,
+    timeout_s: float = 180,
     env: Mapping[str, str] | None = None,
     mpirun_args: Sequence[str] = (),
     mpi: str = "openmpi",

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+from mpitrain import Sync, simulate
 from mpitrain.checkpoint.parts import FOLDER, newest
+from mpitrain.job import load_job
 from mpitrain.training.measure import same_model
 from tests.ranks import run_ranks
 
@@ -135,50 +137,63 @@ from mpitrain.mpi.runtime import start
 from tests import toy
 
 runtime = start()
-calls = []
 
-def loss(model, batch):
-    calls.append(1)
-    if runtime.rank == {victim} and len(calls) == 7:
-        os.kill(os.getpid(), signal.{signal})
-    return toy.square_loss(model, batch)
+def run(name, text, resume=None, victim=-1, number=None):
+    calls = []
 
-def calm(parameters):
-    return torch.optim.SGD(parameters, lr=0.002)
+    def loss(model, batch):
+        calls.append(1)
+        if runtime.rank == victim and len(calls) == 7:
+            os.kill(os.getpid(), getattr(signal, number))
+        return toy.square_loss(model, batch)
 
-job = toy.make_job(epochs=40, batch_size=4, loss=loss, optimizer=calm, checkpoint_every="never")
-result = mt.train(job, parse("{strategy}", "strategy"), run_dir="{path}", quiet=True, resume={resume})
-sys.exit(result["exit_code"])
+    def calm(parameters):
+        return torch.optim.SGD(parameters, lr=0.002)
+
+    job = toy.make_job(epochs=40, batch_size=4, loss=loss, optimizer=calm, checkpoint_every="never")
+    return mt.train(job, parse(text, "strategy"), run_dir="{path}/" + name, quiet=True, resume=resume)
+
+{runs}
 """
+SIGNALS = {
+    "sync": ("sync(servers=2)", 3, "SIGUSR1"),
+    "async": ("async()", 2, "SIGTERM"),
+    "ring": ("decentralized(topology='ring')", 3, "SIGTERM"),
+    "allreduce": ("allreduce()", 1, "SIGUSR1"),
+}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name", "victim"),
-    [
-        ("sync(servers=2)", "SIGUSR1", 3),
-        ("async()", "SIGTERM", 2),
-        ("allreduce()", "SIGUSR1", 1),
-        ("decentralized(topology='ring')", "SIGTERM", 3),
-    ],
-)
-def test_a_signal_leads_to_a_checkpoint_and_exit_75_and_the_next_start_goes_on(
-    tmp_path, strategy, name, victim
-):
-    options = {"strategy": strategy, "signal": name, "path": tmp_path}
-    run = run_ranks(4, SIGNALLED.format(victim=victim, resume=None, **options))
-    assert run.code == 75, run
-    stopped = result_of(tmp_path)
-    found = newest(tmp_path)
-    assert stopped["status"] == "requeue" and (tmp_path / "REQUEUE").exists()
-    assert 0 < found.mark < 40 * 48
-    run_ranks(4, SIGNALLED.format(victim=99, resume='"auto"', **options)).check()
-    ended = result_of(tmp_path)
+@pytest.fixture(scope="module")
+def signalled(tmp_path_factory):
+    """Every strategy stopped by a signal to one rank; what it left copied, then resumed; and trained whole."""
+    path = tmp_path_factory.mktemp("signalled")
+    first = "\n".join(
+        f"result = run({name!r}, {text!r}, None, {victim}, {number!r})"
+        for name, (text, victim, number) in SIGNALS.items()
+    )
+    stopped = run_ranks(4, SIGNALLED.format(path=path, runs=f"{first}\nsys.exit(result['exit_code'])"))
+    assert stopped.code == 75, stopped
+    for name in SIGNALS:
+        shutil.copytree(path / name, path / f"{name}-stopped")
+    second = "\n".join(
+        f"run({name!r}, {text!r}, 'auto')\nrun('{name}-whole', {text!r})"
+        for name, (text, _, _) in SIGNALS.items()
+    )
+    run_ranks(4, SIGNALLED.format(path=path, runs=second)).check()
+    return path
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_leads_to_a_checkpoint_and_exit_75_and_the_next_start_goes_on(signalled, name):
+    stopped, ended = result_of(signalled / f"{name}-stopped"), result_of(signalled / name)
+    found = newest(signalled / f"{name}-stopped")
+    assert (stopped["status"], stopped["exit_code"]) == ("requeue", 75)
+    assert (signalled / f"{name}-stopped" / "REQUEUE").exists() and 0 < found.mark < 40 * 48
     assert ended["resumed_from"] == found.mark and ended["samples"] == 40 * 48
-    assert ended["status"] == "ok" and not (tmp_path / "REQUEUE").exists()
-    if strategy != "async()":
-        whole = tmp_path / "whole"
-        run_ranks(4, SIGNALLED.format(victim=99, resume=None, **options | {"path": whole})).check()
-        assert same_model(whole / "model.safetensors", tmp_path / "model.safetensors")
+    assert ended["status"] == "ok" and not (signalled / name / "REQUEUE").exists()
+    if name != "async":
+        whole = signalled / f"{name}-whole" / "model.safetensors"
+        assert same_model(whole, signalled / name / "model.safetensors")
 
 
 CRASHING = """
@@ -222,31 +237,44 @@ def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert "restart 2 of 3 from the checkpoint at" in ended.stderr and "restart 3" not in ended.stderr
     assert result_of(tmp_path / "run")["samples"] == 480
-    whole = subprocess.run([*run[:-1], str(tmp_path / "whole")], env=env, **options)
-    assert whole.returncode == 0
-    assert same_model(tmp_path / "run" / "model.safetensors", tmp_path / "whole" / "model.safetensors")
-
-
-def test_another_jobs_checkpoint_is_refused_by_name(tmp_path):
-    start = {"start": ("sync()", "sgd", None)}
-    run_ranks(2, RUNS.format(runs=start, path=tmp_path)).check()
-    script = RUNS.format(runs={"start": ("sync()", "sgd", "auto")}, path=tmp_path)
-    run = run_ranks(
-        2, script.replace("epochs=6,", "epochs=6, model=toy.linear_float32, loss=toy.linear_loss,")
+    whole = simulate(
+        load_job(str(tmp_path / "job.py")), Sync(), workers=2, run_dir=str(tmp_path / "whole"), quiet=True
     )
-    assert run.code == 2, run
-    assert (
-        "was written by another run: its parameters are" in run.stderr
-        and run.stderr.count("another run") == 1
-    )
+    assert same_model(tmp_path / "run" / "model.safetensors", whole["model"])
 
 
-def test_a_checkpoint_that_is_not_there_or_does_not_verify_is_said_once_and_all_leave(tmp_path):
-    nowhere = RUNS.format(runs={"start": ("sync()", "sgd", str(tmp_path / "nowhere"))}, path=tmp_path)
-    run = run_ranks(3, nowhere)
-    assert run.code == 2 and run.stderr.count("no checkpoint there") == 1, run
+REFUSED = """
+import sys
+from pathlib import Path
+import mpitrain as mt
+from mpitrain.errors import AgreedError
+from tests import toy
+
+other = dict(model=toy.linear_float32, loss=toy.linear_loss)
+mt.train(toy.make_job(checkpoint_every="96"), mt.Sync(), run_dir="{path}/start", quiet=True)
+for name, changes in (("start", other), ("nowhere", {{}}), ("damaged", {{}})):
+    print(f"== {{name}}", file=sys.stderr, flush=True)
+    try:
+        mt.train(
+            toy.make_job(**changes), mt.Sync(), run_dir="{path}/again", quiet=True, resume="{path}/" + name
+        )
+    except AgreedError as error:
+        print(f"code {{error.exit_code}}", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_checkpoint_of_another_job_none_or_a_damaged_one_is_said_once_and_all_leave(tmp_path):
     folder = tmp_path / "damaged" / FOLDER / f"{100:012d}"
     folder.mkdir(parents=True)
     (folder / "shard-0.json").write_text("{}")
-    run = run_ranks(3, nowhere.replace("nowhere", "damaged"))
-    assert run.code == 1 and run.stderr.count("verifies: ") == 1, run
+    run = run_ranks(3, REFUSED.format(path=tmp_path)).check()
+    told = dict(part.split("\n", 1) for part in run.ranks_err[0].split("== ")[1:])
+    said = {
+        "start": ("was written by another run: its parameters are", "code 2"),
+        "nowhere": ("no checkpoint there", "code 2"),
+        "damaged": ("verifies: ", "code 1"),
+    }
+    assert told.keys() == said.keys()
+    for name, (text, code) in said.items():
+        assert told[name].count(text) == 1 and told[name].splitlines()[-1] == code, told[name]
+        assert [other.split("== ")[1:].count(f"{name}\n{code}\n") for other in run.ranks_err[1:]] == [1, 1]
