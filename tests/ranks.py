@@ -94,7 +94,7 @@ def run_ranks(
 
 
 def run_plain(
-    command: Sequence[str], *, cwd: str | Path | None = None, code: int = 0, timeout_s: float = 120
+    command: Sequence[str], *, cwd: str | Path | None = None, code: int = 0, timeout_s: float = 280
 ) -> str:
     """Run a command that starts its own ranks, or none, under the same deadline; returns its stdout."""
     got, out, err = _run(list(command), _environment({}), timeout_s, cwd)

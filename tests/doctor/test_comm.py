@@ -92,7 +92,7 @@ def test_on_one_node_nobody_is_slow_and_no_gpu_is_no_canary(tmp_path: Path) -> N
             "print(f'codes {comm} {gpu}')",
         ]
     )
-    run = run_ranks(3, program, timeout_s=100).check()
+    run = run_ranks(3, program).check()
     import torch
 
     assert "ranks 0, 2" in run.ranks_out[0] and "MB/s" in run.ranks_out[0]

@@ -50,7 +50,7 @@ def write_job(tmp_path, top="", bad_worker=-1, bad_server=-1):
 
 def train(n, job, tmp_path, *options, mpirun_args=()):
     argv = [*MPITRAIN, "train", job, "--run-dir", str(tmp_path / "run"), "--quiet", *options]
-    return run_ranks(n, argv, mpirun_args=mpirun_args, timeout_s=60)
+    return run_ranks(n, argv, mpirun_args=mpirun_args)
 
 
 def test_an_exception_in_the_job_file_on_one_rank(tmp_path):

@@ -13,7 +13,7 @@ CASES = case_names("codec_cases")
 
 @pytest.fixture(scope="module")
 def three():
-    return launch(3, "codec_cases", timeout_s=120)
+    return launch(3, "codec_cases")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -36,7 +36,9 @@ def test_a_run_tells_what_its_codec_did(tmp_path):
     ]
     run = run_ranks(2, [*argv, "--strategy", strategy, "--run-dir", str(tmp_path)]).check()
     assert f"strategy={strategy} " in run.stdout
-    told = json.loads((tmp_path / "result.json").read_text())["codec"]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["steps"], result["samples"]) == (12, 12 * 16 * 2)  # --synthetic needs no data
+    told = result["codec"]
     assert told["name"] == "threshold(density=0.05)"
     assert 0 < told["density"] < 1 and told["tau"] > 0 and told["residual_norm"] > 0 and told["codec_ms"] > 0
     assert 0 < told["bytes"] < 4 * 29000 / 5

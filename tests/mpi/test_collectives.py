@@ -1,4 +1,7 @@
-"""The collectives (`programs/collective_cases.py`): 4 ranks, 2 over TCP, 3 under MPICH, ours on uneven nodes."""
+"""The collectives (`programs/collective_cases.py`): 4 ranks, 3 over TCP, 2 under MPICH, ours on uneven nodes.
+
+MPICH's ranks spin while they wait: with more of them than cores the same cases take four times as long.
+"""
 
 import pytest
 
@@ -14,17 +17,17 @@ REDUCING = [
 
 @pytest.fixture(scope="module")
 def four():
-    return launch(4, "collective_cases", timeout_s=120)
+    return launch(4, "collective_cases")
 
 
 @pytest.fixture(scope="module")
-def two_over_tcp():
-    return launch(2, "collective_cases", mpirun_args=TCP, timeout_s=120)
+def three_over_tcp():
+    return launch(3, "collective_cases", mpirun_args=TCP)
 
 
 @pytest.fixture(scope="module")
 def mpich():
-    return launch(3, "collective_cases", mpi="mpich", timeout_s=120)
+    return launch(2, "collective_cases", mpi="mpich")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -33,8 +36,8 @@ def test_on_four_ranks(four, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_on_two_ranks_over_tcp(two_over_tcp, case):
-    assert_passed(two_over_tcp, case)
+def test_on_three_ranks_over_tcp(three_over_tcp, case):
+    assert_passed(three_over_tcp, case)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -47,7 +50,7 @@ def uneven_nodes():
     argv = [str(PROGRAMS / "collective_cases.py"), *REDUCING]
     python = str(find_mpi()[0])
     nodes = {"MPITRAIN_TEST_NODES": "2,1", "MPITRAIN_ALLREDUCE": "hierarchical"}
-    return run_ranks(3, [python, *argv], env=nodes, timeout_s=120)
+    return run_ranks(3, [python, *argv], env=nodes)
 
 
 @pytest.mark.parametrize("case", REDUCING)
@@ -55,8 +58,8 @@ def test_with_our_own_algorithms_on_nodes_of_two_and_one(uneven_nodes, case):
     assert_passed(uneven_nodes, case)
 
 
-def test_launches_end_cleanly(four, two_over_tcp, uneven_nodes):
-    for result in (four, two_over_tcp, uneven_nodes):
+def test_launches_end_cleanly(four, three_over_tcp, uneven_nodes):
+    for result in (four, three_over_tcp, uneven_nodes):
         result.check()
 
 
@@ -67,7 +70,7 @@ TRAINING = case_names("torch_cases")
 
 @pytest.fixture(scope="module")
 def training():
-    return launch(2, "torch_cases", timeout_s=120)
+    return launch(2, "torch_cases")
 
 
 @pytest.mark.parametrize("case", TRAINING)
@@ -92,9 +95,11 @@ except ValueError as error:
 LATE = """
 from datetime import timedelta
 import torch, torch.distributed as dist, mpitrain
-dist.init_process_group("mpi4py", timeout=timedelta(seconds=3))
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
 from mpitrain.mpi.runtime import start
+import torch._dynamo  # DDP wants it: before the clock runs, or the slower rank's import is taken for a missing call
+start().barrier()
+dist.init_process_group("mpi4py", timeout=timedelta(seconds=5))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
 if dist.get_rank() == 0:
     for call in (lambda: model(torch.ones(2, 3)).sum().backward(), dist.barrier):  # in DDP's C++, and ever after
         try:
@@ -112,13 +117,13 @@ if dist.get_rank() == 1:
 
 
 def test_a_rank_that_leaves_is_named_on_all_others():
-    result = run_ranks(3, LEAVES, timeout_s=60)
+    result = run_ranks(3, LEAVES)
     for rank in (0, 2):
         assert "rank 1: no collective: it has left the group" in result.ranks_out[rank], result
 
 
 def test_the_groups_timeout_ends_ddps_own_wait_too():
-    result = run_ranks(2, LATE, timeout_s=60)
+    result = run_ranks(2, LATE)
     assert result.ranks_out[0].count("told: timeout") == 2, result
     assert "given up" in result.ranks_out[1], result
 

@@ -1,6 +1,7 @@
 """A real run, repeated in virtual time in its recorded order of arrival, gives the same parameters to the bit."""
 
 import json
+import shutil
 
 import pytest
 
@@ -42,29 +43,35 @@ for index, text in enumerate({strategies!r}):
 """
 
 
-def test_replay_is_bit_for_bit_for_every_rule(tmp_path):
-    run_ranks(5, RUNS.format(strategies=STRATEGIES, path=tmp_path)).check()
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("real")
+    run_ranks(5, RUNS.format(strategies=STRATEGIES, path=path)).check()
+    return path
+
+
+def test_replay_is_bit_for_bit_for_every_rule(runs, tmp_path):
     orders = set()
     for index, text in enumerate(STRATEGIES):
         job = toy.make_job(optimizer=toy.sgd if index % 2 else toy.adam, epochs=4, batch_size=5)
         replayed = simulate(
             job,
             parse(text, "strategy"),
-            replay=str(tmp_path / str(index)),
+            replay=str(runs / str(index)),
             run_dir=str(tmp_path / f"v{index}"),
             quiet=True,
         )
-        real = json.loads((tmp_path / str(index) / "result.json").read_text())
+        real = json.loads((runs / str(index) / "result.json").read_text())
         assert replayed["replay_identical"], text
         for key in ("accepted", "dropped", "late", "skipped", "staleness_histogram", "samples"):
             assert replayed[key] == real[key], (text, key)
-        orders.add((tmp_path / str(index) / "arrivals-0.json").read_text())
+        orders.add((runs / str(index) / "arrivals-0.json").read_text())
     assert len(orders) > 1  # real runs do differ in what they leave to chance
 
 
-def test_another_order_gives_other_parameters(tmp_path):
+def test_another_order_gives_other_parameters(runs, tmp_path):
     """The comparison has teeth: swap two arrivals of a real run and the bits differ."""
-    run_ranks(4, RUNS.format(strategies=STRATEGIES[:1], path=tmp_path)).check()
+    shutil.copytree(runs / "0", tmp_path / "0")
     path = tmp_path / "0" / "arrivals-0.json"
     order = json.loads(path.read_text())
     middle = next(i for i in range(len(order) // 2, len(order)) if order[i] != order[i + 1])

@@ -1,6 +1,7 @@
 """Peers on four real ranks: nobody waits for who sleeps, replicas agree to the bit, and counts add up."""
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from tests import toy
 from tests.mpi.cases import run_cases
 
 OUT = Path(os.environ["PEERS_OUT"])
-PAUSE = ("pause(worker=1, at_step=2, seconds=2)",)
+PAUSE = ("pause(worker=1, at_step=2, seconds=0.5)",)
 
 
 def train(name, strategy, inject=(), **changes):
@@ -18,13 +19,26 @@ def train(name, strategy, inject=(), **changes):
 
 
 def case_asynchronous_peers_do_not_wait_for_one_that_sleeps(rt):
-    """How far the others were ahead of rank 1 when their messages reached it: at most a step where all wait."""
+    """How far the others were ahead of rank 1 when their messages reached it: at most a step where all wait. Where
+    nobody does, rank 1 stays in its third batch until rank 0 is in its tenth: whoever waited would wait for ever."""
     leads = {}
     for asynchronous in (False, True):
+        calls, far_ahead = [], OUT / "far-ahead"
+
+        def loss(model, batch, calls=calls, asynchronous=asynchronous, far_ahead=far_ahead):
+            calls.append(1)
+            if rt.rank == 0 and len(calls) == 10:
+                far_ahead.touch()
+            while asynchronous and rt.rank == 1 and len(calls) == 3 and not far_ahead.exists():
+                time.sleep(0.01)
+            return toy.square_loss(model, batch)
+
+        far_ahead.unlink(missing_ok=True)
+        rt.barrier()
         rule = mt.Decentralized(asynchronous=asynchronous)
-        result = train(f"paused-{asynchronous}", rule, PAUSE, epochs=8, batch_size=1)
+        result = train(f"paused-{asynchronous}", rule, PAUSE, epochs=8, batch_size=1, loss=loss)
         leads[asynchronous] = result["ranks"][1]["lead_max"]
-        assert result["injected"] == [{"worker": 1, "sleeps": 1, "slept_s": 2.0}]
+        assert result["injected"] == [{"worker": 1, "sleeps": 1, "slept_s": 0.5}]
         assert result["accepted"] == 4 * 96 and result["samples"] == 384
         assert sum(one["messages"] for one in result["ranks"]) == 3 * 4 * 96
         assert result["drift"] < 1e-5  # everybody took every update, in another order
@@ -50,6 +64,13 @@ def case_every_graph_and_codec_comes_to_its_end(rt):
             result = train(f"{topology}-{codec.name}", rule, batch_size=5)
             assert result["status"] == "ok" and result["samples"] == 2 * 48 and result["steps"] == 6
             assert sum(one["samples"] for one in result["ranks"]) == 2 * 48
+
+
+def case_a_ring_for_the_other_world(rt):
+    """What tests/mpi/test_peer_ranks.py repeats in virtual time."""
+    for codec in (mt.Uncompressed(), mt.EightBit()):
+        rule = mt.Decentralized("ring", codec=codec, resync=4)
+        train(f"twin-{codec.name}", rule, optimizer=toy.adam, batch_size=3)
 
 
 def case_the_own_loop(rt):
