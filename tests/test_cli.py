@@ -15,7 +15,17 @@ import pytest
 
 from mpitrain import cli, errors
 
-COMMANDS = [[], ["launch"], ["train"], ["simulate"], ["data"], ["data", "pack"], ["data", "info"], ["env"]]
+COMMANDS = [
+    [],
+    ["launch"],
+    ["train"],
+    ["simulate"],
+    ["data"],
+    ["data", "pack"],
+    ["data", "check"],
+    ["data", "info"],
+    ["env"],
+]
 IDS = ["mpitrain", *(" ".join(words) for words in COMMANDS[1:])]
 
 

@@ -8,13 +8,37 @@ catalogue as JSON; which positions of the order a rank reads is decided elsewher
     with source.reader(catalogue, seed) as reader:
         batch = reader.batch(epoch, start, count)       # these positions of its order, a dict
         reader.prefetch(epoch, start + count, count)    # a hint: read meanwhile
+
+Its names are loaded on first use: reading needs torch, packing and checking do not.
 """
 
-from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
-from mpitrain.data.order import Order
-from mpitrain.data.reader import Reader
-from mpitrain.data.shards import Shards
-from mpitrain.data.synthetic import Synthetic
-from mpitrain.data.writer import ShardWriter
+import importlib
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
+    from mpitrain.data.order import Order
+    from mpitrain.data.reader import Reader
+    from mpitrain.data.shards import Shards
+    from mpitrain.data.synthetic import Synthetic
+    from mpitrain.data.writer import ShardWriter
+
+_home = {
+    "ArraySpec": "mpitrain.data.catalogue",
+    "Catalogue": "mpitrain.data.catalogue",
+    "Order": "mpitrain.data.order",
+    "Reader": "mpitrain.data.reader",
+    "ShardInfo": "mpitrain.data.catalogue",
+    "ShardWriter": "mpitrain.data.writer",
+    "Shards": "mpitrain.data.shards",
+    "Synthetic": "mpitrain.data.synthetic",
+}
 __all__ = ["ArraySpec", "Catalogue", "Order", "Reader", "ShardInfo", "ShardWriter", "Shards", "Synthetic"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _home:
+        raise AttributeError(f"module 'mpitrain.data' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_home[name]), name)
+    globals()[name] = value
+    return value

@@ -6,6 +6,7 @@ does not fit to the columns before it is refused with its name, what was found a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +31,18 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @functools.cached_property
+    def starts(self) -> IntArray:
+        """Where each sample begins in `flat`, and where the last one ends: one more than there are samples."""
+        return np.concatenate(([0], np.cumsum(self.lengths)))
+
     @property
     def nbytes(self) -> int:
         return self.flat.nbytes
 
     def samples(self) -> list[Array]:
         """One array a sample (views)."""
-        return np.split(self.flat, np.cumsum(self.lengths)[:-1])
+        return np.split(self.flat, self.starts[1:-1])
 
     @classmethod
     def of(cls, samples: Sequence[Array]) -> Ragged:
@@ -173,8 +179,8 @@ def _cut(column: Column, start: int, end: int) -> Column:
     if not isinstance(column, Ragged):
         return column[start:end]
     lengths = column.lengths[start:end]
-    first = int(column.lengths[:start].sum())
-    return Ragged(column.flat[first : first + int(lengths.sum())], lengths)
+    first = column.starts[start]
+    return Ragged(column.flat[first : column.starts[start + len(lengths)]], lengths)
 
 
 def take(columns: Mapping[str, Column], rows: IntArray) -> Columns:
@@ -185,8 +191,8 @@ def take(columns: Mapping[str, Column], rows: IntArray) -> Columns:
 def _take(column: Column, rows: IntArray) -> Column:
     if not isinstance(column, Ragged):
         return column[rows]
-    starts = np.cumsum(column.lengths) - column.lengths
-    return Ragged.of([column.flat[starts[row] : starts[row] + column.lengths[row]] for row in rows])
+    begins, ends = column.starts[rows].tolist(), column.starts[rows + 1].tolist()
+    return Ragged.of([column.flat[begin:end] for begin, end in zip(begins, ends)])
 
 
 def copied(columns: Mapping[str, Column]) -> Columns:
