@@ -74,8 +74,8 @@ def simulate_peers(
     everybody = [returned[rank] | replicas[rank].statistics(with_norm=True) for rank in range(number)]
     result = {
         **summary(everybody, [one["digest"] for one in everybody], everybody[0], peers[0].shares),
-        **_judged(job, metrics),
-        **_described(job, options, number, run_dir),
+        **judged(job, metrics),
+        **described(job, options, number, run_dir),
         "samples": peers[0].shares.samples,
         "samples_per_second": peers[0].shares.samples / world.now_s if world.now_s else 0.0,
         "steps": peers[0].shares.step,
@@ -110,7 +110,7 @@ def _shares(job: Job, options: Overrides, num_samples: int, number: int, rank: i
     )
 
 
-def _described(job: Job, options: Overrides, number: int, run_dir: Path) -> dict[str, Any]:
+def described(job: Job, options: Overrides, number: int, run_dir: Path) -> dict[str, Any]:
     """What was asked for."""
     return {
         "strategy": str(job.strategy), "strategy_python": repr(job.strategy), "workers": number, "servers": 0,
@@ -120,7 +120,7 @@ def _described(job: Job, options: Overrides, number: int, run_dir: Path) -> dict
     }  # fmt: skip
 
 
-def _judged(job: Job, metrics: dict[str, float]) -> dict[str, Any]:
+def judged(job: Job, metrics: dict[str, float]) -> dict[str, Any]:
     """The metrics, and whether they reach the job's target."""
     missed = {name: goal for name, goal in job.target.items() if not metrics.get(name, float("-inf")) >= goal}
     failure = ", ".join(f"{name} {metrics.get(name)} is below {goal}" for name, goal in missed.items())

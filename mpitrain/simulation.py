@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.averaging_simulation import simulate_averaging
 from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler, check_workers
@@ -25,7 +26,7 @@ from mpitrain.peer_simulation import simulate_peers
 from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
 from mpitrain.roles import TolerantServer, Worker
-from mpitrain.rules import Dealer, Decentralized, PerWorker, Roles, ServerStrategy, Strategy, assign
+from mpitrain.rules import Dealer, Decentralized, LocalSGD, PerWorker, Roles, ServerStrategy, Strategy, assign
 from mpitrain.text import names, parse, registered
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
@@ -81,6 +82,8 @@ def _simulate(
 ) -> dict[str, Any]:
     if isinstance(job.strategy, Decentralized):
         return simulate_peers(job, options, num_workers, compute, network)
+    if isinstance(job.strategy, LocalSGD):
+        return simulate_averaging(job, options, num_workers, compute, network)
     return _Simulation(job, options, num_workers, compute, network).run()
 
 
@@ -123,7 +126,7 @@ class _Simulation:
             served = [
                 name
                 for name, cls in zip(names("strategy"), registered("strategy"), strict=True)
-                if issubclass(cls, ServerStrategy | Decentralized)
+                if issubclass(cls, ServerStrategy | Decentralized | LocalSGD)
             ]
             raise UsageError(
                 f"{job.strategy} has no server or worker roles to rehearse in virtual time; choose "

@@ -2,12 +2,14 @@
 
 Law of this file: all ranks call the same in the same order, because the rule goes by counts alone; what one rank alone
 knows (a gradient that is not finite) is told to all with the next averaging, and not before. Every rank leaves an
-averaging with the same parameters, to the bit.
+averaging with the same parameters, to the bit. What an averaging needs of the others it asks for (`Ask`): over MPI each
+rank's questions are collectives, and in a rehearsal one process answers all ranks' questions at once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,18 @@ from mpitrain.rules.averaging import LocalSGD
 from mpitrain.training.means import Means
 
 
+class Ask(NamedTuple):
+    """A question to all ranks, answered with the mean of everybody's `tensors` (unrounded where `full`), or, where
+    there are `numbers`, with everybody's, one row a rank."""
+
+    tensors: list[torch.Tensor] = []
+    full: bool = False
+    numbers: tuple[int, ...] = ()
+
+
+Asking = Generator[Ask, Any, Any]
+
+
 class Averager:
     """The workers' parameters between two averagings, on one rank.
 
@@ -27,16 +41,24 @@ class Averager:
         module, optimizer: the worker's own.
         strategy: when and how to average.
         group: the workers, default all ranks.
+        means: what takes means and counts bytes; by default over `group`.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, strategy: LocalSGD, group: Any = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        strategy: LocalSGD,
+        group: Any = None,
+        means: Any = None,
+    ):
         self.module, self.optimizer, self.strategy, self.group = module, optimizer, strategy, group
         entries = trainable(module, optimizer)
         self.parameters: list[torch.Tensor] = [parameter for _, parameter, _ in entries]
         self._groups = [index for _, _, index in entries]
         self.memory = strategy.begin()
         self.outer = OuterOptimizer(strategy.outer)
-        self.means = Means(strategy.wire, group)
+        self.means = Means(strategy.wire, group) if means is None else means
         self.num_averagings, self.drift = 0, 0.0
         self._anchor: list[torch.Tensor] = []
 
@@ -69,7 +91,18 @@ class Averager:
     @torch.no_grad()
     def average(self) -> None:
         """All workers take the mean of what they hold, and the outer step from there."""
-        means, differences = self._mean_and_difference()
+        asking = self.rounds()
+        try:
+            ask = next(asking)
+            while True:
+                answer = self.tell(*ask.numbers) if ask.numbers else self.means.take(ask.tensors, ask.full)
+                ask = asking.send(answer)
+        except StopIteration:
+            pass
+
+    def rounds(self) -> Asking:
+        """`average`, with its questions left to whoever runs it."""
+        means, differences = yield from self._mean_and_difference()
         self.drift = _distance(self.parameters, means)
         rates = [float(self.optimizer.param_groups[index]["lr"]) for index in self._groups]
         new = self.outer.step(means, differences, rates)
@@ -77,9 +110,9 @@ class Averager:
         if self._anchor:
             torch._foreach_copy_(self._anchor, self.parameters)
         if self.strategy.average_buffers:
-            self._into(floating(self.module.buffers()))
+            yield from self._into(floating(self.module.buffers()))
         if self.strategy.average_optimizer:
-            self._average_optimizer()
+            yield from self._average_optimizer()
         self.strategy.on_average(self.memory)
         self.num_averagings += 1
 
@@ -88,28 +121,40 @@ class Averager:
         """The mean of what the workers hold, without a step: what a validation in mid-round measures."""
         return self.means.take(self.parameters, full=True)
 
-    def _mean_and_difference(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _mean_and_difference(self) -> Asking:
         if self.strategy.wire == "full":
-            means = self.means.take(self.parameters)
+            means = yield Ask(self.parameters)
             return means, list(torch._foreach_sub(self._anchor, means)) if self._anchor else []
-        differences = self.means.take(list(torch._foreach_sub(self._anchor, self.parameters)))
+        differences = yield Ask(list(torch._foreach_sub(self._anchor, self.parameters)))
         return list(torch._foreach_sub(self._anchor, differences)), differences
 
-    def _into(self, tensors: list[torch.Tensor]) -> None:
+    def _into(self, tensors: list[torch.Tensor]) -> Asking:
         if tensors:
-            torch._foreach_copy_(tensors, self.means.take(tensors, full=True))
+            torch._foreach_copy_(tensors, (yield Ask(tensors, full=True)))
 
-    def _average_optimizer(self) -> None:
+    def _average_optimizer(self) -> Asking:
         """Momenta of a worker that has not stepped yet do not exist: then nobody's are averaged this time."""
-        tensors = [
+        tensors = self._momenta()
+        rows = yield Ask(numbers=(sum(tensor.numel() for tensor in tensors), len(tensors)))
+        if bool((rows == rows[0]).all()):
+            yield from self._into(tensors)
+
+    def _momenta(self) -> list[torch.Tensor]:
+        return [
             value
             for parameter in self.parameters
             for _, value in sorted(self.optimizer.state.get(parameter, {}).items())
             if isinstance(value, torch.Tensor) and value.is_floating_point()
         ]
-        rows = self.tell(sum(tensor.numel() for tensor in tensors), len(tensors))
-        if bool((rows == rows[0]).all()):
-            self._into(tensors)
+
+    def num_bytes(self) -> float:
+        """What an averaging is about, before it is cut among ranks: numbers of the wire's width, the rest in full."""
+        others = floating(self.module.buffers()) if self.strategy.average_buffers else []
+        others += self._momenta() if self.strategy.average_optimizer else []
+        wide = sum(tensor.numel() * tensor.element_size() for tensor in others)
+        numbers = sum(parameter.numel() for parameter in self.parameters)
+        full = self.parameters[0].element_size()
+        return wide + numbers * {"full": full, "int8": 65 / 64}.get(self.strategy.wire, 2)
 
     def statistics(self) -> dict[str, float]:
         """Of the run so far: averagings, this rank's bytes for them, milliseconds an averaging spent rounding, and

@@ -1,0 +1,65 @@
+"""Periodic averaging in virtual time: what stragglers and links cost it, and that it stops as it should."""
+
+import pytest
+
+from mpitrain import LocalSGD, simulate
+from mpitrain.errors import UsageError
+from mpitrain.inject import Slow
+from mpitrain.virtual import Constant, Ideal, Link
+from tests import toy
+
+
+def rehearse(path, strategy, workers=4, compute=Constant(1.0, 0.0), network=Ideal(), **changes):  # noqa: B008 - frozen
+    job = toy.make_job(**changes)
+    return simulate(job, strategy, workers, compute, network, run_dir=str(path), quiet=True)
+
+
+def test_an_averaging_takes_what_a_ring_takes_and_is_taken_once_a_period(tmp_path):
+    """12 steps of 1 s, and, every `period`, 6 messages one after another, each of a quarter of the model."""
+    link = Link(gbit_per_s=1e-6, latency_s=0.5)
+    numbers = 5 * 7 + 7 + 7 + 1
+    seconds = {}
+    for period in (2, 6):
+        run = rehearse(tmp_path / str(period), LocalSGD(period=period), network=link, batch_size=2, epochs=2)
+        assert run["steps"] == 12 and run["averagings"] == 12 // period
+        assert run["averaging_bytes"] == 12 // period * 1.5 * 4 * numbers
+        seconds[period] = run["virtual_s"] - 12.0
+    assert seconds[2] == pytest.approx(3 * seconds[6])
+    # a message is 160 bytes of header and a quarter of the numbers (the last piece of 50 is padded)
+    assert seconds[6] == pytest.approx(2 * 6 * (0.5 + 8 * (160 + 4 * numbers / 4) / 1e3), rel=0.1)
+
+
+def test_a_straggler_is_waited_for_at_averagings_only(tmp_path):
+    job = toy.make_job(batch_size=2)
+    for period, waits in ((1, 12), (6, 2)):
+        run = simulate(
+            job, LocalSGD(period=period), 4, Constant(1.0, 0.0), run_dir=str(tmp_path / str(period)), quiet=True,
+            inject=(str(Slow(2, 3.0)),),
+        )  # fmt: skip
+        assert run["virtual_s"] == pytest.approx(
+            36.0
+        )  # twelve steps of the slow one, however they are grouped
+        assert run["averagings"] == waits
+        idle = [one["wait_s"] for one in run["ranks"]]
+        assert idle[2] == 0.0 and idle[0] == pytest.approx(24.0)
+
+
+def test_a_gradient_that_is_not_finite_stops_all_at_the_next_averaging_or_is_counted(tmp_path):
+    poison = toy.Memory().reader(None, 0).batch(0, 6, 6)["x"]
+
+    def loss(model, batch):
+        bad = batch["x"].shape == poison.shape and bool((batch["x"] == poison).all())
+        return toy.square_loss(model, batch) * (float("nan") if bad else 1.0)
+
+    stopped = rehearse(tmp_path / "stop", LocalSGD(period=2), loss=loss)
+    assert stopped["status"] == "fail" and "rank 1 (worker, step 0)" in stopped["failure"]
+    assert stopped["steps"] == 2
+    skipped = rehearse(tmp_path / "skip", LocalSGD(period=2), loss=loss, on_nonfinite="skip")
+    assert skipped["status"] == "ok" and skipped["nonfinite"] == 2 and skipped["steps"] == 4
+    early = rehearse(tmp_path / "start", LocalSGD(period=2, start=3), loss=loss)
+    assert early["failure"] == "step 0: the averaged gradient is not finite" and early["steps"] == 1
+
+
+def test_too_many_workers_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="at most as many"):
+        rehearse(tmp_path, LocalSGD(), workers=49)
