@@ -212,6 +212,9 @@ def test_webdataset_archives_are_read_in_any_order(tmp_path):
     assert np.array_equal(back["seg_npy"][:, 2], back["cls"])
     assert [len(text) for text in back["txt"]] == [i % 3 for i in back["cls"]]
     assert set(opened(tmp_path / "a-0.tar", arrays="x=seg.npy,y=cls")) == {"x", "y"}
+    make_tar(tmp_path / "b.tar", [{"npy": npy(np.arange(i)), "cls": b"%d" % i} for i in range(6)])
+    back = opened(tmp_path / "b.tar", variable=("npy",))
+    assert all(x.tolist() == list(range(n)) for x, n in zip(back["npy"], back["cls"]))
 
 
 def test_images_in_archives(tmp_path):

@@ -74,6 +74,12 @@ def test_single_samples_tensors_and_reused_buffers(tmp_path, whole):
         for x, y in zip(torch.from_numpy(X), Y.tolist()):
             writer.add_sample({"x": buffer.copy_(x), "y": y})
     assert Manifest.read(tmp_path).sha256 == whole
+    x, y = torch.empty(10, 2), np.empty(10, np.int64)
+    with mt.ShardWriter(tmp_path / "again", shard_samples=200, chunk_samples=64) as writer:
+        for start in range(0, 500, 10):
+            x[:], y[:] = torch.from_numpy(X[start : start + 10]), Y[start : start + 10]
+            writer.add({"x": x, "y": y})
+    assert Manifest.read(tmp_path / "again").sha256 == whole
 
 
 def test_splits_are_written_side_by_side(tmp_path):
