@@ -60,7 +60,7 @@ _home = {
     "ShardWriter": "mpitrain.data",
     "Shards": "mpitrain.data",
     "Synthetic": "mpitrain.data",
-    "PackOptions": "mpitrain.data.pack",
+    "PackOptions": "mpitrain.data.plan",
     "pack": "mpitrain.data.pack",
     "simulate": "mpitrain.simulation",
     "train": "mpitrain.training",

@@ -11,77 +11,42 @@ index is complete, and what fails leaves whole shards that the same command goes
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpitrain.data.atomic import replacing, write_all
-from mpitrain.data.catalogue import ArraySpec
-from mpitrain.data.columns import check_alike, specs_of
+from mpitrain.data.columns import check_alike
 from mpitrain.data.filters import Compression
-from mpitrain.data.format import SCHEMA
 from mpitrain.data.manifest import (
     RECEIPT,
     SPLITS,
     Manifest,
     file_sha256,
     make_room,
-    shard_name,
-    specs_to_json,
 )
 from mpitrain.data.order import SPLIT, keyed_bits
+from mpitrain.data.plan import PackOptions, Plan
 from mpitrain.data.ranks import ALONE, Ranks
-from mpitrain.data.sources.base import Source
-from mpitrain.data.sources.python import Stream, as_source
+from mpitrain.data.sources import Source, SourceOptions, Stream, as_source, open_source
 from mpitrain.data.write import ShardFile
-from mpitrain.data.writer import ShardWriter, shard_sizes
+from mpitrain.data.writer import ShardWriter
 from mpitrain.errors import DataError, UsageError
 
 Progress = Callable[[int, int | None], None]  # samples done and to do, of this rank
-
-
-@dataclass(frozen=True)
-class PackOptions:
-    """How to pack.
-
-    Args:
-        validate: part of the samples for validation, in [0, 1).
-        shard_samples: samples per shard; about 256 MiB if None.
-        chunk_samples: samples per chunk, the unit of reading; about 1 MiB if None.
-        seed: of the permutation, not negative.
-        compression: None, "gzip", "zstd" or "blosc", with a level as in "gzip:4".
-    """
-
-    validate: float = 0.2
-    shard_samples: int | None = None
-    chunk_samples: int | None = None
-    seed: int = 0
-    compression: str | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.validate < 1:
-            raise UsageError(f"--validate must be in [0, 1), got {self.validate}")
-        for name in ("shard_samples", "chunk_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if self.seed < 0:
-            raise UsageError(f"--seed must not be negative, got {self.seed}")
-        Compression.parse(self.compression)
 
 
 def pack(
     samples: Any,
     directory: str | Path,
     options: PackOptions | None = None,
-    source: str = "Python",
+    source: str | None = None,
     *,
-    variable: tuple[str, ...] = (),
     ranks: Ranks = ALONE,
     progress: Progress = lambda *_: None,
     **settings: Any,
@@ -89,12 +54,12 @@ def pack(
     """Write samples as shards into `directory`; under several ranks all of them call it.
 
     Args:
-        samples: arrays by name, samples on axis 0; a map-style dataset, whose samples are dicts or pairs; any
-            iterable of such samples, which keeps its order (each is held out with probability `validate`) and is
-            run through by every rank; or a `Source`.
-        options: or its fields by name: `pack(dataset, "data/mine", validate=0.1, compression="gzip")`.
+        samples: what the command line takes, such as "train-*.tar"; arrays by name, samples on axis 0; a map-style
+            dataset, whose samples are dicts or pairs; any iterable of such samples, which keeps its order (each is
+            held out with probability `validate`) and is run through by every rank; or a `Source`.
+        options: or its fields and those of `SourceOptions` by name:
+            `pack("photos", "data/photos", image_size=(224, 224), validate=0.1, compression="gzip")`.
         source: what the index calls them.
-        variable: names of arrays whose samples differ in length.
         ranks: who else packs; `mpitrain.mpi.runtime.start()` under MPI.
         progress: told now and then how far this rank is.
     Returns:
@@ -103,11 +68,14 @@ def pack(
         DataError: samples that are none, or unlike each other; a full disk. UsageError: the directory holds
             something else.
     """
-    options = options or PackOptions(**settings)
     directory = Path(directory).expanduser()
     try:
-        origin = as_source(samples, source, variable)
-        plan = _Plan.of(origin, options) if isinstance(origin, Source) else None
+        reading = {
+            each.name: settings.pop(each.name) for each in fields(SourceOptions) if each.name in settings
+        }
+        options = options or PackOptions(**settings)
+        origin = _open(samples, source, SourceOptions(**reading))
+        plan = Plan.of(origin, options) if isinstance(origin, Source) else None
     except Exception as error:
         ranks.agree(error)
         raise
@@ -118,54 +86,18 @@ def pack(
     return _pack_stream(origin, directory, options, ranks, progress)
 
 
-@dataclass
-class _Plan:
-    """Which samples go where: files by name in the order of their positions in the source's order."""
-
-    source: Source
-    options: PackOptions
-    specs: dict[str, ArraySpec]
-    files: dict[str, int]
-    starts: dict[str, int]
-    recipe: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, source: Source, options: PackOptions) -> _Plan:
-        chunk, shard = shard_sizes(source.sample_bytes, options.chunk_samples, options.shard_samples)
-        options = replace(options, chunk_samples=chunk, shard_samples=shard)
-        source.shuffle(options.seed)
-        files, starts, position = {}, {}, 0
-        for split, end in zip(SPLITS, split_ends(source.num_samples, options.validate)):
-            for number, start in enumerate(range(position, end, shard)):
-                name = shard_name(split, number)
-                files[name], starts[name] = min(shard, end - start), start
-            position = end
-        return cls(source, options, specs_of(source.read(0, 1)), files, starts)
-
-    def describe(self) -> None:
-        """Fill in the recipe, for which rank 0 looks at the whole source."""
-        options = self.options
-        self.recipe = {"source": self.source.name, "digest": self.source.fingerprint(), "seed": options.seed}
-        self.recipe |= {"validate": options.validate, "shard_samples": options.shard_samples}
-        self.recipe |= {"chunk_samples": options.chunk_samples, "shard_schema": SCHEMA}
-        compression = Compression.parse(options.compression)
-        self.recipe |= {"compression": str(compression)} if compression else {}
-        self.recipe = json.loads(json.dumps({**self.recipe, **self.source.chosen, **self.source.facts()}))
-
-    def manifest(self, sums: dict[str, str], complete: bool) -> Manifest:
-        return Manifest(self.recipe, self.files, complete, sha256=sums, arrays=specs_to_json(self.specs))
-
-    def key(self) -> str:
-        """What a receipt says it belongs to."""
-        return hashlib.sha256(json.dumps([self.recipe, self.files], sort_keys=True).encode()).hexdigest()
+def _open(samples: Any, name: str | None, options: SourceOptions) -> Source | Stream:
+    if isinstance(samples, str | os.PathLike):
+        origin = open_source(os.fspath(samples), options)
+        origin.name = name or origin.name
+        return origin
+    for option in options.recipe():
+        if option != "variable":
+            raise UsageError(f"pack: {option} is for files; give what Python holds as it is to be packed")
+    return as_source(samples, name or "Python", options.variable)
 
 
-def split_ends(num_samples: int, validate: float) -> tuple[int, int]:
-    """Where the splits end in the order; at least one sample is left to train on."""
-    return min(round(num_samples * validate), num_samples - 1), num_samples
-
-
-def _pack_source(plan: _Plan, directory: Path, ranks: Ranks, progress: Progress) -> tuple[Manifest, bool]:
+def _pack_source(plan: Plan, directory: Path, ranks: Ranks, progress: Progress) -> tuple[Manifest, bool]:
     told, error = None, None
     if ranks.rank == 0:
         try:
@@ -201,7 +133,7 @@ def _pack_source(plan: _Plan, directory: Path, ranks: Ranks, progress: Progress)
     return done, True
 
 
-def _look(directory: Path, plan: _Plan) -> tuple[dict[str, Any], bool, dict[str, str]]:
+def _look(directory: Path, plan: Plan) -> tuple[dict[str, Any], bool, dict[str, str]]:
     """On rank 0: (recipe, whether this very pack is there, sums that its shards should have), with the directory
     ready.
 
@@ -239,7 +171,7 @@ def _kept(directory: Path, names: list[str], known: dict[str, str], key: str) ->
             yield name, expected
 
 
-def _write(plan: _Plan, directory: Path, names: list[str], progress: Progress) -> dict[str, str]:
+def _write(plan: Plan, directory: Path, names: list[str], progress: Progress) -> dict[str, str]:
     """Write shards one after the other; returns their sums."""
     chunk = plan.options.chunk_samples
     assert chunk is not None

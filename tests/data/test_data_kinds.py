@@ -343,6 +343,19 @@ def test_python_samples_unlike_each_other_are_named(tmp_path, samples, message):
         pack(3, tmp_path)
 
 
+def test_pack_takes_what_the_command_line_takes(tmp_path):
+    make_images(tmp_path / "images", [(8, 6)] * 5)
+    manifest, _ = pack(
+        tmp_path / "images", tmp_path / "a", image_size=(4, 4), validate=0.2, compression="gzip:1"
+    )
+    assert manifest.arrays["x"]["shape"] == [3, 4, 4] and manifest.recipe["image_size"] == [4, 4]
+    assert manifest.recipe["classes"] == ["class0", "class1", "class2"]
+    with pytest.raises(UsageError, match="pack: encoded is for files"):
+        pack([1, 2], tmp_path / "b", encoded=True)
+    with pytest.raises(TypeError, match="shard_size"):
+        pack([1, 2], tmp_path / "b", shard_size=3)
+
+
 # ---- the command line
 
 
