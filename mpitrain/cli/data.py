@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.cli.parser import natural, positive
 from mpitrain.environment import is_rank, launched_rank, launched_size
-from mpitrain.errors import EXIT_OK, AgreedError
+from mpitrain.errors import EXIT_OK, AgreedError, UsageError
 
 _DESCRIPTION = """\
 Make HDF5 shards from samples, and show what shards hold."""
@@ -178,6 +178,11 @@ def _with_ranks(work: Callable[[argparse.Namespace, Any], int], arguments: argpa
 
     runtime = start()
     try:
+        if runtime.size == 1 < (launched_size() or 1):  # all of them would write the same files
+            raise UsageError(
+                f"MPI knows one rank and the launcher {launched_size()}: it belongs to another MPI; use"
+                " `mpitrain launch`, which finds the right one"
+            )
         code = work(arguments, runtime)
     except AgreedError as error:
         code = error.exit_code
@@ -224,6 +229,11 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
             shards = f"{len(counts)} shard{'s' * (len(counts) != 1)}"
             print(f"{directory / split}-*.h5: {sum(counts)} samples in {shards}")
         print("packed" if written else "already packed: nothing to do", flush=True)
+        if written and len(manifest.files) < ranks.size:
+            idle = ranks.size - len(manifest.files)
+            print(
+                f"note: {idle} of {ranks.size} ranks had no shard to write: smaller --shard-samples make more"
+            )
     return EXIT_OK
 
 
