@@ -1,8 +1,10 @@
 """Stochastic levels, unbiased (Alistarh et al., "QSGD", NeurIPS 2017): nothing is kept back, E[q] = x.
 
-    q_i = |x| xi_i / s, xi_i = floor(s x_i / |x|) or one more, at random so that the mean is right
+    q_i = m xi_i / s, xi_i = floor(s x_i / m) or one more, at random so that the mean is right
 
-Law of this file: |x| is the Euclidean norm of a bucket of 512 numbers; a level takes ceil(log2(2 s + 1)) bits.
+Law of this file: m is the largest magnitude of a bucket of 512 numbers, as in the paper's experiments: with the
+Euclidean norm of its theorems, whose bounds on the variance hold for m too, the steps are seven times as wide on
+Gaussian numbers. A level takes ceil(log2(2 s + 1)) bits.
 The randomness is keyed by (seed, worker, message, parameter), so a message can be made again.
 """
 
@@ -34,20 +36,21 @@ class QsgdEncoder(Encoder):
         self.levels = levels
 
     def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
-        norms, codes = [], []
+        largest, codes = [], []
         width = (2 * self.levels).bit_length()
         tiny = torch.finfo(torch.float32).tiny
         for field, (part, start, stop, _) in plan.field_chunks():
             x = blocks(parts[part].flat[start:stop], BUCKET)
-            norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-            level = x * (self.levels / norm.clamp_min(tiny))
+            level = x.abs()
+            most = level.amax(dim=1, keepdim=True)
+            torch.mul(x, self.levels / most.clamp_min(tiny), out=level)
             self._add_noise(level, f"{field.name}/{start - field.start}")
             code = level.clamp_(0, 2 * self.levels).to(torch.uint8)  # all positive: this rounds down
-            norms.append(norm.view(-1).mul_(alpha).cpu())
+            largest.append(most.view(-1).mul_(alpha).cpu())
             codes.append(pack(code.view(-1)[: stop - start].cpu().numpy(), width))
         self.last["density"] = 1.0
         dense = wire.dense_numbers(parts, plan, alpha)
-        return wire.assemble(self._header(plan, wire.QSGD, extra=self.levels), [dense, *norms, *codes])
+        return wire.assemble(self._header(plan, wire.QSGD, extra=self.levels), [dense, *largest, *codes])
 
     def _add_noise(self, level: torch.Tensor, name: str) -> None:
         """level += s + a uniform draw from the middles of 2^16 steps in [0, 1). Rounded down, s + y is then right in
@@ -64,18 +67,18 @@ class QsgdEncoder(Encoder):
 
 
 def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
-    """parts += weight * norm * level / s."""
-    norms = [
+    """parts += weight * m * level / s."""
+    largest = [
         torch.from_numpy(reader.take(-(-(stop - start) // BUCKET), "<f4").copy())
         for _, (_, start, stop, _) in plan.field_chunks()
     ]
     levels = header.extra
     width = (2 * levels).bit_length()
-    for (_, (part, start, stop, _)), norm in zip(plan.field_chunks(), norms, strict=True):
+    for (_, (part, start, stop, _)), most in zip(plan.field_chunks(), largest, strict=True):
         flat = parts[part].flat
         data = reader.take(num_packed_bytes(stop - start, width), "|u1")
         code = (
             torch.from_numpy(unpack_bytes(data, width, stop - start)).to(flat.device, torch.float32) - levels
         )
-        sent = blocks(code, BUCKET) * (norm.to(flat.device).view(-1, 1) / levels)
+        sent = blocks(code, BUCKET) * (most.to(flat.device).view(-1, 1) / levels)
         flat[start:stop].add_(sent.view(-1)[: stop - start], alpha=weight)

@@ -170,8 +170,8 @@ class PowerSGD(Feedback):
 @register("codec", "qsgd")
 @dataclass(frozen=True, repr=False)
 class QSGD(Feedback):
-    """Unbiased stochastic levels -s..s of the norm of 512 numbers, 4 bits a number for s = 7 (Alistarh et al., NeurIPS
-    2017).
+    """Unbiased stochastic levels -s..s of the largest of 512 numbers, 4 bits a number for s = 7 (Alistarh et al.,
+    NeurIPS 2017).
     """
 
     levels: int = 7

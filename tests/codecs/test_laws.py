@@ -213,7 +213,8 @@ def test_qsgd_is_unbiased_and_within_its_variance():
         error += float((q - x).square().sum()) / draws
     norm = float(x.norm())
     assert error <= min(n / levels**2, math.sqrt(n) / levels) * norm**2
-    spread = norm / levels / 2 / math.sqrt(draws)  # of the mean of a two-valued draw, at most
+    step = float(x.abs().max()) / levels
+    spread = step / 2 / math.sqrt(draws)  # of the mean of a two-valued draw, at most
     assert ((total / draws - x).abs() <= 6 * spread).all()
 
 
