@@ -12,10 +12,11 @@ from typing import Any
 
 from mpitrain.errors import EXIT_OK, UsageError
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.planning_peers import averaging, peers, size_text
+from mpitrain.planning_codecs import allreduced, message_sizes, pushed
+from mpitrain.planning_peers import averaging, peers
+from mpitrain.planning_text import size_text
 from mpitrain.rules import (
     AllReduce,
-    Codec,
     Decentralized,
     LocalSGD,
     PerWorker,
@@ -182,7 +183,7 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
     if not roles.servers:
         num = len(roles.workers)
         if isinstance(job.strategy, LocalSGD):
-            return lines + averaging(job.strategy, num_bytes, numbers, num, job.batch_size * num)
+            return lines + averaging(job.strategy, module, num_bytes, numbers, num, job.batch_size * num)
         if isinstance(job.strategy, Decentralized):
             return lines + peers(job.strategy, module, num_bytes, num)
         least = size_text(2 * (num - 1) / num * num_bytes)
@@ -190,46 +191,25 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
             f"messages    allreduce of {size_text(num_bytes)} a step; at least {least} sent per rank"
         )
         assert isinstance(job.strategy, AllReduce)
-        return lines + _compressed(job.strategy.codec, module, num_bytes, num)
+        return lines + allreduced(job.strategy.codec, module, num_bytes, num)
     from mpitrain.model import check_optimizer
     from mpitrain.model.flat import make_layout
-    from mpitrain.model.frame import wire_dtype
 
     strategy = job.strategy
     assert isinstance(strategy, ServerStrategy)
     check_optimizer(optimizer, strategy)
     layout = make_layout(module, optimizer, len(roles.servers))
-    push, reply = (
-        wire_dtype(wire, layout.dtype).itemsize for wire in (strategy.push_numbers, strategy.reply_numbers)
-    )
+    push, reply = message_sizes(strategy, module, numbers, layout.dtype.itemsize)
     for shard, rank in enumerate(roles.servers):
-        sizes = f"push {size_text(layout.size(shard) * push)}, reply {size_text(layout.size(shard) * reply)}"
+        share = layout.size(shard) / numbers
+        sizes = f"push {size_text(share * push)}, reply {size_text(share * reply)}"
         lines.append(f"messages    shard {shard} (rank {rank}): {sizes}")
     pushes, pulls = _every(strategy.push_every), _every(strategy.pulls)
-    sent = f"sends {size_text(numbers * push)}" + ("" if pushes == pulls else f" {pushes}")
-    lines.append(f"            each worker {sent} and receives {size_text(numbers * reply)} {pulls}")
+    sent = f"sends {size_text(push)}" + ("" if pushes == pulls else f" {pushes}")
+    lines.append(f"            each worker {sent} and receives {size_text(reply)} {pulls}")
+    lines += pushed(strategy, module, num_bytes)
     return lines
 
 
 def _every(num_batches: int) -> str:
     return "per batch" if num_batches == 1 else f"every {num_batches} batches"
-
-
-def _compressed(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str]:
-    """What a codec makes of an allreduce, and the link below which the saved bytes can pay for its time."""
-    if codec.is_none:
-        return []
-    from mpitrain.model.compression import is_reduced, message_bytes
-
-    small = message_bytes(codec, module)
-    ratio = f"{num_bytes / max(1, small):.1f} times fewer bytes than float32"
-    if is_reduced(codec):
-        travels = f"averaged: at least {size_text(2 * (num - 1) / num * small)} sent per rank"
-    else:
-        travels = f"handed to all: each rank receives {size_text((num - 1) * small)}"
-    return [
-        f"codec       {codec}: {size_text(small)} a message once its density is reached, {ratio}",
-        f"            {travels}",
-        "            worth it where the link is slower than the bytes saved over the codec's time:",
-        "            measure both with benchmarks/compression.py",
-    ]

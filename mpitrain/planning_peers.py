@@ -8,24 +8,36 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpitrain.planning_text import pays, size_text
 from mpitrain.rules import Decentralized, LocalSGD
 
 
 def averaging(
-    strategy: LocalSGD, num_bytes: int, numbers: int, num_workers: int, step_samples: int
+    strategy: LocalSGD, module: Any, num_bytes: int, numbers: int, num_workers: int, step_samples: int
 ) -> list[str]:
-    """What periodic averaging sends, and where allreduce would have hidden it."""
+    """What periodic averaging sends, what it costs here, and where allreduce would have hidden it."""
+    from mpitrain.model.cost import copying_s, try_codec
+    from mpitrain.rules import BFloat16, Codec, EightBit, Float16
+
     wide = {"full": num_bytes, "float16": 2 * numbers, "bfloat16": 2 * numbers, "int8": 65 * numbers / 64}
     share = 2 * (num_workers - 1) / num_workers
     sent = share * wide[strategy.wire]
     steps = strategy.period if strategy.unit == "steps" else max(1.0, strategy.period / step_samples)
     saved_bits = 8 * (share * num_bytes - sent / steps)
+    cost_s = copying_s(numbers)
+    if strategy.wire != "full":
+        codec: Codec = {"float16": Float16(), "bfloat16": BFloat16(), "int8": EightBit(dense_below=0)}[
+            strategy.wire
+        ]
+        tried = try_codec(codec, module)
+        cost_s += tried.encode_s + tried.decode_s * (num_workers if strategy.wire == "int8" else 1)
     first = f"{size_text(sent)} sent per rank at an averaging, every {steps:g} steps: {size_text(sent / steps)} a step"
     saves = f"saves {saved_bits / 1e5:.3g} ms a step at 100 Mbit/s, {saved_bits / 1e6:.3g} ms at 1 Gbit/s"
     lines = [
         f"messages    {first}",
         f"            {saves} beside allreduce",
-        "            pays where that is more than backward hides of an allreduce. Two ranks on one host, period 16:",
+        *pays(share * num_bytes - sent / steps, cost_s / steps),
+        "            but for what backward hides of allreduce. Two ranks on one host, period 16:",
         "            2.0 times the steps of allreduce for an MLP of 6.3 M numbers, none gained for a CNN of 0.4 M;",
         "            int8 costs more there than it saves (benchmarks/averaging.py)",
     ]
@@ -38,9 +50,10 @@ def averaging(
 
 def peers(strategy: Decentralized, module: Any, num_bytes: int, number: int) -> list[str]:
     """What a peer sends and holds, and whether allreduce would send less."""
-    from mpitrain.model.compression import message_bytes
+    from mpitrain.model.cost import try_codec
 
-    message = message_bytes(strategy.codec, module)
+    cost = None if strategy.codec.is_none else try_codec(strategy.codec, module)
+    message = num_bytes if cost is None else cost.message_bytes
     near = strategy.receivers(0, number, 0)
     sent, reduced = len(near) * message, 2 * (number - 1) / number * num_bytes
     waits = (
@@ -57,8 +70,11 @@ def peers(strategy: Decentralized, module: Any, num_bytes: int, number: int) -> 
             else f"{1 / ratio:.3g} times less than allreduce()'s {size_text(reduced)}"
         )
         lines.append(f"            {advice}")
-    if not strategy.codec.is_none:
+    if cost is not None:
         lines.append("            (coded messages as they are once their density is reached)")
+        total_s = cost.encode_s + (1 + len(strategy.senders(0, number, 0))) * cost.decode_s
+        lines.append(f"codec       costs {1e3 * total_s:.3g} ms of a core a step here")
+        lines += pays(reduced - sent, total_s)
     meetings = f"every {strategy.resync} steps and at the end" if strategy.resync else "at the end"
     lines.append(f"            all meet {meetings}: at most {size_text(3 * num_bytes)} sent per rank")
     if strategy.mixes:
@@ -67,12 +83,3 @@ def peers(strategy: Decentralized, module: Any, num_bytes: int, number: int) -> 
             f"memory      {copies} copies of the model beside it on every rank: {size_text(copies * num_bytes)}"
         )
     return lines
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024 or unit == "GiB":
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    raise AssertionError

@@ -1,12 +1,19 @@
 """The dry run asks the functions that the run asks, so its numbers can be checked against them."""
 
+import itertools
+import re
+
 import pytest
+import torch
 
 import mpitrain as mt
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
+from mpitrain.model import cost
+from mpitrain.model.cost import try_codec
 from mpitrain.planning import block_nodes, describe
+from mpitrain.planning_text import pays
 from tests import toy
 
 
@@ -114,3 +121,42 @@ def test_a_run_takes_no_nodes(capsys):
     with pytest.raises(SystemExit):
         main(["train", "job.py", "--gpus-per-node", "2"])
     assert "--gpus-per-node describes a --dry-run" in capsys.readouterr().err
+
+
+def wide(widths=(64, 256, 64)):
+    layers = [torch.nn.Linear(n, m) for n, m in itertools.pairwise((5, *widths, 1))]
+    return torch.nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        mt.AllReduce(codec=mt.Threshold(density=0.01)), mt.AllReduce(codec=mt.PowerSGD()),
+        mt.Async(servers=2, push_wire=mt.Threshold(density=0.01), reply_wire=mt.EightBit()),
+        mt.Decentralized(codec=mt.TopK(density=0.01)), mt.LocalSGD(period=4, wire="int8"), mt.LocalSGD(period=4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_plan_says_the_link_rate_above_which_saving_bytes_does_not_pay(strategy):
+    text = plan(strategy, 5, model=wide)
+    found = re.findall(r"pays on links below (\S+) (\S+), does not pay above \1 \2 \(break-even\)", text)
+    assert found and all(float(rate) > 0 for rate, _ in found)
+
+
+def test_what_saves_nothing_is_said_to_pay_nowhere():
+    assert "does not pay on any link" in plan(
+        mt.AllReduce(codec=mt.EightBit(dense_below=0)), 24, data=toy.Memory(96)
+    )
+    assert pays(1e6, 0.008) == [
+        "            pays on links below 1 Gbit/s, does not pay above 1 Gbit/s (break-even)"
+    ]
+    assert "2.5 Mbit/s" in pays(2500, 0.008)[0]
+
+
+@pytest.mark.parametrize("codec", [mt.Threshold(density=0.01), mt.EightBit(), mt.TopK(density=0.02)], ids=str)
+def test_a_part_of_a_model_tells_the_bytes_of_all_of_it(monkeypatch, codec):
+    whole = try_codec(codec, wide())
+    monkeypatch.setattr(cost, "TRIED", 12000)
+    part = try_codec(codec, wide())
+    assert whole.tried == whole.total == part.total > 2 * part.tried
+    assert part.message_bytes == pytest.approx(whole.message_bytes, rel=0.1)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from mpitrain.codecs import (
     BFloat16Encoder,
@@ -20,7 +19,6 @@ from mpitrain.codecs import (
     Float16Encoder,
     Layout,
     OneBitEncoder,
-    Part,
     PowerSgdEncoder,
     QsgdEncoder,
     ThresholdEncoder,
@@ -68,24 +66,6 @@ def make_layout_of(entries: Iterable[tuple[str, Sequence[int]]]) -> Layout:
         fields.append(Field(name, tuple(shape), start))
         start += fields[-1].numel
     return tuple(fields)
-
-
-def message_bytes(codec: Codec, module: nn.Module) -> int:
-    """Bytes of one worker's message for this module once the density is reached: made, from random numbers of one
-    seed, and measured.
-
-    Raises:
-        UsageError: parameters that are not float32.
-    """
-    entries = [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad]
-    if codec.is_none:
-        return 4 * sum(torch.Size(shape).numel() for _, shape in entries)
-    layout = make_layout_of(entries)
-    total = layout[-1].start + layout[-1].numel if layout else 0
-    numbers = torch.randn(total, generator=torch.Generator().manual_seed(0))
-    encoder = make_encoder(codec)
-    encoder.warmup_steps = 0
-    return int(encoder.encode([Part(numbers, layout)]).numel())
 
 
 def is_reduced(codec: Codec) -> bool:

@@ -1,0 +1,92 @@
+"""What a dry run says of codecs: bytes a step, what they cost here, and on which links that pays.
+
+Law of this file: bytes and seconds are tried out on this machine (`model/cost.py`). A codec pays where the time that
+its fewer bytes save on the link is more than its own time; both are taken as not hidden behind backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpitrain.planning_text import pays, size_text
+from mpitrain.rules import Codec, ServerStrategy
+
+
+def allreduced(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str]:
+    """A codec on the allreduce of `num` ranks."""
+    if codec.is_none:
+        return []
+    from mpitrain.model.compression import is_reduced
+    from mpitrain.model.cost import try_codec
+
+    cost = try_codec(codec, module)
+    full = 2 * (num - 1) / num * num_bytes
+    if is_reduced(codec):
+        takes, decodes = 2 * (num - 1) / num * cost.message_bytes, 1
+        travels = f"averaged: at least {size_text(takes)} sent per rank"
+    else:
+        takes, decodes = (num - 1) * cost.message_bytes, num
+        travels = f"handed to all: each rank receives {size_text(takes)}"
+    return [
+        _message(codec, cost, num_bytes),
+        f"            {travels}, in place of {size_text(full)}",
+        *_costs(cost, cost.encode_s + decodes * cost.decode_s, decodes),
+        *pays(full - takes, cost.encode_s + decodes * cost.decode_s),
+    ]
+
+
+def pushed(strategy: ServerStrategy, module: Any, num_bytes: int) -> list[str]:
+    """Codecs on pushes and replies of a server strategy."""
+    lines: list[str] = []
+    for what, codec in (("push", strategy.push_codec), ("reply", strategy.reply_codec)):
+        if codec.is_none:
+            continue
+        from mpitrain.model.cost import try_codec
+
+        cost = try_codec(codec, module)
+        per_server_s = (cost.decode_s if what == "push" else cost.encode_s) / strategy.servers
+        lines += [
+            _message(codec, cost, num_bytes).replace("a message", f"a {what}, over all shards,"),
+            *_costs(cost, cost.encode_s + cost.decode_s, 1),
+            f"            the servers are busy with that alone at {1 / per_server_s:,.0f} of them a second",
+            *pays(num_bytes - cost.message_bytes, cost.encode_s + cost.decode_s),
+        ]
+    if not strategy.reply_codec.is_none:
+        lines.append(
+            f"memory      every server keeps a copy of its shard for each worker: {size_text(num_bytes)} "
+            "a worker over all servers"
+        )
+    return lines
+
+
+def message_sizes(strategy: ServerStrategy, module: Any, numbers: int, itemsize: int) -> tuple[float, float]:
+    """Bytes of a worker's push and of a reply, over all shards."""
+    import torch
+
+    from mpitrain.model.cost import try_codec
+    from mpitrain.model.frame import wire_dtype
+
+    full = {4: torch.float32, 8: torch.float64}[itemsize]
+    sizes = []
+    for codec, wire in (
+        (strategy.push_codec, strategy.push_numbers),
+        (strategy.reply_codec, strategy.reply_numbers),
+    ):
+        plain = float(numbers * wire_dtype(wire, full).itemsize)
+        sizes.append(plain if codec.is_none else float(try_codec(codec, module).message_bytes))
+    return sizes[0], sizes[1]
+
+
+def _message(codec: Codec, cost: Any, num_bytes: int) -> str:
+    ratio = f"{num_bytes / max(1, cost.message_bytes):.1f} times fewer bytes than float32"
+    return (
+        f"codec       {codec}: {size_text(cost.message_bytes)} a message once its density is reached, {ratio}"
+    )
+
+
+def _costs(cost: Any, total_s: float, decodes: int) -> list[str]:
+    tried = (
+        "" if cost.tried == cost.total else f", reckoned from {cost.tried / 1e6:.1f} million of its numbers"
+    )
+    each = f"{1e3 * cost.encode_s:.3g} to encode, {decodes} x {1e3 * cost.decode_s:.3g} to decode"
+    return [f"            costs {1e3 * total_s:.3g} ms of a core here ({each}{tried})"]
