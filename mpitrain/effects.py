@@ -139,5 +139,13 @@ class Sleep(NamedTuple):
     interruptible: bool = True
 
 
-Effect = Send | Recv | Compute | Now | Sleep | Forget
+class Break(NamedTuple):
+    """Ordered by `--inject` only: this rank fails, `how` is the injection's name, `after_s` from now; never answered
+    where it fails at once. "torn": it goes on, and its next payload is torn."""
+
+    how: str
+    after_s: float = 0.0
+
+
+Effect = Send | Recv | Compute | Now | Sleep | Forget | Break
 Role = Generator[Effect, Any, Any]

@@ -48,6 +48,10 @@ class DeadlockError(MpitrainError):
     """Virtual time cannot advance: every rank waits for a message that nobody has sent."""
 
 
+class LostRankError(MpitrainError):
+    """A rank has died that the others cannot do without."""
+
+
 class AgreedError(MpitrainError):
     """Raised on all ranks together after rank 0 has printed what went wrong and where."""
 

@@ -18,7 +18,7 @@ import torch
 from mpitrain.averaging_simulation import simulate_averaging
 from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
-from mpitrain.inject import Straggler, check_workers
+from mpitrain.inject import SILENT, Straggler, check_virtual, check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.model import FlatModel, Replica, local_steps
 from mpitrain.model.assemble import check_optimizer, flat_model, push_coder, shard_store
@@ -144,7 +144,9 @@ class _Simulation:
         num_servers = self.strategy.num_servers()
         self.roles: Roles = assign((0,) * (num_workers + num_servers), num_servers)
         check_workers(options.injections, num_workers)
+        check_virtual(options.injections)
         self.stragglers = [Straggler(options.injections, i, job.seed) for i in range(num_workers)]
+        self.workers: list[Worker] = []
         self.catalogue = job.data.scan()
         if self.catalogue.num_samples < num_workers:
             raise UsageError(
@@ -163,7 +165,7 @@ class _Simulation:
         module, optimizer = build(job, self.options.lr, device)
         check_optimizer(optimizer, self.strategy)
         model = flat_model(module, optimizer, self.strategy)
-        world = VirtualWorld(self.compute, self.network, job.seed)
+        world = VirtualWorld(self.compute, self.network, job.seed, self.roles.workers)
         report = Report(self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs)
         num_pushes = math.ceil(planned / (job.batch_size * self.strategy.push_every))
         log = VirtualLog(report, world, num_pushes, self.options.quiet)
@@ -193,8 +195,9 @@ class _Simulation:
                 )
                 for shard in range(len(self.roles.servers))
             ]  # fmt: skip
-            for server in servers:  # virtual seconds have no scale: nobody is ever too late
-                server.attendance.least_silence_s = math.inf
+            if not any(isinstance(one, SILENT) for one in self.options.injections):
+                for server in servers:  # virtual seconds have no scale: nobody is ever too late
+                    server.attendance.least_silence_s = math.inf
             replicas = {rank: self._replica(rank, model, reader, measure) for rank in self.roles.workers}
             roles = {
                 rank: self._in_order(shard, servers[shard].run())
@@ -203,7 +206,9 @@ class _Simulation:
             returned = world.run(
                 roles | {rank: self._worker(rank, replica) for rank, replica in replicas.items()}
             )
-            validator = replicas[self.roles.validator]
+            living = [worker for worker in self.workers if worker.rank not in world.broken]
+            heirs = [worker.rank for worker in living if worker.validates]
+            validator = replicas[heirs[-1] if heirs else self.roles.validator]
             metrics = validator.validate()
             save_model(validator.take_module(), self.run_dir / MODEL_FILE, {"strategy": str(self.strategy)})
         for rank, replica in replicas.items():
@@ -216,13 +221,12 @@ class _Simulation:
         return role if self.replay is None else repeat(role, load_order(self.replay, shard))
 
     def _replica(self, rank: int, model: FlatModel, reader: Any, measure: Any) -> Replica:
-        measures = measure if rank == self.roles.validator else None
         optimizer = build_optimizer(self.job, model.module, self.options.lr)
         num_samples, schedule = self.catalogue.num_samples, self.job.schedule
         local = local_steps(model, optimizer, self.strategy, schedule, num_samples, self.num_workers)
         coder = push_coder(model, self.strategy, self.num_workers, rank, self.job.seed)
         return Replica(
-            model, self.job.loss, reader.batch, _no_prefetch, self.job.seed, rank, measures, shared=True, local=local,
+            model, self.job.loss, reader.batch, _no_prefetch, self.job.seed, rank, measure, shared=True, local=local,
             coder=coder,
         )  # fmt: skip
 
@@ -233,6 +237,7 @@ class _Simulation:
             push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
             batch_size=0 if strategy.batching == PerWorker() else self.job.batch_size,
         )  # fmt: skip
+        self.workers.append(worker)
         return self.stragglers[self.roles.workers.index(rank)].wrap(worker.run())
 
     def _result(

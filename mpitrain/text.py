@@ -86,6 +86,9 @@ def nearest(word: str, choices: list[str]) -> str:
     return f"{hint} Known: {', '.join(choices) or 'none'}"
 
 
+_KEYWORDS = ("async", "raise")  # Python's, and names of ours
+
+
 def parse(text: str, kind: str) -> Value:
     """Read `name(argument=literal or value, ...)`, or a bare `name`, into the value registered under that
     name.
@@ -94,7 +97,7 @@ def parse(text: str, kind: str) -> Value:
         UsageError: the text does not parse, or names something that is not registered as a `kind`.
     """
     try:
-        tree = ast.parse(_free_async(text.strip()), mode="eval").body
+        tree = ast.parse(_free_keywords(text.strip()), mode="eval").body
     except (SyntaxError, ValueError, tokenize.TokenError) as error:
         example = f"{names(kind)[0]}(...)" if names(kind) else "name(...)"
         raise UsageError(f"cannot read {kind} text {text!r}: expected something like {example}") from error
@@ -104,10 +107,13 @@ def parse(text: str, kind: str) -> Value:
     return value
 
 
-def _free_async(text: str) -> str:
-    """`async` is a Python keyword: spell it `async_` for `ast`, leaving string literals alone."""
+def _free_keywords(text: str) -> str:
+    """Python's keywords `async` and `raise` become `async_` and `raise_` for `ast`; string literals stay."""
     tokens = [
-        (token.type, "async_" if token.type == tokenize.NAME and token.string == "async" else token.string)
+        (
+            token.type,
+            f"{token.string}_" if token.type == tokenize.NAME and token.string in _KEYWORDS else token.string,
+        )
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
     ]
     return tokenize.untokenize(tokens).strip()
@@ -130,7 +136,7 @@ def _build(node: ast.expr, text: str) -> Any:
 
 
 def _make(name: str, positional: list[Any], keywords: list[tuple[str, Any]], text: str) -> Value:
-    cls = _registry.get("async" if name == "async_" else name)
+    cls = _registry.get(name[:-1] if name[:-1] in _KEYWORDS else name)
     if cls is None:
         raise UsageError(f"unknown name {name!r} in {text!r}{nearest(name, sorted(_registry))}")
     fields = [field.name for field in dataclasses.fields(cls)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.checkpoint.parts import folder_of, prune, write_part
+from mpitrain.checkpoint.parts import corrupt_part, folder_of, prune, write_part
 from mpitrain.errors import CheckpointError
 from mpitrain.rules.checkpointing import CheckpointPolicy
 
@@ -31,6 +31,7 @@ class Keeper:
         warn: told of a write that failed.
         more: what else belongs to this part, by name (tensors, copied).
         writers: worker ranks that write a part of their own, as the dealing server must know.
+        faults: what `--inject` orders of this part's writes: ("disk_full" or "corrupt_file", number of the write).
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class Keeper:
         warn: Callable[[str], None] = lambda text: None,
         more: Callable[[], dict[str, Any]] = dict,
         writers: tuple[int, ...] = (),
+        faults: frozenset[tuple[str, int]] = frozenset(),
     ):
         self.run_dir, self.part, self.policy, self.keep = run_dir, part, policy, keep
         self.about, self.asked, self._warn, self._more = about, asked, warn, more
-        self.writers = writers
+        self.writers, self._faults, self._num_begun = writers, faults, 0
         self.num_written = self.num_failed = self.num_bytes = 0
         self.copy_s = self.write_s = self.wait_s = 0.0
         self._failures = 0
@@ -77,8 +79,13 @@ class Keeper:
 
     def _write(self, mark: int, state: dict[str, Any], parts: tuple[str, ...]) -> None:
         began_s = time.monotonic()
+        number, folder = self._num_begun, folder_of(self.run_dir, mark)
+        self._num_begun += 1
+        full = ("disk_full", number) in self._faults
         try:
-            self.num_bytes += write_part(folder_of(self.run_dir, mark), self.part, state, parts, self.about)
+            self.num_bytes += write_part(folder, self.part, state, parts, self.about, full)
+            if ("corrupt_file", number) in self._faults:
+                corrupt_part(folder, self.part)
             self.num_written += 1
             self._failures = 0
             if parts:  # the first part knows what is complete

@@ -11,6 +11,7 @@ leaves the previous checkpoint the newest complete one, and that is what is load
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -42,8 +43,16 @@ def folder_of(run_dir: Path, mark: int) -> Path:
     return run_dir / FOLDER / f"{mark:012d}"
 
 
-def write_part(folder: Path, name: str, state: Any, needs: Sequence[str] = (), about: Any = None) -> int:
-    """Write one part; returns its bytes. `needs`: all parts of the checkpoint (its first part knows).
+def write_part(
+    folder: Path,
+    name: str,
+    state: Any,
+    needs: Sequence[str] = (),
+    about: Any = None,
+    disk_full: bool = False,
+) -> int:
+    """Write one part; returns its bytes. `needs`: all parts of the checkpoint (its first part knows). `disk_full`: fail
+    half-way, as ordered by `--inject`.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing half-written stays.
@@ -66,7 +75,7 @@ def write_part(folder: Path, name: str, state: Any, needs: Sequence[str] = (), a
     text = json.dumps(record | {"self": _digest(record)}).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / f"{name}.safetensors", payload)
+        _write(folder / f"{name}.safetensors", payload, disk_full)
         _write(folder / f"{name}.json", text)
         _sync(folder)
     except OSError as error:
@@ -81,10 +90,21 @@ def _digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _write(path: Path, data: bytes) -> None:
+def corrupt_part(folder: Path, name: str) -> None:
+    """Flip a bit in the middle of its tensors, as ordered by `--inject`."""
+    path = folder / f"{name}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _write(path: Path, data: bytes, disk_full: bool = False) -> None:
     beside = path.with_name(f".{path.name}.tmp")
     try:
         with open(beside, "wb") as file:
+            if disk_full:
+                file.write(data[: len(data) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

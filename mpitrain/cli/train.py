@@ -140,8 +140,9 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
         default=[],
         metavar="TEXT",
         help='order a straggler, as often as you like: "slow(worker=2, factor=5)", "pause(worker=1, '
-        'at_step=50, seconds=2)" or "stall(worker=0, chance=0.1, seconds=1)"; the worker is its index '
-        "among the workers, from 0",
+        'at_step=50, seconds=2)" or "stall(worker=0, chance=0.1, seconds=1)"; or a fault: kill, segv, exit, raise, '
+        'stop, wedge, nan or torn, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
+        '"corrupt_file(at_write=0)" of checkpoints; the worker is its index among the workers, from 0',
     )
     out = parser.add_argument_group("output")
     out.add_argument("--run-dir", metavar="DIR", help="where results go (default: runs/JOB-DATE-TIME)")

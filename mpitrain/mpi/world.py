@@ -16,9 +16,10 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor, wait
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Forget, Kind, Message, Now, Recv, Role, Send, Sleep
+from mpitrain.effects import Break, Compute, Effect, Forget, Kind, Message, Now, Recv, Role, Send, Sleep
 from mpitrain.errors import WireError
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.breaking import break_down
 from mpitrain.mpi.ending import is_dead_peer
 from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.op import Op
@@ -67,6 +68,7 @@ class MpiWorld:
         self._inbox: deque[tuple[int, Message]] = deque()
         self._computer, self._losable = computer, frozenset(losable)
         self._error: BaseException | None = None
+        self._tears = False  # ordered: the next payload's stamps are to differ
         self._start_s = time.monotonic()
         for peer in self._peers.values():
             self._listen(peer)
@@ -122,8 +124,16 @@ class MpiWorld:
             return self._sleep(effect.seconds)
         if isinstance(effect, Forget):
             return self._forget(self._peers[effect.rank])
+        if isinstance(effect, Break):
+            return self._break(effect)
         assert isinstance(effect, Now), f"{effect!r} is no effect"
         return time.monotonic() - self._start_s
+
+    def _break(self, order: Break) -> None:
+        if order.how == "torn":
+            self._tears = True
+        else:
+            break_down(order.how, order.after_s)
 
     def _take_ready(self) -> Any:
         """What has arrived; a peer's next message is asked for when the one before is here, so poll while it helps."""
@@ -158,6 +168,9 @@ class MpiWorld:
         payload: Any = message.payload
         if payload is not None:
             payload.stamp(_stamp(message))
+            if self._tears:
+                payload.raw[:8].zero_().sub_(1)
+                self._tears = False
             self._isend(payload.raw, peer.rank, PAYLOAD_TAG, payload.release)
 
     def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> None:

@@ -79,6 +79,10 @@ class TolerantServer(Server):
         self.deals.top_up(worker, 1, self.active)
         yield from self._welcome(worker)
 
+    def _release(self, worker: int, num_leases: int, uses: int = 1) -> Steps:
+        yield from super()._release(worker, num_leases, uses)
+        self.attendance.answered(worker, (yield Now()))
+
     def _wake(self) -> Steps:
         """The dealing server: to work, when leases have come back; to the end, when all are settled."""
         if self.deals.dealer is None:
@@ -88,6 +92,7 @@ class TolerantServer(Server):
             if over or self.deals.waiting() > len(self._woken & self.parked):
                 self._woken.add(worker)
                 yield Send(worker, Message(Kind.WAKE, stop=over))
+                self.attendance.answered(worker, (yield Now()))
         self._woken &= self.parked
 
     @property

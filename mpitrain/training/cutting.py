@@ -58,7 +58,9 @@ class StepCuts:
             shared = {"state": _copied(state())} if self.rank == 0 else {}
             return shared | ({"own": _copied(own())} if own else {})
 
-        self.keeper: Keeper = make_keeper(job, session.run_dir, own_part(place), about, saved)
+        self.keeper: Keeper = make_keeper(
+            job, session.run_dir, own_part(place), about, saved, injections=session.overrides.injections
+        )
         self.ended = False
         self._mark = self.keeper.policy.next_mark(session.resume.mark if session.resume else 0)
         self._look_at, self._last_step, self._last_s = 1, 0, time.monotonic()

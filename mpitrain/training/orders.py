@@ -6,18 +6,23 @@ Law of this file: an option that would have no effect is an error, in the dry ru
 from __future__ import annotations
 
 from mpitrain.errors import UsageError
-from mpitrain.inject import check_workers
+from mpitrain.inject import AtWorker, Nan, Torn, check_workers
 from mpitrain.job import Job, Overrides
-from mpitrain.rules import Split
+from mpitrain.rules import ServerStrategy, Split
 
 
 def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
     """Raise `UsageError` for stragglers and batch sizes that the job's strategy cannot have."""
     check_workers(overrides.injections, num_workers)
+    for one in overrides.injections:
+        if isinstance(one, Nan | Torn) and not isinstance(job.strategy, ServerStrategy):
+            raise UsageError(
+                f'--inject "{one}": only what goes to a server can be so, and {job.strategy} has none'
+            )
     if not isinstance(job.strategy, Split):
         return
     job.strategy.check_batch(job.batch_size)
-    if overrides.injections:
+    if any(isinstance(one, AtWorker) for one in overrides.injections):
         raise UsageError(
             f"--inject orders stragglers among workers that hold whole models, which {job.strategy} has not"
         )

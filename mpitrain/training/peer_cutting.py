@@ -48,8 +48,14 @@ def make_cuts(
 ) -> tuple[PeerCuts | None, Keeper]:
     """When this peer writes, and who writes; never where peers do not meet: a signal then ends the run as it is."""
     runtime, job = session.runtime, session.job
+    orders = session.overrides.injections
     keeper = make_keeper(
-        job, session.run_dir, own_part(runtime.rank), about, lambda: {"replica": replica.state()}
+        job,
+        session.run_dir,
+        own_part(runtime.rank),
+        about,
+        lambda: {"replica": replica.state()},
+        injections=orders,
     )
     if _never_meets(rule):
         signals.uninstall()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mpitrain.checkpoint import Checkpoint, Keeper, newest, read_part
 from mpitrain.checkpoint.parts import FOLDER
 from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.inject import FileFault, Injection
 from mpitrain.job import Job, Overrides
 from mpitrain.rules.checkpointing import read_policy
 from mpitrain.training import signals
@@ -109,15 +110,28 @@ def make_keeper(
     about: dict[str, Any],
     more: Callable[[], dict[str, Any]],
     writers: tuple[int, ...] = (),
+    injections: tuple[Injection, ...] = (),
 ) -> Keeper:
     """This rank's part of the run's checkpoints."""
+    faults = {
+        (one.name, one.at_write) for one in injections if isinstance(one, FileFault) and one.part == part
+    }
 
     def warn(text: str) -> None:
         print(f"mpitrain: warning: {text}", flush=True)
 
     policy = read_policy(job.checkpoint_every, job.mtbf_s)
     return Keeper(
-        run_dir, part, policy, job.keep_checkpoints, about, signals.asked, warn, more, writers=writers
+        run_dir,
+        part,
+        policy,
+        job.keep_checkpoints,
+        about,
+        signals.asked,
+        warn,
+        more,
+        writers,
+        frozenset(faults),
     )
 
 

@@ -147,6 +147,7 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
         about(session, model.layout),
         lambda: {"store": store.state()},
         writers,
+        session.overrides.injections,
     )
     server = make_server(session, store, meter, keeper)
     if resume is not None:
@@ -215,6 +216,7 @@ def _work(
             f"worker-{index}",
             about(session, model.layout),
             lambda: {"replica": replica.state()},
+            injections=session.overrides.injections,
         )
         worker.keeper = keeper
         attempt_restore(session, worker, replica, index)

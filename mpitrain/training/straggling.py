@@ -1,4 +1,5 @@
-"""Ordered stragglers where there is no role to wrap: the synchronous run sleeps after its own step.
+"""Ordered stragglers and faults where there is no role to wrap: the synchronous run sleeps, or breaks, after its own
+step.
 
 Law of this file: what counts is the rank's own time, from the forward pass to its last gradient. Backward as
 a whole also waits for the others; slowing that down would pass one rank's sleep on to the next, and two slow
@@ -14,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from mpitrain.inject import Straggler
+from mpitrain.mpi.breaking import break_down
 
 
 class Nap:
@@ -43,7 +45,10 @@ class Nap:
         """After the step: sleep; returns the seconds. The communication thread goes on meanwhile."""
         if not self.straggler.injections:
             return 0.0
+        step = self.straggler.step
         seconds = self.straggler.sleep_s(max(0.0, self._ready_s - self._began_s))
+        for order in self.straggler.breaks(step):
+            break_down(order.how, order.after_s)
         if seconds > 0:
             time.sleep(seconds)
         return seconds

@@ -12,13 +12,29 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Forget, Interrupted, Now, Recv, Role, Send, Sleep
-from mpitrain.errors import DeadlockError
+from mpitrain.effects import (
+    Break,
+    Compute,
+    Effect,
+    Forget,
+    Interrupted,
+    Kind,
+    Message,
+    Now,
+    Recv,
+    Role,
+    Send,
+    Sleep,
+)
+from mpitrain.errors import DeadlockError, LostRankError, WireError
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.network import Links, NetworkLaw
 
+DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
+MOST_LOOKS = 100_000  # of those who wait, while nothing happens but that somebody is silent
 HEADER_BYTES = 160  # what a message costs on the wire beside its payload: the size of mpi/wire.py's header
 
 
@@ -29,7 +45,7 @@ class _Process:
         self.waiting = False
         self.computing: _Computed | None = None
         self.num_draws = self.num_waits = 0
-        self.finished = False
+        self.finished = self.tears = False
         self.result: Any = None
 
 
@@ -40,13 +56,19 @@ class VirtualWorld:
         compute: law of the time one gradient of the usual size takes; applying and validating take none.
         network: law of the time a message takes.
         seed: key of every draw.
+        losable: ranks whose death is a message to the others (`Kind.LOST`), not an error.
     """
 
-    def __init__(self, compute: ComputeLaw, network: NetworkLaw, seed: int = 0):
+    def __init__(
+        self, compute: ComputeLaw, network: NetworkLaw, seed: int = 0, losable: Collection[int] = ()
+    ):
         self.compute, self.network, self.seed = compute, network, seed
         self.now_s = 0.0
         self.num_events = 0
         self.ended_s: dict[int, float] = {}  # by rank
+        self.broken: dict[int, str] = {}  # by rank: how it failed, as `--inject` ordered
+        self._losable = frozenset(losable)
+        self._num_looks = 0  # deadlines since anything else has happened
         self._links = Links()
         self._heap: list[tuple[float, int, _Process, Any]] = []
         self._serial = 0
@@ -67,7 +89,12 @@ class VirtualWorld:
             self.now_s, _, process, event = heapq.heappop(self._heap)
             self.num_events += 1
             self._num_pending -= not isinstance(event, _TimeUp)
-            if isinstance(event, tuple):
+            self._num_looks = self._num_looks + 1 if isinstance(event, _TimeUp) else 0
+            if process.rank in self.broken:
+                _throw_away(event)
+            elif isinstance(event, Break):
+                self._break(process, event.how)
+            elif isinstance(event, tuple):
                 self._deliver(process, event)
             elif isinstance(event, _TimeUp):
                 if process.waiting and process.num_waits == event.wait:
@@ -80,7 +107,8 @@ class VirtualWorld:
                 self._advance(process, event.result)
         self.now_s = max(self.ended_s.values(), default=self.now_s)  # deadlines that nobody needed come later
         processes = self._processes.values()
-        waiting = [p.rank for p in processes if not p.finished and p.rank not in self._forgotten]
+        gone = self._forgotten | set(self.broken)
+        waiting = [p.rank for p in processes if not p.finished and p.rank not in gone]
         if waiting:
             raise DeadlockError(
                 f"deadlock at t={self.now_s:.3f} s: ranks {waiting} wait for a message that nobody has sent"
@@ -92,7 +120,32 @@ class VirtualWorld:
         self._num_pending += not isinstance(event, _TimeUp)
         heapq.heappush(self._heap, (time_s, self._serial, process, event))
 
+    def _break(self, process: _Process, how: str) -> None:
+        """The rank is no more, or does nothing any more; the death of one is told to those who can do without it."""
+        if process.finished:
+            return
+        self.broken[process.rank] = how
+        process.result = {"rank": process.rank, "broken": how}
+        for message in process.inbox:
+            _throw_away(message)
+        if how not in DEADLY:
+            return
+        if process.rank not in self._losable:
+            raise LostRankError(
+                f"rank {process.rank} died ({how}) at t={self.now_s:.3f} s, and nobody can go on"
+            )
+        for other in self._processes.values():
+            if other.rank not in self._losable and not other.finished:
+                self._send(process.rank, Send(other.rank, Message(Kind.LOST)))
+
+    def _waits_for_silent(self) -> bool:
+        """Whether somebody may yet be given up: then time passes although nothing is under way."""
+        silent = [rank for rank, how in self.broken.items() if how not in DEADLY]
+        return bool(silent) and self._num_looks < MOST_LOOKS
+
     def _deliver(self, process: _Process, message: tuple[int, Any]) -> None:
+        if isinstance(message[1], _Torn):
+            raise WireError(f"payload of rank {message[0]} is torn: its stamps differ")
         process.inbox.append(message)
         if process.computing is not None and process.computing.interruptible:
             process.computing.broken_off, process.computing = True, None
@@ -133,14 +186,21 @@ class VirtualWorld:
                         continue
                     process.waiting = True
                     process.num_waits += 1
-                    if (
-                        effect.timeout_s is not None and self._num_pending
-                    ):  # else nobody is left who could send
+                    pending = self._num_pending or self._waits_for_silent()
+                    if effect.timeout_s is not None and pending:  # else nobody is left who could send
                         self._schedule(self.now_s + effect.timeout_s, process, _TimeUp(process.num_waits))
                     return
                 answer = process.inbox.popleft()
             elif isinstance(effect, Forget):
                 self._forgotten.add(effect.rank)
+            elif isinstance(effect, Break):
+                if effect.how == "torn":
+                    process.tears = True
+                elif effect.after_s:
+                    self._schedule(self.now_s + effect.after_s, process, effect)
+                else:
+                    self._break(process, effect.how)
+                    return
             else:
                 raise AssertionError(f"rank {process.rank} yielded {effect!r}, which is no effect")
 
@@ -148,12 +208,27 @@ class VirtualWorld:
         payload = effect.message.payload
         num_bytes = HEADER_BYTES + (payload.num_bytes if payload is not None else 0)
         arrival_s = self.network.arrival_s(self._links, self.now_s, source, effect.to, num_bytes)
-        self._schedule(arrival_s, self._processes[effect.to], (source, effect.message))
+        sender = self._processes[source]
+        message: Any = effect.message
+        if sender.tears and payload is not None:
+            sender.tears = False
+            message = _Torn()
+        self._schedule(arrival_s, self._processes[effect.to], (source, message))
 
     def _draw(self, process: _Process) -> float:
         stream = random.Random(f"{self.seed}/{process.rank}/{process.num_draws}")
         process.num_draws += 1
         return self.compute.seconds(stream)
+
+
+def _throw_away(event: Any) -> None:
+    """Nobody is there to receive it."""
+    if isinstance(event, tuple) and getattr(event[1], "payload", None) is not None:
+        event[1].payload.release()
+
+
+class _Torn:
+    """A payload that has not arrived as it was sent."""
 
 
 class _TimeUp:

@@ -10,7 +10,24 @@ import mpitrain as mt
 from mpitrain import cli
 from mpitrain.effects import Compute, Interrupted, Kind, Message, Now, Recv, Send, Sleep
 from mpitrain.errors import UsageError
-from mpitrain.inject import Pause, Slow, Stall, Straggler, read, texts
+from mpitrain.inject import (
+    CorruptFile,
+    DiskFull,
+    Exit,
+    Kill,
+    Nan,
+    Pause,
+    Raise,
+    Segv,
+    Slow,
+    Stall,
+    Stop,
+    Straggler,
+    Torn,
+    Wedge,
+    read,
+    texts,
+)  # fmt: skip
 from mpitrain.text import parse, registered
 from mpitrain.virtual import Constant
 from tests import toy
@@ -172,7 +189,10 @@ def test_a_straggler_goes_on_where_its_state_was_taken():
 
 
 def test_texts_round_trip_and_values_are_taken_for_texts():
-    values = (Slow(2, 5), Pause(1, 50, 2), Stall(0, 0.1, 1.5))
+    values = (
+        Slow(2, 5), Pause(1, 50, 2), Stall(0, 0.1, 1.5), Kill(2, 50, after_s=0.25), Segv(1, 0), Exit(0, 3), Raise(1, 2),
+        Stop(0, 1), Wedge(3, 1), Nan(0, 7), Torn(1, 1), DiskFull(2), CorruptFile(1, "worker-0"),
+    )  # fmt: skip
     assert {type(value) for value in values} == set(registered("inject"))
     assert read(texts(values)) == values
     assert all(eval(repr(value)) == value == parse(str(value), "inject") for value in values)
@@ -189,7 +209,7 @@ def test_texts_round_trip_and_values_are_taken_for_texts():
         ("slow(worker=1)", "needs factor"),
         ("slow(rank=1, factor=2)", "no argument 'rank' Known: worker, factor"),
         ("slwo(worker=1, factor=2)", "did you mean 'slow'"),
-        ("constant(1)", "Known: pause, slow, stall"),
+        ("constant(1)", "pause, raise, segv, slow, stall"),
         ("pause(worker=1, at_step=-1, seconds=1)", "counts from 0"),
         ("pause(worker=1, at_step=1, seconds=-1)", "not negative"),
         ("stall(worker=1, chance=1.5, seconds=1)", "from 0 to 1"),

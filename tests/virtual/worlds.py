@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mpitrain.effects import Compute, Kind, Message, Recv, Send
-from mpitrain.inject import Pause, Slow, Straggler
+from mpitrain.inject import Injection, Pause, Slow, Straggler
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.rules import Dealer, Elastic, Lease, ServerStrategy, assign
@@ -217,7 +217,10 @@ class Trace:
 
     def _on_message(self, source: int, message: Message) -> None:
         self.due[source] += message.kind in (Kind.JOIN, Kind.PUSH, Kind.PULL)
-        if message.kind == Kind.JOIN:
+        if message.kind == Kind.LOST:
+            self.left.add(source)
+            self._unused(source)
+        elif message.kind == Kind.JOIN:
             self.joined.add(source)
             self.left.discard(source)
         elif message.kind == Kind.DONE:
@@ -314,12 +317,13 @@ def play(
     seed: int = 0,
     least_silence_s: float = float("inf"),
     freeze: tuple[int, int, float] | None = None,
+    faults: tuple[Injection, ...] = (),
 ) -> Play:
     """Run `rule` to its end; `slow` holds factors by worker index, `poisoned` first samples of batches; `freeze`: a
-    worker's index, the batch it freezes in, and for how many seconds."""
+    worker's index, the batch it freezes in, and for how many seconds; `faults` are ordered as by `--inject`."""
     rule.check_workers(num_workers)
     roles = assign((0,) * (rule.servers + num_workers), rule.servers)
-    world = VirtualWorld(compute, network, seed)
+    world = VirtualWorld(compute, network, seed, roles.workers)
     dealer = Dealer(num_samples, epochs, batch_size, num_batches)
     traces, processes = [], {}
     for shard in roles.servers:
@@ -333,7 +337,7 @@ def play(
         traces.append(Trace(server, store, world, look))
         processes[shard] = traces[shard].watch(server.run())
     stuck = (Pause(freeze[0], freeze[1], freeze[2]),) if freeze else ()
-    injected = stuck + tuple(Slow(worker, factor) for worker, factor in (slow or {}).items())
+    injected = faults + stuck + tuple(Slow(worker, factor) for worker, factor in (slow or {}).items())
     for index, rank in enumerate(roles.workers):
         worker = Worker(
             rank, roles, NumberReplica(rule, rate, slope, poisoned), NullReport(), wants_final=rank == roles.validator,

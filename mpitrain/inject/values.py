@@ -1,13 +1,6 @@
-"""Stragglers you can order: which worker sleeps when, as text that means the same in both worlds.
+"""What can be ordered, as values: each says whom it hits and when.
 
-    --inject "slow(worker=2, factor=5)"  --inject "pause(worker=1, at_step=50, seconds=2)"
-
-Law of this file: injection happens at the effect seam and nowhere else. `Straggler.wrap` passes every effect
-of a role through and, after a gradient of its worker, yields a `Sleep`; the role, the rule and the world
-stay as they are. A slow worker sleeps, it does not spin: it must not take a core from the others. Which
-gradients are hit is a function of (seed, worker, step), never of timing.
-
-`worker` is the worker's index, 0 to N - 1, whatever its rank is; `step` counts its own gradients from 0.
+Law of this file: arithmetic only; `straggler.py` carries it out at the effect seam.
 """
 
 from __future__ import annotations
@@ -16,16 +9,19 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from mpitrain.effects import Compute, Interrupted, Now, Role, Sleep
 from mpitrain.errors import UsageError
 from mpitrain.text import Value, parse, register
 
 
 @dataclass(frozen=True, repr=False)
 class Injection(Value):
-    """Base of everything `--inject` accepts.
+    """Base of everything `--inject` accepts."""
+
+
+@dataclass(frozen=True, repr=False)
+class AtWorker(Injection):
+    """What happens to one worker.
 
     Args:
         worker: index of the worker among the workers, 0 to N - 1; not a rank.
@@ -39,12 +35,12 @@ class Injection(Value):
 
     def sleep_s(self, step: int, compute_s: float, seed: int) -> float:
         """Seconds to sleep after gradient number `step`, which took `compute_s`."""
-        raise NotImplementedError
+        return 0.0
 
 
 @register("inject", "slow")
 @dataclass(frozen=True, repr=False)
-class Slow(Injection):
+class Slow(AtWorker):
     """Every gradient takes `factor` times as long: the worker sleeps (factor - 1) times what it computed."""
 
     factor: float
@@ -60,7 +56,7 @@ class Slow(Injection):
 
 @register("inject", "pause")
 @dataclass(frozen=True, repr=False)
-class Pause(Injection):
+class Pause(AtWorker):
     """Once, after gradient number `at_step` (from 0), the worker sleeps `seconds`."""
 
     at_step: int
@@ -78,7 +74,7 @@ class Pause(Injection):
 
 @register("inject", "stall")
 @dataclass(frozen=True, repr=False)
-class Stall(Injection):
+class Stall(AtWorker):
     """After each gradient, with probability `chance`, the worker sleeps `seconds`. The draw is keyed by (seed,
     worker, step), so the same gradients stall in both worlds.
     """
@@ -95,6 +91,104 @@ class Stall(Injection):
     def sleep_s(self, step: int, compute_s: float, seed: int) -> float:
         drawn = random.Random(f"stall/{seed}/{self.worker}/{step}").random()
         return self.seconds if drawn < self.chance else 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class Fault(AtWorker):
+    """After gradient number `at_step` (from 0), before it is pushed."""
+
+    at_step: int
+
+    def check(self) -> None:
+        super().check()
+        if self.at_step < 0:
+            raise UsageError(f"{self.name}: at_step counts from 0, got {self.at_step}")
+
+
+@register("inject", "kill")
+@dataclass(frozen=True, repr=False)
+class Kill(Fault):
+    """SIGKILL, `after_s` later: in the middle of whatever is under way then."""
+
+    after_s: float = 0.0
+
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.after_s < math.inf:
+            raise UsageError(f"kill: after_s must be finite and not negative, got {self.after_s}")
+
+
+@register("inject", "segv")
+@dataclass(frozen=True, repr=False)
+class Segv(Fault):
+    """SIGSEGV, as from a bug in native code."""
+
+
+@register("inject", "exit")
+@dataclass(frozen=True, repr=False)
+class Exit(Fault):
+    """The process exits with code 3 without ending MPI: the one death that ULFM does not tell of."""
+
+
+@register("inject", "raise")
+@dataclass(frozen=True, repr=False)
+class Raise(Fault):
+    """An exception in the user's code."""
+
+
+@register("inject", "stop")
+@dataclass(frozen=True, repr=False)
+class Stop(Fault):
+    """SIGSTOP: the process is there and does nothing."""
+
+
+@register("inject", "wedge")
+@dataclass(frozen=True, repr=False)
+class Wedge(Fault):
+    """It waits in user code for ever; its watchdog (`--watchdog-s`) is what ends it."""
+
+
+@register("inject", "nan")
+@dataclass(frozen=True, repr=False)
+class Nan(Fault):
+    """The gradient is not finite."""
+
+
+@register("inject", "torn")
+@dataclass(frozen=True, repr=False)
+class Torn(Fault):
+    """The payload that carries the gradient is torn."""
+
+
+@dataclass(frozen=True, repr=False)
+class FileFault(Injection):
+    """Something happens to write number `at_write` (from 0) of one part of the checkpoints.
+
+    Args:
+        part: "shard-0" is server 0's, or rank 0's of a run in lockstep.
+    """
+
+    at_write: int = 0
+    part: str = "shard-0"
+
+    def check(self) -> None:
+        if self.at_write < 0:
+            raise UsageError(f"{self.name}: at_write counts from 0, got {self.at_write}")
+
+
+@register("inject", "disk_full")
+@dataclass(frozen=True, repr=False)
+class DiskFull(FileFault):
+    """The file cannot be written to its end."""
+
+
+@register("inject", "corrupt_file")
+@dataclass(frozen=True, repr=False)
+class CorruptFile(FileFault):
+    """A bit of its tensors flips when it has been written."""
+
+
+SILENT = (Exit, Stop, Wedge)  # nobody is told, in virtual time
 
 
 def _check_seconds(name: str, seconds: float) -> None:
@@ -125,7 +219,7 @@ def check_workers(injections: tuple[Injection, ...], num_workers: int) -> None:
         UsageError: names the injection and the workers there are.
     """
     for injection in injections:
-        if injection.worker >= num_workers:
+        if isinstance(injection, AtWorker) and injection.worker >= num_workers:
             there = f"{num_workers} workers, 0 to {num_workers - 1}" if num_workers > 1 else "1 worker, 0"
             raise UsageError(
                 f'--inject "{injection}": there is no worker {injection.worker}. This run has {there} '
@@ -133,60 +227,12 @@ def check_workers(injections: tuple[Injection, ...], num_workers: int) -> None:
             )
 
 
-class Straggler:
-    """What is ordered for one worker, and what has come of it.
+def check_virtual(injections: tuple[Injection, ...]) -> None:
+    """Refuse what would have no effect where no checkpoints are written.
 
-    Args:
-        injections: everybody's; those of other workers are ignored.
-        worker: this worker's index.
-        seed: the run's.
+    Raises:
+        UsageError: names the injection.
     """
-
-    def __init__(self, injections: tuple[Injection, ...], worker: int, seed: int):
-        self.injections = tuple(one for one in injections if one.worker == worker)
-        self.worker, self.seed = worker, seed
-        self.step = self.sleeps = 0
-        self.slept_s = 0.0
-
-    def sleep_s(self, compute_s: float) -> float:
-        """One gradient more, which took `compute_s`: seconds to sleep now, counted as slept."""
-        seconds = sum(one.sleep_s(self.step, compute_s, self.seed) for one in self.injections)
-        self.step += 1
-        self.sleeps += seconds > 0
-        self.slept_s += seconds
-        return seconds
-
-    def wrap(self, role: Role) -> Role:
-        """The role, its gradients followed by the sleeps; the role itself if nothing is ordered."""
-        return self._follow(role) if self.injections else role
-
-    def _follow(self, role: Role) -> Role:
-        answer: Any = None
-        while True:
-            try:
-                effect = role.send(answer)
-            except StopIteration as end:
-                return end.value
-            if not (isinstance(effect, Compute) and effect.what == "gradient"):
-                answer = yield effect
-                continue
-            began_s = yield Now()
-            answer = yield effect
-            if answer is None or isinstance(answer, Interrupted):
-                continue
-            seconds = self.sleep_s((yield Now()) - began_s)
-            if seconds > 0 and (broken_off := (yield Sleep(seconds, effect.interruptible))) is not None:
-                answer = broken_off  # the gradient was not finished yet, as far as its role can tell
-
-    def counts(self) -> list[dict[str, Any]]:
-        """For `result.json`: how often and how long this worker slept; empty if nothing was ordered."""
-        row = {"worker": self.worker, "sleeps": self.sleeps, "slept_s": self.slept_s}
-        return [row] if self.injections else []
-
-    def state(self) -> dict[str, Any]:
-        """Where the worker is, JSON-able."""
-        return {"step": self.step, "sleeps": self.sleeps, "slept_s": self.slept_s}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
-        self.step, self.sleeps, self.slept_s = state["step"], state["sleeps"], state["slept_s"]
+    for injection in injections:
+        if isinstance(injection, FileFault):
+            raise UsageError(f'--inject "{injection}": a virtual run writes no checkpoints')

@@ -1,0 +1,73 @@
+"""Stragglers and faults you can order: what happens to which worker when, as text that means the same in both worlds.
+
+    --inject "slow(worker=2, factor=5)"  --inject "pause(worker=1, at_step=50, seconds=2)"
+    --inject "kill(worker=2, at_step=50)"  --inject "disk_full(at_write=1)"
+
+Law of this file: injection happens at the effect seam and nowhere else. `Straggler.wrap` passes every effect
+of a role through and, after a gradient of its worker, yields a `Sleep` or a `Break`; the role, the rule and the
+server stay as they are. A slow worker sleeps, it does not spin: it must not take a core from the others. Which
+gradients are hit is a function of (seed, worker, step), never of timing. Off unless asked for.
+
+    fault                 over MPI                                in virtual time
+    kill, segv, raise     the process dies so, and under ULFM     its servers are told that it is lost
+                          its servers are told
+    exit, stop, wedge     code 3 without a word; SIGSTOP; it      it never does anything again
+                          never computes again: nobody is told
+    nan                   its next push says that it is not finite: refused, and the run ends or goes on
+    torn                  the stamps of its next payload differ: the server that gets it ends the run
+    disk_full, corrupt_file    of checkpoints; virtual runs write none, and refuse the order
+
+`worker` is the worker's index, 0 to N - 1, whatever its rank is; `step` counts its own gradients from 0.
+"""
+
+from mpitrain.inject.straggler import Straggler
+from mpitrain.inject.values import (
+    SILENT,
+    AtWorker,
+    CorruptFile,
+    DiskFull,
+    Exit,
+    Fault,
+    FileFault,
+    Injection,
+    Kill,
+    Nan,
+    Pause,
+    Raise,
+    Segv,
+    Slow,
+    Stall,
+    Stop,
+    Torn,
+    Wedge,
+    check_virtual,
+    check_workers,
+    read,
+    texts,
+)
+
+__all__ = [
+    "AtWorker",
+    "CorruptFile",
+    "DiskFull",
+    "Exit",
+    "Fault",
+    "FileFault",
+    "Injection",
+    "Kill",
+    "Nan",
+    "Pause",
+    "Raise",
+    "SILENT",
+    "Segv",
+    "Slow",
+    "Stall",
+    "Stop",
+    "Straggler",
+    "Torn",
+    "Wedge",
+    "check_virtual",
+    "check_workers",
+    "read",
+    "texts",
+]

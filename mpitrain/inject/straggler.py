@@ -1,0 +1,83 @@
+"""What is ordered for one worker, carried out between its role and its world.
+
+Law of this file: every effect of the role passes through unchanged, and the role cannot tell.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpitrain.effects import Break, Compute, Interrupted, Now, Role, Sleep
+from mpitrain.inject.values import AtWorker, Fault, Injection, Kill, Nan
+
+
+class Straggler:
+    """What is ordered for one worker, and what has come of it.
+
+    Args:
+        injections: everybody's; those of other workers are ignored.
+        worker: this worker's index.
+        seed: the run's.
+    """
+
+    def __init__(self, injections: tuple[Injection, ...], worker: int, seed: int):
+        mine = tuple(one for one in injections if isinstance(one, AtWorker) and one.worker == worker)
+        self.injections, self.faults = mine, tuple(one for one in mine if isinstance(one, Fault))
+        self.worker, self.seed = worker, seed
+        self.step = self.sleeps = 0
+        self.slept_s = 0.0
+
+    def sleep_s(self, compute_s: float) -> float:
+        """One gradient more, which took `compute_s`: seconds to sleep now, counted as slept."""
+        seconds = sum(one.sleep_s(self.step, compute_s, self.seed) for one in self.injections)
+        self.step += 1
+        self.sleeps += seconds > 0
+        self.slept_s += seconds
+        return seconds
+
+    def breaks(self, step: int) -> list[Break]:
+        """What is to break after gradient number `step`."""
+        due = [one for one in self.faults if one.at_step == step and not isinstance(one, Nan)]
+        return [Break(one.name, one.after_s if isinstance(one, Kill) else 0.0) for one in due]
+
+    def wrap(self, role: Role) -> Role:
+        """The role, its gradients followed by the sleeps and faults; the role itself if nothing is ordered."""
+        return self._follow(role) if self.injections else role
+
+    def _follow(self, role: Role) -> Role:
+        answer: Any = None
+        while True:
+            try:
+                effect = role.send(answer)
+            except StopIteration as end:
+                return end.value
+            if not (isinstance(effect, Compute) and effect.what == "gradient"):
+                answer = yield effect
+                continue
+            began_s = yield Now()
+            answer = yield effect
+            if answer is None or isinstance(answer, Interrupted):
+                continue
+            step = self.step
+            seconds = self.sleep_s((yield Now()) - began_s)
+            yield from self.breaks(step)
+            if any(isinstance(one, Nan) and one.at_step == step for one in self.faults):
+                answer = answer._replace(loss=math.nan, finite=False)
+            if seconds > 0 and (broken_off := (yield Sleep(seconds, effect.interruptible))) is not None:
+                answer = broken_off  # the gradient was not finished yet, as far as its role can tell
+
+    def counts(self) -> list[dict[str, Any]]:
+        """For `result.json`: how often and how long this worker slept; empty if nothing was ordered."""
+        row: dict[str, Any] = {"worker": self.worker, "sleeps": self.sleeps, "slept_s": self.slept_s}
+        if self.faults:
+            row["faults"] = [one.name for one in self.faults if one.at_step < self.step]
+        return [row] if self.injections else []
+
+    def state(self) -> dict[str, Any]:
+        """Where the worker is, JSON-able."""
+        return {"step": self.step, "sleeps": self.sleeps, "slept_s": self.slept_s}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self.step, self.sleeps, self.slept_s = state["step"], state["sleeps"], state["slept_s"]

@@ -1,0 +1,109 @@
+"""Faults in virtual time: any worker may break in any way at any step, under every rule over parameter servers, and the
+run takes every sample once and accounts for every read. The very roles that survive this run over MPI.
+"""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import mpitrain as mt
+from mpitrain import rules
+from mpitrain.errors import DeadlockError, LostRankError, UsageError, WireError
+from mpitrain.inject import Exit, Kill, Nan, Raise, Segv, Stop, Torn, Wedge
+from mpitrain.virtual import Constant, Ideal
+from tests import toy
+from tests.virtual.course import COURSE, on_servers
+from tests.virtual.test_course import samples_of
+from tests.virtual.worlds import Shuffled, all_leases, play
+
+WORKERS = 4
+DEADLY, SILENT = (Kill, Segv, Raise), (Exit, Stop, Wedge)
+
+
+@st.composite
+def broken(draw):
+    """Up to three of the four workers, each in its own way at its own step."""
+    workers = draw(st.lists(st.integers(0, WORKERS - 1), min_size=1, max_size=WORKERS - 1, unique=True))
+    faults = []
+    for worker in workers:
+        kind = draw(st.sampled_from(DEADLY + SILENT))
+        late = {"after_s": draw(st.sampled_from((0.0, 0.3, 2.0)))} if kind is Kill else {}
+        faults.append(kind(worker, draw(st.integers(0, 9)), **late))
+    return tuple(faults)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    row=st.sampled_from(sorted(COURSE)),
+    servers=st.integers(1, 3),
+    faults=broken(),
+    shuffled=st.booleans(),
+    seed=st.integers(0, 9),
+)
+@example("async", 1, (Kill(0, 3), Segv(1, 3), Stop(2, 5)), True, 0)
+@example(
+    "softsync, blocking", 1, (Exit(0, 0),), True, 0
+)  # who was held for long is not silent when it is released
+def test_any_fault_of_any_worker_at_any_step_costs_no_sample(row, servers, faults, shuffled, seed):
+    rule = on_servers(COURSE[row](WORKERS), servers, WORKERS)
+    network = Shuffled(seed, 0.5) if shuffled and "abort" not in row else Ideal()
+    sizes = {"num_samples": 60, "batch_size": 2, "epochs": 2, "network": network, "seed": seed}
+    seen = play(rule, WORKERS, compute=Constant(1.0, 0.3), faults=faults, least_silence_s=3.0, **sizes)
+    assert samples_of(seen.leases()) == samples_of(all_leases(60, 2, 2))
+    hit = {seen.workers[fault.worker]: fault for fault in faults}
+    for trace in seen.traces:
+        counts = trace.server.summary()
+        assert counts["failure"] == ""
+        assert counts["samples_accepted"] + counts["samples_dropped"] == 120
+        left, right = counts["staleness_identity"]
+        assert left == right
+        for rank, how in trace.server.attendance.lost.items():
+            assert how == ("died" if isinstance(hit[rank], DEADLY) else "silent")
+    for rank, fault in hit.items():
+        if seen.returned[rank].get("broken"):
+            assert seen.returned[rank]["broken"] == fault.name
+
+
+@pytest.mark.parametrize("fault", [Kill(0, 2), Kill(2, 2, after_s=0.4), Segv(1, 0), Raise(3, 5), Stop(2, 4)])
+@pytest.mark.parametrize("strategy", [mt.Async(), mt.Sync(servers=2)])
+def test_simulate_goes_on_without_it_says_so_and_saves_a_model(tmp_path, fault, strategy):
+    result = mt.simulate(
+        toy.make_job(epochs=4), strategy, 4, Constant(1.0, 0.1), run_dir=str(tmp_path), quiet=True, inject=str(fault)
+    )  # fmt: skip
+    how = "silent" if isinstance(fault, Stop) else "died"
+    assert result["status"] == "ok" and result["lost"] == {str(strategy.servers + fault.worker): how}
+    assert result["samples"] == 4 * 48
+    assert {"worker": fault.worker, "faults": [fault.name]}.items() <= result["injected"][0].items()
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_or_is_left_out(tmp_path):
+    def run(name, **changes):
+        return mt.simulate(
+            toy.make_job(**changes), mt.Async(), 2, run_dir=str(tmp_path / name), quiet=True, inject=str(Nan(1, 2))
+        )  # fmt: skip
+
+    assert "not finite" in run("stop")["failure"]
+    left_out = run("skip", on_nonfinite="skip")
+    assert left_out["status"] == "ok" and left_out["nonfinite"] == 1
+
+
+def test_what_nobody_survives_is_an_error_that_names_it(tmp_path):
+    def run(strategy, *faults, workers=2):
+        return mt.simulate(
+            toy.make_job(), strategy, workers, run_dir=str(tmp_path), quiet=True, inject=[str(one) for one in faults]
+        )  # fmt: skip
+
+    with pytest.raises(WireError, match="payload of rank 1 is torn"):
+        run(mt.Async(), Torn(0, 2))
+    with pytest.raises(DeadlockError):
+        run(mt.Async(), Stop(0, 1), Wedge(1, 1))
+    with pytest.raises(LostRankError, match="rank 1 died"):
+        run(mt.Decentralized(), Kill(1, 1), workers=3)
+    with pytest.raises(UsageError, match="writes no checkpoints"):
+        run(mt.Async(), "disk_full()")
+    assert "no other worker is left" in run(mt.Async(), Kill(0, 1), Kill(1, 1))["failure"]
+
+
+def test_a_rule_that_waits_for_all_goes_on_when_one_is_known_to_be_dead():
+    seen = play(rules.Sync(), 3, num_samples=30, faults=(Kill(1, 2),), compute=Constant(1.0, 0.0))
+    assert seen.counts["lost"] == {"2": "died"} and seen.now_s < 30
