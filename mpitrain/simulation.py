@@ -170,14 +170,9 @@ class _Simulation:
         num_pushes = math.ceil(planned / (job.batch_size * self.strategy.push_every))
         log = VirtualLog(report, world, num_pushes, self.options.quiet)
         dealer = Dealer(
-            self.catalogue.num_samples,
-            job.epochs,
-            job.batch_size,
-            num_batches,
-            job.drop_last,
-            len(self.roles.workers),
-            self.catalogue.window_samples,
-        )
+            self.catalogue.num_samples, job.epochs, job.batch_size, num_batches, job.drop_last,
+            len(self.roles.workers), self.catalogue.window_samples,
+        )  # fmt: skip
         started_s = time.monotonic()
         with job.data.reader(self.catalogue, job.seed) as reader:
             measure = None
@@ -206,9 +201,7 @@ class _Simulation:
             returned = world.run(
                 roles | {rank: self._worker(rank, replica) for rank, replica in replicas.items()}
             )
-            living = [worker for worker in self.workers if worker.rank not in world.broken]
-            heirs = [worker.rank for worker in living if worker.validates]
-            validator = replicas[heirs[-1] if heirs else self.roles.validator]
+            validator = replicas[self._validator(world)]
             metrics = validator.validate()
             save_model(validator.take_module(), self.run_dir / MODEL_FILE, {"strategy": str(self.strategy)})
         for rank, replica in replicas.items():
@@ -216,6 +209,13 @@ class _Simulation:
         result = self._result(returned, metrics, log, time.monotonic() - started_s, world)
         log.finish(result)
         return result
+
+    def _validator(self, world: VirtualWorld) -> int:
+        """The rank that validates in the end: if the one that did is broken, its heir."""
+        heirs = [
+            worker.rank for worker in self.workers if worker.validates and worker.rank not in world.broken
+        ]
+        return heirs[-1] if heirs else self.roles.validator
 
     def _in_order(self, shard: int, role: Role) -> Role:
         return role if self.replay is None else repeat(role, load_order(self.replay, shard))

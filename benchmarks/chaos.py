@@ -1,0 +1,309 @@
+"""Does training go on, whatever is killed when? `make chaos` counts it.
+
+    python benchmarks/chaos.py [--kills 100] [--parts kills files stop accuracy] [--seeds 5]
+
+kills     jobs of six workers over one server, `mpitrain launch --ft ulfm`, of which five are killed at random instants
+          around their push (SIGKILL from a thread, in the middle of a message more often than not); messages of 1 and
+          20 MB, over shared memory and over TCP. Every update of the job is known beforehand (`chaos_job.py`), so the
+          final weights tell whether one was phantom or torn. A job that hangs is ended by its watchdog and relaunched.
+files     a process that writes checkpoints is killed at 50 random instants: what is then the newest must be whole; and
+          200 random bit flips and truncations of the newest must be seen, and the one before be taken.
+stop      one of four workers is stopped (SIGSTOP) for 10 s: the others' rate of batches meanwhile over before.
+accuracy  digits with one of four workers killed a third of the way, against undisturbed, both pooled over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import table, write_row
+from safetensors.torch import load_file
+
+from mpitrain.checkpoint.parts import folder_of, newest, read_part, write_part
+
+HERE = Path(__file__).parent
+TCP = "--mca pml ob1 --mca btl self,tcp --mca btl_tcp_if_include lo"
+TRANSPORTS = {"shared memory": "", "tcp": TCP}
+SIZES = {1_000_000: (240, 0.004), 20_000_000: (80, 0.06)}  # bytes: samples, seconds that a message may take
+WORKERS, VICTIMS = 6, 5
+DEADLINE_S = 420
+
+
+def launch(
+    run_dir: Path, ranks: int, job: Path, words: list[str], host_args: str, env: dict[str, str]
+) -> Any:
+    """Start a job and return the process, its output in `run_dir/out`."""
+    command = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks), "--ft", "ulfm"]
+    command += [f"--host-args={host_args}"] if host_args else []
+    command += ["train", str(job), "--quiet", "--run-dir", str(run_dir), *words]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    root = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    with open(run_dir / "out", "w") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": root, **env},
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def finish(process: Any) -> bool:
+    """Whether it came to its end by itself."""
+    try:
+        process.wait(DEADLINE_S)
+        return True
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+        return False
+
+
+def notes(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What the ranks have noted under `name`."""
+    files = sorted(folder.glob(f"{name}-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def one_job(folder: Path, num_bytes: int, host_args: str, draw: random.Random) -> dict[str, Any]:
+    """Kill five of six workers; what came of it."""
+    samples, message_s = SIZES[num_bytes]
+    victims = draw.sample(range(WORKERS), VICTIMS)
+    orders = [
+        f"kill(worker={one},at_step={draw.randrange(2, 9)},after_s={draw.uniform(1e-5, message_s):.6f})"
+        for one in victims
+    ]
+    words = ["--strategy", "async()", "--watchdog-s", "30", "--checkpoint-every", str(samples // 3)]
+    words += [word for order in orders for word in ("--inject", order)]
+    env = {"CHAOS_BYTES": str(num_bytes), "CHAOS_DIR": str(folder), "CHAOS_SAMPLES": str(samples)}
+    began_s = time.monotonic()
+    ended = finish(launch(folder, 1 + WORKERS, HERE / "chaos_job.py", words, host_args, env))
+    told = folder / "result.json"
+    row: dict[str, Any] = {
+        "kills": len(notes(folder, "killed")),
+        "ended": ended and told.exists(),
+        "wrong": 0,
+    }
+    row["restarts"] = (folder / "out").read_text().count(": restart ")
+    row["seconds"] = time.monotonic() - began_s
+    if row["ended"]:
+        result = json.loads(told.read_text())
+        weight = load_file(result["model"])["weight"].double()
+        pattern = torch.arange(weight.numel()).remainder(7).add(1).double() / 8
+        wanted = -(2.0**-10) * result["steps"] * pattern
+        left, right = result["staleness_identity"]
+        whole = result["samples"] == samples == result["accepted"] and left == right
+        row["wrong"] = int((weight != wanted).any()) + (not whole)
+        row["lost"] = result["lost"]
+    killed = {one["rank"]: one["at_s"] for one in notes(folder, "killed")}
+    lost = {one["lost"]: one for one in notes(folder, "lost")}
+    if not row["restarts"]:
+        row["detected_s"] = [lost[rank]["at_s"] - at_s for rank, at_s in killed.items() if rank in lost]
+    pauses = [one["seconds"] for one in notes(folder, "pause") if one["rank"] not in killed]
+    row["pause_s"] = max(pauses, default=0.0)
+    return row
+
+
+def run_kills(num_kills: int, seed: int) -> None:
+    """Rows for every size and transport."""
+    shown = [
+        ("message", "transport", "kills", "survived", "relaunched", "hanging", "wrong", "p50", "p99", "pause")
+    ]
+    for num_bytes in SIZES:
+        for transport, host_args in TRANSPORTS.items():
+            rows, wanted = [], num_kills / 4
+            while sum(row["kills"] for row in rows) < wanted and len(rows) < 2 * wanted / VICTIMS + 1:
+                with tempfile.TemporaryDirectory() as scratch:
+                    draw = random.Random(f"{seed}/{num_bytes}/{transport}/{len(rows)}")
+                    rows.append(one_job(Path(scratch) / "run", num_bytes, host_args, draw))
+                print(num_bytes, transport, rows[-1], flush=True)
+            detected = sorted(one for row in rows for one in row.get("detected_s", ()))
+            found = {
+                "message_bytes": num_bytes,
+                "transport": transport,
+                "jobs": len(rows),
+                "kills": sum(row["kills"] for row in rows),
+                "kills_in_jobs_that_survived": sum(
+                    row["kills"] for row in rows if row["ended"] and not row["restarts"]
+                ),
+                "jobs_relaunched": sum(row["ended"] and row["restarts"] > 0 for row in rows),
+                "jobs_hanging": sum(not row["ended"] for row in rows),
+                "phantom_or_torn": sum(row["wrong"] for row in rows),
+                "detected_p50_s": detected[len(detected) // 2] if detected else None,
+                "detected_p99_s": detected[min(len(detected) - 1, int(0.99 * len(detected)))]
+                if detected
+                else None,
+                "given_up_as_silent": sum(
+                    how == "silent" for row in rows for how in row.get("lost", {}).values()
+                ),
+                "longest_pause_s": max(row["pause_s"] for row in rows),
+            }
+            write_row("chaos", {"part": "kills", **found, "rows": rows})
+            shown.append((
+                f"{num_bytes / 1e6:g} MB", transport, *(str(found[key]) for key in (
+                    "kills", "kills_in_jobs_that_survived", "jobs_relaunched", "jobs_hanging", "phantom_or_torn")),
+                *(f"{found[key] or 0:.3f} s" for key in ("detected_p50_s", "detected_p99_s", "longest_pause_s")),
+            ))  # fmt: skip
+    print(table(shown))
+
+
+def run_files(seed: int) -> None:
+    """Kills while a checkpoint is written, and damage afterwards."""
+    draw, whole, seen = random.Random(seed), 0, 0
+    for _ in range(50):
+        with tempfile.TemporaryDirectory() as scratch:
+            child = os.fork()
+            if child == 0:
+                write_for_ever(Path(scratch))
+            while newest_mark(Path(scratch)) is None:
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0.0, 0.2))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            found = newest(Path(scratch))
+            assert found is not None
+            whole += all(
+                bool((read_part(found.folder, part)["weight"] == found.mark).all()) for part in found.parts
+            )
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in range(200):
+            shutil.rmtree(scratch)
+            for mark in (1, 2):
+                write_both(Path(scratch), mark, 10_000)
+            victim = draw.choice(sorted(folder_of(Path(scratch), 2).iterdir()))
+            data = bytearray(victim.read_bytes())
+            if number % 2:
+                data = data[: draw.randrange(len(data))]
+            else:
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            victim.write_bytes(data)
+            found = newest(Path(scratch))
+            seen += found is not None and found.mark == 1 and len(found.refused) == 1
+        Path(scratch).mkdir(exist_ok=True)
+    print(f"killed while writing: {whole} of 50 whole; damaged: {seen} of 200 seen, the one before taken")
+    write_row("chaos", {"part": "files", "kills": 50, "whole": whole, "damages": 200, "seen": seen})
+
+
+def newest_mark(run_dir: Path) -> int | None:
+    """Of what is complete in `run_dir`."""
+    try:
+        found = newest(run_dir)
+    except Exception:  # the first is being written
+        return None
+    return found.mark if found else None
+
+
+def write_both(run_dir: Path, mark: int, size: int) -> None:
+    """A checkpoint of two parts, whose numbers say which one it is."""
+    weight = torch.full((size,), float(mark))
+    write_part(folder_of(run_dir, mark), "worker-0", {"weight": weight})
+    write_part(
+        folder_of(run_dir, mark), "shard-0", {"weight": weight}, ("shard-0", "worker-0"), {"of": "chaos"}
+    )
+
+
+def write_for_ever(run_dir: Path) -> None:
+    """In a child that will be killed."""
+    mark = 0
+    while True:
+        mark += 1
+        write_both(run_dir, mark, 500_000)
+        shutil.rmtree(folder_of(run_dir, mark - 2), ignore_errors=True)
+
+
+def run_stop(seconds: float = 10.0) -> None:
+    """The others' batches a second while one of four workers is stopped, over those before."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        env = {
+            "CHAOS_BYTES": "100000",
+            "CHAOS_DIR": str(folder),
+            "CHAOS_SAMPLES": "6000",
+            "CHAOS_SLEEP_S": "0.02",
+        }
+        words = ["--strategy", "async()", "--inject", "stop(worker=2,at_step=500)"]
+        process = launch(folder, 5, HERE / "chaos_job.py", words, "", env)
+        while not notes(folder, "killed") and process.poll() is None:
+            time.sleep(0.05)
+        (stopped,) = notes(folder, "killed")
+        time.sleep(seconds)
+        os.kill(stopped["pid"], signal.SIGCONT)
+        ended = finish(process)
+        result = json.loads((folder / "result.json").read_text())
+        at_s = stopped["at_s"]
+        batches = [one["at_s"] for one in notes(folder, "pause") if one["rank"] != stopped["rank"]]
+    before = sum(at_s - seconds < one <= at_s for one in batches) / seconds
+    meanwhile = sum(at_s < one <= at_s + seconds for one in batches) / seconds
+    print(
+        f"batches/s of the other three: {before:.1f} before, {meanwhile:.1f} meanwhile ({meanwhile / before:.2f})"
+    )
+    row = {"ended": ended, "status": result["status"], "lost": result["lost"], "samples": result["samples"]}
+    write_row(
+        "chaos",
+        {"part": "stop", "before": before, "meanwhile": meanwhile, "ratio": meanwhile / before, **row},
+    )
+
+
+def run_accuracy(num_seeds: int) -> None:
+    """Pooled accuracy of digits on four workers, one of which is killed after a third of its batches, or none."""
+    with tempfile.TemporaryDirectory() as scratch:
+        data = HERE.parent / "data" / "digits"
+        if not data.exists():
+            subprocess.run(
+                [sys.executable, "-m", "mpitrain", "data", "pack", "digits", str(data)], check=True
+            )
+        right: dict[str, list[float]] = {"undisturbed": [], "killed": []}
+        samples: dict[str, list[int]] = {"undisturbed": [], "killed": []}
+        for seed in range(num_seeds):
+            for name in right:
+                folder = Path(scratch) / f"{name}-{seed}"
+                words = ["--strategy", "async()", "--seed", str(seed)]
+                if name == "killed":
+                    total = samples["undisturbed"][-1]
+                    words += ["--inject", f"kill(worker={1 + seed % 3},at_step={total // 3 // 4 // 32})"]
+                assert finish(launch(folder, 5, HERE.parent / "jobs" / "digits.py", words, "", {}))
+                result = json.loads((folder / "result.json").read_text())
+                right[name].append(result["metrics"]["accuracy"])
+                samples[name].append(result["samples"])
+                assert (len(result["lost"]) > 0) == (name == "killed"), result["lost"]
+                print(
+                    name, seed, result["metrics"]["accuracy"], result["samples"], result["lost"], flush=True
+                )
+    pooled = {name: 100 * sum(values) / len(values) for name, values in right.items()}
+    difference = pooled["killed"] - pooled["undisturbed"]
+    print(f"accuracy over {num_seeds} seeds: {pooled}, {difference:+.2f} points; the same samples: "
+          f"{samples['killed'] == samples['undisturbed']}")  # fmt: skip
+    write_row("chaos", {"part": "accuracy", "seeds": num_seeds, "accuracy": right, "pooled": pooled,
+                        "difference_points": difference, "samples": samples})  # fmt: skip
+
+
+def main() -> None:
+    """Parse the command line and run the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100, help="in all, over sizes and transports")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=5, help="of the accuracy part")
+    every = ["kills", "files", "stop", "accuracy"]
+    parser.add_argument("--parts", nargs="+", choices=every, default=every)
+    options = parser.parse_args()
+    if "files" in options.parts:
+        run_files(options.seed)
+    if "stop" in options.parts:
+        run_stop()
+    if "accuracy" in options.parts:
+        run_accuracy(options.seeds)
+    if "kills" in options.parts:
+        run_kills(options.kills, options.seed)
+
+
+if __name__ == "__main__":
+    main()
