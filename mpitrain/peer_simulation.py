@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
-from mpitrain.inject import Straggler, check_virtual, check_workers
+from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peering import PeerReplica
@@ -41,7 +41,6 @@ def simulate_peers(
     if number < 1:
         raise UsageError(f"--workers must be at least 1, got {number}")
     check_workers(options.injections, number)
-    check_virtual(options.injections)
     catalogue = job.data.scan()
     if catalogue.num_samples < number:
         raise UsageError(f"{number} peers for {catalogue.num_samples} training samples: use at most as many")

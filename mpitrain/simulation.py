@@ -80,6 +80,7 @@ def simulate_command(
 def _simulate(
     job: Job, options: Overrides, num_workers: int, compute: ComputeLaw, network: NetworkLaw
 ) -> dict[str, Any]:
+    check_virtual(options.injections)
     if isinstance(job.strategy, Decentralized):
         return simulate_peers(job, options, num_workers, compute, network)
     if isinstance(job.strategy, LocalSGD):
@@ -144,7 +145,6 @@ class _Simulation:
         num_servers = self.strategy.num_servers()
         self.roles: Roles = assign((0,) * (num_workers + num_servers), num_servers)
         check_workers(options.injections, num_workers)
-        check_virtual(options.injections)
         self.stragglers = [Straggler(options.injections, i, job.seed) for i in range(num_workers)]
         self.workers: list[Worker] = []
         self.catalogue = job.data.scan()
@@ -212,9 +212,7 @@ class _Simulation:
 
     def _validator(self, world: VirtualWorld) -> int:
         """The rank that validates in the end: if the one that did is broken, its heir."""
-        heirs = [
-            worker.rank for worker in self.workers if worker.validates and worker.rank not in world.broken
-        ]
+        heirs = [one.rank for one in self.workers if one.validates and one.rank not in world.broken]
         return heirs[-1] if heirs else self.roles.validator
 
     def _in_order(self, shard: int, role: Role) -> Role:
