@@ -18,7 +18,7 @@ import torch
 from mpitrain.averaging_simulation import simulate_averaging
 from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
-from mpitrain.inject import SILENT, Straggler, check_virtual, check_workers
+from mpitrain.inject import SILENT, Straggler, check_workers
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.model import FlatModel, Replica, local_steps
 from mpitrain.model.assemble import check_optimizer, flat_model, push_coder, shard_store
@@ -29,6 +29,7 @@ from mpitrain.roles import TolerantServer, Worker
 from mpitrain.rules import Dealer, Decentralized, LocalSGD, PerWorker, Roles, ServerStrategy, Strategy, assign
 from mpitrain.text import names, parse, registered
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
+from mpitrain.training.orders import check_rehearsal
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 from mpitrain.virtual_log import VirtualLog
 
@@ -80,7 +81,7 @@ def simulate_command(
 def _simulate(
     job: Job, options: Overrides, num_workers: int, compute: ComputeLaw, network: NetworkLaw
 ) -> dict[str, Any]:
-    check_virtual(options.injections)
+    check_rehearsal(job, options)
     if isinstance(job.strategy, Decentralized):
         return simulate_peers(job, options, num_workers, compute, network)
     if isinstance(job.strategy, LocalSGD):
@@ -191,8 +192,7 @@ class _Simulation:
                 for shard in range(len(self.roles.servers))
             ]  # fmt: skip
             if not any(isinstance(one, SILENT) for one in self.options.injections):
-                for server in servers:  # virtual seconds have no scale: nobody is ever too late
-                    server.attendance.least_silence_s = math.inf
+    XX.attendance.least_silence_s = math.inf
             replicas = {rank: self._replica(rank, model, reader, measure) for rank in self.roles.workers}
             roles = {
                 rank: self._in_order(shard, servers[shard].run())
@@ -253,11 +253,8 @@ class _Simulation:
         )
         if identical is False:
             failure = failure or f"the replayed parameters differ from those of {self.replay}"
-        missed = {
-            name: goal
-            for name, goal in self.job.target.items()
-            if not metrics.get(name, float("-inf")) >= goal
-        }
+        goals = self.job.target.items()
+        missed = {name: goal for name, goal in goals if not metrics.get(name, float("-inf")) >= goal}
         failure = failure or ", ".join(
             f"{name} {metrics.get(name)} is below {goal}" for name, goal in missed.items()
         )

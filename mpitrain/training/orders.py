@@ -6,7 +6,7 @@ Law of this file: an option that would have no effect is an error, in the dry ru
 from __future__ import annotations
 
 from mpitrain.errors import UsageError
-from mpitrain.inject import AtWorker, Nan, Torn, check_workers
+from mpitrain.inject import AtWorker, Nan, Torn, check_virtual, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.rules import ServerStrategy, Split
 
@@ -26,3 +26,17 @@ def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
         raise UsageError(
             f"--inject orders stragglers among workers that hold whole models, which {job.strategy} has not"
         )
+
+
+def check_rehearsal(job: Job, overrides: Overrides) -> None:
+    """Raise `UsageError` for what would have no effect in virtual time."""
+    check_virtual(overrides.injections)
+    _check_pushes(job, overrides)
+
+
+def _check_pushes(job: Job, overrides: Overrides) -> None:
+    for one in overrides.injections:
+        if isinstance(one, Nan | Torn) and not isinstance(job.strategy, ServerStrategy):
+            raise UsageError(
+                f'--inject "{one}": only what goes to a server can be so, and {job.strategy} has none'
+            )

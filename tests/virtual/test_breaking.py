@@ -101,6 +101,8 @@ def test_what_nobody_survives_is_an_error_that_names_it(tmp_path):
         run(mt.Decentralized(), Kill(1, 1), workers=3)
     with pytest.raises(UsageError, match="writes no checkpoints"):
         run(mt.Async(), "disk_full()")
+    with pytest.raises(UsageError, match="has none"):
+        run(mt.Decentralized(), Nan(1, 1))
     assert "no other worker is left" in run(mt.Async(), Kill(0, 1), Kill(1, 1))["failure"]
 
 
