@@ -191,8 +191,9 @@ class _Simulation:
                 )
                 for shard in range(len(self.roles.servers))
             ]  # fmt: skip
-            if not any(isinstance(one, SILENT) for one in self.options.injections):
-    XX.attendance.least_silence_s = math.inf
+            silent = any(isinstance(one, SILENT) for one in self.options.injections)
+            for server in () if silent else servers:  # virtual seconds have no scale: nobody is too late
+                server.attendance.least_silence_s = math.inf
             replicas = {rank: self._replica(rank, model, reader, measure) for rank in self.roles.workers}
             roles = {
                 rank: self._in_order(shard, servers[shard].run())
