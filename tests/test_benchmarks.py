@@ -9,6 +9,7 @@ import pytest
 from tests.ranks import ROOT, find_mpi, run_ranks
 
 BENCHMARKS = {
+    "packing": (2, ["--rounds", "1", "--megabytes", "1"]),
     "rates": (1, ["--workers", "4", "--seeds", "1", "--exponents", "0", "0", "--epochs", "1"]),
     "reader": (
         1,
@@ -41,6 +42,18 @@ def test_it_prints_its_table_and_writes_its_row(name, tmp_path):
     out = run_ranks(num_ranks, command, env=env).check().stdout
     assert f"written to {tmp_path / name}.jsonl" in out
     CHECKS[name](out, rows_of(name, tmp_path))
+
+
+def check_packing(out, rows):
+    (row,) = rows
+    assert row["same_bytes"] is True and row["ranks"] == 2 and "same bytes: yes" in out
+    assert list(row["ways"]) == [
+        "copy",
+        "h5py",
+        *(f"{n}{s}" for s in ("", " gzip:1") for n in ("one rank", "2 ranks")),
+    ]
+    assert all(way["mebibytes_per_second"] > 0 for way in row["ways"].values())
+    assert row["ways"]["copy"]["of_copy"] == [1, 1, 1]
 
 
 def check_rates(out, rows):
