@@ -5,8 +5,11 @@ of a window are permuted among themselves. So each sample has exactly one positi
 positions in turn needs each chunk once, because a window's chunks fit in memory together. The world's size
 never enters: it only decides who reads which positions.
 
-How well it mixes: any sample can land in any window (its chunk is placed uniformly), but samples of one chunk
-always share a window.
+How well it mixes: with chunks of one size a sample is equally likely at every position, whatever the window. What a
+window of S samples costs is that samples of one chunk stay together in it: (S + 1) / 3 positions apart in the mean,
+where a shuffle of all n samples puts them (n + 1) / 3 apart. So S / n, window over dataset, is the figure of quality; a
+batch of b comes from W (1 - C(S - c, b) / C(S, b)) different chunks in the mean, W chunks of c samples in a window
+(`tests/data/test_data_course.py`).
 
 Law of this file: no state beyond caches. Permutations are the ranks of raw Philox words keyed by
 SeedSequence, whose streams numpy promises never to change (it does not promise that of
