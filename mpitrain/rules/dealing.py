@@ -145,6 +145,59 @@ class Dealer:
         self.num_left_out += self._length(owner)
         del self.stretches[owner]
 
+    def left(self) -> list[tuple[int, int]]:
+        """(start, count) of what this epoch has left to deal, in order; what lies together is one run."""
+        again = [lease for held in (*self.kept.values(), self.returned) for lease in held]
+        runs = [
+            (lease.start, lease.start + lease.num_samples) for lease in again if lease.epoch == self.epoch
+        ]
+        runs += [*self.stretches.values(), (self.cursor, self.num_samples)]
+        joined: list[tuple[int, int]] = []
+        for start, end in sorted(runs):
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]
+            if start < end:
+                joined.append((start, end))
+        return [(start, end - start) for start, end in joined]
+
+    def deal_evenly(self) -> list[Lease]:
+        """One lease for every worker out of all that is left of the epoch, at most `batch_size` each: every run is cut
+        for a number of workers in proportion to its length. Needs a sample for everybody.
+        """
+        runs = sorted(self.left(), key=lambda run: -run[1])
+        assert self.num_workers <= sum(count for _, count in runs)
+        num_parts = [1] * min(len(runs), self.num_workers)
+        while sum(num_parts) < self.num_workers:
+            sizes = [count / parts for (_, count), parts in zip(runs, num_parts)]
+            num_parts[sizes.index(max(sizes))] += 1
+        dealt, rest = [], runs[len(num_parts) :]
+        for (start, count), parts in zip(runs, num_parts):
+            taken = min(count, parts * self.batch_size)
+            dealt += [Lease(self.epoch, *share_out(start, taken, parts, part)) for part in range(parts)]
+            rest += [(start + taken, count - taken)] * (count > taken)
+        self._lay_out(sorted(rest))
+        for worker, lease in enumerate(sorted(dealt)):
+            self.outstanding.setdefault(worker, []).append(lease)
+        self.num_dealt += len(dealt)
+        return sorted(dealt)
+
+    def lay_out_anew(self) -> None:
+        """Forget whose stretch is whose, and who held what before a restart."""
+        self._lay_out(self.left())
+
+    def _lay_out(self, runs: list[tuple[int, int]]) -> None:
+        """What the epoch has left is `runs`, of which one that reaches its end has not been opened."""
+        self.returned, self.kept, self.cursor = [], {}, self.num_samples
+        if runs and sum(runs[-1]) == self.num_samples:
+            self.cursor = runs[-1][0]
+        opened = [(start, start + count) for start, count in runs if start < self.cursor]
+        self.stretches = dict(enumerate(opened))
+
+    def skip_rest(self) -> None:
+        """Deal nothing more of this epoch."""
+        self._lay_out([])
+        self.epoch, self.cursor = self.epoch + 1, 0
+
     def settle(self, worker: int) -> Lease:
         """`worker` has handed in the gradient of its oldest lease."""
         return self.outstanding[worker].pop(0)

@@ -1,9 +1,9 @@
 """The synchronous run: torch's DistributedDataParallel over our process group.
 
 Law of this file: all ranks take the same steps in the same order; whether a step is finite is read off the
-reduced gradient, which is the same bits everywhere, so no extra message decides it. The global order of the
-samples is cut into global batches and each worker takes its contiguous share; an incomplete last batch is
-shared evenly and weighted so that it, too, is the mean over its samples.
+reduced gradient, which is the same bits everywhere, so no extra message decides it. Batches are dealt as a server
+would deal them in lockstep (`rules/rounds.py`), each rank from places of the order, so from chunks, of its own; an
+incomplete last round is shared evenly and weighted so that it, too, is the mean over its samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.mpi.process_group import default_group
 from mpitrain.rules import AllReduce, Codec, Uncompressed
-from mpitrain.rules.dealing import share_out
+from mpitrain.rules.dealing import Lease
+from mpitrain.rules.rounds import Rounds
 from mpitrain.training.cutting import StepCuts
 from mpitrain.training.hooks import CodecHook, attach_codec
 from mpitrain.training.measure import (
@@ -60,7 +61,7 @@ def run_lockstep(session: Session, trainer_class: type[Trainer]) -> dict[str, An
         return trainer.outcome()
 
 
-_COUNTS = ("epoch", "cursor", "step", "samples", "nonfinite", "left_out")
+_COUNTS = ("epoch", "step", "samples", "nonfinite", "left_out")
 
 
 class Trainer:
@@ -98,7 +99,11 @@ class Trainer:
         self.step = self.samples = self.nonfinite = self.left_out = 0
         self.compute_s = 0.0
         self.failure = ""
-        self.epoch = self.cursor = 0
+        self.epoch = 0
+        catalogue = session.catalogue
+        self.rounds = Rounds(
+            catalogue.num_samples, job.batch_size, self.num_workers, catalogue.window_samples, job.drop_last
+        )
         parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
         self.cuts = StepCuts(session, parameters, self.state, self.hook.state if self.hook else None)
         if (saved := self.cuts.restored(session)) is not None:
@@ -113,6 +118,7 @@ class Trainer:
             "module": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "counts": counts,
+            "rounds": self.rounds.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -120,6 +126,7 @@ class Trainer:
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         vars(self).update(state["counts"])
+        self.rounds.restore(state["rounds"])
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
 
     def run(self) -> None:
@@ -131,7 +138,7 @@ class Trainer:
             self._epoch(self.epoch, limited)
             if self._over:
                 break
-            self.epoch, self.cursor = self.epoch + 1, 0
+            self.epoch += 1
             if not limited and self.epoch < self.session.job.epochs:
                 self._validate(self.epoch - 1)
         self._finish()
@@ -157,31 +164,26 @@ class Trainer:
         """After the last step."""
 
     def _epoch(self, epoch: int, limited: bool) -> None:
-        num_samples, job = self.session.catalogue.num_samples, self.session.job
-        batch = job.batch_size * self.num_workers
-        while self.cursor < num_samples and not self._over and not (limited and self.step >= self.num_steps):
-            cursor = self.cursor
-            count = min(batch, num_samples - cursor)
-            if count < self.num_workers or (count < batch and job.drop_last):
-                self.left_out += count
+        while not self._over and not (limited and self.step >= self.num_steps):
+            leases = self.rounds.take()
+            if leases is None:
+                self.left_out += self.rounds.next_epoch()
                 return
-            following = min(batch, num_samples - cursor - count)
-            if following >= self.num_workers:
-                self.reader.prefetch(
-                    epoch, *share_out(cursor + count, following, self.num_workers, self.rank)
-                )
-            self._one_step(epoch, cursor, count)
-            self.cursor += count
+            if (following := self.rounds.peek()) is not None:
+                self.reader.prefetch(*following[self.rank][:3])
+            self._one_step(leases[self.rank], sum(lease.num_samples for lease in leases))
+            self.rounds.settle()
             if self._may_be_cut():
                 self.cuts.after_step(self.step, self.samples)
 
-    def _one_step(self, epoch: int, cursor: int, count: int) -> None:
+    def _one_step(self, lease: Lease, count: int) -> None:
+        """One batch of this worker's, of a round of `count` samples."""
         job, runtime = self.session.job, self.session.runtime
         runtime.step = self.step
-        start, share = share_out(cursor, count, self.num_workers, self.rank)
+        share = lease.num_samples
         batch = {
             name: tensor.to(self.device, non_blocking=True)
-            for name, tensor in self.reader.batch(epoch, start, share).items()
+            for name, tensor in self.reader.batch(lease.epoch, lease.start, share).items()
         }
         seed_step(job.seed, self.rank, self.step)
         self.module.train()
@@ -198,7 +200,7 @@ class Trainer:
         self.compute_s += time.monotonic() - began_s
         self._update(value, count)
         self.step += 1
-        self.meter.progress(self.samples, self.step, epoch + 1, value, **self._told())
+        self.meter.progress(self.samples, self.step, lease.epoch + 1, value, **self._told())
         self.compute_s += self.nap.take()
 
     def _update(self, value: float, count: int) -> None:
