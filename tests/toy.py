@@ -17,15 +17,17 @@ from mpitrain.model.replica import seed_step
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """A data source in memory: sample i of array `x` is a seeded draw on a dyadic grid, `y` a linear
-    function of it.
+    function of it. `window_samples`: said to be read together; None for all.
     """
 
     num_samples: int = 48
     num_features: int = 5
+    window_samples: int | None = None
 
     def scan(self):
         arrays = {"x": ArraySpec((self.num_features,), "float32"), "y": ArraySpec((1,), "float32")}
-        return Catalogue((ShardInfo("memory", self.num_samples, self.num_samples),), arrays, 1)
+        window = self.window_samples or self.num_samples
+        return Catalogue((ShardInfo("memory", self.num_samples, window),), arrays, 1)
 
     def reader(self, catalogue, seed):
         return MemoryReader(self)

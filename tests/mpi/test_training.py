@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mpitrain import simulate
+from mpitrain.rules.rounds import Rounds
 from mpitrain.text import parse
 from tests import toy
 from tests.ranks import run_ranks
@@ -55,6 +56,15 @@ def lockstep(servers):
     for index, changes in enumerate(toy.DYADIC.values()):
         for rule in rules:
             train(f"{{rule.name}}-{{index}}", rule, **changes, epochs=1, batch_size=16 // workers)
+
+
+def windows(servers):
+    workers = size - servers
+    served = [mt.Sync(), mt.Backup(spare=0), mt.SoftSync(updates=workers, blocking=True)]
+    data = toy.Memory(window_samples=4)
+    for index, changes in enumerate(toy.DYADIC.values()):
+        for rule in served if servers else [mt.AllReduce()]:
+            train(f"windows-{{rule.name}}-{{index}}", rule, **changes, data=data, epochs=1, batch_size=16 // workers)
 
 
 def counts():
@@ -114,6 +124,7 @@ RUNS = {
     2: f"""
 serial(1)
 allreduce()
+windows(0)
 between_reads(*{BETWEEN_READS!r})
 wrapped(mt.Async(optimizer="worker", push_every=3), True)
 """,
@@ -121,6 +132,7 @@ wrapped(mt.Async(optimizer="worker", push_every=3), True)
 serial(2)
 between_reads({IN_FLIGHT!r})
 lockstep(1)
+windows(1)
 for name, strategy in (("allreduce", mt.AllReduce()), ("async", mt.Async())):
     nonfinite(f"{{name}}-skip", strategy, "skip")
     nonfinite(f"{{name}}-stop", strategy, "stop")
@@ -129,10 +141,11 @@ wrapped(mt.Async(servers=2, optimizer="worker", push_every=3, pull_every=2), Fal
     4: """
 serial(3)
 allreduce()
+windows(0)
 lockstep(2)
 sys.exit(nonfinite("two-servers-stop", mt.Async(servers=2), "stop"))
 """,
-    5: "counts()\nlockstep(1)",
+    5: "counts()\nlockstep(1)\nwindows(1)",
 }
 
 
@@ -281,3 +294,17 @@ def test_synchronous_rules_are_one_rank_with_the_full_batch(launched, workers, s
             assert result["steps"] == 3 and result["accepted"] == 3 * workers
             assert result["late"] == result["dropped"] == result["staleness_max"] == 0
         assert result_of(path / f"ssp-{index}")["steps"] == 3 * workers
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_over_several_windows_allreduce_trains_on_the_batches_that_servers_deal(launched, workers):
+    """Bit for bit on dyadic gradients, with 12 windows of which each worker reads its own."""
+    first, second, *_ = Rounds(48, 16 // workers, workers, 4).take()
+    assert first.start + first.num_samples < second.start  # so it is not one run shared out
+    peers, served = launched(workers)[0], launched(workers + 1)[0]
+    for index in range(len(toy.DYADIC)):
+        expected = load_file(peers / f"windows-allreduce-{index}" / "model.safetensors")
+        for rule in ("sync", "backup", "softsync"):
+            run = served / f"windows-{rule}-{index}"
+            assert_equal(load_file(run / "model.safetensors"), expected)
+            assert result_of(run)["steps"] == 3
