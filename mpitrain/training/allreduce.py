@@ -65,7 +65,12 @@ _COUNTS = ("epoch", "step", "samples", "nonfinite", "left_out")
 
 
 class Trainer:
-    """The steps of one rank. What a step does with its gradients is `_begin_step`, `_update` and `_finish`."""
+    """The steps of one rank. What a step does with its gradients is `_begin_step`, `_update` and `_finish`.
+
+    `by_window`: each rank reads windows of its own; otherwise all share one run of the order, round by round.
+    """
+
+    by_window = True
 
     def __init__(
         self,
@@ -101,9 +106,8 @@ class Trainer:
         self.failure = ""
         self.epoch = 0
         catalogue = session.catalogue
-        self.rounds = Rounds(
-            catalogue.num_samples, job.batch_size, self.num_workers, catalogue.window_samples, job.drop_last
-        )
+        together = catalogue.window_samples if self.by_window else catalogue.num_samples
+        self.rounds = Rounds(catalogue.num_samples, job.batch_size, self.num_workers, together, job.drop_last)
         parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
         self.cuts = StepCuts(session, parameters, self.state, self.hook.state if self.hook else None)
         if (saved := self.cuts.restored(session)) is not None:

@@ -24,7 +24,9 @@ def run_localsgd(session: Session) -> dict[str, Any]:
 
 
 class AveragingTrainer(Trainer):
-    """Local steps and averagings; allreduce before `start`."""
+    """Local steps and averagings; allreduce before `start`. It walks the course of `Shares`, as virtual time does."""
+
+    by_window = False
 
     def __init__(self, session: Session, *arguments: Any):
         strategy = session.strategy
