@@ -65,12 +65,11 @@ _COUNTS = ("epoch", "step", "samples", "nonfinite", "left_out")
 
 
 class Trainer:
-    """The steps of one rank. What a step does with its gradients is `_begin_step`, `_update` and `_finish`.
+    """The steps of one rank. What a step does with its gradients is `_begin_step`, `_update` and `_finish`."""
 
-    `by_window`: each rank reads windows of its own; otherwise all share one run of the order, round by round.
-    """
-
-    by_window = True
+    by_window = (
+        True  # each rank reads windows of its own; otherwise all share one run of the order, round by round
+    )
 
     def __init__(
         self,
@@ -101,10 +100,8 @@ class Trainer:
                 device,
                 session.runtime.stamp,
             )
-        self.step = self.samples = self.nonfinite = self.left_out = 0
-        self.compute_s = 0.0
-        self.failure = ""
-        self.epoch = 0
+        self.epoch = self.step = self.samples = self.nonfinite = self.left_out = 0
+        self.compute_s, self.failure = 0.0, ""
         catalogue = session.catalogue
         together = catalogue.window_samples if self.by_window else catalogue.num_samples
         self.rounds = Rounds(catalogue.num_samples, job.batch_size, self.num_workers, together, job.drop_last)
