@@ -73,7 +73,9 @@ def add_parser(commands: Any) -> None:
     info = actions.add_parser(
         "info", help="show what shards hold", description="Show what shards hold.", epilog=_INFO_EPILOG
     )
-    info.add_argument("pattern", metavar="PATTERN", help='shards, such as "data/digits/train-*.h5"')
+    info.add_argument(
+        "pattern", metavar="PATTERN", help='shards, such as "data/digits/train-*.h5", or a folder'
+    )
     info.set_defaults(run=run_info)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,13 @@ MAX_FILES = 20
 
 
 def info(pattern: str) -> Iterator[str]:
-    """Lines about the shards that match.
+    """Lines about the shards that match, or that a folder holds.
 
     Raises:
         DataError: what `Shards.scan` says is wrong with them.
     """
+    if os.path.isdir(os.path.expanduser(pattern)):
+        pattern = os.path.join(glob.escape(pattern), "*.h5")
     catalogue = Shards(pattern).scan()
     sizes = [os.path.getsize(file.path) for file in catalogue.files]
     for file, size in list(zip(catalogue.files, sizes))[:MAX_FILES]:

@@ -163,4 +163,5 @@ def test_check_and_info_on_the_command_line(copy, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "array x: float32[16], 64 bytes a sample (shuffle, gzip:5, fletcher32)" in out
     assert "1000 samples, 0.1 MiB decoded, 0.1 MiB on disk" in out
+    assert main(["data", "info", f"{tmp_path}/gzip"]) == 0 and capsys.readouterr().out == out
     assert "compression gzip:5" in out and "source Python" in out and "seed 0" in out
