@@ -28,7 +28,7 @@ for name, (text, optimizer, resume) in {runs!r}.items():
     path = Path("{path}") / name
     job = toy.make_job(
         epochs=6, batch_size=4, optimizer=getattr(toy, optimizer), checkpoint_every="never" if resume else "96",
-        keep_checkpoints=99, schedule=mt.Decay(every=2, by=0.5),
+        keep_checkpoints=99, schedule=mt.Decay(every=2, by=0.5), data=toy.Memory(window_samples=4),
     )
     mt.train(job, parse(text, "strategy"), run_dir=str(path), quiet=True, resume=resume)
 """
@@ -150,7 +150,10 @@ def run(name, text, resume=None, victim=-1, number=None):
     def calm(parameters):
         return torch.optim.SGD(parameters, lr=0.002)
 
-    job = toy.make_job(epochs=40, batch_size=4, loss=loss, optimizer=calm, checkpoint_every="never")
+    job = toy.make_job(
+        epochs=40, batch_size=4, loss=loss, optimizer=calm, checkpoint_every="never",
+        data=toy.Memory(window_samples=4),  # 12 windows, of which each worker has its own
+    )
     return mt.train(job, parse(text, "strategy"), run_dir="{path}/" + name, quiet=True, resume=resume)
 
 {runs}
