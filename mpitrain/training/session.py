@@ -26,6 +26,7 @@ from mpitrain.replay import RUN_FILE
 from mpitrain.report import NullReport, Report, default_run_dir, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
 from mpitrain.training import signals
+from mpitrain.training.levels import level
 from mpitrain.training.orders import check_orders
 from mpitrain.training.resuming import Resume, look, tell
 
@@ -227,15 +228,11 @@ def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
 
 def _describe_start(session: Session) -> None:
     session.report.event(
-        "start",
-        job=session.job.name,
-        strategy=str(session.strategy),
-        workers=len(session.roles.workers),
-        servers=len(session.roles.servers),
-        samples=session.catalogue.num_samples,
-        batch_size=session.job.batch_size,
-        run_dir=str(session.run_dir),
-    )
+        "start", job=session.job.name, strategy=str(session.strategy), workers=len(session.roles.workers),
+        servers=len(session.roles.servers), samples=session.catalogue.num_samples,
+        batch_size=session.job.batch_size, run_dir=str(session.run_dir),
+        fault_tolerance=level(session.runtime, session.strategy),
+    )  # fmt: skip
 
 
 def say_end(report: Any, result: dict[str, Any]) -> None:
@@ -286,7 +283,7 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         "epochs": session.job.epochs,
         "run_dir": str(session.run_dir),
         "resumed_from": session.resume.mark if session.resume else None,
-        "fault_tolerance": session.runtime.fault_tolerance,
+        "fault_tolerance": level(session.runtime, session.strategy),
         "inject": [str(one) for one in session.overrides.injections],
         "injected": [row for outcome in gathered for row in outcome.get("injected", [])],
         "ranks": [outcome["detail"] for outcome in gathered],

@@ -188,6 +188,7 @@ def test_a_worker_that_stops_holds_nobody_up_and_the_run_ends(tmp_path, mpirun_a
     ended, result = run(tmp_path, "async()", {2: ("SIGSTOP", 5, None)}, mpirun_args=mpirun_args)
     check_complete(result, {2: ("SIGSTOP",)})
     assert result["samples"] == 20 * 48 and ended.code == 0, ended
+    assert result["fault_tolerance"] == ("ulfm" if mpirun_args else "restart")
 
 
 def test_the_last_worker_cannot_be_done_without(tmp_path):

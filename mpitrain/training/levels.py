@@ -1,0 +1,19 @@
+"""How much a run survives, named in its report.
+
+Law of this file: what is said holds for this launch and this strategy together, and nothing more is promised than was
+seen to work. Allreduce and everything built on it end with a dead rank under ULFM too; under MPICH a worker's death
+ends the job at every launcher that `mpitrain launch` starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpitrain.rules import ServerStrategy, Strategy
+
+
+def level(runtime: Any, strategy: Strategy) -> str:
+    """What a worker's death costs: "ulfm", nothing, the others go on; "restart", the job ends, and the launcher starts
+    it again from its newest checkpoint."""
+    tolerant = runtime.fault_tolerance == "ulfm" and isinstance(strategy, ServerStrategy)
+    return "ulfm" if tolerant else "restart"
