@@ -10,6 +10,7 @@ from tests.ranks import ROOT, find_mpi, run_ranks
 
 BENCHMARKS = {
     "packing": (2, ["--rounds", "1", "--megabytes", "1"]),
+    "codec_cost": (1, ["--numbers", "50000", "--settle", "2", "--repeats", "2"]),
     "rates": (1, ["--workers", "4", "--seeds", "1", "--exponents", "0", "0", "--epochs", "1"]),
     "reader": (
         1,
@@ -61,6 +62,13 @@ def check_packing(out, rows):
     ]
     assert all(way["mebibytes_per_second"] > 0 for way in row["ways"].values())
     assert row["ways"]["copy"]["of_copy"] == [1, 1, 1]
+
+
+def check_codec_cost(out, rows):
+    (row,) = rows
+    assert row["pass_ms"] > 0 and all(f"{name} " in out for name in row["codecs"])
+    assert all(one["encode_ms"] > 0 < one["decode_ms"] for one in row["codecs"].values())
+    assert 0 < row["codecs"]["threshold"]["message_bytes"] < row["codecs"]["float16"]["message_bytes"]
 
 
 def check_rates(out, rows):

@@ -60,6 +60,10 @@ class ReplyCoder:
         add_message(message, [Part(copy, self.fields)])
         return message
 
+    def held(self, worker: int) -> torch.Tensor | None:
+        """The parameters that `worker` computes on: its copy, not the version it was told of."""
+        return self._copies.get(worker)
+
     def statistics(self) -> dict[str, float]:
         """Milliseconds a reply took to code; empty before the first."""
         return {"reply_codec_ms": 1e3 * self.codec_s / self.num_messages} if self.num_messages else {}

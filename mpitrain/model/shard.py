@@ -92,8 +92,12 @@ class ShardStore:
         """The gradient as the damping corrects it for what has changed since `worker`'s last read; takes the
         frame over. Called on arrival: later the worker may have read again."""
         payload, read = self._widen(payload), self._read_by.get(worker)
-        if self.correction and read is not None and read is not self.live:
-            self.correction.apply(payload.body, self.live.body, read.body)
+        if self._coder is not None:
+            held = self._coder.held(worker)
+        else:
+            held = None if read is None or read is self.live else read.body
+        if self.correction and held is not None:
+            self.correction.apply(payload.body, self.live.body, held)
         return payload
 
     def add(self, worker: int, payload: Any, weight: float) -> None:
@@ -165,7 +169,7 @@ class ShardStore:
 
     def read(self, worker: int, full: bool = False) -> Frame | Parcel:
         """The present parameters, rounded for the wire unless `full`; held for the caller, who releases them."""
-        if self.correction:
+        if self.correction and self._coder is None:
             before, self._read_by[worker] = self._read_by.get(worker), self.live.hold()
             if before is not None:
                 before.release()

@@ -11,6 +11,7 @@ from mpitrain.codecs import Part, write_message
 from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, PushCoder, Replica, push_coder, shard_store
 from mpitrain.model.pushing import fields_of
+from mpitrain.model.replying import ReplyReader
 from mpitrain.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.rules import Dealer, assign
@@ -142,11 +143,14 @@ def test_what_is_applied_and_what_is_kept_are_the_gradients(rule, codec):
     assert torch.equal(run.applied() + run.kept(), run.gradients())
 
 
-def test_nothing_of_a_refused_gradient_is_kept():
+@pytest.mark.parametrize("how", ("gradient", "loss alone"))
+def test_nothing_of_a_refused_gradient_is_kept(how):
     poison = toy.Memory().reader(None, 0).batch(0, 8, 4)["x"]
 
     def loss(model, batch):
         bad = torch.equal(batch["x"], poison)
+        if how == "loss alone":  # refused as well, though its gradient is finite
+            return toy.linear_loss(model, batch) + (float("inf") if bad else 0.0)
         return toy.linear_loss(model, batch) * (float("nan") if bad else 1.0)
 
     job = toy.make_job(
@@ -252,3 +256,31 @@ def test_what_makes_no_sense_is_refused():
         mt.simulate(wide, mt.Async(push_wire=mt.Threshold()), 2, quiet=True)
     elastic = parse("elastic(push_wire=bfloat16())", "strategy")
     assert elastic.push_numbers == "bfloat16" and elastic.push_codec.is_none
+
+
+def test_a_correction_goes_by_what_the_worker_holds_and_not_by_what_it_was_told_of():
+    """Coarse replies: delay compensation uses w - what, so a worker whose copy is far from w is corrected by that."""
+    rule = mt.Async(
+        reply_wire=mt.Threshold(tau=0.25, adaptive=False, dense_below=0), damping=mt.DelayCompensated(lam=2.0)
+    )
+    module = toy.linear_float32()
+    optimizer = plain_sgd(module.parameters())
+    model = FlatModel(module, optimizer, 1)
+    store, reader = shard_store(model, 0, optimizer, rule, 2), ReplyReader(model.layout)
+    held = reader.take(0, store.read(5)).body
+    assert torch.equal(held, store.live.body)
+
+    def push(gradient):
+        frame = store.frame()
+        frame.body.copy_(gradient)
+        return store.correct(5, frame)
+
+    store.add(5, push(torch.ones(24)), 1.0)
+    store.apply()
+    before = held.clone()
+    reader.take(0, store.read(5))  # a change of 1/16 is below tau: nothing is told
+    assert torch.equal(held, before) and not torch.equal(held, store.live.body)
+    gradient = torch.arange(24) / 8.0
+    corrected = push(gradient).body
+    assert torch.allclose(corrected, gradient + 2.0 * gradient * gradient * (store.live.body - held))
+    assert not torch.equal(corrected, gradient)
