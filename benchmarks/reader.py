@@ -1,6 +1,6 @@
 """How fast are shuffled shards read, and does reading hide behind computing?
 
-    python benchmarks/reader.py [--rounds 7] [--megabytes 256] [--compute-s 20]
+    python benchmarks/reader.py [--rounds 5] [--megabytes 256] [--compute-s 20]
 
 One process, no MPI. A file of `--megabytes` (a quarter of it for 64-byte samples), x and an int64 label y, 1 MiB
 chunks of whole samples with fletcher32, as `mpitrain data pack` writes them; batches of 64 samples, 1024 of 64 bytes.
@@ -27,6 +27,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -255,13 +256,16 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--compute-s", type=float, default=20)
     parser.add_argument("--turn-steps", type=int, default=TURN_STEPS)
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many columns")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings(
+        "ignore", "This DataLoader will create"
+    )  # more workers than cores: that is asked for
     if wds is None:
         print("no WebDataset here (pip install webdataset): left out")
     with tempfile.TemporaryDirectory(dir=os.environ.get("MPITRAIN_BENCHMARK_DIR")) as directory:
