@@ -132,7 +132,7 @@ def test_former_neighbours_come_a_third_of_a_window_apart():
 
     |i - j| has the variance (S + 1) (S - 2) / 18; the mean over independent seeds keeps within 4 standard errors.
     """
-    num_seeds = 2000
+    num_seeds = 800
     for window in (1, 2, 6, NUM_CHUNKS):
         size = window * CHUNK
         distances = []
@@ -148,7 +148,7 @@ def test_where_a_sample_comes_does_not_depend_on_where_it_lies():
     """Chunks are placed uniformly, so position in the epoch and in the files are uncorrelated for any window: over
     independent seeds the correlation's mean is 0 and its variance at most that of the chunks alone, 1 / (C - 1).
     """
-    num_seeds = 500
+    num_seeds = 300
     for window in (1, 6, NUM_CHUNKS):
         found = []
         for seed in range(num_seeds):
