@@ -23,8 +23,10 @@ BIND=(--cpu-bind=cores --mem-bind=local --gpu-bind=none)
 CONTAINER=()
 # CONTAINER=(apptainer exec --nv --bind "$PWD" mpitrain.sif)
 
-# 5. Disks. STAGE: shards to copy to each node's own disk before training; STAGE_TO: where (expanded on the node).
-STAGE=""
+# 5. Disks. STAGE: packs (folders of `mpitrain data pack`) to copy to each node's own disk before training, where ranks
+# then read them; STAGE_TO: where (expanded on the node).
+STAGE=()
+# STAGE=(data/digits)
 STAGE_TO='$TMPDIR/mpitrain'
 export HDF5_USE_FILE_LOCKING=FALSE # parallel file systems often have no locks
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from mpitrain.data.catalogue import OFFSETS, Catalogue
 from mpitrain.data.format import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
 from mpitrain.data.order import IntArray
+from mpitrain.data.stage import staged
 from mpitrain.errors import DataError
 
 MAX_OPEN_FILES = 32
@@ -103,7 +104,8 @@ class ShardFiles:
             return self._open[index]
         info = self._catalogue.files[index]
         arrays = tuple(self._catalogue.arrays)
-        now, specs = describe_shard(info.path, arrays)
+        path = staged(info.path)
+        now, specs = describe_shard(path, arrays)
         if (
             now.num_samples != info.num_samples
             or specs != dict(self._catalogue.arrays)
@@ -111,15 +113,15 @@ class ShardFiles:
         ):
             arrays_now = ", ".join(f"{name} {spec}" for name, spec in specs.items())
             raise DataError(
-                f"{info.path}: has changed since this run scanned it: {info.num_samples} samples then,"
+                f"{path}: has changed since this run scanned it: {info.num_samples} samples then,"
                 f" {now.num_samples} now ({arrays_now}); shards must not be rewritten while a job reads them:"
                 " start the job again"
             )
-        file = open_shard(info.path)
+        file = open_shard(path)
         aligned = {name: file[name] for name in arrays if name not in self._variable}
         if needed := cache_bytes_needed(aligned, info.chunk_samples):
             file.close()
-            file = open_shard(info.path, needed)
+            file = open_shard(path, needed)
         if len(self._open) >= MAX_OPEN_FILES:
             self._open.popitem(last=False)[1].file.close()
         ids = {name: file[name].id for name in self._types}

@@ -1,11 +1,13 @@
-"""Copy a pack to a node's own disk, verified; and check one where it is.
+"""Copy a pack to a node's own disk, verified, and read from there; and check one where it is.
 
 Law of this file: a staged pack is there whole or not at all: it is copied beside, compared with the manifest's SHA-256,
-fsynced and renamed. Whoever comes second finds it and copies nothing.
+fsynced and renamed. Whoever comes second finds it and copies nothing. A copy is read only where its manifest is the
+pack's own, to the byte.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,6 +15,28 @@ from pathlib import Path
 
 from mpitrain.data.manifest import NAME, Manifest, file_sha256
 from mpitrain.errors import DataError
+
+STAGED = "MPITRAIN_STAGED"  # the folder that packs were staged into; $VARIABLES in it are the node's
+
+
+def staged(path: str) -> str:
+    """Where this node reads the shard `path`: in its own copy of the shard's pack, if the folder that
+    MPITRAIN_STAGED names holds one.
+    """
+    folder = os.environ.get(STAGED)
+    if not folder:
+        return path
+    pack, name = os.path.split(path)
+    copy = Path(os.path.expandvars(folder)).expanduser() / os.path.basename(pack)
+    return str(copy / name) if _is_copy(copy, Path(pack)) else path
+
+
+@functools.cache
+def _is_copy(copy: Path, pack: Path) -> bool:
+    try:
+        return (copy / NAME).read_bytes() == (pack / NAME).read_bytes()
+    except OSError:
+        return False
 
 
 def stage(source: Path, dest: Path) -> tuple[Path, int]:
@@ -23,7 +47,8 @@ def stage(source: Path, dest: Path) -> tuple[Path, int]:
     """
     manifest = _complete(source)
     target = dest / source.resolve().name
-    if target.is_dir() and not list(damaged(target)):
+    _is_copy.cache_clear()
+    if _is_copy(target, source) and not list(damaged(target)):
         return target, 0
     size = sum((source / name).stat().st_size for name in manifest.files)
     beside = dest / f".{target.name}.{os.getpid()}.tmp"

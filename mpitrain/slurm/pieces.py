@@ -51,6 +51,36 @@ run() { # its exit code; a wait that a signal has interrupted is taken up again
 }
 """
 
+EACH = """\
+extra=()
+on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI
+    local hosts=()
+    while [[ $1 != -- ]]; do hosts+=("$1"); shift; done
+    shift
+    srun --mpi=none --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 \\
+        --nodelist="$(IFS=,; echo "${hosts[*]}")" --overlap "${extra[@]}" "$@"
+}
+"""
+
+HET_EACH = """\
+extra=()
+on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI, in the component that the node belongs to
+    local group hosts=() mine=()
+    while [[ $1 != -- ]]; do hosts+=("$1"); shift; done
+    shift
+    for group in 0 1; do
+        mapfile -t mine < <(printf '%s\\n' "${hosts[@]}" | grep -xF "$(components "$group")")
+        if ((${#mine[@]})); then
+            srun --mpi=none --het-group="$group" --nodes="${#mine[@]}" --ntasks="${#mine[@]}" --ntasks-per-node=1 \\
+                --nodelist="$(IFS=,; echo "${mine[*]}")" --overlap "${extra[@]}" "$@"
+        fi
+    done
+}
+components() { # 0: the servers' nodes, 1: the workers', a line each
+    if (($1)); then printf '%s\\n' "${WORKER_HOSTS[@]}"; else printf '%s\\n' "${SERVER_HOSTS[@]}"; fi
+}
+"""
+
 CHECK_NODES = """\
 # Every node looks at itself, without MPI, so that one bad node cannot hang the check of the others. Those that have
 # not reported are asked once more one by one: a node that is gone takes the whole step with it.
@@ -65,17 +95,34 @@ check_nodes() { # HOSTS...: 0 if all are fit; else 4, with the others in $RUN_DI
     "${MPITRAIN[@]}" doctor --collect "$reports" --hosts "$*" --failing "$RUN_DIR/failing_nodes.txt"
 }
 ask_nodes() { # HOSTS...
-    srun --mpi=none --nodes="$#" --ntasks="$#" --ntasks-per-node=1 --nodelist="$(IFS=,; echo "$*")" --overlap \
-        --no-kill --time=5 "${MPITRAIN[@]}" doctor --node --report "$RUN_DIR/doctor" "${DOCTOR[@]}" || true
+    local extra=(--no-kill --time=5)
+    on_each "$@" -- "${MPITRAIN[@]}" doctor --node --report "$RUN_DIR/doctor" "${DOCTOR[@]}" || true
 }
 """
 
+ALL_FIT = """\
+need_all_fit() { # HOSTS...
+    check_nodes "$@" || {
+        echo "unfit nodes; again without them: sbatch --exclude=$(paste -sd, "$RUN_DIR/failing_nodes.txt") ..." >&2
+        exit 4
+    }
+}
+"""
+
+# The variable is set on the ranks' own command line, because not every launcher hands the environment on.
 STAGE = """\
-# Stage-in: one task a node copies the shards to the node's own disk (STAGE in site.sh), before anything is timed.
+# Stage-in: one task a node copies packs (STAGE in site.sh) to the node's own disk, verified, before anything is timed;
+# ranks then read the copy on their node wherever the job names the pack.
+COPY=()
 stage_in() { # HOSTS...
-    if [[ -z ${STAGE:-} ]]; then return; fi
-    srun --mpi=none --nodes="$#" --ntasks="$#" --ntasks-per-node=1 --nodelist="$(IFS=,; echo "$*")" --overlap \\
-        "${MPITRAIN[@]}" data stage "$STAGE" "$STAGE_TO"
+    local pack
+    # shellcheck disable=SC2153 # STAGE is site.sh's
+    for pack in "${STAGE[@]}"; do
+        if [[ -n $pack ]]; then
+            on_each "$@" -- "${MPITRAIN[@]}" data stage "$pack" "$STAGE_TO"
+            COPY=(env "MPITRAIN_STAGED=$STAGE_TO")
+        fi
+    done
 }
 """
 
@@ -135,15 +182,12 @@ finish() { # exit code of the run
 TRAIN = """\
 rm -f "$RUN_DIR/REQUEUE"
 rc=0
-launch "${DEAF[@]}" "${MPITRAIN[@]}" train "$@" --run-dir "$RUN_DIR" --resume auto || rc=$?
+launch "${DEAF[@]}" "${COPY[@]}" "${MPITRAIN[@]}" train "$@" --run-dir "$RUN_DIR" --resume auto || rc=$?
 finish "$rc"
 """
 
 SIMPLE_BODY = """\
-check_nodes "${HOSTS[@]}" || {
-    echo "unfit nodes; again without them: sbatch --exclude=$(paste -sd, "$RUN_DIR/failing_nodes.txt") ..." >&2
-    exit 4
-}
+need_all_fit "${HOSTS[@]}"
 stage_in "${HOSTS[@]}"
 place "${HOSTS[@]}" -- "$@"
 """
@@ -167,7 +211,7 @@ for ((attempt = 1; attempt <= ${ATTEMPTS:-5}; attempt++)); do
     stage_in "${healthy[@]}"
     place "${healthy[@]}" -- "$@"
     rc=0
-    launch "${DEAF[@]}" "${MPITRAIN[@]}" train "$@" --run-dir "$RUN_DIR" --resume auto || rc=$?
+    launch "${DEAF[@]}" "${COPY[@]}" "${MPITRAIN[@]}" train "$@" --run-dir "$RUN_DIR" --resume auto || rc=$?
     if ((rc == 0 || rc == 2 || rc == 3 || signals)) || [[ -e $RUN_DIR/REQUEUE ]]; then break; fi
     echo "attempt $attempt ended with $rc" >&2
 done
@@ -196,7 +240,7 @@ RUN_DIR=${RUN_ROOT:-runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID}/$SLURM_ARRAY_TASK_
 """
 
 BENCHMARK_BODY = """\
-check_nodes "${HOSTS[@]}"
+need_all_fit "${HOSTS[@]}"
 STEPS=${STEPS:-200}
 # 1, 2, 4, ... and all nodes of the allocation, one run each, one after the other.
 for ((count = 1; ; count *= 2)); do
@@ -215,6 +259,8 @@ WORKERS=${WORKERS##*:} # "a100:4" is 4
 """
 
 HET_BODY = """\
+need_all_fit "${SERVER_HOSTS[@]}" "${WORKER_HOSTS[@]}"
+stage_in "${SERVER_HOSTS[@]}" "${WORKER_HOSTS[@]}"
 # The first component's nodes serve, the second's work.
 "${MPITRAIN[@]}" train "$@" --dry-run --gpus-per-node "$WORKERS" --hosts "${SERVER_HOSTS[*]} ${WORKER_HOSTS[*]}" \\
     --server-nodes "${#SERVER_HOSTS[@]}" --write-hosts "$RUN_DIR/hosts"
@@ -226,7 +272,7 @@ export MPITRAIN_SERVER_NODES=${#SERVER_HOSTS[@]} OMP_NUM_THREADS=${OMP_NUM_THREA
 rm -f "$RUN_DIR/REQUEUE"
 rc=0
 # srun makes one MPI world of both components, the first one's ranks lowest. mpirun cannot.
-train=("${DEAF[@]}" "${MPITRAIN[@]}" train "$@" --run-dir "$RUN_DIR" --resume auto)
+train=("${DEAF[@]}" "${COPY[@]}" "${MPITRAIN[@]}" train "$@" --run-dir "$RUN_DIR" --resume auto)
 run "${LAUNCH[@]}" --kill-on-bad-exit=1 --unbuffered \\
     --nodes="${#SERVER_HOSTS[@]}" --ntasks="$servers" "${train[@]}" : \\
     --nodes="${#WORKER_HOSTS[@]}" --ntasks="$workers" --ntasks-per-node="$WORKERS" --cpus-per-task="$cores" \\

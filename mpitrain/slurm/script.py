@@ -16,15 +16,7 @@ from mpitrain.errors import UsageError
 from mpitrain.slurm import pieces
 from mpitrain.text import nearest
 
-_BASE = (
-    pieces.NODES,
-    pieces.SIGNALS,
-    pieces.CHECK_NODES,
-    pieces.STAGE,
-    pieces.PLACE,
-    pieces.LAUNCH,
-    pieces.FINISH,
-)
+_BASE = (pieces.NODES, pieces.SIGNALS, pieces.EACH, pieces.CHECK_NODES, pieces.PLACE, pieces.LAUNCH)
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,14 @@ class _Kind:
     requeue: bool = True
 
 
-_TRAIN = (pieces.RUN_DIR, *_BASE, pieces.SIMPLE_BODY + pieces.DEAF + pieces.TRAIN)
+_TRAIN = (
+    pieces.RUN_DIR,
+    *_BASE,
+    pieces.ALL_FIT,
+    pieces.STAGE,
+    pieces.FINISH,
+    pieces.SIMPLE_BODY + pieces.DEAF + pieces.TRAIN,
+)
 KINDS: dict[str, _Kind] = {
     "single-node": _Kind("Train on the GPUs of one node.", "jobs/digits.py", 1, _TRAIN),
     "multi-node": _Kind(
@@ -52,7 +51,18 @@ KINDS: dict[str, _Kind] = {
         "Train with the servers on nodes of a CPU partition and the workers on GPU nodes.",
         "jobs/digits.py --strategy 'async(servers=1)'",
         2,
-        (pieces.RUN_DIR, pieces.HET_NODES, pieces.SIGNALS, pieces.FINISH, pieces.DEAF, pieces.HET_BODY),
+        (
+            pieces.RUN_DIR,
+            pieces.HET_NODES,
+            pieces.SIGNALS,
+            pieces.HET_EACH,
+            pieces.CHECK_NODES,
+            pieces.ALL_FIT,
+            pieces.STAGE,
+            pieces.FINISH,
+            pieces.DEAF,
+            pieces.HET_BODY,
+        ),
     ),
     "array-sweep": _Kind(
         "Train once for every line of options in a text file, one array index a line.",
@@ -65,13 +75,21 @@ KINDS: dict[str, _Kind] = {
         "Train on several nodes and a spare one: when a node dies, go on with the healthy ones.",
         "jobs/digits.py --strategy 'async(servers=2)'",
         3,
-        (pieces.RUN_DIR, *_BASE, pieces.ANSWERING, pieces.DEAF, pieces.TOLERANT_BODY),
+        (
+            pieces.RUN_DIR,
+            *_BASE,
+            pieces.STAGE,
+            pieces.FINISH,
+            pieces.ANSWERING,
+            pieces.DEAF,
+            pieces.TOLERANT_BODY,
+        ),
     ),
     "benchmark": _Kind(
         "Measure samples per second on 1, 2, 4, ... and all nodes of the allocation.",
         "jobs/digits.py --strategy 'allreduce()'",
         4,
-        (pieces.RUN_DIR, *_BASE[:-1], pieces.BENCHMARK_BODY),
+        (pieces.RUN_DIR, *_BASE, pieces.ALL_FIT, pieces.BENCHMARK_BODY),
         requeue=False,
     ),
 }

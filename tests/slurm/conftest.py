@@ -42,7 +42,7 @@ class Site:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=280,
         )
         assert run.returncode == code, f"exit code {run.returncode}, wanted {code}\n{run.stdout}"
         return run.stdout
@@ -52,7 +52,7 @@ class Site:
         text = self.cluster.ask("scontrol", "--oneliner", "show", "job", job)
         return text.partition("JobState=")[2].split()[0]
 
-    def wait(self, job: str, state: str = "COMPLETED", timeout_s: float = 150) -> str:
+    def wait(self, job: str, state: str = "COMPLETED", timeout_s: float = 250) -> str:
         """Until the job has ended; its output. Fails with it if the state is another than wanted."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         try:

@@ -10,7 +10,7 @@ from mpitrain.slurm import KINDS
 from tests.slurm.cluster import ROOT
 from tests.slurm.conftest import Site
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(580)]
 SMALL = str(ROOT / "tests" / "slurm" / "small.py")
 ASYNC = "async(servers=1)"
 
@@ -22,18 +22,30 @@ def fom(output: str) -> dict[str, str]:
 
 
 def test_each_template_trains(site: Site) -> None:
+    """The heterogeneous job and the single node's stage their data in, and read it on the node they are on."""
+    staging = site.folder / "staging.sh"
+    staging.write_text(f"source {site.cluster.site(site.python)}\nSTAGE=(data/digits)\n")
+    staged = {"MPITRAIN_SITE": str(staging), "READS": str(site.folder / "reads")}
+    (site.folder / "reads").mkdir()
     (site.folder / "sweep.txt").write_text(
         "--lr 2e-3\n--lr 1e-3 --strategy 'softsync(updates=1, servers=1)'\n"
     )
     het = (":", "--partition=gpu", "--nodes=2", "--gpus-per-node=1")
     one = ("--gpus-per-node=1",)
     jobs = {
-        "single-node": site.sbatch(*one, "slurm/single-node.sbatch", SMALL, "--strategy", ASYNC),
+        "single-node": site.sbatch(*one, "slurm/single-node.sbatch", SMALL, "--strategy", ASYNC, **staged),
         "array-sweep": site.sbatch(
             *one, "--array=0-1", "slurm/array-sweep.sbatch", "sweep.txt", SMALL, RUN_ROOT="sweep"
         ),
         "hetjob": site.sbatch(
-            "--partition=cpu", *het, "slurm/hetjob.sbatch", SMALL, "--strategy", ASYNC, RUN_DIR="het"
+            "--partition=cpu",
+            *het,
+            "slurm/hetjob.sbatch",
+            SMALL,
+            "--strategy",
+            ASYNC,
+            RUN_DIR="het",
+            **staged,
         ),
         "mpich": site.sbatch(*one, "slurm/multi-node.sbatch", SMALL, "--strategy", ASYNC, mpi="mpich"),
         "benchmark": site.sbatch(
@@ -48,6 +60,13 @@ def test_each_template_trains(site: Site) -> None:
     assert (told["status"], told["nodes"], told["workers"], told["servers"]) == ("ok", "3", "2", "1")
     ranks = json.loads((site.folder / "het" / "result.json").read_text())["ranks"]
     assert [rank["role"] for rank in ranks] == ["server", "worker", "worker"]
+    assert "3 of 3 node(s) fit" in outputs["hetjob"]
+    reads = {path: path.read_text().splitlines() for path in (site.folder / "reads").iterdir()}
+    assert len(reads) == 3  # the workers: two of the heterogeneous job, one of the single node's
+    for path, shards in reads.items():
+        node = path.name.partition("-")[0]
+        own = site.cluster.root / "nodes" / node / "tmp" / "mpitrain" / "digits"
+        assert shards and all(shard.startswith(f"{own.resolve()}/") for shard in shards), (node, shards)
     for count in (1, 2):
         result = json.loads((site.folder / "bench" / f"nodes-{count}" / "result.json").read_text())
         assert (result["status"], result["workers"], result["nodes"]) == ("ok", count, count)

@@ -10,7 +10,7 @@ from tests.slurm.cluster import ROOT
 from tests.slurm.conftest import Site
 from tests.slurm.test_templates import fom
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(580)]
 
 
 def test_the_walkthrough_works_word_for_word(site: Site) -> None:
