@@ -1,23 +1,24 @@
 # shellcheck shell=bash disable=SC2016,SC2034
 # What is your centre's, and nothing else: every template sources this file on the first node of the job.
-# Lines with a # are alternatives; leave exactly one LAUNCH.
+# Lines with a # are alternatives; leave exactly one LAUNCH. `mpitrain slurm site --launcher NAME` writes it for yours.
 
 # 1. Software: modules, then the environment in which mpitrain is installed.
 # module purge; module load openmpi/5 cuda
 # source "$HOME/venv/bin/activate"
 
 # 2. How ranks start.
-LAUNCH=(srun --mpi=pmix)          # Open MPI 4 or 5
-# LAUNCH=(srun --mpi=pmi2)        # MPICH, MVAPICH2, ParaStation
-# LAUNCH=(srun --mpi=cray_shasta) # Cray MPICH, with: export MPICH_GPU_SUPPORT_ENABLED=1
-# LAUNCH=(srun --mpi=pmi2)        # Intel MPI, with: export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so
-# LAUNCH=(mpirun)                 # Open MPI's own launcher
-# LAUNCH=(mpiexec)                # MPICH's Hydra
-# LAUNCH=(ibrun)                  # sites that wrap it: see whether it takes -n and -f
+LAUNCH=(srun --mpi=pmix) # Open MPI 4 or 5
+# LAUNCH=(srun --mpi=pmi2) # MPICH, MVAPICH2, ParaStation
+# LAUNCH=(srun --mpi=cray_shasta); export MPICH_GPU_SUPPORT_ENABLED=1 # Cray MPICH
+# LAUNCH=(srun --mpi=pmi2); export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so # Intel MPI
+# LAUNCH=(mpirun) # Open MPI's own launcher
+# LAUNCH=(mpiexec) # MPICH's and Intel's Hydra
+# LAUNCH=(ibrun) # sites that wrap it: see whether it takes -n and -f
 
 # 3. Where ranks run on their node: cores and memory of the same NUMA domain; every rank sees all GPUs of its node.
-BIND=(--cpu-bind=cores --mem-bind=local --gpu-bind=none)
-# BIND=(--bind-to core --map-by slot:PE="$((SLURM_CPUS_ON_NODE / 8))") # mpirun
+BIND=(--cpu-bind=cores --mem-bind=local --gpu-bind=none) # srun
+# BIND=(--bind-to numa) # mpirun
+# BIND=(-bind-to numa) # mpiexec
 
 # 4. A container instead of an environment (its MPI must be ABI-compatible with the site's).
 CONTAINER=()

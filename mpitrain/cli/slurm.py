@@ -35,6 +35,14 @@ examples:
       --strategy "async(servers=4)" --epochs 50
   mpitrain slurm submit --dry-run single-node jobs/digits.py     print it only"""
 
+_SITE_EPILOG = """\
+launchers:
+  openmpi, mpich, cray-mpich, intel-mpi     by srun
+  mpirun, mpiexec, ibrun                    the MPI's or the site's own
+
+examples:
+  mpitrain slurm site --launcher cray-mpich > slurm/site.sh"""
+
 
 def add_parser(commands: Any) -> None:
     """Add `slurm` and its own subcommands to the command's subparsers."""
@@ -64,6 +72,15 @@ def add_parser(commands: Any) -> None:
         )
         action.add_argument("--dry-run", action="store_true", help="print the script and stop")
         action.set_defaults(run=run)
+    site = actions.add_parser(
+        "site",
+        help="print a site file for a launcher",
+        description="Print slurm/site.sh for a way to start ranks.",
+        epilog=_SITE_EPILOG,
+    )
+    site.add_argument("--launcher", default="openmpi", metavar="NAME", help="see below (default: openmpi)")
+    site.add_argument("--image", default="", metavar="FILE", help="an apptainer image to run mpitrain in")
+    site.set_defaults(run=run_site)
     status = actions.add_parser(
         "status", help="say what became of a run", description="Say what became of a run."
     )
@@ -84,6 +101,14 @@ def add_parser(commands: Any) -> None:
 def run_render(arguments: argparse.Namespace) -> int:
     """Print the script."""
     print(_text(arguments), end="")
+    return EXIT_OK
+
+
+def run_site(arguments: argparse.Namespace) -> int:
+    """Print the site file."""
+    from mpitrain.slurm import render_site
+
+    print(render_site(arguments.launcher, arguments.image), end="")
     return EXIT_OK
 
 

@@ -47,8 +47,7 @@ def stage(source: Path, dest: Path) -> tuple[Path, int]:
     """
     manifest = _complete(source)
     target = dest / source.resolve().name
-    _is_copy.cache_clear()
-    if _is_copy(target, source) and not list(damaged(target)):
+    if _is_copy.__wrapped__(target, source) and not list(damaged(target)):
         return target, 0
     size = sum((source / name).stat().st_size for name in manifest.files)
     beside = dest / f".{target.name}.{os.getpid()}.tmp"
@@ -74,6 +73,7 @@ def stage(source: Path, dest: Path) -> tuple[Path, int]:
         raise DataError(f"cannot stage {source} to {dest}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+        _is_copy.cache_clear()
     return target, size
 
 

@@ -7,6 +7,7 @@ is whether `MPITRAIN_GPU_BUFFERS=on` may be set; nothing is decided for the user
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from mpitrain.doctor.node import node_name
@@ -30,7 +31,17 @@ def run_canary(runtime: Any) -> int:
             print(f"unfit: no CUDA device on {', '.join(without)}", flush=True)
         return EXIT_PREFLIGHT_FAILED
     device = torch.device("cuda", runtime.local_rank % torch.cuda.device_count())
-    told = [text for texts in runtime.allgather(_faults(runtime, device)) for text in texts]
+    return examine(runtime, device, lambda: torch.cuda.synchronize(device))
+
+
+def examine(runtime: Any, device: Any, wait: Callable[[], None]) -> int:
+    """Compare contents on one device a rank, tell on rank 0 what came out wrong; the exit code on every rank.
+
+    Args:
+        device: this rank's, a `torch.device`.
+        wait: returns when the device has done all that was asked of it: MPI knows no streams.
+    """
+    told = [text for texts in runtime.allgather(_faults(runtime, device, wait)) for text in texts]
     if runtime.rank == 0:
         for text in told:
             print(f"unfit: {text}")
@@ -38,7 +49,7 @@ def run_canary(runtime: Any) -> int:
     return EXIT_PREFLIGHT_FAILED if told else EXIT_OK
 
 
-def _faults(runtime: Any, device: Any) -> list[str]:
+def _faults(runtime: Any, device: Any, wait: Callable[[], None]) -> list[str]:
     """What came out wrong on this rank: a ring of point-to-point messages and an allreduce, small and large."""
     import torch
 
@@ -49,7 +60,7 @@ def _faults(runtime: Any, device: Any) -> list[str]:
     for size in SIZES:
         sent = torch.arange(size, dtype=torch.float32, device=device) + runtime.rank
         got = torch.full_like(sent, -1.0)
-        torch.cuda.synchronize(device)
+        wait()
         requests = [runtime.comm.Irecv(message_of(got), left), runtime.comm.Isend(message_of(sent), right)]
         for request in requests:
             request.Wait()
@@ -59,7 +70,7 @@ def _faults(runtime: Any, device: Any) -> list[str]:
             )
         total = torch.ones(size, device=device)
         summed = torch.zeros_like(total)
-        torch.cuda.synchronize(device)
+        wait()
         runtime.comm.Allreduce(message_of(total, reduction=True), message_of(summed, reduction=True))
         if not torch.equal(summed, torch.full_like(summed, float(runtime.size))):
             faults.append(f"rank {runtime.rank} on {node_name()}: an allreduce of {size * 4} bytes is wrong")

@@ -7,7 +7,8 @@ them whole. Decisions that a batch script takes are functions here (`requeue.py`
 
 from mpitrain.slurm.requeue import may_requeue
 from mpitrain.slurm.script import KINDS, Script, render
+from mpitrain.slurm.site import LAUNCHERS, render_site
 from mpitrain.slurm.status import describe
 from mpitrain.slurm.submit import submit
 
-__all__ = ["KINDS", "Script", "describe", "may_requeue", "render", "submit"]
+__all__ = ["KINDS", "LAUNCHERS", "Script", "describe", "may_requeue", "render", "render_site", "submit"]

@@ -4,8 +4,9 @@ import shutil
 
 import pytest
 
+import mpitrain as mt
 from mpitrain.cli import main
-from mpitrain.data.stage import damaged, stage
+from mpitrain.data.stage import damaged, stage, staged
 from mpitrain.errors import DataError
 
 
@@ -54,3 +55,23 @@ def test_what_is_no_pack_or_has_no_room_is_said(packed, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="0.00 GiB free; stage elsewhere"):
         stage(packed, tmp_path / "local")
     assert list((tmp_path / "local").iterdir()) == []
+
+
+def test_shards_are_read_from_the_nodes_copy_and_from_nobody_elses(packed, tmp_path, monkeypatch):
+    """Where MPITRAIN_STAGED leads to a copy of this very pack; another pack of the same name is none, and gives way."""
+    other = tmp_path / "other" / "a"
+    assert main(["data", "pack", str(tmp_path / "a.npz"), str(other), "--seed", "5"]) == 0
+    monkeypatch.setenv("NODE_DISK", str(tmp_path))
+    monkeypatch.setenv("MPITRAIN_STAGED", "$NODE_DISK/local")
+    shard = next(iter(sorted(packed.glob("train-*.h5"))))
+    assert staged(str(shard)) == str(shard)
+    stage(other, tmp_path / "local")
+    assert staged(str(shard)) == str(shard)
+    copy, copied = stage(packed, tmp_path / "local")
+    assert copied > 0 and staged(str(shard)) == str(copy / shard.name) != str(shard)
+    shards = mt.Shards(str(packed / "train-*.h5"))
+    catalogue = shards.scan()
+    for path in packed.glob("train-*.h5"):  # gone where they were scanned: only the copy can be what is read
+        path.unlink()
+    with shards.reader(catalogue, 0) as reader:
+        assert reader.batch(0, 0, 10)["x"].shape == (10, 4)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.doctor.node import node_name
 from tests.ranks import find_mpi, run_plain, run_ranks
 
 RATES = ("400mbit", "400mbit", "20mbit")
@@ -82,6 +83,30 @@ def test_a_node_behind_a_slow_link_is_named(hosts: list[str], tmp_path: Path) ->
     assert failing.read_text() == "drh2\n"
 
 
+# The canary on a stand-in device, the processor, over an MPI that does as told: the k-th message of a rank is sent from
+# the wrong place (its bytes are read elsewhere), or the k-th sum is taken of something else; both report success.
+CANARY = """
+import torch
+from mpitrain.mpi import buffers
+
+def canaries():
+    whole, waits = buffers.message_of, []
+    for wrong in ({}, {1: 1}, {2: 4}, {0: 3, 2: 1}):
+        calls = []
+        def message_of(tensor, wrong=wrong, calls=calls, **options):
+            calls.append(tensor)
+            # a size makes four: received, sent, summed, the sum
+            changed = wrong.get(runtime.rank) == len(calls) - 1
+            return whole(torch.zeros_like(tensor) if changed else tensor, **options)
+        buffers.message_of = message_of
+        code = canary.examine(runtime, torch.device("cpu"), lambda: waits.append(1))
+        print(f"canary {code} of {len(calls)}, waited {len(waits)}")
+    buffers.message_of = whole
+
+canaries()
+"""
+
+
 def test_on_one_node_nobody_is_slow_and_no_gpu_is_no_canary(tmp_path: Path) -> None:
     program = "\n".join(
         [
@@ -90,11 +115,28 @@ def test_on_one_node_nobody_is_slow_and_no_gpu_is_no_canary(tmp_path: Path) -> N
             "runtime = start()",
             "comm, gpu = pairs.run_comm(runtime, None), canary.run_canary(runtime)",
             "print(f'codes {comm} {gpu}')",
+            CANARY,
         ]
     )
     run = run_ranks(3, program).check()
     import torch
 
     assert "ranks 0, 2" in run.ranks_out[0] and "MB/s" in run.ranks_out[0]
+    said = run.ranks_out[0][run.ranks_out[0].index("codes ") :]
+    # 0: all is well; 1: rank 1's small message to rank 2 holds zeros; 2: rank 2's large one is never written to;
+    # 3: rank 0 gets no small sum, and rank 2 sends zeros to rank 0
+    assert [line for line in said.splitlines() if "fit" in line or "rank" in line] == [
+        "fit: MPITRAIN_GPU_BUFFERS=on may be set",
+        f"unfit: rank 2 on {node_name()}: 1024 bytes from rank 1 arrived changed",
+        "unfit",
+        f"unfit: rank 2 on {node_name()}: 8388608 bytes from rank 1 arrived changed",
+        "unfit",
+        f"unfit: rank 0 on {node_name()}: 1024 bytes from rank 2 arrived changed",
+        f"unfit: rank 0 on {node_name()}: an allreduce of 1024 bytes is wrong",
+        "unfit",
+    ]
+    for out in run.ranks_out:
+        told = [line for line in out.splitlines() if line.startswith("canary ")]
+        assert told == [f"canary {code} of 8, waited {4 * (i + 1)}" for i, code in enumerate((0, 4, 4, 4))]
     if not torch.cuda.is_available():
         assert all("codes 0 4" in out for out in run.ranks_out) and "no CUDA device on" in run.ranks_out[0]

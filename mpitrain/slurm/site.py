@@ -1,0 +1,97 @@
+"""What is a centre's own, `slurm/site.sh`, for each way to start ranks: a pure function.
+
+Law of this file: the same names give the same text on every machine, and the defaults give `slurm/site.sh`, to the
+byte. Every way stands in every file; all but one are comments.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import NamedTuple
+
+from mpitrain.errors import UsageError
+from mpitrain.text import nearest
+
+
+class Launcher(NamedTuple):
+    """A way to start ranks: its line, for whom it is, and which of `_BIND` goes with it."""
+
+    line: str
+    whose: str
+    bind: str
+
+
+LAUNCHERS = {
+    "openmpi": Launcher("LAUNCH=(srun --mpi=pmix)", "Open MPI 4 or 5", "srun"),
+    "mpich": Launcher("LAUNCH=(srun --mpi=pmi2)", "MPICH, MVAPICH2, ParaStation", "srun"),
+    "cray-mpich": Launcher(
+        "LAUNCH=(srun --mpi=cray_shasta); export MPICH_GPU_SUPPORT_ENABLED=1", "Cray MPICH", "srun"
+    ),
+    "intel-mpi": Launcher(
+        "LAUNCH=(srun --mpi=pmi2); export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so", "Intel MPI", "srun"
+    ),
+    "mpirun": Launcher("LAUNCH=(mpirun)", "Open MPI's own launcher", "mpirun"),
+    "mpiexec": Launcher("LAUNCH=(mpiexec)", "MPICH's and Intel's Hydra", "mpiexec"),
+    "ibrun": Launcher("LAUNCH=(ibrun)", "sites that wrap it: see whether it takes -n and -f", "mpiexec"),
+}
+_BIND = {
+    "srun": "BIND=(--cpu-bind=cores --mem-bind=local --gpu-bind=none)",
+    "mpirun": "BIND=(--bind-to numa)",
+    "mpiexec": "BIND=(-bind-to numa)",
+}
+_TEXT = """\
+# shellcheck shell=bash disable=SC2016,SC2034
+# What is your centre's, and nothing else: every template sources this file on the first node of the job.
+# Lines with a # are alternatives; leave exactly one LAUNCH. `mpitrain slurm site --launcher NAME` writes it for yours.
+
+# 1. Software: modules, then the environment in which mpitrain is installed.
+# module purge; module load openmpi/5 cuda
+# source "$HOME/venv/bin/activate"
+
+# 2. How ranks start.
+{launch}
+
+# 3. Where ranks run on their node: cores and memory of the same NUMA domain; every rank sees all GPUs of its node.
+{bind}
+
+# 4. A container instead of an environment (its MPI must be ABI-compatible with the site's).
+{container}
+
+# 5. Disks. STAGE: packs (folders of `mpitrain data pack`) to copy to each node's own disk before training, where ranks
+# then read them; STAGE_TO: where (expanded on the node).
+STAGE=()
+# STAGE=(data/digits)
+STAGE_TO='$TMPDIR/mpitrain'
+export HDF5_USE_FILE_LOCKING=FALSE # parallel file systems often have no locks
+
+# 6. What a fit node has: see mpitrain doctor --help.
+DOCTOR=(--min-free-gib 1 --min-memory-gib 1)
+
+# 7. Defaults of sbatch, for a shell that has sourced this file: . slurm/site.sh; sbatch slurm/single-node.sbatch ...
+# export SBATCH_ACCOUNT=... SBATCH_PARTITION=... SBATCH_GPUS_PER_NODE=4
+"""
+
+
+def render_site(launcher: str = "openmpi", image: str = "") -> str:
+    """The site file's whole text.
+
+    Args:
+        launcher: one of `LAUNCHERS`.
+        image: an apptainer image in which mpitrain is installed; empty: no container.
+    Raises:
+        UsageError: there is no such launcher, or the image's name has a line end.
+    """
+    if launcher not in LAUNCHERS:
+        raise UsageError(f"no launcher {launcher!r}{nearest(launcher, list(LAUNCHERS))}")
+    if "\n" in image:
+        raise UsageError(f"image={image!r}: a path without line ends")
+    chosen = LAUNCHERS[launcher]
+    ways = [(name == launcher, f"{way.line} # {way.whose}") for name, way in LAUNCHERS.items()]
+    binds = [(name == chosen.bind, f"{line} # {name}") for name, line in _BIND.items()]
+    inside = f'CONTAINER=(apptainer exec --nv --bind "$PWD" {shlex.quote(image or "mpitrain.sif")})'
+    containers = [(not image, "CONTAINER=()"), (bool(image), inside)]
+    launch, bind, container = (
+        "\n".join(line if taken else f"# {line}" for taken, line in lines)
+        for lines in (ways, binds, containers)
+    )
+    return _TEXT.format(launch=launch, bind=bind, container=container)

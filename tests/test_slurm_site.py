@@ -1,0 +1,124 @@
+"""The site file, and the lines by which ranks start with it: every launcher, outside and inside a container.
+
+No Slurm and no MPI: `srun`, `mpirun`, `mpiexec` and `ibrun` are stand-ins that print their words, so that what a
+template would run is compared whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mpitrain.cli import main
+from mpitrain.errors import UsageError
+from mpitrain.slurm import LAUNCHERS, pieces, render_site
+
+ROOT = Path(__file__).resolve().parents[1]
+DEAF = """bash -c 'trap "" USR1; exec "$@"' rank"""
+TRAIN = "mpitrain train 'my job.py' --run-dir run --resume auto"
+SRUN = (
+    "--nodes=2 --ntasks=3 --distribution=arbitrary --cpus-per-task=4 --overlap --kill-on-bad-exit=1 --wait=60 "
+    "--unbuffered --cpu-bind=cores --mem-bind=local --gpu-bind=none"
+)
+# What is run, and which variables go with it, for two ranks on n1 and one on n2.
+LINES = {
+    "openmpi": (f"srun --mpi=pmix {SRUN}", "SLURM_HOSTFILE=run/hosts SRUN_CPUS_PER_TASK=4"),
+    "mpich": (f"srun --mpi=pmi2 {SRUN}", "SLURM_HOSTFILE=run/hosts SRUN_CPUS_PER_TASK=4"),
+    "cray-mpich": (
+        f"srun --mpi=cray_shasta {SRUN}",
+        "MPICH_GPU_SUPPORT_ENABLED=1 SLURM_HOSTFILE=run/hosts SRUN_CPUS_PER_TASK=4",
+    ),
+    "intel-mpi": (
+        f"srun --mpi=pmi2 {SRUN}",
+        "I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so SLURM_HOSTFILE=run/hosts SRUN_CPUS_PER_TASK=4",
+    ),
+    "mpirun": ("mpirun -n 3 --hostfile run/hosts --bind-to numa", "SRUN_CPUS_PER_TASK=4"),
+    "mpiexec": ("mpiexec -n 3 -f run/hosts -bind-to numa", "SRUN_CPUS_PER_TASK=4"),
+    "ibrun": ("ibrun -n 3 -f run/hosts -bind-to numa", "SRUN_CPUS_PER_TASK=4"),
+}
+STAND_IN = """\
+#!/bin/bash
+printf '%q ' "${0##*/}" "$@"
+echo
+for name in I_MPI_PMI_LIBRARY MPICH_GPU_SUPPORT_ENABLED SLURM_HOSTFILE SRUN_CPUS_PER_TASK; do
+    if [[ -v $name ]]; then printf '%s=%s ' "$name" "${!name}"; fi
+done
+echo "OMP_NUM_THREADS=$OMP_NUM_THREADS"
+"""
+
+
+def launched(tmp_path: Path, site: str) -> list[str]:
+    """What a template's `launch` runs with this site file."""
+    for name in ("srun", "mpirun", "mpiexec", "ibrun"):
+        (tmp_path / name).write_text(STAND_IN)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hosts").write_text("n1\nn1\nn2\n")
+    start = pieces.START.replace('"${MPITRAIN_SITE:-slurm/site.sh}"', "site.sh")
+    call = f'RUN_DIR=run COPY=()\nset -- "my job.py"\n{pieces.DEAF}{pieces.TRAIN.replace("finish", "exit")}'
+    (tmp_path / "site.sh").write_text(site)
+    (tmp_path / "script").write_text(f"{start}{pieces.SIGNALS}{pieces.LAUNCH}{call}")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_ON_NODE": "8"}
+    run = subprocess.run(
+        ["bash", "script"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+@pytest.mark.parametrize("image", ["", "/images/my image.sif"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_line_that_starts_ranks(tmp_path: Path, launcher: str, image: str) -> None:
+    line, variables = LINES[launcher]
+    inside = f"apptainer exec --nv --bind {tmp_path} {shlex.quote(image)} " if image else ""
+    said, told = launched(tmp_path, render_site(launcher, image))
+    assert shlex.split(said) == shlex.split(f"{line} {DEAF} {inside}{TRAIN}")
+    assert told == f"{variables} OMP_NUM_THREADS=4"
+
+
+def test_the_site_file_is_what_it_gives_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """After a change to `mpitrain/slurm/site.py`: mpitrain slurm site > slurm/site.sh"""
+    assert main(["slurm", "site"]) == 0
+    assert capsys.readouterr().out == render_site() == (ROOT / "slurm" / "site.sh").read_text()
+
+
+def test_launchers_differ_by_the_lines_of_their_own() -> None:
+    default, cray = render_site().splitlines(), render_site("cray-mpich", "a.sif").splitlines()
+    changed = [(one, other) for one, other in zip(default, cray, strict=True) if one != other]
+    assert changed == [
+        ("LAUNCH=(srun --mpi=pmix) # Open MPI 4 or 5", "# LAUNCH=(srun --mpi=pmix) # Open MPI 4 or 5"),
+        (
+            "# LAUNCH=(srun --mpi=cray_shasta); export MPICH_GPU_SUPPORT_ENABLED=1 # Cray MPICH",
+            "LAUNCH=(srun --mpi=cray_shasta); export MPICH_GPU_SUPPORT_ENABLED=1 # Cray MPICH",
+        ),
+        ("CONTAINER=()", "# CONTAINER=()"),
+        (
+            '# CONTAINER=(apptainer exec --nv --bind "$PWD" mpitrain.sif)',
+            'CONTAINER=(apptainer exec --nv --bind "$PWD" a.sif)',
+        ),
+    ]
+
+
+def test_every_site_file_is_clean_bash(tmp_path: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck: apt-get install shellcheck")
+    paths = []
+    for launcher in LAUNCHERS:
+        for image in ("", "my image.sif"):
+            paths.append(tmp_path / f"{launcher}{len(image)}")
+            paths[-1].write_text(render_site(launcher, image))
+            assert subprocess.run(["bash", "-n", paths[-1]]).returncode == 0
+    run = subprocess.run(["shellcheck", *paths], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_an_unknown_launcher_is_answered_with_what_was_meant() -> None:
+    with pytest.raises(UsageError, match="did you mean 'cray-mpich'"):
+        render_site("craympich")
+    with pytest.raises(UsageError, match="without line ends"):
+        render_site(image="a\nb")
