@@ -16,8 +16,9 @@ _calls = []
 
 
 def loss(model, batch):
-    _calls.append(1)
-    if _first_start and len(_calls) == 60:
+    if model.training:  # the validator calls it too
+        _calls.append(1)
+    if _first_start and len(_calls) == 60 and model.training:
         Path(f"{_run}.held-{os.getpid()}").touch()
         while not signals.asked():
             time.sleep(0.02)
