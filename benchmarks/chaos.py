@@ -1,6 +1,6 @@
 """Does training go on, whatever is killed when? `make chaos` counts it.
 
-    python benchmarks/chaos.py [--kills 100] [--parts kills files stop accuracy] [--seeds 5]
+    python benchmarks/chaos.py [--kills 100] [--parts kills files stop accuracy] [--seeds 5] [--virtual]
 
 kills     jobs of six workers over one server, `mpitrain launch --ft ulfm`, of which five are killed at random instants
           around their push (SIGKILL from a thread, in the middle of a message more often than not); messages of 1 and
@@ -9,7 +9,8 @@ kills     jobs of six workers over one server, `mpitrain launch --ft ulfm`, of w
 files     a process that writes checkpoints is killed at 50 random instants: what is then the newest must be whole; and
           200 random bit flips and truncations of the newest must be seen, and the one before be taken.
 stop      one of four workers is stopped (SIGSTOP) for 10 s: the others' rate of batches meanwhile over before.
-accuracy  digits with one of four workers killed a third of the way, against undisturbed, both pooled over the seeds.
+accuracy  digits (`mpitrain data pack digits data/digits`) with one of four workers killed a third of the way, against
+          undisturbed, both pooled over the seeds; over MPI, or in virtual time with `--virtual`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ TRANSPORTS = {"shared memory": "", "tcp": TCP}
 SIZES = {1_000_000: (240, 0.004), 20_000_000: (80, 0.06)}  # bytes: samples, seconds that a message may take
 WORKERS, VICTIMS = 6, 5
 DEADLINE_S = 420
+BATCH_SIZE = 16  # the digits job's
 
 
 def launch(
@@ -253,25 +255,32 @@ def run_stop(seconds: float = 10.0) -> None:
     )
 
 
-def run_accuracy(num_seeds: int) -> None:
+def digits(folder: Path, words: list[str], virtual: bool) -> dict[str, Any]:
+    """Train the digits job on four workers and a server, over MPI or in virtual time."""
+    job = HERE.parent / "jobs" / "digits.py"
+    words = ["--strategy", "async()", *words]
+    if virtual:
+        command = [sys.executable, "-m", "mpitrain", "simulate", str(job), "--workers", "4", "--quiet"]
+        subprocess.run(
+            [*command, "--run-dir", str(folder), *words], cwd=HERE.parent, stdout=subprocess.DEVNULL
+        )
+    else:
+        assert finish(launch(folder, 5, job, words, "", {}))
+    return json.loads((folder / "result.json").read_text())
+
+
+def run_accuracy(num_seeds: int, virtual: bool) -> None:
     """Pooled accuracy of digits on four workers, one of which is killed after a third of its batches, or none."""
+    right: dict[str, list[float]] = {"undisturbed": [], "killed": []}
+    samples: dict[str, list[int]] = {"undisturbed": [], "killed": []}
     with tempfile.TemporaryDirectory() as scratch:
-        data = HERE.parent / "data" / "digits"
-        if not data.exists():
-            subprocess.run(
-                [sys.executable, "-m", "mpitrain", "data", "pack", "digits", str(data)], check=True
-            )
-        right: dict[str, list[float]] = {"undisturbed": [], "killed": []}
-        samples: dict[str, list[int]] = {"undisturbed": [], "killed": []}
         for seed in range(num_seeds):
             for name in right:
-                folder = Path(scratch) / f"{name}-{seed}"
-                words = ["--strategy", "async()", "--seed", str(seed)]
+                words = ["--seed", str(seed)]
                 if name == "killed":
-                    total = samples["undisturbed"][-1]
-                    words += ["--inject", f"kill(worker={1 + seed % 3},at_step={total // 3 // 4 // 32})"]
-                assert finish(launch(folder, 5, HERE.parent / "jobs" / "digits.py", words, "", {}))
-                result = json.loads((folder / "result.json").read_text())
+                    a_third = samples["undisturbed"][-1] // BATCH_SIZE // 4 // 3
+                    words += ["--inject", f"kill(worker={1 + seed % 3},at_step={a_third})"]
+                result = digits(Path(scratch) / f"{name}-{seed}", words, virtual)
                 right[name].append(result["metrics"]["accuracy"])
                 samples[name].append(result["samples"])
                 assert (len(result["lost"]) > 0) == (name == "killed"), result["lost"]
@@ -280,10 +289,12 @@ def run_accuracy(num_seeds: int) -> None:
                 )
     pooled = {name: 100 * sum(values) / len(values) for name, values in right.items()}
     difference = pooled["killed"] - pooled["undisturbed"]
-    print(f"accuracy over {num_seeds} seeds: {pooled}, {difference:+.2f} points; the same samples: "
-          f"{samples['killed'] == samples['undisturbed']}")  # fmt: skip
-    write_row("chaos", {"part": "accuracy", "seeds": num_seeds, "accuracy": right, "pooled": pooled,
-                        "difference_points": difference, "samples": samples})  # fmt: skip
+    print(
+        f"accuracy over {num_seeds} seeds: {pooled}, {difference:+.2f} points; the same samples: "
+        f"{samples['killed'] == samples['undisturbed']}"
+    )
+    found = {"seeds": num_seeds, "virtual": virtual, "accuracy": right, "pooled": pooled, "samples": samples}
+    write_row("chaos", {"part": "accuracy", **found, "difference_points": difference})
 
 
 def main() -> None:
@@ -292,6 +303,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100, help="in all, over sizes and transports")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=5, help="of the accuracy part")
+    parser.add_argument("--virtual", action="store_true", help="the accuracy part in virtual time")
     every = ["kills", "files", "stop", "accuracy"]
     parser.add_argument("--parts", nargs="+", choices=every, default=every)
     options = parser.parse_args()
@@ -300,7 +312,7 @@ def main() -> None:
     if "stop" in options.parts:
         run_stop()
     if "accuracy" in options.parts:
-        run_accuracy(options.seeds)
+        run_accuracy(options.seeds, options.virtual)
     if "kills" in options.parts:
         run_kills(options.kills, options.seed)
 
