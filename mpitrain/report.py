@@ -22,6 +22,7 @@ from typing import Any, TextIO
 from mpitrain.console import Console, date, short
 
 SCHEMA = 1
+METRICS_FILE = "metrics.jsonl"
 FOM_KEYS = ("samples_per_second", "status", "strategy", "workers", "servers", "nodes", "steps")
 
 
@@ -130,7 +131,7 @@ class Report:
         self._interval_s = interval_s
         self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _set_aside(self.run_dir / "result.json")
-        self._metrics = (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._metrics = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._start_s = clock()
         self._last_s, self._last_samples = self._start_s, 0
         self._due_s = self._start_s + interval_s

@@ -51,7 +51,7 @@ class Runtime:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self.role = ""
-        self._step, self._stamp_s = -1, time.monotonic()
+        self._step, self._stamp_s, self._waiting_s = -1, time.monotonic(), 0.0
         self.run_dir: Path | None = None
         self.expendable = False  # the others go on without this rank: under ULFM it dies alone
         self.exit_code = 0  # what the process ends with where it cannot end by itself
@@ -68,7 +68,7 @@ class Runtime:
         self.fault_tolerance = fault_tolerance()
         exchange.forbid_pickle()
         self.engine: Engine = Engine(self.comm, tolerant=self.fault_tolerance == "ulfm")
-        self.engine.on_wait = self.stamp
+        self.engine.on_wait = self.stamp_waiting
         ending.install_hooks(self)
         atexit.register(self.finish)
         name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -92,9 +92,17 @@ class Runtime:
         """There is progress."""
         self._stamp_s = time.monotonic()
 
+    def stamp_waiting(self) -> None:
+        """This rank waits for others."""
+        self._waiting_s = time.monotonic()
+
     def idle_s(self) -> float:
         """Seconds since the last progress."""
         return time.monotonic() - self._stamp_s
+
+    def stuck_s(self) -> float:
+        """Seconds since the last progress or wait for others."""
+        return time.monotonic() - max(self._stamp_s, self._waiting_s)
 
     def where(self) -> str:
         """ "rank 2 (worker, step 41)", as far as it is known."""

@@ -3,7 +3,8 @@
 Law of this file: no lease is lost with its worker. A worker that has nothing left to do is asked to stay while others
 still hold leases (`park`): it says that it is idle, and to every rule it has left; should one of the others be lost,
 the dealing server wakes it, it joins again and takes over. A worker is given up as silent only when everybody else
-waits or has left; should it wake after that, what it pushes is refused and it is told to leave.
+waits or has left; should it wake after that, what it pushes is refused and it is told to leave. For rank 0, to which
+everybody then reports, the servers stay a while longer in case it does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from mpitrain.roles.attendance import Attendance
 from mpitrain.roles.server import Server, Steps
 
 LOOK_EVERY_S = 0.5
+REPORTER = 0
+RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up
 
 
 class TolerantServer(Server):
@@ -26,12 +29,15 @@ class TolerantServer(Server):
         self.attendance = Attendance(self.workers)
         self._answers[Kind.IDLE] = self._on_idle
         self._woken: set[int] = set()  # told to join again, and not here yet
+        self._reporter_left = False
+        self._num_looks = int(RETURN_S / LOOK_EVERY_S)
 
     def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
-        while self.present:
+        while self.present or self._may_reporter_return():
             arrived = yield Recv(LOOK_EVERY_S)
             now_s = yield Now()
             if arrived is None:
+                self._num_looks -= not self.present
                 yield from self._look_for_silence(now_s)
             elif arrived[1].kind == Kind.LOST:
                 yield from self._lose(arrived[0], "died")
@@ -45,10 +51,15 @@ class TolerantServer(Server):
                 yield Forget(worker)
         return None
 
+    def _may_reporter_return(self) -> bool:
+        silent = self.attendance.lost.get(REPORTER) == "silent"
+        return silent and not self._reporter_left and self._num_looks > 0
+
     def _turn_away(self, worker: int, message: Message) -> Steps:
         """A worker that was given up has woken: its leases are others' now."""
         if message.payload is not None:
             message.payload.release()
+        self._reporter_left |= worker == REPORTER and message.kind == Kind.DONE
         if message.kind == Kind.IDLE:
             yield Send(worker, Message(Kind.WAKE, stop=True))
         elif message.kind in (Kind.PUSH, Kind.JOIN, Kind.PULL):

@@ -219,6 +219,22 @@ mt.train(toy.make_job(loss=loss), strategy, run_dir="{path}", quiet=True, watchd
 """
 
 
+DEADLOCK = """
+from pathlib import Path
+from mpitrain.mpi.runtime import start
+from mpitrain.training.watchdog import Watchdog
+
+runtime = start()
+with Watchdog(runtime, Path("{path}"), 0.5):
+    runtime.engine.wait(runtime.engine.irecv(bytearray(1), 1 - runtime.rank, 99))
+"""
+
+
+def test_where_everybody_waits_for_everybody_the_job_ends(tmp_path):
+    ended = run_ranks(2, DEADLOCK.format(path=tmp_path), timeout_s=DEADLINE_S)
+    assert ended.code not in (0, 75) and "no progress for 0.5 s" in ended.stderr, ended
+
+
 @pytest.mark.parametrize("strategy", ["sync()", "allreduce()"])
 def test_a_wedged_rank_writes_its_stacks_and_ends_the_job(tmp_path, strategy):
     ended = run_ranks(3, WEDGED.format(strategy=strategy, path=tmp_path), timeout_s=DEADLINE_S)
