@@ -6,8 +6,8 @@ so the same role runs under `mpirun` and in virtual time. A worker, in full, wou
     def worker(server, replica):
         yield Send(server, Message(Kind.JOIN))                       # never blocks
         while True:
-            source, reply = yield Recv()                              # waits; next message from anyone, in
-            order per source replica.load(reply.payload)
+            source, reply = yield Recv()                              # next message from anyone, in order per source
+            replica.load(reply.payload)
             gradient = yield Compute(replica.gradient)                # real work; virtual time charges for it
             yield Send(server, Message(Kind.PUSH, version=reply.version, payload=gradient))
 

@@ -2,11 +2,10 @@
 
 What takes a job down depends on its launch (`reference/reliability.md`, sections 1 and 2b):
 
-    launch                      an exception left alone            so we plain mpirun, srun          the
-    other ranks wait for ever      MPI_Abort(exit code) mpirun --with-ft ulfm       MPI_Abort and exit(n)
-    hang         revoke the communicators, then SIGKILL ourselves:
-                                                                   the others' MPI calls fail and they end
-                                                                   likewise
+    launch                    an exception left alone        so we
+    plain mpirun, srun        the other ranks wait for ever  MPI_Abort(exit code)
+    mpirun --with-ft ulfm     MPI_Abort and exit(n) hang     revoke the communicators, then SIGKILL ourselves:
+                                                             the others' MPI calls fail and they end likewise
 
 This holds for a plain console script; `python -m mpi4py`, which always calls MPI_Abort, would hang under
 ULFM. If MPI itself hangs while ending, the kernel's alarm clock ends the process, and a signal is noticed
