@@ -7,7 +7,7 @@ weighs for its size, every server says alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mpitrain.rules import Dealer, Lease, ServerStrategy
@@ -100,12 +100,27 @@ class Deals:
         """Samples left out with incomplete last batches."""
         return self.dealer.num_left_out if self.dealer else 0
 
-    def state(self) -> dict[str, Any]:
-        """Data position and the batching's memory, JSON-able."""
-        return {"dealer": self.dealer.state() if self.dealer else None, "batching": self.memory}
+    def state(self, workers: tuple[int, ...]) -> dict[str, Any]:
+        """Data position and the batching's memory, JSON-able. Workers by number, not by rank: with more or fewer
+        servers the same worker is another rank."""
+        numbers = {worker: number for number, worker in enumerate(workers)}
+        dealer = _renamed(self.dealer.state(), numbers) if self.dealer else None
+        return {"dealer": dealer, "batching": self.memory}
 
     def restore(self, state: dict[str, Any], workers: tuple[int, ...]) -> None:
         """Continue from what `state` returned, with `workers`."""
         self.memory = state["batching"]
         if self.dealer and state["dealer"]:
-            self.dealer.restore(state["dealer"], workers)
+            held = state["dealer"].get("stretches", []) + state["dealer"].get("outstanding", [])
+            gone = {number: -1 - number for number, *_ in held if number >= len(workers)}
+            self.dealer.restore(_renamed(state["dealer"], gone | dict(enumerate(workers))), workers)
+
+
+def _renamed(position: dict[str, Any], names: Mapping[int, int]) -> dict[str, Any]:
+    """A dealer's state with its workers called otherwise; who has no other name keeps his."""
+    lists = {
+        key: [[names.get(worker, worker), *rest] for worker, *rest in position[key]]
+        for key in ("stretches", "outstanding")
+        if key in position
+    }
+    return position | lists

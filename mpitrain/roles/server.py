@@ -273,7 +273,7 @@ class Server:
         return {
             "workers": sorted(self.workers),
             "ledger": self.ledger.state(),
-            "deals": self.deals.state(),
+            "deals": self.deals.state(self.workers),
             "next_step": {str(worker): step for worker, step in self._next_step.items()},
             "num_batches": {str(worker): count for worker, count in self._num_batches.items()},
             "failure": self.failure,
