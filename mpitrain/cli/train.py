@@ -30,7 +30,8 @@ strategies:
   batching= one of per_worker(), per_round(), by_speed()
   allreduce and decentralized take codec= one of float16(), bfloat16(),
   eightbit(), onebit(), threshold(density=1e-3), topk(density=1e-3),
-  powersgd(rank=2), qsgd(levels=7)
+  powersgd(rank=2), qsgd(levels=7); servers take them as push_wire= and
+  reply_wire=
   pipeline(stages=2)   the layers split over ranks, in pipelines side by side
   tensor(parallel=2)   the layers sliced as the job's tensor_plan says
   sharded()            parameters and optimizer state shared out (torch's FSDP2)
