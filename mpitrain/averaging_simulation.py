@@ -6,24 +6,19 @@ of the run over MPI. Every worker has its own module: so many models have to fit
 
 from __future__ import annotations
 
-import math
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from mpitrain.errors import UsageError
-from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
-from mpitrain.peer_simulation import described, judged
-from mpitrain.report import NullReport, Report, default_run_dir
+from mpitrain.rehearsal import Rehearsal
+from mpitrain.report import NullReport
 from mpitrain.roles.local_worker import LocalWorker
 from mpitrain.rules import LocalSGD
 from mpitrain.rules.shares import Shares
 from mpitrain.training.measure import MODEL_FILE, build, make_measure, save_model
 from mpitrain.training.together import LocalReplica, Table, modules_of
-from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
+from mpitrain.virtual import ComputeLaw, NetworkLaw
 from mpitrain.virtual_log import VirtualLog
 
 
@@ -37,37 +32,16 @@ def simulate_averaging(
     """
     strategy = job.strategy
     assert isinstance(strategy, LocalSGD)
-    if number < 1:
-        raise UsageError(f"--workers must be at least 1, got {number}")
-    check_workers(options.injections, number)
-    catalogue = job.data.scan()
-    if catalogue.num_samples < number:
-        raise UsageError(
-            f"{number} workers for {catalogue.num_samples} training samples: use at most as many"
-        )
-    run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
-    planned = catalogue.num_samples * job.epochs
-    if options.steps is not None:
-        planned = options.steps * number * job.batch_size
-    report = Report(run_dir, planned, quiet=options.quiet, num_epochs=job.epochs)
-    world = VirtualWorld(compute, network, job.seed)
-    log = VirtualLog(report, world, math.ceil(planned / (job.batch_size * number)), options.quiet)
-    stragglers = [Straggler(options.injections, index, job.seed) for index in range(number)]
-    started_s = time.monotonic()
+    rehearsal = Rehearsal(job, options, number, compute, network)
+    log, catalogue = rehearsal.log, rehearsal.catalogue
     with job.data.reader(catalogue, job.seed) as reader:
         workers, table = _workers(job, options, number, reader, catalogue.num_samples, log)
-        returned = world.run({rank: stragglers[rank].wrap(one.run()) for rank, one in enumerate(workers)})
+        returned = rehearsal.run([worker.run() for worker in workers])
         metrics = table.replicas[0].validate()
-    save_model(table.replicas[0].module, run_dir / MODEL_FILE, {"strategy": str(strategy)})
-    result = _result(job, options, table, workers[0].shares, metrics) | {
-        **described(job, options, number, run_dir),
-        "samples_per_second": table.replicas[0].samples / world.now_s if world.now_s else 0.0,
-        "virtual_s": world.now_s, "compute": str(compute), "network": str(network),
-        "num_events": world.num_events, "wall_s": time.monotonic() - started_s,
-        "injected": [row for straggler in stragglers for row in straggler.counts()],
-        "loss_curve": log.curve,
-        "ranks": [returned[rank] | {"drift": table.replicas[rank].averager.drift} for rank in range(number)],
-    }  # fmt: skip
+    save_model(table.replicas[0].module, rehearsal.run_dir / MODEL_FILE, {"strategy": str(strategy)})
+    result = rehearsal.told(table.replicas[0].samples, metrics) | _counted(table, workers[0].shares)
+    drifts = [{"drift": replica.averager.drift} for replica in table.replicas]
+    result["ranks"] = [one | drift for one, drift in zip(returned, drifts)]
     log.finish(result)
     return result
 
@@ -95,15 +69,11 @@ def _workers(
     return workers, table
 
 
-def _result(
-    job: Job, options: Overrides, table: Table, shares: Shares, metrics: dict[str, float]
-) -> dict[str, Any]:
+def _counted(table: Table, shares: Shares) -> dict[str, Any]:
     """What the run has come to, as the run over MPI tells it."""
     first = table.replicas[0]
-    found = {
-        **judged(job, metrics),
+    found: dict[str, Any] = {
         **first.averager.statistics(),
-        "samples": first.samples,
         "steps": shares.step,
         "samples_left_out": shares.num_left_out,
         "nonfinite": first.nonfinite,

@@ -6,26 +6,21 @@ one module, each with its own parameters, optimizer and buffers.
 
 from __future__ import annotations
 
-import math
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
-from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peering import PeerReplica
-from mpitrain.report import NullReport, Report, default_run_dir
+from mpitrain.rehearsal import Rehearsal
+from mpitrain.report import NullReport
 from mpitrain.roles.peer import Peer
 from mpitrain.rules import Decentralized
 from mpitrain.rules.shares import Shares
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, save_model
 from mpitrain.training.peers import summary
-from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
-from mpitrain.virtual_log import VirtualLog
+from mpitrain.virtual import ComputeLaw, NetworkLaw
 
 
 def simulate_peers(
@@ -38,52 +33,33 @@ def simulate_peers(
     """
     rule = job.strategy
     assert isinstance(rule, Decentralized)
-    if number < 1:
-        raise UsageError(f"--workers must be at least 1, got {number}")
-    check_workers(options.injections, number)
-    catalogue = job.data.scan()
-    if catalogue.num_samples < number:
-        raise UsageError(f"{number} peers for {catalogue.num_samples} training samples: use at most as many")
-    run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
-    planned = catalogue.num_samples * job.epochs
-    if options.steps is not None:
-        planned = options.steps * number * job.batch_size
-    report = Report(run_dir, planned, quiet=options.quiet, num_epochs=job.epochs)
-    world = VirtualWorld(compute, network, job.seed)
-    log = VirtualLog(report, world, math.ceil(planned / (job.batch_size * number)), options.quiet)
-    stragglers = [Straggler(options.injections, index, job.seed) for index in range(number)]
+    rehearsal = Rehearsal(job, options, number, compute, network)
+    num_samples, log = rehearsal.catalogue.num_samples, rehearsal.log
     module, optimizer = build(job, options.lr, torch.device("cpu"))
     model = FlatModel(module, optimizer, 1)
-    started_s = time.monotonic()
-    with job.data.reader(catalogue, job.seed) as reader:
+    with job.data.reader(rehearsal.catalogue, job.seed) as reader:
         measure = None
         if job.validate is not None:
             validation = job.validate.reader(job.validate.scan(), job.seed)
             measure = make_measure(job, module, validation, torch.device("cpu"))
-        replicas = _replicas(job, options, number, model, reader, catalogue.num_samples, measure)
+        replicas = _replicas(job, options, number, model, reader, num_samples, measure)
         peers = [
             Peer(
-                rank, number, rule, _shares(job, options, catalogue.num_samples, number, rank), replica,
+                rank, number, rule, _shares(job, options, num_samples, number, rank), replica,
                 log if rank == 0 else NullReport(), job.on_nonfinite,
             )
             for rank, replica in enumerate(replicas)
         ]  # fmt: skip
-        returned = world.run({rank: stragglers[rank].wrap(peer.run()) for rank, peer in enumerate(peers)})
-        save_model(replicas[0].take_module(), run_dir / MODEL_FILE, {"strategy": str(rule)})
+        returned = rehearsal.run([peer.run() for peer in peers])
+        save_model(replicas[0].take_module(), rehearsal.run_dir / MODEL_FILE, {"strategy": str(rule)})
         metrics = replicas[0].validate()
-    everybody = [returned[rank] | replicas[rank].statistics(with_norm=True) for rank in range(number)]
+    everybody = [one | replica.statistics(with_norm=True) for one, replica in zip(returned, replicas)]
     result = {
         **summary(everybody, [one["digest"] for one in everybody], everybody[0], peers[0].shares),
-        **judged(job, metrics),
-        **described(job, options, number, run_dir),
-        "samples": peers[0].shares.samples,
-        "samples_per_second": peers[0].shares.samples / world.now_s if world.now_s else 0.0,
+        **rehearsal.told(peers[0].shares.samples, metrics),
         "steps": peers[0].shares.step,
-        "virtual_s": world.now_s, "compute": str(compute), "network": str(network),
-        "num_events": world.num_events, "wall_s": time.monotonic() - started_s,
-        "injected": [row for straggler in stragglers for row in straggler.counts()],
-        "loss_curve": log.curve, "ranks": everybody,
-    }  # fmt: skip
+        "ranks": everybody,
+    }
     log.finish(result)
     return result
 
@@ -108,29 +84,6 @@ def _shares(job: Job, options: Overrides, num_samples: int, number: int, rank: i
     return Shares(
         num_samples, job.epochs, job.batch_size, number, rank, options.steps, job.drop_last, rule.warmup
     )
-
-
-def described(job: Job, options: Overrides, number: int, run_dir: Path) -> dict[str, Any]:
-    """What was asked for."""
-    return {
-        "strategy": str(job.strategy), "strategy_python": repr(job.strategy), "workers": number, "servers": 0,
-        "nodes": 1, "virtual": True, "inject": [str(one) for one in options.injections],
-        "run_dir": str(run_dir), "model": str(run_dir / MODEL_FILE), "seed": job.seed,
-        "batch_size": job.batch_size,
-    }  # fmt: skip
-
-
-def judged(job: Job, metrics: dict[str, float]) -> dict[str, Any]:
-    """The metrics, and whether they reach the job's target."""
-    missed = {name: goal for name, goal in job.target.items() if not metrics.get(name, float("-inf")) >= goal}
-    failure = ", ".join(f"{name} {metrics.get(name)} is below {goal}" for name, goal in missed.items())
-    return {
-        **metrics,
-        "metrics": metrics,
-        "failure": failure,
-        "status": "fail" if failure else "ok",
-        "exit_code": EXIT_TARGET_MISSED if failure else EXIT_OK,
-    }
 
 
 def _no_prefetch(epoch: int, start: int, count: int) -> None:

@@ -4,8 +4,8 @@ The law of this file: importing `mpi4py.MPI` starts MPI with whatever `mpi4py.rc
 nothing else in the package imports it. Thread level SERIALIZED, never MULTIPLE: under MULTIPLE Open MPI's
 TCP transport deadlocks on its own mutex when a peer dies in mid-transfer (11 of 49 kills; serialized: 0 of
 64). Under ULFM TCP also goes without its RDMA emulation: where a peer dies in the middle of a rendezvous, ob1's
-pipelined put crashes or hangs the *survivor* (10 of 15 jobs of four kills each at 72 KB; without put 0 of 45 at 72 KB,
-1 MB and 20 MB). Finalize is ours, because it must not run after a failure (`ending.py`).
+pipelined put crashes or hangs the *survivor* (6 of 8 jobs of four kills each at 72 KB; without put none of some
+fifty at 72 KB, 1 MB and 20 MB). Finalize is ours, because it must not run after a failure (`ending.py`).
 """
 
 import os

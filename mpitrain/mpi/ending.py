@@ -129,9 +129,8 @@ def end_without_some(runtime: "Runtime") -> NoReturn:
             _set_alarm()
             MPI.COMM_WORLD.Abort(runtime.exit_code)
     elif runtime.fault_tolerance != "ulfm":
-        time.sleep(
-            _ABORT_WAIT_S
-        )  # whoever left by itself, without Finalize, would make the launcher's exit code 1
+        # whoever left by itself, without Finalize, would make the launcher's exit code 1
+        time.sleep(_ABORT_WAIT_S)
     os._exit(runtime.exit_code)
 
 

@@ -107,7 +107,7 @@ class Peer:
         """Write a checkpoint where one is due. All peers write after the same step, and a synchronous one has then
         taken in all that was sent before it; asynchronous ones write when they have met."""
         if cuts.agrees_after(turn.step, met):
-            cuts.take((yield from self._agree(cuts, turn)), turn.step)
+            cuts.take((yield from self._agree(cuts, turn)))
         if cuts.is_due(turn.samples_before + turn.num_samples, met):
             yield Compute(lambda: cuts.save(self.state()), "checkpoint")
 

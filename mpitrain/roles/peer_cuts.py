@@ -60,7 +60,7 @@ class PeerCuts:
             Kind.AGREED, version=step, step=step, ends=asked, cut=int(asked or timed), batches=step + steps
         )
 
-    def take(self, decided: Message, step: int) -> None:
+    def take(self, decided: Message) -> None:
         """What was decided."""
         self._now, self.ended, self._look_at = bool(decided.cut), decided.ends, decided.batches
 

@@ -30,14 +30,14 @@ class TolerantServer(Server):
         self._answers[Kind.IDLE] = self._on_idle
         self._woken: set[int] = set()  # told to join again, and not here yet
         self._reporter_left = False
-        self._num_looks = int(RETURN_S / LOOK_EVERY_S)
+        self._looks_left = int(RETURN_S / LOOK_EVERY_S)
 
     def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
         while self.present or self._may_reporter_return():
             arrived = yield Recv(LOOK_EVERY_S)
             now_s = yield Now()
             if arrived is None:
-                self._num_looks -= not self.present
+                self._looks_left -= 0 if self.present else 1
                 yield from self._look_for_silence(now_s)
             elif arrived[1].kind == Kind.LOST:
                 yield from self._lose(arrived[0], "died")
@@ -53,7 +53,7 @@ class TolerantServer(Server):
 
     def _may_reporter_return(self) -> bool:
         silent = self.attendance.lost.get(REPORTER) == "silent"
-        return silent and not self._reporter_left and self._num_looks > 0
+        return silent and not self._reporter_left and self._looks_left > 0
 
     def _turn_away(self, worker: int, message: Message) -> Steps:
         """A worker that was given up has woken: its leases are others' now."""

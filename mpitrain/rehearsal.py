@@ -1,0 +1,80 @@
+"""What rehearsals without servers have in common: the checks, the virtual world and its log, and what is told of them.
+
+Law of this file: it knows no strategy; `peer_simulation.py` and `averaging_simulation.py` bring their roles.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.effects import Role
+from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.inject import Straggler, check_workers
+from mpitrain.job import Job, Overrides
+from mpitrain.report import Report, default_run_dir
+from mpitrain.training.measure import MODEL_FILE
+from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
+from mpitrain.virtual_log import VirtualLog
+
+
+class Rehearsal:
+    """One virtual run of `number` ranks, all alike.
+
+    Raises:
+        UsageError: a wrong option, or more ranks than samples.
+    """
+
+    def __init__(self, job: Job, options: Overrides, number: int, compute: ComputeLaw, network: NetworkLaw):
+        if number < 1:
+            raise UsageError(f"--workers must be at least 1, got {number}")
+        check_workers(options.injections, number)
+        self.catalogue = job.data.scan()
+        if self.catalogue.num_samples < number:
+            raise UsageError(
+                f"{number} workers for {self.catalogue.num_samples} training samples: use at most as many"
+            )
+        self.job, self.options, self.number = job, options, number
+        self.compute, self.network = compute, network
+        self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
+        planned = self.catalogue.num_samples * job.epochs
+        if options.steps is not None:
+            planned = options.steps * number * job.batch_size
+        report = Report(self.run_dir, planned, quiet=options.quiet, num_epochs=job.epochs)
+        self.world = VirtualWorld(compute, network, job.seed)
+        num_steps = math.ceil(planned / (job.batch_size * number))
+        self.log = VirtualLog(report, self.world, num_steps, options.quiet)
+        self.stragglers = [Straggler(options.injections, index, job.seed) for index in range(number)]
+        self.started_s = time.monotonic()
+
+    def run(self, roles: Sequence[Role]) -> list[Any]:
+        """What each rank's role returns."""
+        pairs = zip(self.stragglers, roles, strict=True)
+        returned = self.world.run(
+            {rank: straggler.wrap(role) for rank, (straggler, role) in enumerate(pairs)}
+        )
+        return [returned[rank] for rank in range(self.number)]
+
+    def told(self, samples: int, metrics: dict[str, float]) -> dict[str, Any]:
+        """What was asked for, what it took, the metrics, and whether they reach the job's target."""
+        job = self.job
+        missed = {
+            name: goal for name, goal in job.target.items() if not metrics.get(name, float("-inf")) >= goal
+        }
+        failure = ", ".join(f"{name} {metrics.get(name)} is below {goal}" for name, goal in missed.items())
+        return {
+            **metrics, "metrics": metrics, "failure": failure, "status": "fail" if failure else "ok",
+            "exit_code": EXIT_TARGET_MISSED if failure else EXIT_OK,
+            "strategy": str(job.strategy), "strategy_python": repr(job.strategy), "workers": self.number,
+            "servers": 0, "nodes": 1, "virtual": True, "seed": job.seed, "batch_size": job.batch_size,
+            "inject": [str(one) for one in self.options.injections],
+            "injected": [row for straggler in self.stragglers for row in straggler.counts()],
+            "run_dir": str(self.run_dir), "model": str(self.run_dir / MODEL_FILE),
+            "samples": samples, "samples_per_second": samples / self.world.now_s if self.world.now_s else 0.0,
+            "virtual_s": self.world.now_s, "compute": str(self.compute), "network": str(self.network),
+            "num_events": self.world.num_events, "wall_s": time.monotonic() - self.started_s,
+            "loss_curve": self.log.curve,
+        }  # fmt: skip
