@@ -199,7 +199,7 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
     assert isinstance(strategy, ServerStrategy)
     check_optimizer(optimizer, strategy)
     layout = make_layout(module, optimizer, len(roles.servers))
-    push, reply = message_sizes(strategy, module, numbers, layout.dtype.itemsize)
+    push, reply = message_sizes(strategy, module, numbers, layout.dtype)
     for shard, rank in enumerate(roles.servers):
         share = layout.size(shard) / numbers
         sizes = f"push {size_text(share * push)}, reply {size_text(share * reply)}"

@@ -59,20 +59,17 @@ def pushed(strategy: ServerStrategy, module: Any, num_bytes: int) -> list[str]:
     return lines
 
 
-def message_sizes(strategy: ServerStrategy, module: Any, numbers: int, itemsize: int) -> tuple[float, float]:
-    """Bytes of a worker's push and of a reply, over all shards."""
-    import torch
-
+def message_sizes(strategy: ServerStrategy, module: Any, numbers: int, dtype: Any) -> tuple[float, float]:
+    """Bytes of a worker's push and of a reply, over all shards, for parameters of `dtype`."""
     from mpitrain.model.cost import try_codec
     from mpitrain.model.frame import wire_dtype
 
-    full = {4: torch.float32, 8: torch.float64}[itemsize]
     sizes = []
     for codec, wire in (
         (strategy.push_codec, strategy.push_numbers),
         (strategy.reply_codec, strategy.reply_numbers),
     ):
-        plain = float(numbers * wire_dtype(wire, full).itemsize)
+        plain = float(numbers * wire_dtype(wire, dtype).itemsize)
         sizes.append(plain if codec.is_none else float(try_codec(codec, module).message_bytes))
     return sizes[0], sizes[1]
 

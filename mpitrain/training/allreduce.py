@@ -67,9 +67,8 @@ _COUNTS = ("epoch", "step", "samples", "nonfinite", "left_out")
 class Trainer:
     """The steps of one rank. What a step does with its gradients is `_begin_step`, `_update` and `_finish`."""
 
-    by_window = (
-        True  # each rank reads windows of its own; otherwise all share one run of the order, round by round
-    )
+    # each rank reads windows of its own; otherwise all share one run of the order, round by round
+    by_window = True
 
     def __init__(
         self,
