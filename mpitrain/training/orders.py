@@ -14,11 +14,7 @@ from mpitrain.rules import ServerStrategy, Split
 def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
     """Raise `UsageError` for stragglers and batch sizes that the job's strategy cannot have."""
     check_workers(overrides.injections, num_workers)
-    for one in overrides.injections:
-        if isinstance(one, Nan | Torn) and not isinstance(job.strategy, ServerStrategy):
-            raise UsageError(
-                f'--inject "{one}": only what goes to a server can be so, and {job.strategy} has none'
-            )
+    _check_pushes(job, overrides)
     if not isinstance(job.strategy, Split):
         return
     job.strategy.check_batch(job.batch_size)
