@@ -29,10 +29,14 @@ def median_ratio(
     """Median of ours/theirs over pairs taken in the same round, with the bounds of its 95 % bootstrap
     interval.
     """
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return middle_of([a / b for a, b in zip(ours, theirs, strict=True)], num_draws)
+
+
+def middle_of(values: Sequence[float], num_draws: int = 2000) -> tuple[float, float, float]:
+    """The median with the bounds of its 95 % bootstrap interval."""
     draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(num_draws))
-    return statistics.median(ratios), medians[int(0.025 * num_draws)], medians[int(0.975 * num_draws)]
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(num_draws))
+    return statistics.median(values), medians[int(0.025 * num_draws)], medians[int(0.975 * num_draws)]
 
 
 def machine() -> dict[str, Any]:

@@ -11,6 +11,8 @@ take turns in blocks of a few steps:
     allreduce       torch's DDP over our process group
     bare mpi4py     backward, then one flat blocking Allreduce
     async           push to and pull from the server every step; both workers at once
+
+What fault tolerance and checkpoints add to a step is asked of whole runs: `tolerance_cost.py`.
 """
 
 from __future__ import annotations

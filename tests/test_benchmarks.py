@@ -1,6 +1,7 @@
 """Every benchmark runs: at a tiny size it prints its table, at most 80 columns wide where it says so, and writes
 its row. No figure of time is looked at."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -29,6 +30,7 @@ BY_HAND = {
     "collectives",
     "compression",
     "hosts",
+    "tolerance_cost",
 }  # take minutes, or root
 
 
@@ -37,7 +39,11 @@ def rows_of(name: str, results: Path) -> list[dict]:
 
 
 def test_every_benchmark_is_here():
-    found = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"common", "chaos_job"}
+    found = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {
+        "common",
+        "chaos_job",
+        "tolerance_job",
+    }
     assert found == set(BENCHMARKS) | BY_HAND
 
 
@@ -137,3 +143,16 @@ def check_stragglers(out, rows):
 
 
 CHECKS = {name: globals()[f"check_{name}"] for name in BENCHMARKS}
+
+
+@pytest.mark.parametrize(("step_s", "slack_steps"), [(0.25, 0.0), (0.07, 1.5), (0.3, 1.5)])
+@pytest.mark.parametrize("pause_s", [0.0, 0.125, 0.9])
+def test_a_window_loses_the_pause_in_it_and_an_even_one_nothing(monkeypatch, step_s, slack_steps, pause_s):
+    """Exactly where the pause begins with the window and a step; else to within the step that is under way there."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    lost_s = importlib.import_module("tolerance_cost").lost_s
+    even = [step * step_s for step in range(int(100 / step_s))]
+    workers = [[at_s + pause_s * (at_s > 50.0) for at_s in even] for _ in range(2)]
+    lost = lost_s(workers, 50.0, 2.0)
+    assert lost == pytest.approx(pause_s, abs=slack_steps * step_s * (pause_s > 0) + 1e-9)
+    assert lost_s(workers, 20.0, 2.0) == pytest.approx(0.0, abs=1e-9)
