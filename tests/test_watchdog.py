@@ -1,12 +1,18 @@
-"""When a rank counts as stuck: arithmetic on what the runtime says, and on the age of the metrics file."""
+"""When a rank counts as stuck, whom its alarm reaches, and that nothing torn is written."""
 
 import os
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from mpitrain.checkpoint import Keeper, newest, read_part
+from mpitrain.errors import CheckpointError
 from mpitrain.report import METRICS_FILE
+from mpitrain.rules.checkpointing import read_policy
+from mpitrain.training.alarm import Alarm
+from mpitrain.training.emergency import Emergency, Guard, KeptBuffers, Taken
 from mpitrain.training.watchdog import PATIENCE, Watchdog
 
 
@@ -32,4 +38,73 @@ def test_who_is_stuck(tmp_path, idle, waits, quiet, stuck):
     runtime = SimpleNamespace(
         rank=0, idle_s=lambda: idle * timeout_s, stuck_s=lambda: 0.0 if waits else idle * timeout_s
     )
-    assert Watchdog(runtime, tmp_path, timeout_s)._is_stuck() is stuck
+    session = SimpleNamespace(run_dir=tmp_path)
+    assert Watchdog(runtime, session, timeout_s)._is_stuck() is stuck
+
+
+def writer(tmp_path, part, guard, taken, **options):
+    return Emergency(Keeper(tmp_path, part, read_policy("never", None)), guard, lambda: taken, **options)
+
+
+def test_what_may_be_torn_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpitrain.training.emergency.HOLD_S", 0.01)
+    alarm, guard = Alarm(tmp_path, 0, 1, 5), Guard()
+    alarm.ring()
+    one = writer(tmp_path, "shard-0", guard, Taken(96, 3, {"w": torch.ones(2)}), parts=lambda: ["shard-0"])
+    with pytest.raises(CheckpointError, match="no step has been taken"):
+        one.write(alarm)
+    guard.end()
+    assert guard.begin()
+    with pytest.raises(CheckpointError, match="in the middle of an update"):
+        one.write(alarm)
+    assert newest(tmp_path) is None and alarm.cut(0.0) is None
+    with guard.changing():
+        pass  # a change within a change leaves it as it was
+    with pytest.raises(CheckpointError, match="in the middle of an update"):
+        one.write(alarm)
+    guard.end()
+    one.write(alarm)
+    found = newest(tmp_path)
+    assert found.mark == 96 and torch.equal(read_part(found.folder, "shard-0")["w"], torch.ones(2))
+
+
+def test_parts_of_different_steps_make_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpitrain.training.emergency.HOLD_S", 0.01)
+    monkeypatch.setattr("mpitrain.training.emergency.OTHERS_S", 0.0)
+    guard, alarm = Guard(), Alarm(tmp_path, 0, 2, 5)
+    alarm.ring()
+    guard.end()
+    parts = ["shard-0", "shard-1"]
+    writer(tmp_path, "shard-0", guard, Taken(96, 3, {}), parts=lambda: parts).write(alarm)
+    with pytest.raises(CheckpointError, match="it is at 104 samples, step 4, and the first part is of 96"):
+        writer(tmp_path, "shard-1", guard, Taken(104, 4, {})).write(alarm)
+    writer(tmp_path, "shard-2", guard, Taken(104, 4, {})).write(alarm)  # belongs to no checkpoint
+    with pytest.raises(CheckpointError, match="verifies"):
+        newest(tmp_path)
+    writer(tmp_path, "shard-1", guard, Taken(96, 3, {})).write(alarm)
+    assert newest(tmp_path).parts == ("shard-0", "shard-1")
+
+
+def test_an_alarm_is_heard_by_this_start_alone(tmp_path):
+    ringing, hearing, next_start = (
+        Alarm(tmp_path, 1, 2, 5),
+        Alarm(tmp_path, 0, 2, 5),
+        Alarm(tmp_path, 0, 2, 6),
+    )
+    assert hearing.rung_by() == []
+    ringing.ring()
+    assert hearing.rung_by() == [1] and next_start.rung_by() == []
+    hearing.begin()
+    hearing.end("why not")
+    assert ringing.wait(0.0, 60.0) == {0: "why not"}
+
+
+def test_buffers_are_those_of_before_the_forward_pass():
+    module = torch.nn.BatchNorm1d(2)
+    kept = KeptBuffers(module)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module(torch.randn(8, 2))
+    state = module.state_dict()
+    assert not torch.equal(state["running_mean"], before["running_mean"])
+    kept.put_into(state)
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())

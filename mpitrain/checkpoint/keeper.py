@@ -77,6 +77,17 @@ class Keeper:
         self._thread = threading.Thread(target=self._write, args=(mark, state, tuple(parts)), daemon=True)
         self._thread.start()
 
+    def write_now(self, mark: int, state: dict[str, Any], parts: Sequence[str] = ()) -> None:
+        """Write this part of a checkpoint in the calling thread, which need not be the role's: `state` is all of it.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        under_way = self._thread
+        if under_way is not None:
+            under_way.join()
+        write_part(folder_of(self.run_dir, mark), self.part, state, parts, self.about)
+
     def _write(self, mark: int, state: dict[str, Any], parts: tuple[str, ...]) -> None:
         began_s = time.monotonic()
         number, folder = self._num_begun, folder_of(self.run_dir, mark)

@@ -183,8 +183,7 @@ class ShardStore:
         return self._reply.hold()
 
     def state(self) -> dict[str, Any]:
-        """Parameters, optimizer state and the correction's memory; tensors are copies."""
-        assert self._gathered is None, "state is taken between updates"
+        """Parameters, optimizer state and the correction's memory as the last update left them; tensors are copies."""
         copied = torch.utils._pytree.tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.optimizer.state_dict()
         )

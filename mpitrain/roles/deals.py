@@ -7,6 +7,7 @@ weighs for its size, every server says alike.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -105,7 +106,7 @@ class Deals:
         servers the same worker is another rank."""
         numbers = {worker: number for number, worker in enumerate(workers)}
         dealer = _renamed(self.dealer.state(), numbers) if self.dealer else None
-        return {"dealer": dealer, "batching": self.memory}
+        return {"dealer": dealer, "batching": copy.deepcopy(self.memory)}
 
     def restore(self, state: dict[str, Any], workers: tuple[int, ...]) -> None:
         """Continue from what `state` returned, with `workers`."""

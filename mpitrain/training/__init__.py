@@ -61,7 +61,7 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
     runtime = start()
     try:
         session = prepare(runtime, make_job, overrides, job_file)
-        with Watchdog(runtime, session.run_dir, overrides.watchdog_s):
+        with Watchdog(runtime, session, overrides.watchdog_s):
             return session.finish(_runner(session.strategy)(session))
     except AgreedError:
         raise

@@ -105,7 +105,8 @@ class Trainer:
         together = catalogue.window_samples if self.by_window else catalogue.num_samples
         self.rounds = Rounds(catalogue.num_samples, job.batch_size, self.num_workers, together, job.drop_last)
         parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
-        self.cuts = StepCuts(session, parameters, self.state, self.hook.state if self.hook else None)
+        kept_back = self.hook.state if self.hook else None
+        self.cuts = StepCuts(session, parameters, self.state, kept_back, module=module)
         if (saved := self.cuts.restored(session)) is not None:
             self.restore(saved)
             if self.hook is not None:
@@ -138,7 +139,6 @@ class Trainer:
             self._epoch(self.epoch, limited)
             if self._over:
                 break
-            self.epoch += 1
             if not limited and self.epoch < self.session.job.epochs:
                 self._validate(self.epoch - 1)
         self._finish()
@@ -165,16 +165,19 @@ class Trainer:
 
     def _epoch(self, epoch: int, limited: bool) -> None:
         while not self._over and not (limited and self.step >= self.num_steps):
-            leases = self.rounds.take()
-            if leases is None:
-                self.left_out += self.rounds.next_epoch()
-                return
-            if (following := self.rounds.peek()) is not None:
+            with self.cuts.guard.changing():
+                leases = self.rounds.take()
+                following = self.rounds.peek() if leases else None
+                if leases is None:
+                    self.left_out, self.epoch = self.left_out + self.rounds.next_epoch(), self.epoch + 1
+                    return
+            if following is not None:
                 self.reader.prefetch(*following[self.rank][:3])
             self._one_step(leases[self.rank], sum(lease.num_samples for lease in leases))
             self.rounds.settle()
             if self._may_be_cut():
                 self.cuts.after_step(self.step, self.samples)
+            self.compute_s += self.nap.take()
 
     def _one_step(self, lease: Lease, count: int) -> None:
         """One batch of this worker's, of a round of `count` samples."""
@@ -198,10 +201,10 @@ class Trainer:
             weight = float("nan")  # poisons the reduced gradient, so that every rank sees it
         (loss if weight == 1.0 else loss * weight).backward()
         self.compute_s += time.monotonic() - began_s
+        self.cuts.guard.begin()
         self._update(value, count)
         self.step += 1
         self.meter.progress(self.samples, self.step, lease.epoch + 1, value, **self._told())
-        self.compute_s += self.nap.take()
 
     def _update(self, value: float, count: int) -> None:
         """Use the gradients of `count` samples of all workers, whose loss here was `value`."""
@@ -261,11 +264,8 @@ class Trainer:
         if self.rank == 0:
             detail["checkpoints"] = self.cuts.keeper.summary()
             path = self.session.run_dir / MODEL_FILE
-            save_model(
-                self.module,
-                path,
-                {"strategy": str(self.session.strategy), "job": self.session.job.name or ""},
-            )
+            told = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
+            save_model(self.module, path, told)
             counts: dict[str, Any] = {
                 "accepted": self.step - self.nonfinite,
                 "nonfinite": self.nonfinite,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mpitrain.checkpoint import Keeper
 from mpitrain.rules import Grid
 from mpitrain.training import signals
+from mpitrain.training.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
 from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
 
@@ -34,6 +35,7 @@ class StepCuts:
         state: what rank 0 writes: a tree with tensors (copied here).
         own: what each rank writes beside it, or None.
         grid: who holds which part of a split model.
+        module: whose buffers are in `state` as "module"; forward passes change them.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class StepCuts:
         state: Callable[[], dict[str, Any]],
         own: Callable[[], dict[str, Any]] | None = None,
         grid: Grid | None = None,
+        module: torch.nn.Module | None = None,
     ):
         job = session.job
         kind = session.strategy.family + (f" in {grid.num_parts} parts" if grid else "")
@@ -61,6 +64,15 @@ class StepCuts:
         self.keeper: Keeper = make_keeper(
             job, session.run_dir, own_part(place), about, saved, injections=session.overrides.injections
         )
+        self.guard, self._buffers = Guard(), KeptBuffers(module, session.overrides.watchdog_s > 0)
+        self._state, self._at = state, (session.resume.mark if session.resume else 0, 0)
+        if grid is not None:
+            session.emergency = f"{session.strategy}: a step may have put the parts of the model together"
+        elif own is not None:
+            session.emergency = f"{session.strategy}: what the codec keeps back is in the middle of a step"
+        else:
+            writer = Emergency(self.keeper, self.guard, self._take, lambda: list(self._parts))
+            session.emergency = writer if self._writes else ""
         self.ended = False
         self._mark = self.keeper.policy.next_mark(session.resume.mark if session.resume else 0)
         self._look_at, self._last_step, self._last_s = 1, 0, time.monotonic()
@@ -93,8 +105,18 @@ class StepCuts:
         first, *own = attempt(session.runtime, read)
         return first, [state for state in own if state is not None], 1 + len(named)
 
+    def _take(self) -> Taken:
+        """For the watchdog: the state after the last step that is whole."""
+        tree = self._state()
+        refuse_devices(tree)
+        self._buffers.put_into(tree["module"])
+        return Taken(*self._at, {"role": {}, "state": _copied(tree)})
+
     def after_step(self, step: int, samples: int) -> None:
         """Write, or end, if it is time to; every rank calls it after every step."""
+        self._buffers.keep()
+        self._at = samples, step
+        self.guard.end()
         due = 0 < self._mark <= samples
         if step >= self._look_at:
             asked, time_is_up = self._agree(step, samples)

@@ -68,6 +68,7 @@ def run_peers(session: Session) -> dict[str, Any]:
         num_steps = session.total_samples() // (job.batch_size * runtime.size)
         resume = session.resume
         meter = Meter(session.report, num_warmup(num_steps), resume.mark if resume else 0)
+        session.emergency = f"{rule}: a peer tells the others of its step in the middle of it"
         cuts, keeper = make_cuts(session, rule, replica, about)
         peer = Peer(runtime.rank, runtime.size, rule, shares, replica, meter, job.on_nonfinite, cuts)
         attempt(runtime, lambda: restore(resume, peer, replica))

@@ -44,6 +44,7 @@ from mpitrain.training.measure import (
 )
 from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.standing import shard_writer, worker_writer
 
 # What the dealing server's shard tells of the whole run; every shard's own counts are under "ranks".
 _SHOWN = (
@@ -97,7 +98,7 @@ def server_strategy(session: Session) -> ServerStrategy:
 
 def make_server(
     session: Session, store: ShardStore | ElasticStore, meter: Meter, keeper: Keeper | None = None
-) -> Server:
+) -> TolerantServer:
     """This rank's server role."""
     strategy = server_strategy(session)
     job = session.job
@@ -154,7 +155,8 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
         attempt(runtime, lambda: _restore(resume, server, store, model.layout, shard))
     order: list[int] = []
     losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
-    role = record(server.run(), order)
+    session.emergency, role = shard_writer(session, server, store, keeper, model.module)
+    role = record(role, order)
     counts = _carry(session, roles.workers, lambda source, kind: store.frame(), role, losable=losable)
     runtime.given_up.update(int(rank) for rank in counts["lost"])
     counts["lost"] |= {str(rank): "died" for rank in runtime.given_up & runtime.dead()}
@@ -220,12 +222,14 @@ def _work(
         )
         worker.keeper = keeper
         attempt_restore(session, worker, replica, index)
+        watched = session.overrides.watchdog_s > 0
+        session.emergency, role = worker_writer(keeper, worker, model.module, watched)
         straggler = session.straggler()
         counts = _carry(
             session,
             roles.servers,
             lambda source, kind: model.frame_for(roles.servers.index(source), kind == Kind.FINAL),
-            straggler.wrap(worker.run()),
+            straggler.wrap(role),
             computer=compute_thread(device) if strategy.inflight > 1 else None,
         )
     keeper.wait()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.data import Catalogue
 from mpitrain.environment import collect, launched_server_nodes
@@ -29,6 +29,9 @@ from mpitrain.training import signals
 from mpitrain.training.levels import level
 from mpitrain.training.orders import check_orders
 from mpitrain.training.resuming import Resume, look, tell
+
+if TYPE_CHECKING:
+    from mpitrain.training.emergency import Emergency
 
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto
 
@@ -47,6 +50,7 @@ class Session:
     report: Any
     started_s: float
     resume: Resume | None = None
+    emergency: Emergency | str = "the run had not begun"  # what this rank would write, or why it cannot
 
     @property
     def strategy(self) -> Strategy:
@@ -151,11 +155,8 @@ def attempt(runtime: Any, action: Callable[[], Any]) -> Any:
 
 def _options(job: Job) -> dict[str, Any]:
     """What must be equal on all ranks, as JSON: values in full, functions by name and code."""
-    return {
-        field.name: _fingerprint(getattr(job, field.name))
-        for field in dataclasses.fields(job)
-        if field.name not in ("name",)
-    }
+    names = [field.name for field in dataclasses.fields(job) if field.name != "name"]
+    return {name: _fingerprint(getattr(job, name)) for name in names}
 
 
 def _fingerprint(value: Any) -> Any:

@@ -196,36 +196,14 @@ def test_the_last_worker_cannot_be_done_without(tmp_path):
     assert result["status"] == "fail" and "no other worker is left" in result["failure"]
 
 
-WEDGED = """
-import time
-import mpitrain as mt
-from mpitrain.text import parse
-from mpitrain.mpi.runtime import start
-from tests import toy
-
-runtime = start()
-calls = []
-
-def loss(model, batch):
-    calls.append(1)
-    while runtime.rank == 1 and len(calls) == 5:
-        time.sleep(0.1)  # for ever: this is the line
-    return toy.square_loss(model, batch)
-
-strategy = parse("{strategy}", "strategy")
-# what is imported on first use may take longer than the watchdog's time
-mt.train(toy.make_job(epochs=1), strategy, run_dir="{path}/first", quiet=True)
-mt.train(toy.make_job(loss=loss), strategy, run_dir="{path}", quiet=True, watchdog_s=4)
-"""
-
-
 DEADLOCK = """
 from pathlib import Path
+from types import SimpleNamespace
 from mpitrain.mpi.runtime import start
 from mpitrain.training.watchdog import Watchdog
 
 runtime = start()
-with Watchdog(runtime, Path("{path}"), 0.5):
+with Watchdog(runtime, SimpleNamespace(run_dir=Path("{path}"), emergency="nothing to write"), 0.5):
     runtime.engine.wait(runtime.engine.irecv(bytearray(1), 1 - runtime.rank, 99))
 """
 
@@ -233,11 +211,3 @@ with Watchdog(runtime, Path("{path}"), 0.5):
 def test_where_everybody_waits_for_everybody_the_job_ends(tmp_path):
     ended = run_ranks(2, DEADLOCK.format(path=tmp_path), timeout_s=DEADLINE_S)
     assert ended.code not in (0, 75) and "no progress for 0.5 s" in ended.stderr, ended
-
-
-@pytest.mark.parametrize("strategy", ["sync()", "allreduce()"])
-def test_a_wedged_rank_writes_its_stacks_and_ends_the_job(tmp_path, strategy):
-    ended = run_ranks(3, WEDGED.format(strategy=strategy, path=tmp_path), timeout_s=DEADLINE_S)
-    assert ended.code not in (0, 75), ended
-    assert "no progress for 4 s" in ended.stderr and not (tmp_path / "result.json").exists()
-    assert " in loss" in (tmp_path / "stacks" / "rank-1.txt").read_text()

@@ -1,0 +1,204 @@
+"""An emergency checkpoint: the state of a run that is stuck, written by a thread that is not.
+
+Law of this file: it calls neither MPI nor CUDA, and writes nothing that may be torn. The main thread holds a `Guard`
+whenever it changes what a checkpoint holds; who wants to write takes it first, and the main thread then waits before
+its next change. A rank that is stuck in the middle of a change never lets go, and no checkpoint is written. Whoever
+writes the first part names the checkpoint; the others write theirs if it belongs to the same cut. A checkpoint is
+complete when all its parts are there, so one rank that cannot write leaves the one before the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from mpitrain.checkpoint import Keeper
+from mpitrain.checkpoint.parts import FIRST, folder_of, verify
+from mpitrain.errors import CheckpointError
+from mpitrain.training.alarm import LOOK_EVERY_S, Alarm, Cut
+
+HOLD_S = 2.0  # longest change of a rank that is not stuck in it
+OTHERS_S = 5.0  # how long the first part's rank stands still for the others to write theirs
+
+
+class Guard:
+    """Says when this rank's state is whole. It begins as in the middle of a change: there is no state yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changing = self._lock.acquire()
+        self.was_whole = False
+
+    def begin(self) -> bool:
+        """From here on the main thread changes the state; whether it was whole before."""
+        was_whole = not self._changing
+        if was_whole:
+            self._lock.acquire()
+            self._changing = True
+        return was_whole
+
+    def end(self) -> None:
+        """The state is whole."""
+        self.was_whole = True
+        if self._changing:
+            self._changing = False
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """A change after which the state is as whole as it was; after an exception it is not."""
+        was_whole = self.begin()
+        yield
+        if was_whole:
+            self.end()
+
+    @contextlib.contextmanager
+    def held(self, timeout_s: float) -> Iterator[bool]:
+        """For another thread: whether the state is whole, and stays so meanwhile."""
+        got = self._lock.acquire(timeout=timeout_s)
+        try:
+            yield got
+        finally:
+            if got:
+                self._lock.release()
+
+
+class Taken(NamedTuple):
+    """A copy of what this rank writes: `state`, after `samples` accepted samples and `step` steps or versions."""
+
+    samples: int
+    step: int
+    state: dict[str, Any]
+
+
+class Emergency:
+    """What this rank would write.
+
+    Args:
+        keeper: of this rank's part; guard: of the state.
+        take: copies the state; called while the guard is held. Raises CheckpointError where it cannot.
+        parts: all parts of the checkpoint, on the rank that writes the first one.
+        fits: whether what was taken belongs to the cut that another rank has named.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        guard: Guard,
+        take: Callable[[], Taken],
+        parts: Callable[[], list[str]] = list,
+        fits: Callable[[Cut, Taken], bool] = lambda cut, taken: (cut.mark, cut.step) == taken[:2],
+    ):
+        self.keeper, self.guard, self.take, self.parts, self.fits = keeper, guard, take, parts, fits
+
+    def write(self, alarm: Alarm) -> None:
+        """Write this rank's part of the checkpoint, if it has one.
+
+        Raises:
+            CheckpointError: why there can be none.
+        """
+        if self.keeper.part != FIRST:
+            self._write_further(alarm)
+            return
+        try:
+            self._write_first(alarm)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                alarm.name(None)
+            raise
+
+    def _write_first(self, alarm: Alarm) -> None:
+        with self.guard.held(HOLD_S) as whole:
+            taken = self._taken(whole)
+            cut = Cut(taken.samples, taken.step, tuple(self.parts()))
+            folder = folder_of(self.keeper.run_dir, cut.mark)
+            with contextlib.suppress(CheckpointError):
+                verify(folder)  # the last one is of this very state
+                alarm.name(cut._replace(parts=()))
+                return
+            alarm.name(cut)
+            self.keeper.write_now(cut.mark, taken.state, cut.parts)
+            deadline_s = time.monotonic() + OTHERS_S
+            while time.monotonic() < deadline_s and not all(
+                (folder / f"{part}.json").exists() for part in cut.parts
+            ):
+                time.sleep(LOOK_EVERY_S)
+
+    def _write_further(self, alarm: Alarm) -> None:
+        cut = alarm.cut(2 * HOLD_S)
+        if cut is None or self.keeper.part not in cut.parts:
+            return
+        deadline_s = time.monotonic() + HOLD_S
+        while True:
+            with self.guard.held(HOLD_S) as whole:
+                taken = self._taken(whole)
+                if self.fits(cut, taken):
+                    self.keeper.write_now(cut.mark, taken.state)
+                    return
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(
+                    f"it is at {taken.samples} samples, step {taken.step}, and the first part is of {cut.mark} "
+                    f"samples, step {cut.step}"
+                )
+            time.sleep(LOOK_EVERY_S)
+
+    def _taken(self, whole: bool) -> Taken:
+        if not self.guard.was_whole:
+            raise CheckpointError("no step has been taken since the start")
+        if not whole:
+            raise CheckpointError("it is in the middle of an update, or holds what the others do not")
+        return self.take()
+
+
+def refuse_devices(tree: Any) -> None:
+    """Only what the host holds can be written.
+
+    Raises:
+        CheckpointError: names the device.
+    """
+    for leaf in torch.utils._pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
+            raise CheckpointError(
+                f"its state is on {leaf.device}, which a process that is stuck does not ask"
+            )
+
+
+class KeptBuffers:
+    """A module's buffers as they were after the last whole step: forward passes change running statistics.
+
+    Args:
+        module: whose buffers; `on`: whether anybody will ask.
+    """
+
+    def __init__(self, module: torch.nn.Module | None, on: bool = True):
+        named = dict(module.named_buffers()) if module is not None and on else {}
+        self.names = list(named)
+        self._buffers = {name: buffer for name, buffer in named.items() if buffer.device.type == "cpu"}
+        self._kept = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """They are whole now."""
+        for name, buffer in self._buffers.items():
+            self._kept[name].copy_(buffer)
+
+    def put_into(self, state: dict[str, Any]) -> None:
+        """In place of the present ones in a `state_dict`."""
+        state.update({name: kept for name, kept in self._kept.items() if name in state})
+
+    def copies(self) -> list[torch.Tensor]:
+        """In the order of `module.buffers()`.
+
+        Raises:
+            CheckpointError: they are not on the host.
+        """
+        if len(self._kept) < len(self.names):
+            raise CheckpointError(
+                "the model's buffers are on a device, which a process that is stuck does not ask"
+            )
+        return [kept.clone() for kept in self._kept.values()]

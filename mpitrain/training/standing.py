@@ -1,0 +1,133 @@
+"""Emergency checkpoints of a run over parameter servers.
+
+Law of this file: a server's state is whole while it waits for a message, and is then as of its last update: what has
+been gathered since for the next one is left out, together with the counts of it, and is computed again. The dealing
+server stands still until all shards have written, so no worker gets further than the pushes it has in flight, and each
+other shard writes when it is within these; rules that gather, where all shards make the same updates, write the same
+update or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from mpitrain.checkpoint import Keeper
+from mpitrain.effects import Compute, Recv, Role
+from mpitrain.errors import CheckpointError
+from mpitrain.roles import Server, TolerantServer, Worker
+from mpitrain.training.alarm import Cut
+from mpitrain.training.emergency import Emergency, Guard, KeptBuffers, Taken
+from mpitrain.training.session import Session
+
+
+def stand_still(role: Role, guard: Guard, look: Callable[[], None]) -> Role:
+    """The role; while it waits for a message its state is whole, of which `look` hears just before."""
+    answer = None
+    while True:
+        try:
+            effect = role.send(answer)
+        except StopIteration as end:
+            return end.value
+        waits = isinstance(effect, Recv)
+        if waits:
+            look()
+            guard.end()
+        answer = yield effect
+        if waits:
+            guard.begin()
+
+
+class StandingServer:
+    """A server's counts as of its last update. A rule under which pushes wait for others' has them copied after every
+    update, any other only when they are asked for."""
+
+    def __init__(self, server: Server):
+        self.server = server
+        self.gathers = False
+        self._kept: tuple[int, int, dict[str, Any]] | None = None
+
+    def look(self) -> None:
+        """The server is about to wait."""
+        if not self.server.gathering.empty:
+            self.gathers = True
+        elif self.gathers and (self._kept is None or self._kept[1] != self.server.ledger.version):
+            self._kept = self._now()
+
+    def take(self) -> tuple[int, int, dict[str, Any]]:
+        """Accepted samples, version, and the role's state.
+
+        Raises:
+            CheckpointError: there was no update yet from which to keep counts.
+        """
+        if self.server.gathering.empty:
+            return self._now()
+        if self._kept is None:
+            raise CheckpointError("no update has been made since the start")
+        return self._kept
+
+    def _now(self) -> tuple[int, int, dict[str, Any]]:
+        ledger = self.server.ledger
+        return ledger.samples_accepted, ledger.version, self.server.state()
+
+
+def shard_writer(
+    session: Session, server: TolerantServer, store: Any, keeper: Keeper, module: nn.Module
+) -> tuple[Emergency | str, Role]:
+    """What this shard's server would write, or why it cannot; and its role, to be run in place of its own."""
+    strategy, workers = server.rule, server.workers
+    if session.overrides.watchdog_s <= 0:
+        return "there is no watchdog", server.run()
+    if strategy.optimizer == "worker" or not (strategy.push_codec.is_none and strategy.reply_codec.is_none):
+        return f"{strategy}: what workers keep for themselves is of no common update", server.run()
+    standing, guard = StandingServer(server), Guard()
+    has_buffers = next(module.buffers(), None) is not None
+
+    def take() -> Taken:
+        samples, version, role = standing.take()
+        return Taken(samples, version, {"role": role, "store": store.state()})
+
+    def parts() -> list[str]:
+        shards = [f"shard-{shard}" for shard in range(strategy.servers)]
+        return shards + [f"worker-{workers.index(server.attendance.validator)}"] * has_buffers
+
+    in_flight = len(workers) * strategy.inflight * strategy.push_every * session.job.batch_size
+
+    def fits(cut: Cut, taken: Taken) -> bool:
+        if standing.gathers:
+            return (cut.mark, cut.step) == (taken.samples, taken.step)
+        return abs(cut.mark - taken.samples) <= in_flight
+
+    writer = Emergency(keeper, guard, take, parts, fits)
+    return writer, stand_still(server.run(), guard, standing.look)
+
+
+def worker_writer(
+    keeper: Keeper, worker: Worker, module: nn.Module, on: bool
+) -> tuple[Emergency | str, Role]:
+    """What this worker would write, should it be the validator: buffers as they were before its present batch."""
+    kept, guard = KeptBuffers(module, on), Guard()
+    if not kept.names:
+        return "", worker.run()
+
+    def take() -> Taken:
+        replica = {"buffers": kept.copies(), "local": None, "coder": None}
+        return Taken(worker.samples, worker.step, {"role": worker.state(), "replica": replica})
+
+    return Emergency(keeper, guard, take, fits=lambda cut, taken: True), _keeping(worker.run(), guard, kept)
+
+
+def _keeping(role: Role, guard: Guard, kept: KeptBuffers) -> Role:
+    answer = None
+    while True:
+        try:
+            effect = role.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(effect, Compute) and effect.what == "gradient":
+            guard.begin()
+            kept.keep()
+            guard.end()
+        answer = yield effect

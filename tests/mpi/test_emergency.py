@@ -1,0 +1,69 @@
+"""A run that is wedged: stacks of every rank, a checkpoint, and the next start goes on from there."""
+
+import json
+import shutil
+
+import pytest
+
+from mpitrain.checkpoint.parts import newest
+from mpitrain.training.measure import same_model
+from tests.ranks import run_ranks
+
+DEADLINE_S = 180.0
+RANKS = 4
+# name: strategy, who is wedged
+WEDGED = {
+    "allreduce": ("allreduce()", ["wedge(worker=1,at_step=5)"]),
+    "async": ("async()", [f"wedge(worker={worker},at_step={4 + worker})" for worker in range(3)]),
+    "sync": ("sync(servers=2)", ["wedge(worker=1,at_step=7)"]),
+}
+PROGRAM = """
+import mpitrain as mt
+from mpitrain.text import parse
+from torch import nn
+from tests import toy
+
+def normed():  # running statistics change in the forward pass, which is computed again
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1))
+
+def train(name, text, **options):
+    job = toy.make_job(model=normed, optimizer=toy.adam, epochs=5, batch_size=4, checkpoint_every="never")
+    mt.train(job, parse(text, "strategy"), run_dir="{path}/" + name, quiet=True, **options)
+
+{runs}
+"""
+
+
+@pytest.fixture(scope="module")
+def wedged(tmp_path_factory):
+    """Each strategy wedged, in a launch of its own; all of them resumed and trained whole, in one."""
+    path, ended = tmp_path_factory.mktemp("wedged"), {}
+    for name, (text, orders) in WEDGED.items():
+        # what is imported on first use may take longer than the watchdog's time
+        runs = f"train('first-{name}', {text!r})\ntrain({name!r}, {text!r}, inject={orders}, watchdog_s=4)"
+        ended[name] = run_ranks(RANKS, PROGRAM.format(path=path, runs=runs), timeout_s=DEADLINE_S)
+        shutil.copytree(path / name, path / f"{name}-wedged")
+    runs = "\n".join(f"train({name!r}, {text!r}, resume='auto')" for name, (text, _) in WEDGED.items())
+    run_ranks(RANKS, PROGRAM.format(path=path, runs=runs)).check()
+    return path, ended
+
+
+@pytest.mark.parametrize("name", WEDGED)
+def test_a_wedged_run_leaves_stacks_and_a_checkpoint_from_which_the_next_start_goes_on(wedged, name):
+    path, ended = wedged
+    told, folder = ended[name], path / f"{name}-wedged"
+    assert told.code not in (0, 75) and not (folder / "result.json").exists(), told
+    assert "no progress for 4 s" in told.stderr, told
+    stacks = [(folder / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(RANKS)]
+    assert all("most recent call first" in text for text in stacks)
+    stuck = [rank for rank, text in enumerate(stacks) if " in break_down" in text]
+    assert len(stuck) == len(WEDGED[name][1])
+    found = newest(folder)
+    assert found is not None, told
+    assert 0 < found.mark < 5 * 48 and f"emergency checkpoint at {found.mark} samples" in told.stderr
+    resumed = json.loads((path / name / "result.json").read_text())
+    assert resumed["resumed_from"] == found.mark
+    assert (resumed["status"], resumed["samples"]) == ("ok", 5 * 48)
+    if name != "async":
+        whole = path / f"first-{name}" / "model.safetensors"
+        assert same_model(whole, path / name / "model.safetensors")
