@@ -1,6 +1,6 @@
 """Does training go on, whatever is killed when? `make chaos` counts it.
 
-    python benchmarks/chaos.py [--kills 100] [--parts kills files stop accuracy] [--seeds 5] [--virtual]
+    python benchmarks/chaos.py [--kills 100] [--jobs 20] [--parts files writing server stop accuracy kills]
 
 kills     jobs of six workers over one server, `mpitrain launch --ft ulfm`, of which five are killed at random instants
           around their push (SIGKILL from a thread, in the middle of a message more often than not); messages of 1 and
@@ -8,6 +8,10 @@ kills     jobs of six workers over one server, `mpitrain launch --ft ulfm`, of w
           final weights tell whether one was phantom or torn. A job that hangs is ended by its watchdog and relaunched.
 files     a process that writes checkpoints is killed at 50 random instants: what is then the newest must be whole; and
           200 random bit flips and truncations of the newest must be seen, and the one before be taken.
+writing   20 jobs without ULFM, `allreduce()` and `async(servers=1)` in turn, of which a rank is killed while a
+          checkpoint is written: each must be relaunched from a complete one and end as if nothing had happened
+          (`chaos_relaunch.py`).
+server    4 jobs whose server is killed, with and without ULFM: how soon all ranks are gone, and the same.
 stop      one of four workers is stopped (SIGSTOP) for 10 s: the others' rate of batches meanwhile over before.
 accuracy  digits (`mpitrain data pack digits data/digits`) with one of four workers killed a third of the way, against
           undisturbed, both pooled over the seeds; over MPI, or in virtual time with `--virtual`.
@@ -29,51 +33,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from chaos_launch import HERE, finish, launch, notes
+from chaos_relaunch import run_server, run_writing
 from common import table, write_row
 from safetensors.torch import load_file
 
 from mpitrain.checkpoint.parts import folder_of, newest, read_part, write_part
 
-HERE = Path(__file__).parent
 TCP = "--mca pml ob1 --mca btl self,tcp --mca btl_tcp_if_include lo"
 TRANSPORTS = {"shared memory": "", "tcp": TCP}
 SIZES = {1_000_000: (240, 0.004), 20_000_000: (80, 0.06)}  # bytes: samples, seconds that a message may take
 WORKERS, VICTIMS = 6, 5
-DEADLINE_S = 420
 BATCH_SIZE = 16  # the digits job's
-
-
-def launch(
-    run_dir: Path, ranks: int, job: Path, words: list[str], host_args: str, env: dict[str, str]
-) -> Any:
-    """Start a job and return the process, its output in `run_dir/out`."""
-    command = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks), "--ft", "ulfm"]
-    command += [f"--host-args={host_args}"] if host_args else []
-    command += ["train", str(job), "--quiet", "--run-dir", str(run_dir), *words]
-    run_dir.mkdir(parents=True, exist_ok=True)
-    root = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
-    with open(run_dir / "out", "w") as out:
-        return subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": root, **env},
-            start_new_session=True,
-        )  # fmt: skip
-
-
-def finish(process: Any) -> bool:
-    """Whether it came to its end by itself."""
-    try:
-        process.wait(DEADLINE_S)
-        return True
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
-        return False
-
-
-def notes(folder: Path, name: str) -> list[dict[str, Any]]:
-    """What the ranks have noted under `name`."""
-    files = sorted(folder.glob(f"{name}-*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def one_job(folder: Path, num_bytes: int, host_args: str, draw: random.Random) -> dict[str, Any]:
@@ -95,7 +66,7 @@ def one_job(folder: Path, num_bytes: int, host_args: str, draw: random.Random) -
         "ended": ended and told.exists(),
         "wrong": 0,
     }
-    row["restarts"] = (folder / "out").read_text().count(": restart ")
+    row["restarts"] = (folder / "out").read_text().count("; restart ")
     row["seconds"] = time.monotonic() - began_s
     if row["ended"]:
         result = json.loads(told.read_text())
@@ -304,11 +275,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=5, help="of the accuracy part")
     parser.add_argument("--virtual", action="store_true", help="the accuracy part in virtual time")
-    every = ["kills", "files", "stop", "accuracy"]
+    parser.add_argument(
+        "--jobs", type=int, default=20, help="of the writing part; a fifth as many of the server part"
+    )
+    every = ["files", "writing", "server", "stop", "accuracy", "kills"]
     parser.add_argument("--parts", nargs="+", choices=every, default=every)
     options = parser.parse_args()
     if "files" in options.parts:
         run_files(options.seed)
+    if "writing" in options.parts:
+        run_writing(options.jobs, options.seed)
+    if "server" in options.parts:
+        run_server(max(2, options.jobs // 5), options.seed)
     if "stop" in options.parts:
         run_stop()
     if "accuracy" in options.parts:

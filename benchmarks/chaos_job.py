@@ -6,22 +6,20 @@ of the N weights is exactly -K * rate * pattern: one phantom update, or one torn
 worker (one clock for all ranks of a host).
 """
 
-import json
 import os
 import time
 from pathlib import Path
 
 import torch
+from chaos_launch import note
 from torch import nn
 
 import mpitrain as mt
 import mpitrain.mpi.breaking as breaking
-from mpitrain.environment import launched_rank
 from mpitrain.roles import TolerantServer
 
 NUM_WEIGHTS = int(os.environ["CHAOS_BYTES"]) // 4
 NOTES = Path(os.environ["CHAOS_DIR"])
-RANK = launched_rank() or 0
 RATE = 2.0**-10
 began_s = [0.0]
 num_batches = [0]
@@ -41,16 +39,11 @@ class Known(nn.Module):
         return (self.weight * self.pattern).sum() * x.mean()
 
 
-def note(name, **values):
-    with open(NOTES / f"{name}-{RANK}.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps({"rank": RANK, **values}) + "\n")
-
-
 def loss(model, batch):
     now_s = time.monotonic()
     num_batches[0] += 1
     if num_batches[0] > 3:  # the first ones warm up
-        note("pause", at_s=now_s, seconds=now_s - began_s[0])
+        note(NOTES, "pause", at_s=now_s, seconds=now_s - began_s[0])
     began_s[0] = now_s
     time.sleep(float(os.environ.get("CHAOS_SLEEP_S", "0")))
     return model(torch.ones_like(batch["x"]))
@@ -58,7 +51,7 @@ def loss(model, batch):
 
 def kill_noted(pid, number, kill=os.kill):
     if pid == os.getpid():
-        note("killed", at_s=time.monotonic(), pid=pid)
+        note(NOTES, "killed", at_s=time.monotonic(), pid=pid)
     kill(pid, number)
 
 
@@ -73,7 +66,7 @@ lose = TolerantServer._lose
 
 def lose_noted(self, worker, how):
     if worker not in self.attendance.lost:
-        note("lost", lost=worker, how=how, at_s=time.monotonic())
+        note(NOTES, "lost", lost=worker, how=how, at_s=time.monotonic())
     yield from lose(self, worker, how)
 
 

@@ -38,6 +38,10 @@ class Checkpoint(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
+class _UnfinishedError(CheckpointError):
+    """A part was never written to its end: its writer died, or is still at it."""
+
+
 def folder_of(run_dir: Path, mark: int) -> Path:
     """Where the checkpoint at `mark` samples lies."""
     return run_dir / FOLDER / f"{mark:012d}"
@@ -127,6 +131,8 @@ def _read_record(folder: Path, name: str) -> dict[str, Any]:
     try:
         record = json.loads(path.read_bytes())
         said = record.pop("self")
+    except FileNotFoundError as error:
+        raise _UnfinishedError(f"{path} was never finished") from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -182,20 +188,21 @@ def listed(run_dir: Path) -> list[Path]:
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None where there is none at all.
+    """The newest checkpoint that verifies, or None where none was ever finished.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them verifies.
     """
-    refused = []
+    refused, damaged = [], False
     for folder in listed(run_dir):
         try:
             parts, about = verify(folder)
         except CheckpointError as error:
             refused.append(str(error))
+            damaged = damaged or not isinstance(error, _UnfinishedError)
             continue
         return Checkpoint(folder, int(folder.name), parts, about, tuple(refused))
-    if refused:
+    if damaged:
         raise CheckpointError(f"no checkpoint under {run_dir / FOLDER} verifies: " + "; ".join(refused))
     return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.checkpoint import Checkpoint, Keeper, newest, read_part
-from mpitrain.checkpoint.parts import FOLDER
+from mpitrain.checkpoint.parts import FOLDER, listed
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.inject import FileFault, Injection
 from mpitrain.job import Job, Overrides
@@ -39,7 +39,7 @@ class Resume(NamedTuple):
 
 def look(overrides: Overrides, run_dir: Path, report: Any) -> Checkpoint | None:
     """On rank 0: where to go on from. `--resume auto` is the newest checkpoint in the run directory, or the beginning
-    where there is none; `--resume DIR` another run's.
+    where none was finished; `--resume DIR` another run's.
 
     Raises:
         UsageError: no checkpoint in DIR.
@@ -51,6 +51,8 @@ def look(overrides: Overrides, run_dir: Path, report: Any) -> Checkpoint | None:
     found = newest(source)
     if found is None and overrides.resume != "auto":
         raise UsageError(f"--resume {source}: no checkpoint there (looked in {source / FOLDER})")
+    if found is None and listed(source):
+        report.event("checkpoint passed over", reason="none was ever finished; the run begins anew")
     for reason in found.refused if found else ():
         report.event("checkpoint passed over", reason=reason)
     if found is not None:

@@ -77,7 +77,7 @@ def test_the_newest_complete_one_wins_and_the_others_are_named(tmp_path):
     write_part(folder_of(tmp_path, 300), "shard-0", {}, ["shard-0", "shard-1"])  # shard 1 died before writing
     found = newest(tmp_path)
     assert found.mark == 200 and found.parts == ("shard-0", "shard-1")
-    assert len(found.refused) == 1 and "shard-1.json: No such file" in found.refused[0]
+    assert len(found.refused) == 1 and "shard-1.json was never finished" in found.refused[0]
 
 
 def test_two_hundred_random_corruptions_are_all_seen_and_the_one_before_is_used(tmp_path):
@@ -113,6 +113,17 @@ def test_when_nothing_verifies_that_is_said_with_every_reason(tmp_path):
     with pytest.raises(
         CheckpointError, match="no checkpoint under .* verifies: .*shard-1.safetensors is damaged"
     ):
+        newest(tmp_path)
+
+
+def test_killed_while_the_first_was_written_is_as_if_there_were_none(tmp_path):
+    """Otherwise a run that is started again with --resume auto would never start."""
+    write_part(folder_of(tmp_path, 100), "shard-0", {}, ["shard-0", "shard-1"])
+    (folder_of(tmp_path, 100) / ".shard-1.safetensors.tmp").write_bytes(b"half")
+    folder_of(tmp_path, 200).mkdir()
+    assert newest(tmp_path) is None
+    (folder_of(tmp_path, 100) / "shard-0.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"shard-0.json is damaged"):
         newest(tmp_path)
 
 

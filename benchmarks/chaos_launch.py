@@ -1,0 +1,63 @@
+"""What the parts of `chaos.py` share: jobs of `mpitrain launch` in sessions of their own, and what their ranks note."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.environment import launched_rank
+
+HERE = Path(__file__).parent
+DEADLINE_S = 420
+
+
+def launch(
+    run_dir: Path,
+    ranks: int,
+    job: Path,
+    words: Sequence[str],
+    host_args: str,
+    env: dict[str, str],
+    level: str = "ulfm",
+) -> Any:
+    """Start a job and return the process, its output in `run_dir/out`."""
+    command = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks), "--ft", level]
+    command += [f"--host-args={host_args}"] if host_args else []
+    command += ["train", str(job), "--quiet", "--run-dir", str(run_dir), *words]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    root = os.pathsep.join(filter(None, [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]))
+    with open(run_dir / "out", "w") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": root, **env},
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def finish(process: Any) -> bool:
+    """Whether it came to its end by itself."""
+    try:
+        process.wait(DEADLINE_S)
+        return True
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+        return False
+
+
+def note(folder: Path, name: str, **values: Any) -> None:
+    """One line of what this rank has to tell."""
+    rank = launched_rank() or 0
+    with open(folder / f"{name}-{rank}.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"rank": rank, **values}) + "\n")
+
+
+def notes(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What the ranks have noted under `name`."""
+    files = sorted(folder.glob(f"{name}-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]

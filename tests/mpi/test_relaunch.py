@@ -1,0 +1,48 @@
+"""A job that ends with one of its ranks is started again from a complete checkpoint and ends as if undisturbed.
+
+Two jobs of those that `make chaos` counts by the dozen (`benchmarks/chaos_relaunch.py`): one is killed while it writes
+a checkpoint, one loses its only server under ULFM.
+"""
+
+import importlib
+import random
+
+import pytest
+from safetensors.torch import load_file
+
+from mpitrain import Sync, simulate
+from mpitrain.job import load_job
+from tests.ranks import ROOT, find_mpi
+
+
+@pytest.fixture
+def chaos_relaunch(monkeypatch):
+    find_mpi()
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("chaos_relaunch")
+
+
+def check(row):
+    assert (row["killed"], row["restarts"], row["ended"], row["finished"]) == (1, 1, True, True), row
+    assert row["resumed_from"] > 0 and row["right"] and row["orphans"] == 0, row
+
+
+def test_killed_while_it_writes_a_checkpoint_a_lockstep_run_keeps_its_bits(
+    tmp_path, monkeypatch, chaos_relaunch
+):
+    """Its bits are those of a rehearsal of `sync()` that nobody disturbed, momentum included."""
+    monkeypatch.setenv("CHAOS_DIR", str(tmp_path))
+    monkeypatch.setenv("CHAOS_MOMENTUM", "0.5")
+    job = load_job(str(ROOT / "benchmarks" / "relaunch_job.py"))
+    whole = simulate(job, Sync(), 2, run_dir=str(tmp_path / "whole"), quiet=True)
+    orders = chaos_relaunch.draw_orders("allreduce()", random.Random(3)) | {"CHAOS_VICTIM": "0"}
+    wanted = load_file(whole["model"])["weight"]
+    check(chaos_relaunch.one_job(tmp_path / "run", "allreduce()", orders, "none", wanted))
+
+
+def test_workers_leave_their_dead_server_and_the_next_launch_takes_every_sample_once(
+    tmp_path, chaos_relaunch
+):
+    strategy = "async(servers=1)"
+    orders = chaos_relaunch.draw_orders(strategy, random.Random(1)) | {"CHAOS_VICTIM": "0"}
+    check(chaos_relaunch.one_job(tmp_path / "run", strategy, orders, "ulfm", None))
