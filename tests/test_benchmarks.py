@@ -42,10 +42,6 @@ def rows_of(name: str, results: Path) -> list[dict]:
 
 def test_every_benchmark_is_here():
     found = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - HELPERS
-        "common",
-        "chaos_job",
-        "tolerance_job",
-    }
     assert found == set(BENCHMARKS) | BY_HAND
 
 
