@@ -79,8 +79,7 @@ def test_parts_of_different_steps_make_no_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="it is at 104 samples, step 4, and the first part is of 96"):
         writer(tmp_path, "shard-1", guard, Taken(104, 4, {})).write(alarm)
     writer(tmp_path, "shard-2", guard, Taken(104, 4, {})).write(alarm)  # belongs to no checkpoint
-    with pytest.raises(CheckpointError, match="verifies"):
-        newest(tmp_path)
+    assert newest(tmp_path) is None
     writer(tmp_path, "shard-1", guard, Taken(96, 3, {})).write(alarm)
     assert newest(tmp_path).parts == ("shard-0", "shard-1")
 
