@@ -84,7 +84,7 @@ def describe_shard(path: str, arrays: tuple[str, ...] = ()) -> tuple[ShardInfo, 
     with open_shard(path) as file:
         try:
             return _describe(path, file, arrays)
-        except (OSError, RuntimeError, KeyError, ValueError) as error:
+        except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path}: its structure is damaged: {_reason(error)}; {PACK_AGAIN}") from error
@@ -125,6 +125,12 @@ def _describe(path: str, file: h5py.File, wanted: tuple[str, ...]) -> tuple[Shar
 
 
 def _datasets(path: str, file: h5py.File, wanted: tuple[str, ...]) -> dict[str, h5py.Dataset]:
+    for (
+        name,
+        item,
+    ) in file.items():  # h5py passes over what it cannot open; a link may lead nowhere, an array may not
+        if item is None and isinstance(file.get(name, getlink=True), h5py.HardLink):
+            raise DataError(f"{path}: {name!r} cannot be opened: its structure is damaged; {PACK_AGAIN}")
     there = {name: item for name, item in sorted(file.items()) if isinstance(item, h5py.Dataset)}
     if not there and not any("/" in name for name in wanted):
         found = f"groups {', '.join(sorted(file))}" if len(file) else "nothing"

@@ -66,8 +66,9 @@ class ShardFile:
         with explained(path):
             self._file = open(partial_of(path), "w+b", buffering=0)  # noqa: SIM115 - closed by close and abandon
         self._sink = Sink(self._file)
-        # the oldest layout that does the job: HDF5 1.10 and everything after it can read it
-        self._shard = h5py.File(self._sink, "w", libver=("earliest", "v110"))
+        # HDF5's own tables have checksums from layout v110 on; in the earliest, a flipped bit in an array's description
+        # is read as other numbers. HDF5 1.10 and everything after it can read this one.
+        self._shard = h5py.File(self._sink, "w", libver=("v110", "v110"))
 
     def append(self, columns: Mapping[str, Column]) -> None:
         """Write samples behind those before."""
@@ -169,7 +170,7 @@ class ShardFile:
             name,
             (length or 0, *like.shape[1:]),
             dtype,
-            maxshape=(length, *like.shape[1:]),
+            maxshape=(None, *like.shape[1:]),  # a bound would reserve a table for so many chunks
             chunks=(chunk, *like.shape[1:]),
             fletcher32=True,
             track_times=False,

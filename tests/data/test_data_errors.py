@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import pickle
+import random
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +15,9 @@ import numpy as np
 import pytest
 
 from mpitrain.data import Shards
-from mpitrain.data.format import cache_bytes_needed
+from mpitrain.data.check import check
+from mpitrain.data.format import CHUNK_ATTRIBUTE, ENTRIES_ATTRIBUTE, SCHEMA_ATTRIBUTE, cache_bytes_needed
+from mpitrain.data.pack import pack
 from mpitrain.data.write import write_shard
 from mpitrain.errors import DataError, UsageError
 
@@ -230,6 +235,64 @@ def test_a_flipped_bit_is_found_and_located(tmp_path, prefetch):
                 reader.batch(0, 4 * window, 4)
             assert f"{path}: dataset 'x', chunk 1 (samples 4 to 7) fails its fletcher32" in str(caught.value)
             assert "pack it again" in str(caught.value)
+
+
+def test_200_random_damages_of_a_shard_are_all_seen(tmp_path):
+    """By training as by the check: every byte of a shard is under a checksum, HDF5's own tables included."""
+    draw = random.Random(7)
+    pack({"x": X, "y": Y}, tmp_path, validate=0, shard_samples=12, chunk_samples=4)
+    (path,) = tmp_path.glob("*.h5")
+    whole = path.read_bytes()
+    for kind in ["empty"] + 49 * ["truncated"] + 150 * ["flipped"]:
+        data = bytearray(whole)
+        if kind == "flipped":
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        else:
+            del data[0 if kind == "empty" else draw.randrange(len(data)) :]
+        path.write_bytes(data)
+        source = Shards(str(path))
+        with (
+            pytest.raises(DataError, match=re.escape(str(path))),
+            source.reader(source.scan(), 0) as reader,
+        ):
+            reader.batch(0, 0, 12)
+        assert check(str(tmp_path)).problems, kind
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.system, ("touch " + os.environ["BOMB"],))
+
+
+def test_a_malicious_pickle_in_a_shard_runs_nothing(tmp_path, monkeypatch):
+    """As any attribute that we read, as one that we do not, as a dataset, and as the index."""
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    bomb = np.void(pickle.dumps(Bomb()))
+    pack({"x": X, "y": Y}, tmp_path, validate=0, shard_samples=12, chunk_samples=4)
+    (path,) = tmp_path.glob("*.h5")
+    whole, index = path.read_bytes(), tmp_path / "mpitrain-pack.json"
+
+    def read():
+        with contextlib.suppress(DataError):
+            check(str(tmp_path))
+        with contextlib.suppress(DataError):
+            source = Shards(str(path))
+            with source.reader(source.scan(), 0) as reader:
+                reader.batch(0, 0, 12)
+        assert not (tmp_path / "exploded").exists()
+
+    for place in (None, "x"):
+        for name in (SCHEMA_ATTRIBUTE, CHUNK_ATTRIBUTE, ENTRIES_ATTRIBUTE, "anything"):
+            path.write_bytes(whole)
+            with h5py.File(path, "a") as file:
+                (file[place] if place else file).attrs[name] = bomb
+            read()
+    with h5py.File(path, "a") as file:
+        file["z"] = np.full(12, bomb)
+    read()
+    path.write_bytes(whole)
+    index.write_bytes(pickle.dumps(Bomb()))
+    read()
 
 
 def test_a_shard_that_changed_after_the_scan(tmp_path):
