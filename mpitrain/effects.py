@@ -29,18 +29,20 @@ class Kind(enum.IntEnum):
     REPLY = 2  # server -> worker: the model's present version, and leases from the dealer
     PUSH = 3  # worker -> server: a gradient
     DONE = 4  # worker -> server: I will not push again; `stop` set: send me the final model
-    FINAL = 5  # server -> worker: the model after the last update
+    FINAL = 5  # server -> worker: the model after the last update; worker -> server: send me that
     NOTE = 6  # worker -> server: something for the run's report, as JSON text
     PULL = 7  # worker -> server: send me the model; no gradient
     DIFFERENCE = 8  # server -> worker: what both sides of an elastic exchange move by
     LOST = 9  # world -> server: this worker is dead; never on the wire
     IDLE = 10  # worker -> server: I have nothing to compute on, and stay in case there is more
-    WAKE = 11  # server -> worker that is idle: join again, or, with `stop`, leave
+    WAKE = 11  # server -> worker that is idle: join again, or, with `stop`, leave, or, with `heir`, deliver the model
     UPDATE = 12  # peer -> peer: what this step has changed, or the parameters
     SUM = 13  # peer -> its parent at a meeting: the sum of the parameters below
     MEAN = 14  # peer -> its children at a meeting: the mean of all
     ASK = 15  # peer -> its parent: whether one of those below was told to end
     AGREED = 16  # peer -> its children: whether all write a checkpoint now, and end
+    DELIVERED = 17  # worker -> dealing server: the final model is saved, and `text` is what was measured
+    LEAVE = 18  # worker -> server: I stayed for as long as I was wanted
 
 
 ASKS = -1  # in place of a message's `mark`: its sender was told to end, and asks for a checkpoint
@@ -106,7 +108,8 @@ class Recv(NamedTuple):
 
 class Compute(NamedTuple):
     """Run `task()` and answer its result. `what` tells a virtual world what to charge: "gradient", "apply",
-    "validate" or "checkpoint", `size` by how much more than usual; `interruptible`: there, a message breaks it off.
+    "validate", "checkpoint" or "deliver", `size` by how much more than usual; `interruptible`: there, a message breaks
+    it off.
     """
 
     task: Callable[[], Any]

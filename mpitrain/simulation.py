@@ -30,6 +30,7 @@ from mpitrain.rules import Dealer, Decentralized, LocalSGD, PerWorker, Roles, Se
 from mpitrain.text import names, parse, registered
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
 from mpitrain.training.orders import check_rehearsal
+from mpitrain.training.session import NOBODY_LEFT
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 from mpitrain.virtual_log import VirtualLog
 
@@ -147,7 +148,6 @@ class _Simulation:
         self.roles: Roles = assign((0,) * (num_workers + num_servers), num_servers)
         check_workers(options.injections, num_workers)
         self.stragglers = [Straggler(options.injections, i, job.seed) for i in range(num_workers)]
-        self.workers: list[Worker] = []
         self.catalogue = job.data.scan()
         if self.catalogue.num_samples < num_workers:
             raise UsageError(
@@ -188,6 +188,7 @@ class _Simulation:
                     self.roles.workers, log if shard == 0 else NullReport(),
                     dealer if shard == 0 else None, job.on_nonfinite, self.catalogue.num_samples,
                     job.schedule if self.strategy.optimizer == "server" else None, job.batch_size,
+                    delivers=True,
                 )
                 for shard in range(len(self.roles.servers))
             ]  # fmt: skip
@@ -202,19 +203,17 @@ class _Simulation:
             returned = world.run(
                 roles | {rank: self._worker(rank, replica) for rank, replica in replicas.items()}
             )
-            validator = replicas[self._validator(world)]
-            metrics = validator.validate()
-            save_model(validator.take_module(), self.run_dir / MODEL_FILE, {"strategy": str(self.strategy)})
         for rank, replica in replicas.items():
             returned[rank] |= {"codec": replica.statistics()} if replica.coder else {}
-        result = self._result(returned, metrics, log, time.monotonic() - started_s, world)
+        delivered = servers[0].delivered
+        result = self._result(returned, delivered, log, time.monotonic() - started_s, world)
         log.finish(result)
         return result
 
-    def _validator(self, world: VirtualWorld) -> int:
-        """The rank that validates in the end: if the one that did is broken, its heir."""
-        heirs = [one.rank for one in self.workers if one.validates and one.rank not in world.broken]
-        return heirs[-1] if heirs else self.roles.validator
+    def _deliver(self, replica: Replica) -> dict[str, Any]:
+        metrics, path = replica.validate(), self.run_dir / MODEL_FILE
+        save_model(replica.take_module(), path, {"strategy": str(self.strategy)})
+        return {"metrics": metrics, "model": str(path)}
 
     def _in_order(self, shard: int, role: Role) -> Role:
         return role if self.replay is None else repeat(role, load_order(self.replay, shard))
@@ -235,23 +234,24 @@ class _Simulation:
             rank, self.roles, replica, NullReport(), wants_final=validates,
             push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
             batch_size=0 if strategy.batching == PerWorker() else self.job.batch_size,
+            deliver=lambda: self._deliver(replica),
         )  # fmt: skip
-        self.workers.append(worker)
         return self.stragglers[self.roles.workers.index(rank)].wrap(worker.run())
 
     def _result(
         self,
         returned: dict[int, Any],
-        metrics: dict[str, float],
+        delivered: dict[str, Any],
         log: VirtualLog,
         wall_s: float,
         world: VirtualWorld,
     ) -> dict[str, Any]:
         counts = dict(returned[self.roles.dealer])
-        failure = counts.pop("failure")
-        identical = (
-            None if self.replay is None else same_model(self.replay / MODEL_FILE, self.run_dir / MODEL_FILE)
-        )
+        failure = counts.pop("failure") or ("" if delivered else NOBODY_LEFT)
+        metrics = delivered.get("metrics", {})
+        identical = None
+        if self.replay is not None and delivered:
+            identical = same_model(self.replay / MODEL_FILE, self.run_dir / MODEL_FILE)
         if identical is False:
             failure = failure or f"the replayed parameters differ from those of {self.replay}"
         goals = self.job.target.items()
@@ -288,7 +288,7 @@ class _Simulation:
             "shards": [returned[rank] for rank in self.roles.servers],
             "workers_detail": [returned[rank] for rank in self.roles.workers],
             "run_dir": str(self.run_dir),
-            "model": str(self.run_dir / MODEL_FILE),
+            "model": delivered.get("model"),
             "seed": self.job.seed,
             "batch_size": self.job.batch_size,
         }

@@ -10,7 +10,7 @@ gradients are hit is a function of (seed, worker, step), never of timing. Off un
 
     fault                 over MPI                                in virtual time
     kill, segv, raise     the process dies so, and under ULFM     its servers are told that it is lost
-                          its servers are told
+    kill_at_end           its servers are told
     exit, stop, wedge     code 3 without a word; SIGSTOP; it      it never does anything again
                           never computes again: nobody is told
     nan                   its next push says that it is not finite: refused, and the run ends or goes on
@@ -31,6 +31,7 @@ from mpitrain.inject.values import (
     FileFault,
     Injection,
     Kill,
+    KillAtEnd,
     Nan,
     Pause,
     Raise,
@@ -55,6 +56,7 @@ __all__ = [
     "FileFault",
     "Injection",
     "Kill",
+    "KillAtEnd",
     "Nan",
     "Pause",
     "Raise",

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from mpitrain.effects import Break, Compute, Interrupted, Now, Role, Sleep
-from mpitrain.inject.values import AtWorker, Fault, Injection, Kill, Nan
+from mpitrain.inject.values import AtWorker, Fault, Injection, Kill, KillAtEnd, Nan
 
 
 class Straggler:
@@ -24,6 +24,8 @@ class Straggler:
     def __init__(self, injections: tuple[Injection, ...], worker: int, seed: int):
         mine = tuple(one for one in injections if isinstance(one, AtWorker) and one.worker == worker)
         self.injections, self.faults = mine, tuple(one for one in mine if isinstance(one, Fault))
+        self.last_order = tuple(one for one in mine if isinstance(one, KillAtEnd))
+        self.ended_by: list[str] = []
         self.worker, self.seed = worker, seed
         self.step = self.sleeps = 0
         self.slept_s = 0.0
@@ -52,6 +54,9 @@ class Straggler:
                 effect = role.send(answer)
             except StopIteration as end:
                 return end.value
+            if isinstance(effect, Compute) and effect.what == "deliver" and self.last_order:
+                self.ended_by = [one.name for one in self.last_order]
+                yield Break("kill")
             if not (isinstance(effect, Compute) and effect.what == "gradient"):
                 answer = yield effect
                 continue
@@ -70,8 +75,8 @@ class Straggler:
     def counts(self) -> list[dict[str, Any]]:
         """For `result.json`: how often and how long this worker slept; empty if nothing was ordered."""
         row: dict[str, Any] = {"worker": self.worker, "sleeps": self.sleeps, "slept_s": self.slept_s}
-        if self.faults:
-            row["faults"] = [one.name for one in self.faults if one.at_step < self.step]
+        if self.faults or self.last_order:
+            row["faults"] = [one.name for one in self.faults if one.at_step < self.step] + self.ended_by
         return [row] if self.injections else []
 
     def state(self) -> dict[str, Any]:

@@ -118,6 +118,13 @@ class Kill(Fault):
             raise UsageError(f"kill: after_s must be finite and not negative, got {self.after_s}")
 
 
+@register("inject", "kill_at_end")
+@dataclass(frozen=True, repr=False)
+class KillAtEnd(AtWorker):
+    """SIGKILL when all has been pushed and it falls to this worker to save and validate the final model, before it
+    does."""
+
+
 @register("inject", "segv")
 @dataclass(frozen=True, repr=False)
 class Segv(Fault):

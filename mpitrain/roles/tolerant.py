@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from mpitrain.effects import Forget, Kind, Message, Now, Recv, Send
+from mpitrain.effects import Forget, Kind, Message, Now, Recv, Role, Send
 from mpitrain.roles.attendance import Attendance
+from mpitrain.roles.delivery import see_off
 from mpitrain.roles.server import Server, Steps
 
 LOOK_EVERY_S = 0.5
@@ -22,15 +23,35 @@ RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was gi
 
 
 class TolerantServer(Server):
-    """`Server`, and what it does about workers that are lost; the arguments are the same."""
+    """`Server`, and what it does about workers that are lost; the arguments are the same.
 
-    def __init__(self, *args: Any, **options: Any):
+    Args:
+        delivers: a worker saves and validates the final model, and the others stay until it has (`delivery.py`).
+    """
+
+    def __init__(self, *args: Any, delivers: bool = False, **options: Any):
         super().__init__(*args, **options)
+        self.delivers = delivers
+        self.delivered: dict[str, Any] = {}  # what the worker that delivered has told
+        self.named: set[int] = set()  # who was to deliver
+        self.left: set[int] = set()  # have been let go
         self.attendance = Attendance(self.workers)
-        self._answers[Kind.IDLE] = self._on_idle
+        self._answers |= {
+            Kind.IDLE: self._on_idle,
+            Kind.FINAL: self._on_final,
+            Kind.LEAVE: self._on_leave,
+        }
         self._woken: set[int] = set()  # told to join again, and not here yet
         self._reporter_left = False
         self._looks_left = int(RETURN_S / LOOK_EVERY_S)
+
+    def run(self) -> Role:
+        """Serve until every worker has left, or is lost; returns the shard's counts."""
+        yield from super().run()
+        if self.delivers:
+            self.named.update(self._want_final)
+            yield from see_off(self)
+        return self.summary()
 
     def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
         while self.present or self._may_reporter_return():
@@ -42,7 +63,7 @@ class TolerantServer(Server):
             elif arrived[1].kind == Kind.LOST:
                 yield from self._lose(arrived[0], "died")
             elif arrived[0] in self.attendance.lost:
-                yield from self._turn_away(*arrived)
+                yield from self.turn_away(*arrived)
             else:
                 self.attendance.heard(arrived[0], now_s)
                 return tuple(arrived)
@@ -55,7 +76,7 @@ class TolerantServer(Server):
         silent = self.attendance.lost.get(REPORTER) == "silent"
         return silent and not self._reporter_left and self._looks_left > 0
 
-    def _turn_away(self, worker: int, message: Message) -> Steps:
+    def turn_away(self, worker: int, message: Message) -> Steps:
         """A worker that was given up has woken: its leases are others' now."""
         if message.payload is not None:
             message.payload.release()
@@ -65,12 +86,28 @@ class TolerantServer(Server):
         elif message.kind in (Kind.PUSH, Kind.JOIN, Kind.PULL):
             step = message.step + (message.kind == Kind.PUSH)
             yield Send(worker, Message(Kind.REPLY, version=self.ledger.version, step=step, stop=True))
-        elif message.kind == Kind.DONE and message.stop:
+        elif message.kind == Kind.DONE and self.delivers and self.deals.dealer is not None:
+            yield Send(worker, Message(Kind.WAKE, stop=True))
+        elif message.kind == Kind.DONE and message.stop and not self.delivers:
             self._want_final.append(worker)
 
     def _take(self, source: int, message: Message) -> Steps:
         yield from super()._take(source, message)
         yield from self._wake()
+
+    def _on_final(self, worker: int, message: Message) -> Steps:
+        """It delivers, and this shard has not seen everybody's last push yet."""
+        self._want_final.append(worker)
+        yield from ()
+
+    def _on_leave(self, worker: int, message: Message) -> Steps:
+        self.left.add(worker)
+        yield from ()
+
+    def send_final(self, worker: int) -> Steps:
+        """The model after the last update."""
+        payload = self.store.read(worker, full=True)
+        yield Send(worker, Message(Kind.FINAL, version=self.ledger.version, payload=payload))
 
     def _on_idle(self, worker: int, message: Message) -> Steps:
         """It has been answered, has nothing to compute on, and waits to be woken."""

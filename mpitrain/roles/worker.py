@@ -16,6 +16,7 @@ from collections.abc import Generator
 from typing import Any
 
 from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Recv, Role, Send
+from mpitrain.roles.delivery import Deliver, stay
 from mpitrain.roles.ports import Gradient, Keeper, Replica, Report
 from mpitrain.rules import Lease, Roles
 
@@ -34,6 +35,8 @@ class Worker:
         push_every, pull_every, inflight: as in `ServerStrategy`; a lease is one push whatever `push_every` says.
         batch_size: the usual one, where batches differ in size on purpose: virtual time charges by it.
         keeper: writes this worker's part of a checkpoint.
+        deliver: saves and measures the final model, if that falls to this worker, and returns what there is to tell;
+            None where nobody is to.
     """
 
     def __init__(
@@ -49,12 +52,13 @@ class Worker:
         inflight: int = 1,
         batch_size: int = 0,
         keeper: Keeper | None = None,
+        deliver: Deliver | None = None,
     ):
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
         self.leased, self.wants_final = leased, wants_final
         self.validates = rank == roles.validator
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
-        self.batch_size, self.keeper = batch_size, keeper
+        self.batch_size, self.keeper, self.deliver = batch_size, keeper, deliver
         self.mark = self._cut = 0
         self.ends = False
         self.batches: deque[tuple[Lease, bool]] = deque()  # with: is it the last of its lease
@@ -90,7 +94,9 @@ class Worker:
             note = {"name": "codec", "worker": self.rank, **told}
             yield Send(self.roles.dealer, Message(Kind.NOTE, text=json.dumps(note)))
         yield from self._tell_all(Kind.DONE, stop=self.wants_final)
-        if self.wants_final:
+        if self.deliver is not None:
+            yield from stay(self, self.deliver)
+        elif self.wants_final:
             yield from self._collect(Kind.FINAL)
         return {
             "rank": self.rank,
@@ -132,7 +138,7 @@ class Worker:
             yield from self._tell_all(Kind.IDLE)
             source, message = yield Recv()
             while message.kind == Kind.REPLY:  # a restart that crossed it (virtual time only)
-                self._take_in(source, message)
+                self.take_in(source, message)
                 source, message = yield Recv()
             assert message.kind == Kind.WAKE, f"rank {source} sent {message.kind!r} to an idle worker"
             if message.stop:
@@ -221,12 +227,13 @@ class Worker:
             )
             if not crossed:
                 missing.discard(source)
-            self._take_in(source, message)
+            self.take_in(source, message)
         if self._cut and self.keeper is not None:
             keeper, mark, self._cut = self.keeper, self._cut, 0
             yield Compute(lambda: keeper.save(mark, self.state(), ()), "checkpoint")
 
-    def _take_in(self, source: int, message: Message) -> None:
+    def take_in(self, source: int, message: Message) -> None:
+        """What a server's answer says and brings."""
         shard = self.roles.servers.index(source)
         self.stopped = self.stopped or message.stop
         if source == self.roles.dealer:

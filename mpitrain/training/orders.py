@@ -6,7 +6,7 @@ Law of this file: an option that would have no effect is an error, in the dry ru
 from __future__ import annotations
 
 from mpitrain.errors import UsageError
-from mpitrain.inject import AtWorker, Nan, Torn, check_virtual, check_workers
+from mpitrain.inject import AtWorker, KillAtEnd, Nan, Torn, check_virtual, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.rules import ServerStrategy, Split
 
@@ -32,7 +32,5 @@ def check_rehearsal(job: Job, overrides: Overrides) -> None:
 
 def _check_pushes(job: Job, overrides: Overrides) -> None:
     for one in overrides.injections:
-        if isinstance(one, Nan | Torn) and not isinstance(job.strategy, ServerStrategy):
-            raise UsageError(
-                f'--inject "{one}": only what goes to a server can be so, and {job.strategy} has none'
-            )
+        if isinstance(one, KillAtEnd | Nan | Torn) and not isinstance(job.strategy, ServerStrategy):
+            raise UsageError(f'--inject "{one}": this needs a server, and {job.strategy} has none')

@@ -127,6 +127,7 @@ def make_server(
         job.schedule if strategy.optimizer == "server" else None,
         job.batch_size,
         keeper,
+        delivers=True,
     )
 
 
@@ -171,7 +172,7 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
         "requeue": server.cuts.ended,
     }
     if runtime.rank == roles.dealer:
-        outcome["result"] = {**meter.result(), **{key: counts[key] for key in _SHOWN}}
+        outcome["result"] = {**meter.result(), **{key: counts[key] for key in _SHOWN}, **server.delivered}
     return outcome
 
 
@@ -210,6 +211,7 @@ def _work(
         worker = Worker(
             runtime.rank, roles, replica, session.report, wants_final=validates,
             push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
+            deliver=lambda: finish_model(session, replica),
         )  # fmt: skip
         index = roles.workers.index(runtime.rank)
         keeper = make_keeper(
@@ -236,8 +238,6 @@ def _work(
     told = {"codec": replica.statistics()} if replica.coder else {}
     detail = {"role": "worker", **counts, **told, "checkpoints": keeper.summary()}
     outcome: dict[str, Any] = {"detail": detail, "injected": straggler.counts()}
-    if worker.validates:
-        outcome["result"] = finish_model(session, replica)
     return outcome
 
 

@@ -33,6 +33,7 @@ from mpitrain.training.resuming import Resume, look, tell
 if TYPE_CHECKING:
     from mpitrain.training.emergency import Emergency
 
+NOBODY_LEFT = "no worker was left to save and validate the model"
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto
 
 
@@ -253,7 +254,7 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         merged |= outcome.get("result", {})
     if "metrics" not in merged:
         merged |= {"metrics": {}, "model": None}
-        gathered = [*gathered, {"failure": "no worker was left to save and validate the model", "detail": {}}]
+        gathered = [*gathered, {"failure": NOBODY_LEFT, "detail": {}}]
     failures = sorted(
         (outcome["failure"] for outcome in gathered if outcome.get("failure")),
         key=lambda text: not text.startswith("rank"),

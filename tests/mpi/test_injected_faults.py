@@ -2,6 +2,8 @@
 
 import json
 
+from safetensors.torch import load_file
+
 from mpitrain.checkpoint.parts import newest
 from tests.ranks import run_ranks
 
@@ -32,14 +34,15 @@ def loss(model, batch):
 
 job = toy.make_job(
     epochs=10, batch_size=4, loss=loss, checkpoint_every="{every}", on_nonfinite="skip", keep_checkpoints=9,
+    validate=toy.Memory(),
 )
-result = mt.train(job, parse("async()", "strategy"), run_dir="{path}", quiet=True, inject=orders)
+result = mt.train(job, parse("{strategy}", "strategy"), run_dir="{path}", quiet=True, inject=orders)
 runtime.exit_code = result["exit_code"]
 """
 
 
-def run(path, orders, ranks, every="never", **options):
-    script = PROGRAM.format(orders=orders, path=path, every=every)
+def run(path, orders, ranks, every="never", strategy="async()", **options):
+    script = PROGRAM.format(orders=orders, path=path, every=every, strategy=strategy)
     ended = run_ranks(ranks, script, timeout_s=DEADLINE_S, **options)
     told = path / "result.json"
     return ended, json.loads(told.read_text()) if told.exists() else None
@@ -57,6 +60,16 @@ def test_workers_that_break_in_every_way_are_survived_under_ulfm(tmp_path):
     assert set(lost) >= set(range(1, 7))
     # on a machine that is busy enough, any of them may be given up before its death is known
     assert {lost[rank] for rank in (5, 6)} == {"silent"} and set(lost.values()) <= {"silent", "died"}
+
+
+def test_a_validator_that_dies_when_all_is_pushed_is_followed_by_the_next_worker(tmp_path):
+    ended, result = run(
+        tmp_path, ["kill_at_end(worker=0)", "kill_at_end(worker=1)"], 6, strategy="sync(servers=2)",
+        mpirun_args=("--with-ft", "ulfm"),
+    )  # fmt: skip
+    assert result is not None and (result["status"], result["failure"]) == ("ok", ""), ended
+    assert result["samples"] == 10 * 48 and result["lost"] == {"2": "died", "3": "died"}
+    assert result["metrics"]["validation_loss"] < 10 and load_file(result["model"]) and ended.code == 0
 
 
 def test_faults_of_gradients_and_files_are_counted_and_the_run_goes_on(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import mpitrain as mt
 from mpitrain import rules
 from mpitrain.errors import DeadlockError, LostRankError, UsageError, WireError
-from mpitrain.inject import Exit, Kill, Nan, Raise, Segv, Stop, Torn, Wedge
+from mpitrain.inject import Exit, Kill, KillAtEnd, Nan, Raise, Segv, Stop, Torn, Wedge
 from mpitrain.virtual import Constant, Ideal
 from tests import toy
 from tests.virtual.course import COURSE, on_servers
@@ -17,7 +17,7 @@ from tests.virtual.test_course import samples_of
 from tests.virtual.worlds import Shuffled, all_leases, play
 
 WORKERS = 4
-DEADLY, SILENT = (Kill, Segv, Raise), (Exit, Stop, Wedge)
+DEADLY, SILENT = (Kill, Segv, Raise, KillAtEnd), (Exit, Stop, Wedge)
 
 
 @st.composite
@@ -27,6 +27,9 @@ def broken(draw):
     faults = []
     for worker in workers:
         kind = draw(st.sampled_from(DEADLY + SILENT))
+        if kind is KillAtEnd:
+            faults.append(kind(worker))
+            continue
         late = {"after_s": draw(st.sampled_from((0.0, 0.3, 2.0)))} if kind is Kill else {}
         faults.append(kind(worker, draw(st.integers(0, 9)), **late))
     return tuple(faults)
@@ -44,11 +47,17 @@ def broken(draw):
 @example(
     "softsync, blocking", 1, (Exit(0, 0),), True, 0
 )  # who was held for long is not silent when it is released
-def test_any_fault_of_any_worker_at_any_step_costs_no_sample(row, servers, faults, shuffled, seed):
+@example("sync", 3, (KillAtEnd(0), KillAtEnd(1), KillAtEnd(2)), True, 1)
+@example("async", 2, (Kill(0, 29, after_s=2.0), Stop(1, 3)), True, 3)
+def test_any_fault_of_any_worker_at_any_step_costs_no_sample_and_no_model(
+    row, servers, faults, shuffled, seed
+):
     rule = on_servers(COURSE[row](WORKERS), servers, WORKERS)
     network = Shuffled(seed, 0.5) if shuffled and "abort" not in row else Ideal()
     sizes = {"num_samples": 60, "batch_size": 2, "epochs": 2, "network": network, "seed": seed}
-    seen = play(rule, WORKERS, compute=Constant(1.0, 0.3), faults=faults, least_silence_s=3.0, **sizes)
+    seen = play(
+        rule, WORKERS, compute=Constant(1.0, 0.3), faults=faults, least_silence_s=3.0, delivers=True, **sizes
+    )
     assert samples_of(seen.leases()) == samples_of(all_leases(60, 2, 2))
     hit = {seen.workers[fault.worker]: fault for fault in faults}
     for trace in seen.traces:
@@ -61,10 +70,16 @@ def test_any_fault_of_any_worker_at_any_step_costs_no_sample(row, servers, fault
             assert how == ("died" if isinstance(hit[rank], DEADLY) else "silent")
     for rank, fault in hit.items():
         if seen.returned[rank].get("broken"):
-            assert seen.returned[rank]["broken"] == fault.name
+            assert seen.returned[rank]["broken"] == fault.name.removesuffix("_at_end")
+    told = seen.trace.server.delivered
+    assert told["values"] == [trace.store.value for trace in seen.traces]
+    assert "broken" not in seen.returned[told["by"]]
+    assert not any(trace.server.delivered for trace in seen.traces[1:])
 
 
-@pytest.mark.parametrize("fault", [Kill(0, 2), Kill(2, 2, after_s=0.4), Segv(1, 0), Raise(3, 5), Stop(2, 4)])
+@pytest.mark.parametrize(
+    "fault", [Kill(0, 2), Kill(2, 2, after_s=0.4), Segv(1, 0), Raise(3, 5), Stop(2, 4), KillAtEnd(0)]
+)
 @pytest.mark.parametrize("strategy", [mt.Async(), mt.Sync(servers=2)])
 def test_simulate_goes_on_without_it_says_so_and_saves_a_model(tmp_path, fault, strategy):
     result = mt.simulate(
@@ -103,7 +118,11 @@ def test_what_nobody_survives_is_an_error_that_names_it(tmp_path):
         run(mt.Async(), "disk_full()")
     with pytest.raises(UsageError, match="has none"):
         run(mt.Decentralized(), Nan(1, 1))
+    with pytest.raises(UsageError, match="has none"):
+        run(mt.Decentralized(), KillAtEnd(1))
     assert "no other worker is left" in run(mt.Async(), Kill(0, 1), Kill(1, 1))["failure"]
+    nobody = run(mt.Sync(servers=2), KillAtEnd(0), KillAtEnd(1))
+    assert "no worker was left to save" in nobody["failure"] and nobody["model"] is None
 
 
 def test_a_rule_that_waits_for_all_goes_on_when_one_is_known_to_be_dead():

@@ -7,6 +7,7 @@ does not depend on what the server counts.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -229,7 +230,7 @@ class Trace:
         elif message.kind in (Kind.PULL, Kind.IDLE):
             self._unused(source)
             self.left.update([source] if message.kind == Kind.IDLE else [])
-        elif source not in self.server.attendance.lost:
+        elif message.kind == Kind.PUSH and source not in self.server.attendance.lost:
             staleness = self.version - self.reading[source][0]
             if message.pull:
                 self.reading[source].pop(0)
@@ -318,9 +319,11 @@ def play(
     least_silence_s: float = float("inf"),
     freeze: tuple[int, int, float] | None = None,
     faults: tuple[Injection, ...] = (),
+    delivers: bool = False,
 ) -> Play:
     """Run `rule` to its end; `slow` holds factors by worker index, `poisoned` first samples of batches; `freeze`: a
-    worker's index, the batch it freezes in, and for how many seconds; `faults` are ordered as by `--inject`."""
+    worker's index, the batch it freezes in, and for how many seconds; `faults` are ordered as by `--inject`;
+    `delivers`: a worker tells of the final model."""
     rule.check_workers(num_workers)
     roles = assign((0,) * (rule.servers + num_workers), rule.servers)
     world = VirtualWorld(compute, network, seed, roles.workers)
@@ -331,21 +334,29 @@ def play(
         store = NumberStore(1.0 if rule.optimizer == "worker" else rate, share=share)
         mine = dealer if shard == roles.dealer else None
         server = TolerantServer(
-            rule, store, roles.workers, NullReport(), mine, on_nonfinite, num_samples, batch_size=batch_size
-        )
+            rule, store, roles.workers, NullReport(), mine, on_nonfinite, num_samples, batch_size=batch_size,
+            delivers=delivers,
+        )  # fmt: skip
         server.attendance.least_silence_s = least_silence_s
         traces.append(Trace(server, store, world, look))
         processes[shard] = traces[shard].watch(server.run())
     stuck = (Pause(freeze[0], freeze[1], freeze[2]),) if freeze else ()
     injected = faults + stuck + tuple(Slow(worker, factor) for worker, factor in (slow or {}).items())
     for index, rank in enumerate(roles.workers):
+        replica = NumberReplica(rule, rate, slope, poisoned)
         worker = Worker(
-            rank, roles, NumberReplica(rule, rate, slope, poisoned), NullReport(), wants_final=rank == roles.validator,
+            rank, roles, replica, NullReport(), wants_final=rank == roles.validator,
             push_every=rule.push_every, pull_every=rule.pulls, inflight=rule.inflight,
+            deliver=functools.partial(told_by, rank, replica) if delivers else None,
         )  # fmt: skip
         processes[rank] = Straggler(injected, index, seed).wrap(worker.run())
     returned = world.run(processes)
     return Play(traces, returned, roles.workers, world.now_s, world.ended_s[roles.dealer])
+
+
+def told_by(rank: int, replica: NumberReplica) -> dict[str, Any]:
+    """What a worker delivers."""
+    return {"by": rank, "values": list(replica.values)}
 
 
 class Desk:

@@ -1,0 +1,84 @@
+"""The end of a run over parameter servers: one worker delivers the final model, and the others stay until it has.
+
+Law of this file: a worker that has pushed its last stays. The dealing server names who delivers: the validator, and
+should that be lost, the lowest worker that still stays, which then asks every shard for its part of the final model.
+When the dealing server has heard what was measured it lets all go, and a server ends when all that stayed have left or
+are lost. What was measured travels with the message, so nothing hangs on the worker after that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.effects import Compute, Effect, Kind, Message, Recv, Send
+
+if TYPE_CHECKING:
+    from mpitrain.roles.tolerant import TolerantServer
+    from mpitrain.roles.worker import Worker
+
+Steps = Generator[Effect, Any, None]
+Deliver = Callable[[], dict[str, Any]]
+
+
+def stay(worker: Worker, deliver: Deliver) -> Steps:
+    """The worker's side, after it has said that it is done; `deliver` saves, measures and returns what there is to
+    tell, JSON-able."""
+    servers, dealer = worker.roles.servers, worker.roles.dealer
+    missing = set(servers) if worker.wants_final else set()
+    while True:
+        source, message = yield Recv()
+        if message.kind == Kind.WAKE and message.stop:
+            break
+        if message.kind == Kind.WAKE:
+            worker.validates = worker.wants_final = True
+            missing = set(servers)
+            for server in servers:
+                yield Send(server, Message(Kind.FINAL, step=worker.step))
+            continue
+        worker.take_in(source, message)
+        if message.kind == Kind.FINAL:
+            missing.discard(source)
+            if not missing:
+                told = yield Compute(deliver, "deliver", interruptible=False)
+                yield Send(dealer, Message(Kind.DELIVERED, step=worker.step, text=json.dumps(told)))
+    for server in servers:
+        yield Send(server, Message(Kind.LEAVE, step=worker.step))
+
+
+def see_off(server: TolerantServer) -> Steps:
+    """The server's side, when no worker will push any more."""
+    staying = set(server.workers) - set(server.attendance.lost) - server.left
+    yield from _name(server, staying)
+    while staying:
+        source, message = yield Recv()
+        if message.kind == Kind.LOST:
+            staying.discard(source)
+            if source not in server.left:
+                server.attendance.lost[source] = "died"
+                server.report.event("worker lost", rank=source, how="died", version=server.ledger.version)
+            yield from _name(server, staying)
+        elif message.kind == Kind.LEAVE:
+            staying.discard(source)
+        elif message.kind == Kind.FINAL:
+            yield from server.send_final(source)
+        elif message.kind == Kind.DELIVERED:
+            server.delivered = json.loads(message.text)
+            for worker in sorted(staying):
+                yield Send(worker, Message(Kind.WAKE, stop=True))
+        else:
+            assert source in server.attendance.lost, f"rank {source} sent {message.kind!r} after the end"
+            yield from server.turn_away(source, message)
+
+
+def _name(server: TolerantServer, staying: set[int]) -> Steps:
+    """Who delivers from here on, where the one that was to has not and will not (the dealing server)."""
+    if server.deals.dealer is None or server.delivered or not staying:
+        return
+    attendance = server.attendance
+    if attendance.validator not in staying:
+        attendance.validator = min(staying)
+    if attendance.validator not in server.named:  # the validator itself has asked for the final model
+        server.named.add(attendance.validator)
+        yield Send(attendance.validator, Message(Kind.WAKE, heir=True))
