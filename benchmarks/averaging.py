@@ -21,8 +21,8 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.mpi.process_group import init_default_group
-from mpitrain.training.allreduce import data_parallel
 from mpitrain.training.averaging import Averager
+from mpitrain.training.parallel import data_parallel
 
 BATCH, NUM_BATCHES = 32, 16
 WAYS = {

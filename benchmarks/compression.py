@@ -37,8 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
 from mpitrain.model.compression import is_reduced
-from mpitrain.training.allreduce import data_parallel
 from mpitrain.training.hooks import attach_codec
+from mpitrain.training.parallel import data_parallel
 
 BATCH, NUM_BATCHES = 32, 64
 CODECS = {

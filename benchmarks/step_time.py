@@ -34,7 +34,7 @@ from mpitrain.mpi.world import MpiWorld
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, Worker
 from mpitrain.rules import Async, Roles
-from mpitrain.training.allreduce import data_parallel
+from mpitrain.training.parallel import data_parallel
 
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402

@@ -64,8 +64,8 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = Non
     if isinstance(strategy, AllReduce):
         from mpitrain.model.compression import check_optimizer
         from mpitrain.mpi.process_group import init_default_group
-        from mpitrain.training.allreduce import attach, data_parallel
         from mpitrain.training.measure import share_module
+        from mpitrain.training.parallel import attach, data_parallel
 
         runtime.role = "worker"
         check_optimizer(strategy.codec, optimizer)
@@ -119,9 +119,9 @@ def _average(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Loc
     global _wrapped
     from mpitrain.averaged import AveragedOptimizer
     from mpitrain.mpi.process_group import init_default_group
-    from mpitrain.training.allreduce import data_parallel
     from mpitrain.training.averaging import Averager
     from mpitrain.training.measure import share_module
+    from mpitrain.training.parallel import data_parallel
 
     if strategy.unit != "steps":
         raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')

@@ -9,18 +9,19 @@ import torch
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED
 from mpitrain.rules import AllReduce, Async, Roles
 from mpitrain.training.levels import level
-from mpitrain.training.session import _fingerprint, judge
+from mpitrain.training.options import fingerprint
+from mpitrain.training.session import judge
 from tests import toy
 
 
 def test_functions_are_told_apart_by_their_code_and_constants():
     same = [lambda p: torch.optim.SGD(p, lr=0.1) for _ in range(2)]
-    assert _fingerprint(same[0]) == _fingerprint(same[1])
-    assert _fingerprint(same[0]) != _fingerprint(lambda p: torch.optim.SGD(p, lr=0.2))
-    assert _fingerprint(same[0]) != _fingerprint(lambda p: torch.optim.Adam(p, lr=0.1))
-    assert _fingerprint(partial(torch.optim.SGD, lr=0.1)) != _fingerprint(partial(torch.optim.SGD, lr=0.2))
-    assert _fingerprint(toy.Memory()) != _fingerprint(toy.Memory(num_samples=3))
-    assert "0x" not in _fingerprint(object())  # an address differs between ranks and means nothing
+    assert fingerprint(same[0]) == fingerprint(same[1])
+    assert fingerprint(same[0]) != fingerprint(lambda p: torch.optim.SGD(p, lr=0.2))
+    assert fingerprint(same[0]) != fingerprint(lambda p: torch.optim.Adam(p, lr=0.1))
+    assert fingerprint(partial(torch.optim.SGD, lr=0.1)) != fingerprint(partial(torch.optim.SGD, lr=0.2))
+    assert fingerprint(toy.Memory()) != fingerprint(toy.Memory(num_samples=3))
+    assert "0x" not in fingerprint(object())  # an address differs between ranks and means nothing
 
 
 def judged(metrics, failure="", target=None):

@@ -1,4 +1,4 @@
-"""Everybody starts from rank 0's tensors.
+"""Everybody goes on from one rank's tensors.
 
 Law of this file: a collective at start-up, of whatever lies anywhere (host or device, strided or dense),
 piece by piece in a fixed order.
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def broadcast_tensors(runtime: Runtime, tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrite `tensors` on every rank with rank 0's. All ranks pass the same shapes and dtypes in the same
+def broadcast_tensors(runtime: Runtime, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
+    """Overwrite `tensors` on every rank with those of `root`. All ranks pass the same shapes and dtypes in the same
     order.
     """
     for tensor in tensors:
-        lent = lease(tensor, reads=runtime.rank == 0, writes=runtime.rank != 0)
+        lent = lease(tensor, reads=runtime.rank == root, writes=runtime.rank != root)
         for message in lent.messages():
-            runtime.together(partial(runtime.comm.Bcast, message, 0))
+            runtime.together(partial(runtime.comm.Bcast, message, root))
         lent.finish()

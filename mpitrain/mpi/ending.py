@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from mpitrain.errors import EXIT_ERROR, AgreedError, MpitrainError, UsageError
+from mpitrain.mpi.agreement import CalledOffError, agree, revoke
 from mpitrain.mpi.bindings import MPI
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def is_lost_peer(error: BaseException) -> bool:
     """
     if isinstance(error, MPI.Exception):
         return error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-    return any(name in str(error) for name in ("MPI_ERR_PROC_FAILED", "MPI_ERR_REVOKED"))
+    return isinstance(error, CalledOffError) or any(
+        name in str(error) for name in ("MPI_ERR_PROC_FAILED", "MPI_ERR_REVOKED")
+    )
 
 
 def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
@@ -98,7 +101,7 @@ def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
     _set_alarm()
     if not MPI.Is_initialized() or MPI.Is_finalized():
         os._exit(code)
-    if runtime.size == 1:
+    if runtime.size == 1 and not runtime.lost:
         MPI.Finalize()
         os._exit(code)
     if runtime.fault_tolerance == "ulfm" and runtime.expendable and not is_lost_peer(error):
@@ -146,7 +149,7 @@ def report(runtime: "Runtime", error: BaseException) -> None:
     if runtime.run_dir is None:
         return
     record = {
-        "rank": runtime.rank,
+        "rank": runtime.launched_rank,
         "role": runtime.role,
         "step": runtime.step,
         "host": socket.gethostname(),
@@ -159,7 +162,7 @@ def report(runtime: "Runtime", error: BaseException) -> None:
     try:
         folder = Path(runtime.run_dir) / "errors"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank-{runtime.rank}.json").write_text(json.dumps(record, indent=1) + "\n")
+        (folder / f"rank-{runtime.launched_rank}.json").write_text(json.dumps(record, indent=1) + "\n")
     except OSError as failure:  # a full disk must not keep the job alive
         _tell(runtime, f"mpitrain: could not write the error report: {failure}")
 
@@ -169,7 +172,9 @@ def _tell(runtime: "Runtime", text: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the pipe's reader is gone, or the stream is closed
             stream.flush()
-    data = "".join(f"[rank {runtime.rank}] {line}\n" for line in text.splitlines()).encode(errors="replace")
+    data = "".join(f"[rank {runtime.launched_rank}] {line}\n" for line in text.splitlines()).encode(
+        errors="replace"
+    )
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(2, data) :]
@@ -193,18 +198,17 @@ def _leave_ulfm(runtime: "Runtime", error: BaseException) -> NoReturn:
     only heard of it exits with a code, so that mpirun's own exit code is not 0: it ignores ranks that died
     by a signal.
     """
-    engine = runtime.engine
-
-    def revoke() -> None:
-        for comm in (runtime.comm, *runtime.communicators):
-            if not comm.Is_revoked():
-                comm.Revoke()
-
     with contextlib.suppress(MPI.Exception, TimeoutError):
-        if engine.owns_mpi:
-            revoke()
-        else:  # a communication thread that is busy gets a moment; our death is noticed all the same
-            engine.wait(engine.call(revoke), timeout_s=_REVOKE_WAIT_S)
+        # a communication thread that is busy gets a moment; our death is noticed all the same
+        revoke(runtime, _REVOKE_WAIT_S)
+        if (
+            runtime.recovers
+            and not is_lost_peer(error)
+            and threading.current_thread() is threading.main_thread()
+        ):
+            agree(
+                runtime, 0
+            )  # call the job off: the others would go on without us, and meet what we have met
     if is_lost_peer(error):
         os._exit(exit_code(error))
     os.kill(os.getpid(), signal.SIGKILL)

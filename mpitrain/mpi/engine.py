@@ -197,6 +197,12 @@ class Engine(Posting):
             raise TimeoutError(f"no end within {timeout_s} s of {', '.join(map(repr, self.outstanding))}")
         self._thread = None
 
+    def abandon(self, error: BaseException) -> None:
+        """Fail everything outstanding with `error` and end the thread: the communicators are lost. The caller then owns
+        MPI again."""
+        self._command(lambda: self._progress.fail_all(error))
+        self.stop()
+
     def _wind_up(self) -> None:
         self._stopping = True
         for op in self.outstanding:

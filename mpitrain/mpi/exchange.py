@@ -30,16 +30,16 @@ def forbid_pickle() -> None:
     MPI.pickle.__init__(to_bytes, from_bytes)  # type: ignore[misc]  # mpi4py's documented way to swap it
 
 
-def share(comm: "MPI.Comm", value: Any) -> Any:
-    """Collective: rank 0's `value` on every rank (a JSON copy on rank 0 too, so that all hold the same types)."""
-    data = bytearray(to_bytes(value)) if comm.rank == 0 else bytearray()
+def share(comm: "MPI.Comm", value: Any, root: int = 0) -> Any:
+    """Collective: the `value` of `root` on every rank (a JSON copy there too, so that all hold the same types)."""
+    data = bytearray(to_bytes(value)) if comm.rank == root else bytearray()
     length = np.array([len(data)], dtype=np.int64)
-    comm.Bcast(length, root=0)
-    if comm.rank != 0:
+    comm.Bcast(length, root=root)
+    if comm.rank != root:
         data = bytearray(int(length[0]))
     view = memoryview(data)
     for start in range(0, len(data), _CHUNK_BYTES):
-        comm.Bcast([view[start : start + _CHUNK_BYTES], MPI.BYTE], root=0)
+        comm.Bcast([view[start : start + _CHUNK_BYTES], MPI.BYTE], root=root)
     return from_bytes(data)
 
 

@@ -40,12 +40,13 @@ def default_group(runtime: Runtime) -> Iterator[None]:
     try:
         yield
     except AgreedError:
-        _leave(runtime)
+        leave_default_group(runtime)
         raise
-    _leave(runtime)
+    leave_default_group(runtime)
 
 
-def _leave(runtime: Runtime) -> None:
+def leave_default_group(runtime: Runtime) -> None:
+    """The caller owns MPI again."""
     dist.destroy_process_group()
     runtime.engine.stop()
 

@@ -45,7 +45,8 @@ class Runtime:
     index of the node of rank r, `num_nodes`, `local_rank` (this rank among those of its node); `library`,
     `thread_level`, `fault_tolerance` ("ulfm" or "none"); `engine`, the process's only progress engine.
     Whoever runs a role keeps `role` and `step` up to date and sets `run_dir`: errors are reported with
-    them.
+    them. Where ranks have died and the others go on (`recovery.py`), ranks are numbered anew; `launched[r]` is what
+    rank r was at launch, and what people are told.
     """
 
     def __init__(self) -> None:
@@ -56,12 +57,15 @@ class Runtime:
         self.expendable = False  # the others go on without this rank: under ULFM it dies alone
         self.exit_code = 0  # what the process ends with where it cannot end by itself
         self.given_up: set[int] = set()  # ranks that are dead, or will never answer again
+        self.recovers = False  # the others go on without whoever dies now, whichever rank that is
+        self.lost: set[int] = set()  # ranks at launch that have died and were left behind
         self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
-        self._gate: MPI.Intracomm = self.comm.Dup()
-        self.communicators: list[MPI.Comm] = [self._gate]  # more to revoke when the job ends under ULFM
+        self.communicators: list[MPI.Comm] = []  # more to revoke when the job ends under ULFM
+        self.open_gate()
         self.groups: list[Any] = []  # process groups that this rank has not left
         self.rank, self.size = self.comm.rank, self.comm.size
+        self.launched = list(range(self.size))
         self.torch_ranks: tuple[int, ...] = ()  # torch's ranks as MPI's, once there is a process group
         self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
         self.thread_level = _thread_level()
@@ -108,7 +112,17 @@ class Runtime:
         """ "rank 2 (worker, step 41)", as far as it is known."""
         known = [self.role] if self.role else []
         known += [f"step {self.step}"] if self.step >= 0 else []
-        return f"rank {self.rank}" + (f" ({', '.join(known)})" if known else "")
+        return f"rank {self.launched_rank}" + (f" ({', '.join(known)})" if known else "")
+
+    @property
+    def launched_rank(self) -> int:
+        """What this rank was at launch."""
+        return self.launched[self.rank]
+
+    def open_gate(self) -> None:
+        """Collective: a communicator for arrivals, beside a new `comm`."""
+        self._gate: MPI.Intracomm = self.comm.Dup()
+        self.communicators.append(self._gate)
 
     # ---- what all ranks tell each other (collective: every rank calls, in the same order)
 
@@ -120,9 +134,9 @@ class Runtime:
         """Return when every rank has come here."""
         self.together(lambda: None)
 
-    def share(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank; the other ranks' argument is ignored."""
-        return self.together(lambda: exchange.share(self.comm, value))
+    def share(self, value: Any, root: int = 0) -> Any:
+        """The JSON value of `root` on every rank; the other ranks' argument is ignored."""
+        return self.together(lambda: exchange.share(self.comm, value, root))
 
     def gather(self, value: Any) -> list[Any] | None:
         """The JSON values of all ranks in rank order, on rank 0; None elsewhere."""
@@ -198,7 +212,7 @@ class Runtime:
         """The orderly end: finish what is under way, wait for every rank, finalize MPI. Safe to call twice."""
         if MPI.Is_finalized() or os.getpid() != self._pid:  # a forked child leaves MPI to its parent
             return
-        if self.given_up:
+        if self.given_up or self.lost:
             ending.end_without_some(self)
         for group in list(self.groups):
             group.shutdown()

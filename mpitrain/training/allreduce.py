@@ -8,58 +8,30 @@ incomplete last round is shared evenly and weighted so that it, too, is the mean
 
 from __future__ import annotations
 
-import inspect
 import time
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from mpitrain.model.compression import check_optimizer
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
-from mpitrain.mpi.process_group import default_group
-from mpitrain.rules import AllReduce, Codec, Uncompressed
 from mpitrain.rules.dealing import Lease
 from mpitrain.rules.rounds import Rounds
 from mpitrain.training.cutting import StepCuts
-from mpitrain.training.hooks import CodecHook, attach_codec
+from mpitrain.training.hooks import CodecHook
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
-    build,
     make_measure,
     num_warmup,
-    pick_device,
     save_model,
-    share_module,
 )
-from mpitrain.training.session import Session, attempt
+from mpitrain.training.parallel import attach, codec_of, data_parallel
+from mpitrain.training.recovering import Kept
+from mpitrain.training.session import Session
 from mpitrain.training.straggling import Nap
-
-
-def run_allreduce(session: Session) -> dict[str, Any]:
-    """Train synchronously; returns what this rank knows of the run."""
-    return run_lockstep(session, Trainer)
-
-
-def run_lockstep(session: Session, trainer_class: type[Trainer]) -> dict[str, Any]:
-    """Train with all ranks taking the same number of steps, as `trainer_class` takes them."""
-    runtime, job = session.runtime, session.job
-    device = pick_device(runtime.local_rank)
-    module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, device))
-    attempt(runtime, lambda: check_optimizer(codec_of(session.strategy), optimizer))
-    shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters()]
-    runtime.compare({"parameters": shapes})
-    share_module(runtime, module)
-    with default_group(runtime):
-        with job.data.reader(session.catalogue, job.seed) as reader:
-            trainer = trainer_class(session, module, optimizer, reader, device)
-            trainer.run()
-        return trainer.outcome()
-
 
 _COUNTS = ("epoch", "step", "samples", "nonfinite", "left_out")
 
@@ -77,11 +49,12 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         reader: Any,
         device: torch.device,
+        kept: Kept | None = None,
     ):
         self.session, self.module, self.optimizer = session, module, optimizer
         self.reader, self.device = reader, device
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
-        self.nap = Nap(session.straggler(), module.parameters())
+        self.nap = (kept and kept.nap) or Nap(session.straggler(), module.parameters())
         self.hook: CodecHook | None = None
         self.parallel = self._make_parallel()
         self.rates = Rates(optimizer)
@@ -107,10 +80,17 @@ class Trainer:
         parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
         kept_back = self.hook.state if self.hook else None
         self.cuts = StepCuts(session, parameters, self.state, kept_back, module=module)
-        if (saved := self.cuts.restored(session)) is not None:
+        saved = kept.state if kept else self.cuts.restored(session)
+        if saved is not None:
             self.restore(saved)
             if self.hook is not None:
-                self.hook.restore_shares(*self.cuts.restored_own(session))
+                self.hook.restore_shares(
+                    *(kept.shares(self.num_workers) if kept else self.cuts.restored_own(session))
+                )
+        if kept is not None:
+            self.failure, self.meter = kept.failure, kept.meter or self.meter
+            self.cuts.go_on_from(self.samples)
+        self._own_before: dict[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
         """Everything the run goes on from; the same on all ranks."""
@@ -129,6 +109,16 @@ class Trainer:
         vars(self).update(state["counts"])
         self.rounds.restore(state["rounds"])
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
+
+    def keep(self) -> Kept:
+        """What this rank goes on from should others have died in this step: everything as after the step before."""
+        own = self.hook.state() if self.hook else {}
+        if own.get("step") == self._own_before.get(
+            "step"
+        ):  # or it has sent its share, which others may have used
+            own = self._own_before
+        meter = self.meter if self.rank == 0 else None
+        return Kept(self.step, self.failure, self.state(), self._own_before, own, self.nap, meter)
 
     def run(self) -> None:
         """Epochs until all are done, `--steps` is reached, a step is not finite or the run is told to end."""
@@ -155,6 +145,8 @@ class Trainer:
 
     def _begin_step(self) -> None:
         """Before the forward pass."""
+        if self.hook is not None and self.session.runtime.recovers:
+            self._own_before = self.hook.state()
 
     def _may_be_cut(self) -> bool:
         """Whether all ranks hold the same, so that a checkpoint may be written after this step."""
@@ -239,7 +231,7 @@ class Trainer:
     def _refuse(self, value: float) -> None:
         self.nonfinite += 1
         if self.session.job.on_nonfinite == "stop":
-            whose = f"rank {self.rank} (worker, step {self.step})"
+            whose = f"rank {self.session.runtime.launched_rank} (worker, step {self.step})"
             here = f"{whose}: loss is {value:g}" if value - value != 0.0 else ""
             self.failure = here or f"step {self.step}: the averaged gradient is not finite"
 
@@ -252,7 +244,7 @@ class Trainer:
     def outcome(self) -> dict[str, Any]:
         """Counts of this rank; rank 0 adds the metrics and saves the model, whatever happened."""
         detail: dict[str, Any] = {
-            "rank": self.rank,
+            "rank": self.session.runtime.launched_rank,
             "role": "worker",
             "steps": self.step,
             "compute_s": self.compute_s,
@@ -275,25 +267,3 @@ class Trainer:
             counts |= self._counts()
             outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": str(path)}
         return outcome
-
-
-def codec_of(strategy: Any) -> Codec:
-    """The codec of an allreduce; other strategies average gradients, if at all, in full."""
-    return strategy.codec if isinstance(strategy, AllReduce) else Uncompressed()
-
-
-def attach(parallel: DistributedDataParallel, codec: Codec, seed: int = 0) -> CodecHook | None:
-    """The hook of a codec, or None where numbers travel as they are."""
-    return None if codec.is_none else attach_codec(parallel, codec, seed=seed)
-
-
-def data_parallel(module: nn.Module, group: Any = None) -> DistributedDataParallel:
-    """DDP over `group` (default: all ranks) around a module that its ranks already share. Running statistics
-    stay the validator's own: they are not used while training, so broadcasting them every step, torch's
-    default, buys nothing."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    renamed = "forward_sync_buffers" in known  # in torch 2.13
-    off: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    return DistributedDataParallel(
-        module, process_group=group, init_sync=False, gradient_as_bucket_view=True, **off
-    )

@@ -112,6 +112,10 @@ class StepCuts:
         self._buffers.put_into(tree["module"])
         return Taken(*self._at, {"role": {}, "state": _copied(tree)})
 
+    def go_on_from(self, samples: int) -> None:
+        """The run goes on at `samples`, not from a checkpoint."""
+        self._mark = self.keeper.policy.next_mark(samples)
+
     def after_step(self, step: int, samples: int) -> None:
         """Write, or end, if it is time to; every rank calls it after every step."""
         self._buffers.keep()

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from mpitrain.rules.averaging import LocalSGD
-from mpitrain.training.allreduce import Trainer, data_parallel, run_lockstep
+from mpitrain.training.allreduce import Trainer
 from mpitrain.training.averaging import Averager
+from mpitrain.training.lockstep import run_lockstep
+from mpitrain.training.parallel import data_parallel
 from mpitrain.training.session import Session
 
 

@@ -22,8 +22,8 @@ from mpitrain.errors import UsageError
 from mpitrain.model.stages import Stage, keep_only, split_stages
 from mpitrain.mpi.process_group import default_group
 from mpitrain.rules import Grid, Pipeline
-from mpitrain.training.allreduce import data_parallel
 from mpitrain.training.measure import build, pick_device, share_module
+from mpitrain.training.parallel import data_parallel
 from mpitrain.training.relay import Relay
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.split import Batch, SplitRun, compare_parameters, device_mesh, grid_of

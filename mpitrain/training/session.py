@@ -9,12 +9,10 @@ and all ranks leave with the same exit code.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.data import Catalogue
@@ -26,7 +24,8 @@ from mpitrain.replay import RUN_FILE
 from mpitrain.report import NullReport, Report, default_run_dir, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
 from mpitrain.training import signals
-from mpitrain.training.levels import level
+from mpitrain.training.levels import level, survives
+from mpitrain.training.options import options
 from mpitrain.training.orders import check_orders
 from mpitrain.training.resuming import Resume, look, tell
 
@@ -62,12 +61,18 @@ class Session:
     @property
     def role(self) -> str:
         """What this rank is."""
-        return self.roles.of(self.runtime.rank)
+        return self.roles.of(self.runtime.launched_rank)
 
     def straggler(self) -> Straggler:
         """What `--inject` orders for this worker."""
-        index = self.roles.workers.index(self.runtime.rank)
+        index = self.roles.workers.index(self.runtime.launched_rank)
         return Straggler(self.overrides.injections, index, self.job.seed)
+
+    def open_report(self) -> None:
+        """This rank is the one that reports."""
+        self.report = Report(
+            self.run_dir, self.total_samples(), quiet=self.overrides.quiet, num_epochs=self.job.epochs
+        )
 
     def num_batches(self) -> int | None:
         """Batches to deal when the run is limited by `--steps`: so many for every worker that takes its own."""
@@ -84,7 +89,8 @@ class Session:
         """Gather every rank's `outcome`, judge the run, write `result.json` and print the FOM line on rank
         0; returns the result.
         """
-        living = isinstance(self.strategy, ServerStrategy)  # its workers may be lost: no collective then
+        # where ranks may be lost: messages from those that answer, no collective
+        living = isinstance(self.strategy, ServerStrategy) or survives(self.runtime, self.strategy)
         gathered = self._gather_living(outcome) if living else self.runtime.gather(outcome)
         result = None
         if gathered is not None:
@@ -116,7 +122,7 @@ def prepare(
     job = attempt(runtime, lambda: apply_overrides(make_job(), overrides))
     strategy = job.strategy
     injections = [str(one) for one in overrides.injections]
-    runtime.compare({**_options(job), "lr": overrides.lr, "steps": overrides.steps, "inject": injections})
+    runtime.compare({**options(job), "lr": overrides.lr, "steps": overrides.steps, "inject": injections})
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
     attempt(runtime, lambda: check_orders(job, overrides, len(roles.workers)))
     runtime.role = roles.of(runtime.rank)
@@ -130,9 +136,7 @@ def prepare(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )
     if runtime.rank == 0:
-        session.report = Report(
-            run_dir, session.total_samples(), quiet=overrides.quiet, num_epochs=job.epochs
-        )
+        session.open_report()
         text = json.dumps({**collect(runtime), "ranks": environment}, indent=2, sort_keys=True, default=str)
         (run_dir / "env.json").write_text(text + "\n")
         write_json(run_dir / RUN_FILE, _how_started(session, job_file))
@@ -152,29 +156,6 @@ def attempt(runtime: Any, action: Callable[[], Any]) -> Any:
         error = failure
     runtime.agree(error)
     return value
-
-
-def _options(job: Job) -> dict[str, Any]:
-    """What must be equal on all ranks, as JSON: values in full, functions by name and code."""
-    names = [field.name for field in dataclasses.fields(job) if field.name != "name"]
-    return {name: _fingerprint(getattr(job, name)) for name in names}
-
-
-def _fingerprint(value: Any) -> Any:
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        return f"{value.__qualname__}@{hashlib.sha256(_code_text(code).encode()).hexdigest()[:12]}"
-    if isinstance(value, int | float | str | bool | type(None)):
-        return value
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    text = repr(value)
-    return type(value).__qualname__ if " at 0x" in text else text
-
-
-def _code_text(code: CodeType) -> str:
-    constants = [_code_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def _look_at_data(runtime: Any, source: Any) -> Any:

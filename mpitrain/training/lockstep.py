@@ -1,0 +1,57 @@
+"""Runs in which all ranks take the same steps: how they begin, and who carries them.
+
+Law of this file: it only composes; the steps themselves are a trainer's (`allreduce.py`, `localsgd.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.model.compression import check_optimizer
+from mpitrain.mpi.process_group import default_group
+from mpitrain.training.allreduce import Trainer
+from mpitrain.training.levels import survives
+from mpitrain.training.measure import build, pick_device, share_module
+from mpitrain.training.parallel import codec_of
+from mpitrain.training.recovering import Kept, Survivors
+from mpitrain.training.session import Session, attempt
+
+
+def run_allreduce(session: Session) -> dict[str, Any]:
+    """Train synchronously; returns what this rank knows of the run. Where the launch tells of deaths, the others go
+    on."""
+    if not survives(session.runtime, session.strategy):
+        return run_lockstep(session, Trainer)
+    module, optimizer, device = shared_model(session)
+    with session.job.data.reader(session.catalogue, session.job.seed) as reader:
+
+        def make(kept: Kept | None) -> Trainer:
+            return Trainer(session, module, optimizer, reader, device, kept)
+
+        return Survivors(session, make).run()
+
+
+def run_lockstep(session: Session, trainer_class: type[Trainer]) -> dict[str, Any]:
+    """Train with all ranks taking the same number of steps, as `trainer_class` takes them."""
+    runtime, job = session.runtime, session.job
+    module, optimizer, device = shared_model(session)
+    with default_group(runtime):
+        with job.data.reader(session.catalogue, job.seed) as reader:
+            trainer = trainer_class(session, module, optimizer, reader, device)
+            trainer.run()
+        return trainer.outcome()
+
+
+def shared_model(session: Session) -> tuple[nn.Module, torch.optim.Optimizer, torch.device]:
+    """Collective: the job's module and optimizer, rank 0's on every rank, and the device they are on."""
+    runtime, job = session.runtime, session.job
+    device = pick_device(runtime.local_rank)
+    module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, device))
+    attempt(runtime, lambda: check_optimizer(codec_of(session.strategy), optimizer))
+    shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters()]
+    runtime.compare({"parameters": shapes})
+    share_module(runtime, module)
+    return module, optimizer, device

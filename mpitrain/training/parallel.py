@@ -1,0 +1,37 @@
+"""A module under torch's DistributedDataParallel, as every run here uses it.
+
+Law of this file: all ranks share the module already, so DDP sends nothing when it is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mpitrain.rules import AllReduce, Codec, Uncompressed
+from mpitrain.training.hooks import CodecHook, attach_codec
+
+
+def codec_of(strategy: Any) -> Codec:
+    """The codec of an allreduce; other strategies average gradients, if at all, in full."""
+    return strategy.codec if isinstance(strategy, AllReduce) else Uncompressed()
+
+
+def attach(parallel: DistributedDataParallel, codec: Codec, seed: int = 0) -> CodecHook | None:
+    """The hook of a codec, or None where numbers travel as they are."""
+    return None if codec.is_none else attach_codec(parallel, codec, seed=seed)
+
+
+def data_parallel(module: nn.Module, group: Any = None) -> DistributedDataParallel:
+    """DDP over `group` (default: all ranks) around a module that its ranks already share. Running statistics
+    stay the validator's own: they are not used while training, so broadcasting them every step, torch's
+    default, buys nothing."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    renamed = "forward_sync_buffers" in known  # in torch 2.13
+    off: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    return DistributedDataParallel(
+        module, process_group=group, init_sync=False, gradient_as_bucket_view=True, **off
+    )

@@ -1,0 +1,162 @@
+"""A synchronous run that goes on without the ranks that die (ULFM): shrink, agree on a step, redo.
+
+Law of this file: a rank can be at most one step ahead of another, for the next allreduce needs everybody. Where some
+have finished the step in which a rank died, its gradient is in their parameters: all go on from theirs, sent by one of
+them. Where nobody has, no parameter has changed, and the step is done again by those that are left. So no copy of the
+parameters is ever taken, and what follows is what a resume from a checkpoint of that step with fewer workers does, to
+the bit. Every rank may die, rank 0 as well: the lowest one left takes its duties over.
+
+A codec's residual is a worker's own and is lost with it. The others redo the step with theirs as it was before, or, if
+what they had sent was used, after.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from mpitrain.checkpoint.tree import join, split
+from mpitrain.mpi.agreement import CALLED_OFF, GO_ON, WELL, CalledOffError, agree
+from mpitrain.mpi.broadcast import broadcast_tensors
+from mpitrain.mpi.ending import is_lost_peer
+from mpitrain.mpi.process_group import init_default_group, leave_default_group
+from mpitrain.mpi.recovery import lost_peer, recover
+from mpitrain.report import NullReport
+from mpitrain.training.measure import Meter
+from mpitrain.training.session import Session
+from mpitrain.training.straggling import Nap
+
+if TYPE_CHECKING:
+    from mpitrain.training.allreduce import Trainer
+
+
+class Kept(NamedTuple):
+    """What a rank goes on from.
+
+    Attributes:
+        step: steps that it has finished; -1 if it has nothing yet.
+        failure: that ended its run, or "".
+        state: `Trainer.state()`; of two ranks at the same step the same.
+        own_before, own: the hook's state before the step under way, and now.
+        nap, meter: go on counting.
+    """
+
+    step: int = -1
+    failure: str = ""
+    state: Any = None
+    own_before: Any = None
+    own: Any = None
+    nap: Nap | None = None
+    meter: Meter | None = None
+
+    def shares(self, num_workers: int) -> tuple[Any, list[Any], int]:
+        """As `StepCuts.restored_own`, where each of `num_workers` keeps its own."""
+        return self.own_before, [self.own], num_workers
+
+
+class Survivors:
+    """The run of one rank through the deaths of others.
+
+    Args:
+        session: of the run; make: a trainer that begins, or goes on from what it is given.
+    """
+
+    def __init__(self, session: Session, make: Callable[[Kept | None], Trainer]):
+        self.session, self.runtime, self.make = session, session.runtime, make
+        self.trainer: Trainer | None = None
+        self.kept = Kept()
+        self.recoveries: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any]:
+        """Train until all that are left agree that they have come to the end; returns this rank's outcome."""
+        self.runtime.recovers = True
+        error: BaseException | None = None
+        agreed = False
+        while True:
+            try:
+                outcome = self._train(error, agreed)
+                if (said := agree(self.runtime, WELL | GO_ON)) & WELL:
+                    break
+                if not said & GO_ON:
+                    raise CalledOffError(CALLED_OFF)
+                error, agreed = lost_peer(), True
+            except CalledOffError:
+                raise
+            except Exception as failure:
+                if not is_lost_peer(failure):
+                    raise
+                error, agreed = failure.with_traceback(None), False
+            self._let_go()
+        self.runtime.recovers = False
+        leave_default_group(self.runtime)
+        if "result" in outcome:
+            lost = {str(rank): "died" for rank in sorted(self.runtime.lost)}
+            outcome["result"] |= {"lost": lost, "recoveries": self.recoveries}
+        return outcome
+
+    def _train(self, error: BaseException | None, agreed: bool) -> dict[str, Any]:
+        began_s = time.monotonic()
+        if error is not None:
+            recover(self.runtime, error, agreed)
+            if self.runtime.rank == 0 and isinstance(self.session.report, NullReport):
+                self.session.open_report()
+        init_default_group(self.runtime)
+        if error is not None:
+            self.kept = meet(self.runtime, self.kept)
+        self.trainer = self.make(self.kept if self.kept.step >= 0 else None)
+        if error is not None:
+            self._tell(time.monotonic() - began_s)
+        self.trainer.run()
+        return self.trainer.outcome()
+
+    def _let_go(self) -> None:
+        """Drop the trainer: while its DDP lives, its hooks hang on the parameters."""
+        if self.trainer is not None:
+            self.trainer.cuts.keeper.wait()
+            self.kept = self.trainer.keep()
+            self.trainer = None
+        gc.collect()
+
+    def _tell(self, pause_s: float) -> None:
+        lost = sorted(self.runtime.lost - {rank for row in self.recoveries for rank in row["lost"]})
+        step, workers = max(0, self.kept.step), self.runtime.size
+        self.recoveries.append({"step": step, "lost": lost, "workers": workers, "pause_s": pause_s})
+        for rank in lost:
+            self.session.report.event("worker lost", rank=rank, how="died", step=step)
+        self.session.report.event("recovered", step=step, workers=workers, pause_s=pause_s)
+
+
+def meet(runtime: Any, mine: Kept) -> Kept:
+    """Collective: what this rank goes on from, where everybody brings their own: those who are behind take the state of
+    the first one who is not."""
+    told = runtime.allgather([mine.step, mine.failure])
+    newest = max(step for step, _ in told)
+    source = [step for step, _ in told].index(newest)
+    failure = next((failure for _, failure in told if failure), "")
+    if all(step == newest for step, _ in told):
+        return mine._replace(failure=failure, own=mine.own_before)
+    tree = share_tree(runtime, {"state": mine.state, "own": mine.own_before}, source)
+    if mine.step == newest:
+        return mine._replace(failure=failure, own=mine.own_before)
+    return mine._replace(step=newest, failure=failure, state=tree["state"], own_before=tree["own"])
+
+
+def share_tree(runtime: Any, tree: Any, root: int) -> Any:
+    """Collective: the state tree of `root` on every rank, tensors in host memory."""
+    tensors: dict[str, torch.Tensor] = {}
+    told = None
+    if runtime.rank == root:
+        structure, tensors = split(tree)
+        shapes = {name: [str(one.dtype).split(".")[1], list(one.shape)] for name, one in tensors.items()}
+        told = [structure, shapes]
+    structure, shapes = runtime.share(told, root)
+    if runtime.rank != root:
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()
+        }
+    broadcast_tensors(runtime, tensors.values(), root)
+    return join(structure, tensors)
