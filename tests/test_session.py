@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED
-from mpitrain.rules import AllReduce, Async, Roles
+from mpitrain.rules import AllReduce, Async, LocalSGD, Roles
 from mpitrain.training.levels import level
 from mpitrain.training.options import fingerprint
 from mpitrain.training.session import judge
@@ -59,8 +59,14 @@ def test_a_rehearsal_starts_no_mpi():
 
 @pytest.mark.parametrize(
     ("launched", "strategy", "named"),
-    [("ulfm", Async(), "ulfm"), ("ulfm", AllReduce(), "restart"), ("none", Async(), "restart")],
+    [
+        ("ulfm", Async(), "ulfm"),
+        ("ulfm", AllReduce(), "ulfm"),
+        ("ulfm", LocalSGD(), "restart"),
+        ("none", Async(), "restart"),
+        ("none", AllReduce(), "restart"),
+    ],
 )
 def test_a_run_says_what_a_workers_death_costs_it(launched, strategy, named):
-    """Where the strategy has no server that knows the leases, a launch that tolerates failures changes nothing."""
+    """Where ranks hold what no other has, a launch that tolerates failures changes nothing."""
     assert level(SimpleNamespace(fault_tolerance=launched), strategy) == named

@@ -201,14 +201,11 @@ def _leave_ulfm(runtime: "Runtime", error: BaseException) -> NoReturn:
     with contextlib.suppress(MPI.Exception, TimeoutError):
         # a communication thread that is busy gets a moment; our death is noticed all the same
         revoke(runtime, _REVOKE_WAIT_S)
-        if (
-            runtime.recovers
-            and not is_lost_peer(error)
-            and threading.current_thread() is threading.main_thread()
-        ):
+        on_main = threading.current_thread() is threading.main_thread()
+        if runtime.recovers and on_main and not is_lost_peer(error):
             agree(
                 runtime, 0
-            )  # call the job off: the others would go on without us, and meet what we have met
+            )  # calls the job off: the others would go on without us, and meet what we have met
     if is_lost_peer(error):
         os._exit(exit_code(error))
     os.kill(os.getpid(), signal.SIGKILL)

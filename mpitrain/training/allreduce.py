@@ -112,13 +112,11 @@ class Trainer:
 
     def keep(self) -> Kept:
         """What this rank goes on from should others have died in this step: everything as after the step before."""
-        own = self.hook.state() if self.hook else {}
-        if own.get("step") == self._own_before.get(
-            "step"
-        ):  # or it has sent its share, which others may have used
-            own = self._own_before
+        own, before = self.hook.state() if self.hook else {}, self._own_before
+        if own.get("step") == before.get("step"):  # or it has sent its share, which others may have used
+            own = before
         meter = self.meter if self.rank == 0 else None
-        return Kept(self.step, self.failure, self.state(), self._own_before, own, self.nap, meter)
+        return Kept(self.step, self.failure, self.state(), before, own, self.nap, meter)
 
     def run(self) -> None:
         """Epochs until all are done, `--steps` is reached, a step is not finite or the run is told to end."""
