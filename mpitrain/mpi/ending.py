@@ -203,9 +203,8 @@ def _leave_ulfm(runtime: "Runtime", error: BaseException) -> NoReturn:
         revoke(runtime, _REVOKE_WAIT_S)
         on_main = threading.current_thread() is threading.main_thread()
         if runtime.recovers and on_main and not is_lost_peer(error):
-            agree(
-                runtime, 0
-            )  # calls the job off: the others would go on without us, and meet what we have met
+            # call the job off: the others would go on without us, and meet what we have met
+            agree(runtime, 0)
     if is_lost_peer(error):
         os._exit(exit_code(error))
     os.kill(os.getpid(), signal.SIGKILL)

@@ -5,7 +5,7 @@ in either. Progress is any step, push, answer or validation batch of this rank. 
 validation over there) is no hang, for the rank that hangs has a watchdog of its own; but where everybody waits for
 everybody nobody would bark, so who has only waited for `PATIENCE` times as long looks whether the run itself still
 moves, by its metrics file. Every rank that hears the alarm writes its stacks, and its part of an emergency checkpoint,
-before the one that raised it ends the job; the launcher then starts the run again from there. A worker that the others
+before the one that raised it ends the job; the launcher then starts the run again from there. A rank that the others
 go on without (ULFM) raises no alarm: it writes its own stacks and dies.
 """
 
@@ -92,7 +92,7 @@ class Watchdog:
     def _bark(self, heard: bool) -> None:
         """Ends the job, whatever the file system does: see mpi/ending.py."""
         what = f"{self.runtime.where()}: no progress for {self.timeout_s:g} s"
-        alone = self.runtime.fault_tolerance == "ulfm" and self.runtime.expendable
+        alone = self.runtime.fault_tolerance == "ulfm" and (self.runtime.expendable or self.runtime.recovers)
         told = "; it dies alone, and the others go on"
         try:
             if alone:

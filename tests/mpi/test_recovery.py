@@ -75,14 +75,16 @@ from mpitrain.mpi.runtime import start
 from tests import toy
 
 job = toy.make_job(epochs=6, batch_size=4, checkpoint_every="{every}", keep_checkpoints=99, validate=toy.Memory())
-result = mt.train(job, mt.AllReduce(), run_dir="{path}", quiet=True, resume={resume!r}, inject={inject!r})
+result = mt.train(job, mt.AllReduce(), run_dir="{path}", quiet=True, resume={resume!r}, inject={inject!r},
+    watchdog_s={watchdog_s})
 start().exit_code = result["exit_code"]
 """
 
 
-def train(ranks, path, every="never", resume=None, inject=(), mpirun_args=()):
-    script = RUN.format(every=every, path=path, resume=resume, inject=inject)
-    run_ranks(ranks, script, mpirun_args=mpirun_args, timeout_s=DEADLINE_S).check()
+def train(ranks, path, every="never", resume=None, inject=(), watchdog_s=0.0, mpirun_args=()):
+    script = RUN.format(every=every, path=path, resume=resume, inject=inject, watchdog_s=watchdog_s)
+    ended = run_ranks(ranks, script, mpirun_args=mpirun_args, timeout_s=DEADLINE_S).check()
+    assert (path / "result.json").exists(), str(ended)
     return json.loads((path / "result.json").read_text())
 
 
@@ -249,3 +251,10 @@ def test_the_rank_that_validates_may_die_in_it(tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["status"], result["lost"], result["samples"]) == ("ok", {"0": "died"}, 48)
     assert "validation_loss" in result["metrics"] and load_file(result["model"])
+
+
+def test_a_rank_that_is_stuck_ends_itself_and_the_others_go_on(tmp_path):
+    orders = ("segv(worker=2,at_step=1)", "wedge(worker=1,at_step=3)")
+    result = train(4, tmp_path, inject=orders, watchdog_s=20.0, mpirun_args=ULFM)
+    assert (result["lost"], result["samples"]) == ({"1": "died", "2": "died"}, 6 * 48)
+    assert "breaking.py" in (tmp_path / "stacks" / "rank-1.txt").read_text()
