@@ -255,6 +255,6 @@ def test_the_rank_that_validates_may_die_in_it(tmp_path):
 
 def test_a_rank_that_is_stuck_ends_itself_and_the_others_go_on(tmp_path):
     orders = ("segv(worker=2,at_step=1)", "wedge(worker=1,at_step=3)")
-    result = train(4, tmp_path, inject=orders, watchdog_s=20.0, mpirun_args=ULFM)
+    result = train(4, tmp_path, inject=orders, watchdog_s=12.0, mpirun_args=ULFM)
     assert (result["lost"], result["samples"]) == ({"1": "died", "2": "died"}, 6 * 48)
     assert "breaking.py" in (tmp_path / "stacks" / "rank-1.txt").read_text()
