@@ -72,6 +72,7 @@ class RemoteOptimizer(Optimizer):
         if self._active:
             self._active = False
             self._world.advance(self._role, None)
+            self._runtime.given_up |= self._runtime.dead()  # the end is not to wait for them
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

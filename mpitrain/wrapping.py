@@ -10,13 +10,14 @@ the worker role turned inside out: where the role asks for a gradient the user's
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpitrain.effects import Kind
-from mpitrain.errors import UsageError
+from mpitrain.errors import EXIT_ERROR, UsageError
 from mpitrain.report import NullReport
-from mpitrain.roles import Server, Worker
+from mpitrain.roles import TolerantServer, Worker
 from mpitrain.rules import AllReduce, Decentralized, LocalSGD, Roles, ServerStrategy, Strategy
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = Non
         servers: `step()` pushes the gradients and brings the new parameters, and its options stay as they
             were at this call. Under `LocalSGD` `step()` averages when it is due, under `Decentralized` it
             exchanges with the other peers; take equally many steps on all workers.
+
+    Under ULFM (`mpitrain launch --ft ulfm`) a server strategy goes on without a worker that dies; what it would have
+    taken of the data is your loop's affair, since nothing but the loop knows it. Otherwise a death ends the job.
 
     Raises:
         UsageError (AgreedError under MPI): an optimizer or dtype that a server cannot hold, too few ranks, or
@@ -165,14 +169,20 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strate
     if runtime.role == "server":
         shard = roles.servers.index(runtime.rank)
         store = shard_store(flat, shard, optimizer, strategy, len(roles.workers))
-        server = Server(strategy, store, roles.workers, NullReport())
-        MpiWorld(runtime.engine, roles.workers, lambda source, kind: store.frame(), on_step).run(server.run())
-        runtime.finish()
-        sys.exit(0)
+        server = TolerantServer(strategy, store, roles.workers, NullReport())
+        server.attendance.least_silence_s = (
+            math.inf
+        )  # how long a loop that is not ours may take, nobody knows
+        losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
+        world = MpiWorld(
+            runtime.engine, roles.workers, lambda source, kind: store.frame(), on_step, losable=losable
+        )
+        _leave(runtime, world.run(server.run()))
 
     def frame_for(source: int, kind: Kind) -> Any:
         return flat.frame_for(roles.servers.index(source), kind == Kind.FINAL)
 
+    runtime.expendable = True
     world = MpiWorld(runtime.engine, roles.servers, frame_for, on_step)
     if strategy.inflight > 1:
         _poll_in_backward(flat.parameters, runtime.engine)
@@ -183,6 +193,16 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strate
         push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
     )  # fmt: skip
     return RemoteOptimizer(runtime, optimizer, strategy, replica, worker, world)
+
+
+def _leave(runtime: Any, counts: dict[str, Any]) -> NoReturn:
+    """A server's end, when all workers have left or are lost."""
+    runtime.given_up |= {int(rank) for rank in counts["lost"]} | runtime.dead()
+    if counts["failure"]:
+        print(f"mpitrain: error: {counts['failure']}", file=sys.stderr, flush=True)
+        runtime.exit_code = EXIT_ERROR
+    runtime.finish()
+    sys.exit(runtime.exit_code)
 
 
 def _poll_in_backward(parameters: list[Any], engine: Any) -> None:

@@ -4,10 +4,12 @@ import json
 import random
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from mpitrain.mpi import graves
 from mpitrain.mpi.op import Op
+from tests import toy
 from tests.ranks import run_ranks
 
 ULFM = ("--with-ft", "ulfm")
@@ -211,3 +213,40 @@ with Watchdog(runtime, SimpleNamespace(run_dir=Path("{path}"), emergency="nothin
 def test_where_everybody_waits_for_everybody_the_job_ends(tmp_path):
     ended = run_ranks(2, DEADLOCK.format(path=tmp_path), timeout_s=DEADLINE_S)
     assert ended.code not in (0, 75) and "no progress for 0.5 s" in ended.stderr, ended
+
+
+OWN_LOOP = """
+import os, signal
+import torch
+import mpitrain as mt
+from tests import toy
+
+model = toy.linear_float32()
+model, optimizer = mt.wrap(model, torch.optim.SGD(model.parameters(), lr=0.125), mt.Sync(servers=2))
+for step in range(12):
+    optimizer.zero_grad()
+    toy.linear_loss(model, {{"x": torch.ones(1, 5)}}).backward()
+    if (mt.worker_index(), step) == (0, 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (mt.worker_index(), step) == (2, 5):
+        raise RuntimeError("planted")
+    optimizer.step()
+mt.finish()
+torch.save(model.state_dict(), f"{path}/{{mt.worker_index()}}.pt")
+"""
+
+
+def test_a_loop_of_ones_own_goes_on_without_workers_that_die(tmp_path):
+    """All gradients are the same, so the mean of any number of workers is, and twelve updates are known to the bit."""
+    ended = run_ranks(5, OWN_LOOP.format(path=tmp_path), mpirun_args=ULFM, timeout_s=DEADLINE_S)
+    assert "planted" in ended.ranks_err[4]
+    assert [file.name for file in tmp_path.iterdir()] == ["1.pt"]
+    expected = toy.linear_float32()
+    for _ in range(12):
+        expected.zero_grad()
+        toy.linear_loss(expected, {"x": torch.ones(1, 5)}).backward()
+        torch.optim.SGD(expected.parameters(), lr=0.125).step()
+    for file in tmp_path.iterdir():
+        state = torch.load(file, weights_only=True)
+        assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+    assert not [line for rank in (0, 1, 3) for line in ended.ranks_err[rank].splitlines()], ended
