@@ -1,11 +1,13 @@
 """Does training go on, whatever is killed when? `make chaos` counts it.
 
-    python benchmarks/chaos.py [--kills 100] [--jobs 20] [--parts files writing server stop accuracy kills]
+    python benchmarks/chaos.py [--kills 100] [--jobs 20] [--parts files writing server stop accuracy kills allreduce]
 
 kills     jobs of six workers over one server, `mpitrain launch --ft ulfm`, of which five are killed at random instants
           around their push (SIGKILL from a thread, in the middle of a message more often than not); messages of 1 and
           20 MB, over shared memory and over TCP. Every update of the job is known beforehand (`chaos_job.py`), so the
           final weights tell whether one was phantom or torn. A job that hangs is ended by its watchdog and relaunched.
+allreduce jobs of five ranks in lockstep, of which three are killed in the middle of an allreduce: the rest must end
+          with the same bits and every sample counted once (`chaos_allreduce.py`).
 files     a process that writes checkpoints is killed at 50 random instants: what is then the newest must be whole; and
           200 random bit flips and truncations of the newest must be seen, and the one before be taken.
 writing   20 jobs without ULFM, `allreduce()` and `async(servers=1)` in turn, of which a rank is killed while a
@@ -33,100 +35,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from chaos_allreduce import run_allreduce
+from chaos_kills import run_kills
 from chaos_launch import HERE, finish, launch, notes
 from chaos_relaunch import run_server, run_writing
-from common import table, write_row
-from safetensors.torch import load_file
+from common import write_row
 
 from mpitrain.checkpoint.parts import folder_of, newest, read_part, write_part
 
-TCP = "--mca pml ob1 --mca btl self,tcp --mca btl_tcp_if_include lo"
-TRANSPORTS = {"shared memory": "", "tcp": TCP}
-SIZES = {1_000_000: (240, 0.004), 20_000_000: (80, 0.06)}  # bytes: samples, seconds that a message may take
-WORKERS, VICTIMS = 6, 5
 BATCH_SIZE = 16  # the digits job's
-
-
-def one_job(folder: Path, num_bytes: int, host_args: str, draw: random.Random) -> dict[str, Any]:
-    """Kill five of six workers; what came of it."""
-    samples, message_s = SIZES[num_bytes]
-    victims = draw.sample(range(WORKERS), VICTIMS)
-    orders = [
-        f"kill(worker={one},at_step={draw.randrange(2, 9)},after_s={draw.uniform(1e-5, message_s):.6f})"
-        for one in victims
-    ]
-    words = ["--strategy", "async()", "--watchdog-s", "30", "--checkpoint-every", str(samples // 3)]
-    words += [word for order in orders for word in ("--inject", order)]
-    env = {"CHAOS_BYTES": str(num_bytes), "CHAOS_DIR": str(folder), "CHAOS_SAMPLES": str(samples)}
-    began_s = time.monotonic()
-    ended = finish(launch(folder, 1 + WORKERS, HERE / "chaos_job.py", words, host_args, env))
-    told = folder / "result.json"
-    row: dict[str, Any] = {
-        "kills": len(notes(folder, "killed")),
-        "ended": ended and told.exists(),
-        "wrong": 0,
-    }
-    row["restarts"] = (folder / "out").read_text().count("; restart ")
-    row["seconds"] = time.monotonic() - began_s
-    if row["ended"]:
-        result = json.loads(told.read_text())
-        weight = load_file(result["model"])["weight"].double()
-        pattern = torch.arange(weight.numel()).remainder(7).add(1).double() / 8
-        wanted = -(2.0**-10) * result["steps"] * pattern
-        left, right = result["staleness_identity"]
-        whole = result["samples"] == samples == result["accepted"] and left == right
-        row["wrong"] = int((weight != wanted).any()) + (not whole)
-        row["lost"] = result["lost"]
-    killed = {one["rank"]: one["at_s"] for one in notes(folder, "killed")}
-    lost = {one["lost"]: one for one in notes(folder, "lost")}
-    if not row["restarts"]:
-        row["detected_s"] = [lost[rank]["at_s"] - at_s for rank, at_s in killed.items() if rank in lost]
-    pauses = [one["seconds"] for one in notes(folder, "pause") if one["rank"] not in killed]
-    row["pause_s"] = max(pauses, default=0.0)
-    return row
-
-
-def run_kills(num_kills: int, seed: int) -> None:
-    """Rows for every size and transport."""
-    shown = [
-        ("message", "transport", "kills", "survived", "relaunched", "hanging", "wrong", "p50", "p99", "pause")
-    ]
-    for num_bytes in SIZES:
-        for transport, host_args in TRANSPORTS.items():
-            rows, wanted = [], num_kills / 4
-            while sum(row["kills"] for row in rows) < wanted and len(rows) < 2 * wanted / VICTIMS + 1:
-                with tempfile.TemporaryDirectory() as scratch:
-                    draw = random.Random(f"{seed}/{num_bytes}/{transport}/{len(rows)}")
-                    rows.append(one_job(Path(scratch) / "run", num_bytes, host_args, draw))
-                print(num_bytes, transport, rows[-1], flush=True)
-            detected = sorted(one for row in rows for one in row.get("detected_s", ()))
-            found = {
-                "message_bytes": num_bytes,
-                "transport": transport,
-                "jobs": len(rows),
-                "kills": sum(row["kills"] for row in rows),
-                "kills_in_jobs_that_survived": sum(
-                    row["kills"] for row in rows if row["ended"] and not row["restarts"]
-                ),
-                "jobs_relaunched": sum(row["ended"] and row["restarts"] > 0 for row in rows),
-                "jobs_hanging": sum(not row["ended"] for row in rows),
-                "phantom_or_torn": sum(row["wrong"] for row in rows),
-                "detected_p50_s": detected[len(detected) // 2] if detected else None,
-                "detected_p99_s": detected[min(len(detected) - 1, int(0.99 * len(detected)))]
-                if detected
-                else None,
-                "given_up_as_silent": sum(
-                    how == "silent" for row in rows for how in row.get("lost", {}).values()
-                ),
-                "longest_pause_s": max(row["pause_s"] for row in rows),
-            }
-            write_row("chaos", {"part": "kills", **found, "rows": rows})
-            shown.append((
-                f"{num_bytes / 1e6:g} MB", transport, *(str(found[key]) for key in (
-                    "kills", "kills_in_jobs_that_survived", "jobs_relaunched", "jobs_hanging", "phantom_or_torn")),
-                *(f"{found[key] or 0:.3f} s" for key in ("detected_p50_s", "detected_p99_s", "longest_pause_s")),
-            ))  # fmt: skip
-    print(table(shown))
 
 
 def run_files(seed: int) -> None:
@@ -278,7 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, default=20, help="of the writing part; a fifth as many of the server part"
     )
-    every = ["files", "writing", "server", "stop", "accuracy", "kills"]
+    every = ["files", "writing", "server", "stop", "accuracy", "kills", "allreduce"]
     parser.add_argument("--parts", nargs="+", choices=every, default=every)
     options = parser.parse_args()
     if "files" in options.parts:
@@ -293,6 +210,8 @@ def main() -> None:
         run_accuracy(options.seeds, options.virtual)
     if "kills" in options.parts:
         run_kills(options.kills, options.seed)
+    if "allreduce" in options.parts:
+        run_allreduce(options.kills, options.seed)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-from chaos_launch import note
+from chaos_launch import NotedOs, note
 from torch import nn
 
 import mpitrain as mt
@@ -49,18 +49,7 @@ def loss(model, batch):
     return model(torch.ones_like(batch["x"]))
 
 
-def kill_noted(pid, number, kill=os.kill):
-    if pid == os.getpid():
-        note(NOTES, "killed", at_s=time.monotonic(), pid=pid)
-    kill(pid, number)
-
-
-class NotedOs:
-    def __getattr__(self, name):
-        return kill_noted if name == "kill" else getattr(os, name)
-
-
-breaking.os = NotedOs()
+breaking.os = NotedOs(NOTES)
 lose = TolerantServer._lose
 
 

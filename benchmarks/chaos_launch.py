@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from mpitrain.environment import launched_rank
 
 HERE = Path(__file__).parent
 DEADLINE_S = 420
+TCP = "--mca pml ob1 --mca btl self,tcp --mca btl_tcp_if_include lo"
+TRANSPORTS = {"shared memory": "", "tcp": TCP}
 
 
 def launch(
@@ -61,3 +64,18 @@ def notes(folder: Path, name: str) -> list[dict[str, Any]]:
     """What the ranks have noted under `name`."""
     files = sorted(folder.glob(f"{name}-*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+class NotedOs:
+    """The module `os` for `mpi/breaking.py`: a rank that kills itself says so first."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def __getattr__(self, name: str) -> Any:
+        return self._kill if name == "kill" else getattr(os, name)
+
+    def _kill(self, pid: int, number: int) -> None:
+        if pid == os.getpid():
+            note(self._folder, "killed", at_s=time.monotonic(), pid=pid)
+        os.kill(pid, number)

@@ -33,7 +33,10 @@ BY_HAND = {
     "tolerance_cost",
 }  # take minutes, or root
 
-HELPERS = {"common", "chaos_job", "chaos_launch", "chaos_relaunch", "relaunch_job", "tolerance_job"}
+HELPERS = {
+    "common", "chaos_allreduce", "chaos_job", "chaos_kills", "chaos_launch", "chaos_relaunch", "counted_job",
+    "relaunch_job", "tolerance_job",
+}  # fmt: skip
 
 
 def rows_of(name: str, results: Path) -> list[dict]:

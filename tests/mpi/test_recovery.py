@@ -1,21 +1,23 @@
 """Allreduce goes on without the ranks that die: with the bits of a resume with fewer workers, every sample once."""
 
+import importlib
 import json
-import math
+import os
 import random
 import shutil
+import sys
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from mpitrain.checkpoint.parts import folder_of
 from mpitrain.training.measure import same_model
-from tests.ranks import run_ranks
+from tests.ranks import ROOT, run_ranks
 
 ULFM = ("--with-ft", "ulfm")
 TCP = ("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo")
 DEADLINE_S = 180.0
+BENCHMARKS = ROOT / "benchmarks"
 
 # Nobody dies: some ranks are only told so, in the middle of a step, and the others hear of it from them.
 ALARM = """
@@ -104,116 +106,25 @@ def test_who_is_left_goes_on_as_a_resume_with_fewer_workers_does(tmp_path):
     assert same_model(tmp_path / "killed" / "model.safetensors", fewer / "model.safetensors")
 
 
-# Sample i moves element i of every parameter by rate / (samples in its round): who was in which step can be read off.
-COUNTED = """
-import json, os, random, signal, threading, zlib
-import torch
-from torch import nn
-import mpitrain as mt
-from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
-from mpitrain.mpi.runtime import start
-from mpitrain.training.allreduce import Trainer
-
-NUM_SAMPLES, WIDTH, kills = {num_samples}, {width}, {kills!r}
-runtime = start()
-log = open(f"{path}/rank-{{runtime.rank}}.jsonl", "w", buffering=1)
-
-class Numbers:
-    def scan(self):
-        return Catalogue((ShardInfo("memory", NUM_SAMPLES, 8),), {{"x": ArraySpec((), "int64")}}, 1)
-
-    def reader(self, catalogue, seed):
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def batch(self, epoch, start, count):
-        return {{"x": torch.arange(start, start + count)}}
-
-    def prefetch(self, epoch, start, count):
-        pass
-
-class Known(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(WIDTH)) for _ in range(3)])
-
-def hurt():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def loss(model, batch):
-    step = runtime.step
-    print(json.dumps({{"step": step, "ids": batch["x"].tolist()}}), file=log)
-    at, delay_s = kills.get(runtime.launched_rank, (-1, 0))
-    if step == at:
-        threading.Timer(delay_s, hurt).start()
-    parts = list(model.parameters())
-    return -sum(part[batch["x"]].mean() for part in parts)
-
-run, outcome = Trainer.run, Trainer.outcome
-
-def told(self):
-    bits = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in self.module.parameters()))
-    print(json.dumps({{"bits": bits, "step": self.step}}), file=log)
-    return outcome(self)
-
-Trainer.outcome = told
-# DDP alone wants one forward pass of the module: its loss is handed the module itself
-Known.forward = lambda self, batch: loss(self, batch)
-job = mt.Job(
-    model=Known, loss=lambda model, batch: model(batch), data=Numbers(), epochs=2, batch_size=4,
-    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0), checkpoint_every="never",
-)
-result = mt.train(job, mt.AllReduce(), run_dir="{path}/run", quiet=True)
-runtime.exit_code = result["exit_code"]
-"""
-NUM_SAMPLES = 96
-
-
-def read_steps(path, ranks):
-    """(what each rank computed in each step last, how often it was in it, the bits that each survivor ended with)."""
-    last, bits = {}, {}
-    for rank in range(ranks):
-        for line in (path / f"rank-{rank}.jsonl").read_text().splitlines():
-            with_step = json.loads(line)
-            if "bits" in with_step:
-                bits[rank] = with_step["bits"]
-            else:
-                last.setdefault(with_step["step"], {}).setdefault(rank, []).append(with_step["ids"])
-    return last, bits
-
-
-@pytest.mark.parametrize(("width", "btl"), [(90_000, TCP), (2000, ()), (90_000, ())])
-def test_kills_in_the_middle_of_an_allreduce_lose_no_sample_and_part_no_survivors(tmp_path, width, btl):
-    """Three of five ranks, rank 0 among them, in buckets of 1 MB or of 24 KB; more of these in `make chaos`."""
-    draw = random.Random(width + len(btl))
-    victims = [0, *draw.sample(range(1, 5), 2)]
-    kills = {rank: (draw.randrange(2, 9), draw.choice((0.0, 3e-4, 1e-3, 3e-3, 1e-2))) for rank in victims}
-    script = COUNTED.format(path=tmp_path, num_samples=NUM_SAMPLES, width=width, kills=kills)
-    ended = run_ranks(5, script, mpirun_args=(*ULFM, *btl), timeout_s=DEADLINE_S).check()
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert set(result["lost"]) == {str(rank) for rank in kills}, ended
-    assert (result["status"], result["samples"]) == ("ok", 2 * NUM_SAMPLES)
-    last, bits = read_steps(tmp_path, 5)
-    alive = set(range(5)) - set(kills)
-    assert {bits[rank] for rank in alive} == {bits[min(alive)]}, "survivors hold different parameters"
-    expected, taken = torch.zeros(NUM_SAMPLES, dtype=torch.float64), []
-    for step in range(result["steps"]):
-        # done again: by those that were left; else the dead one's share is in the parameters, too
-        redone = max(len(last[step].get(rank, [])) for rank in alive)
-        ids = [i for tries in last[step].values() if len(tries) == redone for i in tries[-1]]
-        taken += ids
-        expected[ids] += 1.0 / len(ids)
-    assert sorted(taken) == sorted([*range(NUM_SAMPLES)] * 2)
-    model = load_file(result["model"])
-    for tensor in model.values():
-        assert torch.allclose(tensor[:NUM_SAMPLES].double(), expected, rtol=1e-6, atol=0)
-        assert float(tensor[NUM_SAMPLES:].abs().sum()) == 0.0
-    assert math.isclose(float(expected.sum()), result["steps"], rel_tol=1e-9)
+@pytest.mark.parametrize(("num_bytes", "btl"), [(1_000_000, TCP), (100_000, ()), (1_000_000, ())])
+def test_kills_in_the_middle_of_an_allreduce_lose_no_sample_and_part_no_survivors(
+    tmp_path, monkeypatch, num_bytes, btl
+):
+    """Three of five ranks, at random instants; more of these in `make chaos`."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    chaos = importlib.import_module("chaos_allreduce")
+    orders = chaos.draw_orders(1_000_000, random.Random(num_bytes + len(btl)))
+    words = [word for order in orders for word in ("--inject", order)]
+    job, run_dir = str(BENCHMARKS / "counted_job.py"), str(tmp_path)
+    command = [sys.executable, "-m", "mpitrain", "train", job, "--run-dir", run_dir, "--quiet", *words]
+    env = {
+        "CHAOS_BYTES": str(num_bytes), "CHAOS_DIR": run_dir, "CHAOS_SAMPLES": str(chaos.NUM_SAMPLES),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{BENCHMARKS}",
+    }  # fmt: skip
+    ended = run_ranks(chaos.RANKS, command, env=env, mpirun_args=(*ULFM, *btl), timeout_s=DEADLINE_S).check()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["lost"]) == chaos.VICTIMS and result["status"] == "ok", str(ended)
+    assert chaos.account(tmp_path) == []
 
 
 ENDS = """

@@ -1,0 +1,133 @@
+"""Part `allreduce` of `chaos.py`: ranks of a synchronous run die in the middle of its collectives, and the rest goes
+on.
+
+Every job runs `counted_job.py` on five ranks under `mpitrain launch --ft ulfm`, of which three, often rank 0 among
+them, kill themselves at random instants of their first steps. What must come out of it is known: survivors with the
+same bits, and weights that count every sample of both epochs once, in the round it was in.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from chaos_launch import HERE, TRANSPORTS, finish, launch, notes
+from common import table, write_row
+from safetensors.torch import load_file
+
+JOB = HERE / "counted_job.py"
+RANKS, VICTIMS, NUM_SAMPLES, EPOCHS = 5, 3, 160, 2
+STEP_S = {1_000_000: 0.02, 20_000_000: 0.2}  # of a step, about: when a kill ordered in it is carried out
+
+
+def draw_orders(num_bytes: int, draw: random.Random) -> list[str]:
+    """Whom to kill after which step, and how long after."""
+    return [
+        f"kill(worker={one},at_step={draw.randrange(1, 8)},after_s={draw.uniform(1e-5, STEP_S[num_bytes]):.6f})"
+        for one in draw.sample(range(RANKS), VICTIMS)
+    ]
+
+
+def account(folder: Path) -> list[str]:
+    """What is wrong with a run that has ended, by its notes in `folder` and its result; empty if nothing is."""
+    result = json.loads((folder / "result.json").read_text())
+    killed = {one["rank"] for one in notes(folder, "killed")}
+    alive = set(range(RANKS)) - killed
+    tries: dict[int, dict[int, list[list[int]]]] = {}
+    for one in notes(folder, "step"):
+        tries.setdefault(one["step"], {}).setdefault(one["rank"], []).append(one["ids"])
+    expected, taken = torch.zeros(NUM_SAMPLES, dtype=torch.float64), []
+    for step in range(result["steps"]):
+        # done again by those that were left; if it was not, the dead one's share is in the weights, too
+        num_tries = max(len(tries[step].get(rank, ())) for rank in alive)
+        ids = [number for done in tries[step].values() if len(done) == num_tries for number in done[-1]]
+        taken += ids
+        expected[ids] += 1.0 / len(ids)
+    wrong = []
+    if {int(rank) for rank in result["lost"]} != killed:
+        wrong.append(f"killed {killed}, lost {result['lost']}")
+    ends = {one["rank"]: one["bits"] for one in notes(folder, "end")}
+    if len({ends.get(rank) for rank in alive}) != 1:
+        wrong.append(f"survivors ended with different bits: {ends}")
+    if sorted(taken) != sorted([*range(NUM_SAMPLES)] * EPOCHS):
+        wrong.append("a sample was lost or taken twice")
+    for name, weights in load_file(result["model"]).items():
+        head, rest = weights[:NUM_SAMPLES].double(), weights[NUM_SAMPLES:]
+        if not torch.allclose(head, expected, rtol=1e-6, atol=0) or bool(rest.any()):
+            wrong.append(f"{name} is not the sum of the gradients")
+    return wrong
+
+
+def one_job(folder: Path, num_bytes: int, host_args: str, orders: list[str]) -> dict[str, Any]:
+    """Kill ranks as ordered; what came of it."""
+    words = ["--strategy", "allreduce()", "--watchdog-s", "30", "--checkpoint-every", str(NUM_SAMPLES // 2)]
+    words += [word for order in orders for word in ("--inject", order)]
+    env = {"CHAOS_BYTES": str(num_bytes), "CHAOS_DIR": str(folder), "CHAOS_SAMPLES": str(NUM_SAMPLES)}
+    began_s = time.monotonic()
+    ended = finish(launch(folder, RANKS, JOB, words, host_args, env))
+    row: dict[str, Any] = {"ended": ended and (folder / "result.json").exists(), "wrong": []}
+    row["restarts"] = (folder / "out").read_text().count("; restart ")
+    row["seconds"] = time.monotonic() - began_s
+    killed = {one["rank"]: one["at_s"] for one in notes(folder, "killed")}
+    row["kills"] = len(killed)
+    if row["ended"] and not row["restarts"]:
+        row["wrong"] = account(folder)
+        result = json.loads((folder / "result.json").read_text())
+        row["recoveries"] = result["recoveries"]
+        heard = [(one["at_s"], one["rank"]) for one in notes(folder, "heard")]
+        row["detected_s"] = [
+            min(s - at_s for s, rank in heard if s >= at_s and rank != victim)
+            for victim, at_s in killed.items()
+            if any(s >= at_s and rank != victim for s, rank in heard)
+        ]
+        row["pause_s"] = max(one["seconds"] for one in notes(folder, "pause") if one["rank"] not in killed)
+    return row
+
+
+def run_allreduce(num_kills: int, seed: int) -> None:
+    """Rows for every size and transport."""
+    shown = [
+        ("message", "transport", "kills", "survived", "relaunched", "hanging", "wrong", "p50", "p99", "pause")
+    ]
+    for num_bytes in STEP_S:
+        for transport, host_args in TRANSPORTS.items():
+            rows: list[dict[str, Any]] = []
+            while sum(row["kills"] for row in rows) < num_kills / 4:
+                draw = random.Random(f"{seed}/allreduce/{num_bytes}/{transport}/{len(rows)}")
+                with tempfile.TemporaryDirectory() as scratch:
+                    orders = draw_orders(num_bytes, draw)
+                    rows.append(one_job(Path(scratch) / "run", num_bytes, host_args, orders))
+                print(num_bytes, transport, rows[-1], flush=True)
+            found = {"message_bytes": num_bytes, "transport": transport, **summary(rows)}
+            write_row("chaos", {"part": "allreduce", **found, "rows": rows})
+            shown.append((
+                f"{num_bytes / 1e6:g} MB", transport, *(str(found[key]) for key in (
+                    "kills", "kills_in_jobs_that_survived", "jobs_relaunched", "jobs_hanging", "wrong")),
+                *(f"{found[key]:.3f} s" for key in ("detected_p50_s", "detected_p99_s", "longest_pause_s")),
+            ))  # fmt: skip
+    print(table(shown))
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is told of the jobs of one size and transport."""
+    detected = sorted(one for row in rows for one in row.get("detected_s", ())) or [0.0]
+    pauses = [one["pause_s"] for row in rows for one in row.get("recoveries", ())]
+    return {
+        "jobs": len(rows),
+        "kills": sum(row["kills"] for row in rows),
+        "kills_in_jobs_that_survived": sum(
+            row["kills"] for row in rows if row["ended"] and not row["restarts"]
+        ),
+        "jobs_relaunched": sum(row["ended"] and row["restarts"] > 0 for row in rows),
+        "jobs_hanging": sum(not row["ended"] for row in rows),
+        "wrong": sum(bool(row["wrong"]) for row in rows),
+        "detected_p50_s": detected[len(detected) // 2],
+        "detected_p99_s": detected[min(len(detected) - 1, int(0.99 * len(detected)))],
+        "recovery_longest_s": max(pauses, default=0.0),
+        "longest_pause_s": max((row.get("pause_s", 0.0) for row in rows), default=0.0),
+    }
