@@ -8,6 +8,7 @@ somebody else has imported them; `mpitrain env` asks for more.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -200,6 +201,19 @@ def git_revision(folder: Path) -> str | None:
         return revision + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def code_versions() -> dict[str, str | None]:
+    """What runs here, for ranks to compare: python, packages, and mpitrain with a digest of its sources."""
+    package, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    versions = _package_versions()
+    return {
+        "python": platform.python_version(),
+        **{name: versions[name] for name in ("torch", "mpi4py", "numpy")},
+        "mpitrain": f"{versions['mpitrain']} ({digest.hexdigest()[:12]})",
+    }
 
 
 def _package_versions() -> dict[str, str | None]:

@@ -63,6 +63,19 @@ WORLDLY = {
     "select",
 }
 UNWORLDLY_PLACES = {"rules", "roles", "effects", "inject", "codecs", "text", "errors"}
+# What turns bytes into running code, however it is spelt.
+UNPICKLERS = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "jsonpickle",
+}
+UNPICKLING_CALLS = {("torch", "load"), ("torch", "save"), ("pd", "read_pickle"), ("pandas", "read_pickle")}
 # mpi4py's lower-case calls pickle: a rank could execute code on another, and large arrays are copied.
 PICKLING = {
     *(
@@ -114,6 +127,8 @@ def _import_breaches(relative: str, place: str, tree: ast.Module) -> Iterator[st
     allowed = inside | {f"mpitrain.{place}"}
     for name, line, at_top in _imports(relative, tree):
         top = name.split(".")[0]
+        if top in UNPICKLERS:
+            yield f"{line}: {top} runs what it reads; use JSON or safetensors"
         if top == "mpitrain":
             if "mpitrain" not in allowed and not any(_within(name, wall) for wall in allowed):
                 yield f"{line}: {place} may not know {name}"
@@ -196,6 +211,20 @@ def _call_breaches(tree: ast.Module) -> Iterator[str]:
         ):
             call = f"{_called(node.value)}.{node.attr}"
             yield f"{node.lineno}: {call} pickles; use the upper-case call on a buffer"
+        if isinstance(node, ast.Attribute) and (_called(node.value), node.attr) in UNPICKLING_CALLS:
+            yield f"{node.lineno}: {_called(node.value)}.{node.attr} runs what it reads; use safetensors"
+        if (
+            isinstance(node, ast.Call)
+            and _called(node) in ("eval", "exec")
+            and isinstance(node.func, ast.Name)
+        ):
+            yield f"{node.lineno}: {node.func.id} runs what it reads"
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and not _is_false(node.value):
+            yield f"{node.value.lineno}: allow_pickle runs what it reads"
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
 
 
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -247,6 +276,14 @@ def test_the_walls_stand(relative: str) -> None:
         ("mpi/a.py", "from mpi4py import MPI\nMPI.COMM_WORLD.allgather(1)", "pickles"),
         ("mpi/a.py", "def f(comm):\n    comm.Dup().recv()", "pickles"),
         ("mpi/a.py", "def f(intercomm):\n    g = intercomm.gather", "pickles"),
+        ("data/a.py", "import pickle", "runs what it reads"),
+        (
+            "checkpoint/a.py",
+            "def f(path):\n    import torch\n    return torch.load(path)",
+            "runs what it reads",
+        ),
+        ("data/a.py", "import numpy as np\nnp.load('x', allow_pickle=True)", "runs what it reads"),
+        ("text.py", "def f(text):\n    return eval(text)", "runs what it reads"),
         ("train.py", "try:\n    f()\nexcept:\n    pass", "bare except"),
         ("train.py", "def f():\n" + "    x = 1\n" * 60, "has 61 lines"),
         ("train.py", "x = 1\n" * 301, "301 lines"),
@@ -274,6 +311,8 @@ def test_a_breach_is_found(relative: str, source: str, word: str) -> None:
         ("mpi/a.py", "def f(comm, engine):\n    comm.Send(1, 0)\n    engine.isend(1, 0)"),
         ("cli/a.py", "def f():\n    from mpitrain.job import Overrides\n    import torch"),
         ("training/a.py", "import torch\nfrom mpitrain.mpi import runtime\nfrom mpitrain.data import Shards"),
+        ("data/a.py", "import numpy as np\nnp.load('x', allow_pickle=False)"),
+        ("training/a.py", "def f(module):\n    module.eval()"),
         ("train.py", "def f():\n" + "    x = 1\n" * 59),
         ("train.py", "x = 1\n" * 300),
         ("train.py", "try:\n    f()\nexcept ValueError:\n    pass"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.data import Catalogue
-from mpitrain.environment import collect, launched_server_nodes
+from mpitrain.environment import code_versions, collect, launched_server_nodes
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
@@ -122,7 +122,8 @@ def prepare(
     job = attempt(runtime, lambda: apply_overrides(make_job(), overrides))
     strategy = job.strategy
     injections = [str(one) for one in overrides.injections]
-    runtime.compare({**options(job), "lr": overrides.lr, "steps": overrides.steps, "inject": injections})
+    asked = {"lr": overrides.lr, "steps": overrides.steps, "inject": injections}
+    runtime.compare({**code_versions(), **options(job), **asked})
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
     attempt(runtime, lambda: check_orders(job, overrides, len(roles.workers)))
     runtime.role = roles.of(runtime.rank)

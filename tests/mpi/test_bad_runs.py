@@ -6,8 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
+from mpitrain.data.write import write_shard
 from tests.ranks import run_ranks
 
 MPITRAIN = [sys.executable, "-m", "mpitrain"]
@@ -61,12 +64,13 @@ def test_an_exception_in_the_job_file_on_one_rank(tmp_path):
     assert "FOM" not in run.stdout
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "async"])
-def test_an_exception_in_the_loss_on_one_rank(tmp_path, strategy):
-    run = train(3, write_job(tmp_path, bad_worker=2), tmp_path, "--strategy", strategy)
+@pytest.mark.parametrize(("strategy", "ranks"), [("allreduce", 3), ("async", 3), ("allreduce", 1)])
+def test_an_exception_in_the_loss_on_one_rank(tmp_path, strategy, ranks):
+    bad = ranks - 1
+    run = train(ranks, write_job(tmp_path, bad_worker=bad), tmp_path, "--strategy", strategy)
     assert run.code == 1, str(run)
-    assert "rank 2 (worker, step 1): RuntimeError: planted in the loss" in run.stderr
-    assert json.loads((tmp_path / "run" / "errors" / "rank-2.json").read_text())["step"] == 1
+    assert f"rank {bad} (worker, step 1): RuntimeError: planted in the loss" in run.stderr
+    assert json.loads((tmp_path / "run" / "errors" / f"rank-{bad}.json").read_text())["step"] == 1
 
 
 def test_an_exception_inside_a_server(tmp_path):
@@ -103,8 +107,10 @@ def test_a_job_file_without_a_job_and_a_missing_one(tmp_path):
 WRONG_INPUT = """
 import sys
 import mpitrain as mt
+from mpitrain.environment import code_versions
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.runtime import start
+from mpitrain.training import session
 from tests import toy
 import torch
 
@@ -116,6 +122,15 @@ class Layerwise(torch.optim.SGD):
 def other_model_on_rank_one():
     return torch.nn.Linear(5, 1) if rank == 1 else toy.perceptron()
 
+def run(name, job, options):
+    print(f"== {{name}}", file=sys.stderr, flush=True)
+    try:
+        mt.train(job, **({{"run_dir": "{path}/run", "quiet": True}} | options))
+    except AgreedError as error:
+        print(f"code {{error.exit_code}}", file=sys.stderr, flush=True)
+    else:
+        print("trained", file=sys.stderr, flush=True)
+
 CASES = {{
     "too few ranks": (toy.make_job(), dict(strategy=mt.Async(servers=3))),
     "too many workers": (toy.make_job(data=toy.Memory(num_samples=1)), dict(strategy=mt.Async())),
@@ -125,15 +140,25 @@ CASES = {{
     "wrong rate": (toy.make_job(), dict(lr=-1.0)),
     "other model": (toy.make_job(model=other_model_on_rank_one), dict(strategy=mt.Async())),
     "run dir": (toy.make_job(), dict(run_dir="{path}/file/below")),
+    "truncated": (toy.make_job(data=mt.Shards("{path}/truncated.h5")), {{}}),
+    "other rate": (toy.make_job(), dict(lr=0.5 / (1 + rank))),
 }}
 for name, (job, options) in CASES.items():
-    print(f"== {{name}}", file=sys.stderr, flush=True)
-    try:
-        mt.train(job, **({{"run_dir": "{path}/run", "quiet": True}} | options))
-    except AgreedError as error:
-        print(f"code {{error.exit_code}}", file=sys.stderr, flush=True)
-    else:
-        print("trained", file=sys.stderr, flush=True)
+    run(name, job, options)
+if rank == 1:
+    session.code_versions = lambda: {{**code_versions(), "mpitrain": "0.1.0 (changed)"}}
+run("other code", toy.make_job(), {{}})
+session.code_versions = code_versions
+
+print("== end", file=sys.stderr, flush=True)
+
+def raising(model, batch):
+    if rank == 2:
+        raise RuntimeError("planted in the loss")
+    return toy.square_loss(model, batch)
+
+ENDS = {{"raise": dict(loss=raising), "flipped": dict(data=mt.Shards("{path}/flipped.h5"))}}
+mt.train(toy.make_job(**ENDS["{end}"]), mt.Async(), run_dir="{path}/run", quiet=True)
 """
 
 SAID = {
@@ -145,20 +170,54 @@ SAID = {
     "wrong rate": "--lr must be finite and not negative, got -1.0",
     "other model": "parameters: ",
     "run dir": "cannot make the run directory",
+    "truncated": "truncated.h5: is truncated",
+    "other rate": "lr: 0.5 on rank 0; 0.25 on rank 1",
+    "other code": "mpitrain: '0.1.0",
 }
 
 
-def test_wrong_input_is_said_once_and_all_ranks_leave_together(tmp_path):
+def damaged_shards(path):
+    """One that is too short, and one with a flipped bit among its samples, as all others see it only when they read."""
+    shard = path / "flipped.h5"
+    write_shard(
+        shard, {"x": np.ones((48, 5), np.float32), "y": np.ones((48, 1), np.float32)}, np.arange(48), 8
+    )
+    with h5py.File(shard) as file:
+        offset = file["x"].id.get_chunk_info(3).byte_offset
+    data = bytearray(shard.read_bytes())
+    (path / "truncated.h5").write_bytes(data[:-1])
+    data[offset + 5] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "end", "code", "said"),
+    [
+        (
+            "openmpi",
+            "flipped",
+            2,
+            "flipped.h5: dataset 'x', chunk 3 (samples 24 to 31) fails its fletcher32 checksum",
+        ),
+        ("mpich", "raise", 1, "rank 2 (worker, step 0): RuntimeError: planted in the loss"),
+    ],
+)
+def test_wrong_input_is_said_once_and_all_ranks_leave_together(tmp_path, mpi, end, code, said):
+    """And what is found in the middle of a run ends the job with the code that it has."""
     (tmp_path / "file").write_text("")
-    run = run_ranks(3, WRONG_INPUT.format(path=tmp_path)).check()
+    damaged_shards(tmp_path)
+    run = run_ranks(3, WRONG_INPUT.format(path=tmp_path, end=end), mpi=mpi)
+    assert run.code == code and said in run.stderr, str(run)
     told = dict(part.split("\n", 1) for part in run.ranks_err[0].split("== ")[1:])
+    del told["end"]
     assert told.keys() == SAID.keys()
     for name, text in SAID.items():
         assert text in told[name], told[name]
         assert "code 2" in told[name] and "trained" not in told[name]
         assert told[name].count("UsageError") + told[name].count("DataError") == 1, told[name]
     for other in run.ranks_err[1:]:  # only rank 0 speaks
-        assert other.count("code 2") == len(SAID) and "Error" not in other
+        wrong = other.split("== end")[0]
+        assert wrong.count("code 2") == len(SAID) and "Error" not in wrong
 
 
 def test_a_missed_target_is_status_fail_and_exit_code_3(tmp_path):

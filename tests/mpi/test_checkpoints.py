@@ -129,22 +129,38 @@ def test_another_number_of_servers_goes_on_from_there_bit_for_bit(tmp_path):
 
 
 SIGNALLED = """
-import os, signal, sys
+import os, signal, sys, threading, time
 import torch
 import mpitrain as mt
 from mpitrain.text import parse
 from mpitrain.mpi.runtime import start
+from mpitrain.training import signals
 from tests import toy
 
 runtime = start()
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what mpirun hands on may come to a rank whose run is already over
 
-def run(name, text, resume=None, victim=-1, number=None):
+def signal_when_waiting(number, told):
+    while not runtime.engine.arriving:  # in a collective, and somebody has not come there
+        time.sleep(0.001)
+    os.kill(os.getpid(), number)
+    open(told, "w").close()
+
+def run(name, text, resume=None, victim=-1, how=""):
     calls = []
+    number, _, where = how.partition(" ")
+    told = f"{path}/told-{{name}}"
 
     def loss(model, batch):
         calls.append(1)
-        if runtime.rank == victim and len(calls) == 7:
-            os.kill(os.getpid(), getattr(signal, number))
+        if len(calls) == 7 and runtime.rank == victim and where == "waiting":
+            threading.Thread(target=signal_when_waiting, args=(getattr(signal, number), told)).start()
+        elif len(calls) == 7 and runtime.rank == victim:
+            os.kill(os.getppid() if where == "mpirun" else os.getpid(), getattr(signal, number))
+            while not signals.asked():  # mpirun hands it on when it gets a core
+                time.sleep(0.001)
+        while len(calls) == 7 and runtime.rank == 0 and where == "waiting" and not os.path.exists(told):
+            time.sleep(0.001)
         return toy.square_loss(model, batch)
 
     def calm(parameters):
@@ -158,11 +174,12 @@ def run(name, text, resume=None, victim=-1, number=None):
 
 {runs}
 """
+# to one rank as it computes, to one that waits inside a collective, and to mpirun, which hands it on to all
 SIGNALS = {
-    "sync": ("sync(servers=2)", 3, "SIGUSR1"),
     "async": ("async()", 2, "SIGTERM"),
     "ring": ("decentralized(topology='ring')", 3, "SIGTERM"),
-    "allreduce": ("allreduce()", 1, "SIGUSR1"),
+    "allreduce": ("allreduce()", 1, "SIGUSR1 waiting"),
+    "sync": ("sync(servers=2)", 3, "SIGUSR1 mpirun"),
 }
 
 
@@ -171,8 +188,8 @@ def signalled(tmp_path_factory):
     """Every strategy stopped by a signal to one rank; what it left copied, then resumed; and trained whole."""
     path = tmp_path_factory.mktemp("signalled")
     first = "\n".join(
-        f"result = run({name!r}, {text!r}, None, {victim}, {number!r})"
-        for name, (text, victim, number) in SIGNALS.items()
+        f"result = run({name!r}, {text!r}, None, {victim}, {how!r})"
+        for name, (text, victim, how) in SIGNALS.items()
     )
     stopped = run_ranks(4, SIGNALLED.format(path=path, runs=f"{first}\nsys.exit(result['exit_code'])"))
     assert stopped.code == 75, stopped

@@ -1,5 +1,6 @@
 """What ranks tell each other: share, gather, agree, compare, who is where; all without pickle."""
 
+import pickle
 import sys
 
 from mpitrain.errors import AgreedError, DataError
@@ -154,6 +155,27 @@ def case_no_pickle_on_the_wire(rt):
         assert rt.comm.allreduce(rt.rank) == sum(range(rt.size))
     else:
         raise AssertionError("pickled")
+
+
+def case_a_malicious_pickle_as_a_message_runs_nothing(rt):
+    """Bytes that another rank could have pickled, received by a lowercase call."""
+
+    class Bomb:
+        def __reduce__(self):
+            return (exec, ("import sys; sys.exploded = True",))
+
+    bomb = pickle.dumps(Bomb())
+    pickle.loads(bomb)
+    assert sys.exploded  # it would go off
+    del sys.exploded
+    sent = rt.comm.Isend([bomb, MPI.BYTE], rt.rank, 7)
+    try:
+        rt.comm.recv(source=rt.rank, tag=7)
+    except ValueError:
+        sent.Wait()
+        assert not hasattr(sys, "exploded")
+    else:
+        raise AssertionError("unpickled")
 
 
 def case_where(rt):
