@@ -143,21 +143,21 @@ def run_stop(seconds: float = 10.0) -> None:
     )
 
 
-def digits(folder: Path, words: list[str], virtual: bool) -> dict[str, Any]:
-    """Train the digits job on four workers and a server, over MPI or in virtual time."""
+def digits(folder: Path, strategy: str, words: list[str], virtual: bool) -> dict[str, Any]:
+    """Train the digits job on four workers, over MPI or in virtual time."""
     job = HERE.parent / "jobs" / "digits.py"
-    words = ["--strategy", "async()", *words]
+    words = ["--strategy", strategy, *words]
     if virtual:
         command = [sys.executable, "-m", "mpitrain", "simulate", str(job), "--workers", "4", "--quiet"]
         subprocess.run(
             [*command, "--run-dir", str(folder), *words], cwd=HERE.parent, stdout=subprocess.DEVNULL
         )
     else:
-        assert finish(launch(folder, 5, job, words, "", {}))
+        assert finish(launch(folder, 4 + strategy.startswith("async"), job, words, "", {}))
     return json.loads((folder / "result.json").read_text())
 
 
-def run_accuracy(num_seeds: int, virtual: bool) -> None:
+def run_accuracy(strategy: str, num_seeds: int, virtual: bool) -> None:
     """Pooled accuracy of digits on four workers, one of which is killed after a third of its batches, or none."""
     right: dict[str, list[float]] = {"undisturbed": [], "killed": []}
     samples: dict[str, list[int]] = {"undisturbed": [], "killed": []}
@@ -168,20 +168,33 @@ def run_accuracy(num_seeds: int, virtual: bool) -> None:
                 if name == "killed":
                     a_third = samples["undisturbed"][-1] // BATCH_SIZE // 4 // 3
                     words += ["--inject", f"kill(worker={1 + seed % 3},at_step={a_third})"]
-                result = digits(Path(scratch) / f"{name}-{seed}", words, virtual)
+                result = digits(Path(scratch) / f"{name}-{seed}", strategy, words, virtual)
                 right[name].append(result["metrics"]["accuracy"])
                 samples[name].append(result["samples"])
                 assert (len(result["lost"]) > 0) == (name == "killed"), result["lost"]
                 print(
-                    name, seed, result["metrics"]["accuracy"], result["samples"], result["lost"], flush=True
+                    strategy,
+                    name,
+                    seed,
+                    result["metrics"]["accuracy"],
+                    result["samples"],
+                    result["lost"],
+                    flush=True,
                 )
     pooled = {name: 100 * sum(values) / len(values) for name, values in right.items()}
     difference = pooled["killed"] - pooled["undisturbed"]
     print(
-        f"accuracy over {num_seeds} seeds: {pooled}, {difference:+.2f} points; the same samples: "
+        f"{strategy}: accuracy over {num_seeds} seeds: {pooled}, {difference:+.2f} points; the same samples: "
         f"{samples['killed'] == samples['undisturbed']}"
     )
-    found = {"seeds": num_seeds, "virtual": virtual, "accuracy": right, "pooled": pooled, "samples": samples}
+    found = {
+        "strategy": strategy,
+        "seeds": num_seeds,
+        "virtual": virtual,
+        "accuracy": right,
+        "pooled": pooled,
+        "samples": samples,
+    }
     write_row("chaos", {"part": "accuracy", **found, "difference_points": difference})
 
 
@@ -207,7 +220,8 @@ def main() -> None:
     if "stop" in options.parts:
         run_stop()
     if "accuracy" in options.parts:
-        run_accuracy(options.seeds, options.virtual)
+        for strategy in ("async()",) if options.virtual else ("async()", "allreduce()"):
+            run_accuracy(strategy, options.seeds, options.virtual)
     if "kills" in options.parts:
         run_kills(options.kills, options.seed)
     if "allreduce" in options.parts:

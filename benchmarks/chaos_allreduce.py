@@ -38,14 +38,14 @@ def account(folder: Path) -> list[str]:
     result = json.loads((folder / "result.json").read_text())
     killed = {one["rank"] for one in notes(folder, "killed")}
     alive = set(range(RANKS)) - killed
-    tries: dict[int, dict[int, list[list[int]]]] = {}
+    steps: dict[int, dict[int, dict[str, Any]]] = {}  # what each rank computed on last in each step
     for one in notes(folder, "step"):
-        tries.setdefault(one["step"], {}).setdefault(one["rank"], []).append(one["ids"])
+        steps.setdefault(one["step"], {})[one["rank"]] = one
     expected, taken = torch.zeros(NUM_SAMPLES, dtype=torch.float64), []
     for step in range(result["steps"]):
-        # done again by those that were left; if it was not, the dead one's share is in the weights, too
-        num_tries = max(len(tries[step].get(rank, ())) for rank in alive)
-        ids = [number for done in tries[step].values() if len(done) == num_tries for number in done[-1]]
+        # a dead one's share is in the weights unless those that were left have done the step again without it
+        world = steps[step][min(alive)]["world"]
+        ids = [number for one in steps[step].values() if one["world"] == world for number in one["ids"]]
         taken += ids
         expected[ids] += 1.0 / len(ids)
     wrong = []

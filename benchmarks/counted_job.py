@@ -1,8 +1,8 @@
 """The job of which `chaos_allreduce.py` kills ranks: who was in which step can be read off the weights.
 
 Sample i moves element i of every parameter by 1 / (samples in its round), whatever the weights are. Every rank notes in
-`CHAOS_DIR` which samples it computed on in which step, when it killed itself, when it heard that others had died, its
-pauses between two steps, and a checksum of the weights that it ended with.
+`CHAOS_DIR` which samples it computed on in which step and with whom, when it killed itself, when it heard that others
+had died, its pauses between two steps, and a checksum of the weights that it ended with.
 """
 
 import os
@@ -59,11 +59,11 @@ class Known(nn.Module):
 
 
 def loss(model, batch):
-    now_s, step = time.monotonic(), start().step
+    now_s, step, world = time.monotonic(), start().step, start().launched
     if step > 3:  # the first ones warm up
         note(NOTES, "pause", at_s=now_s, seconds=now_s - last_s[0])
     last_s[0] = now_s
-    note(NOTES, "step", step=step, ids=batch["x"].tolist())
+    note(NOTES, "step", step=step, world=world, ids=batch["x"].tolist())
     return model(batch)
 
 
