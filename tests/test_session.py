@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED
-from mpitrain.rules import AllReduce, Async, LocalSGD, Roles
+from mpitrain.rules import AllReduce, Async, Decentralized, LocalSGD, Roles
 from mpitrain.training.levels import level
 from mpitrain.training.options import fingerprint
 from mpitrain.training.session import judge
@@ -62,7 +62,8 @@ def test_a_rehearsal_starts_no_mpi():
     [
         ("ulfm", Async(), "ulfm"),
         ("ulfm", AllReduce(), "ulfm"),
-        ("ulfm", LocalSGD(), "restart"),
+        ("ulfm", LocalSGD(), "ulfm"),
+        ("ulfm", Decentralized(), "restart"),
         ("none", Async(), "restart"),
         ("none", AllReduce(), "restart"),
     ],

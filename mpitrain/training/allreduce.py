@@ -91,6 +91,7 @@ class Trainer:
             self.failure, self.meter = kept.failure, kept.meter or self.meter
             self.cuts.go_on_from(self.samples)
         self._own_before: dict[str, Any] = {}
+        self._remember()
 
     def state(self) -> dict[str, Any]:
         """Everything the run goes on from; the same on all ranks."""
@@ -111,7 +112,8 @@ class Trainer:
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
 
     def keep(self) -> Kept:
-        """What this rank goes on from should others have died in this step: everything as after the step before."""
+        """What this rank goes on from should others have died in this step: everything as when all held the same last,
+        here after the step before."""
         own, before = self.hook.state() if self.hook else {}, self._own_before
         if own.get("step") == before.get("step"):  # or it has sent its share, which others may have used
             own = before
@@ -150,6 +152,9 @@ class Trainer:
         """Whether all ranks hold the same, so that a checkpoint may be written after this step."""
         return True
 
+    def _remember(self) -> None:
+        """All ranks hold the same now."""
+
     def _finish(self) -> None:
         """After the last step."""
 
@@ -166,6 +171,7 @@ class Trainer:
             self._one_step(leases[self.rank], sum(lease.num_samples for lease in leases))
             self.rounds.settle()
             if self._may_be_cut():
+                self._remember()
                 self.cuts.after_step(self.step, self.samples)
             self.compute_s += self.nap.take()
 

@@ -58,8 +58,8 @@ class StepCuts:
         self._parts = tuple(own_part(other) for other in range(num_places if own else 1))
 
         def saved() -> dict[str, Any]:
-            shared = {"state": _copied(state())} if self.rank == 0 else {}
-            return shared | ({"own": _copied(own())} if own else {})
+            shared = {"state": copied(state())} if self.rank == 0 else {}
+            return shared | ({"own": copied(own())} if own else {})
 
         self.keeper: Keeper = make_keeper(
             job, session.run_dir, own_part(place), about, saved, injections=session.overrides.injections
@@ -110,7 +110,7 @@ class StepCuts:
         tree = self._state()
         refuse_devices(tree)
         self._buffers.put_into(tree["module"])
-        return Taken(*self._at, {"role": {}, "state": _copied(tree)})
+        return Taken(*self._at, {"role": {}, "state": copied(tree)})
 
     def go_on_from(self, samples: int) -> None:
         """The run goes on at `samples`, not from a checkpoint."""
@@ -149,7 +149,8 @@ def own_part(place: int) -> str:
     return f"own-{place}" if place else "shard-0"
 
 
-def _copied(tree: Any) -> Any:
+def copied(tree: Any) -> Any:
+    """A state tree with its tensors copied, in host memory."""
     return torch.utils._pytree.tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree
     )

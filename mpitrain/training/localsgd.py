@@ -15,8 +15,10 @@ import torch
 from mpitrain.rules.averaging import LocalSGD
 from mpitrain.training.allreduce import Trainer
 from mpitrain.training.averaging import Averager
+from mpitrain.training.cutting import copied
 from mpitrain.training.lockstep import run_lockstep
 from mpitrain.training.parallel import data_parallel
+from mpitrain.training.recovering import Kept
 from mpitrain.training.session import Session
 
 
@@ -78,6 +80,7 @@ class AveragingTrainer(Trainer):
     def _finish(self) -> None:
         if self.averager.is_apart:
             self._average()
+            self._remember()
 
     @torch.no_grad()
     def _validate(self, epoch: int) -> None:
@@ -93,6 +96,18 @@ class AveragingTrainer(Trainer):
             torch._foreach_copy_(self.averager.parameters, means)
             super()._validate(epoch)
             torch._foreach_copy_(self.averager.parameters, own)
+
+    def _remember(self) -> None:
+        if (
+            self.session.runtime.recovers
+        ):  # local steps change it, and who is left goes back to where all were equal
+            self._common = copied(self.state())
+
+    def keep(self) -> Kept:
+        """Everything as after the last averaging: the local steps since then are done again, by those that are left."""
+        meter = self.meter if self.rank == 0 else None
+        step = self._common["counts"]["step"]
+        return Kept(step, self.failure, self._common, nap=self.nap, meter=meter)
 
     def _may_be_cut(self) -> bool:
         return not self.averager.is_apart

@@ -21,28 +21,26 @@ from mpitrain.training.session import Session, attempt
 
 
 def run_allreduce(session: Session) -> dict[str, Any]:
-    """Train synchronously; returns what this rank knows of the run. Where the launch tells of deaths, the others go
-    on."""
-    if not survives(session.runtime, session.strategy):
-        return run_lockstep(session, Trainer)
-    module, optimizer, device = shared_model(session)
-    with session.job.data.reader(session.catalogue, session.job.seed) as reader:
-
-        def make(kept: Kept | None) -> Trainer:
-            return Trainer(session, module, optimizer, reader, device, kept)
-
-        return Survivors(session, make).run()
+    """Train synchronously; returns what this rank knows of the run."""
+    return run_lockstep(session, Trainer)
 
 
 def run_lockstep(session: Session, trainer_class: type[Trainer]) -> dict[str, Any]:
-    """Train with all ranks taking the same number of steps, as `trainer_class` takes them."""
+    """Train with all ranks taking the same number of steps, as `trainer_class` takes them; where the launch tells of
+    deaths, the others go on."""
     runtime, job = session.runtime, session.job
     module, optimizer, device = shared_model(session)
-    with default_group(runtime):
-        with job.data.reader(session.catalogue, job.seed) as reader:
-            trainer = trainer_class(session, module, optimizer, reader, device)
+    with job.data.reader(session.catalogue, job.seed) as reader:
+
+        def make(kept: Kept | None) -> Trainer:
+            return trainer_class(session, module, optimizer, reader, device, kept)
+
+        if survives(runtime, session.strategy):
+            return Survivors(session, make).run()
+        with default_group(runtime):
+            trainer = make(None)
             trainer.run()
-        return trainer.outcome()
+            return trainer.outcome()
 
 
 def shared_model(session: Session) -> tuple[nn.Module, torch.optim.Optimizer, torch.device]:

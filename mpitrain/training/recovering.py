@@ -1,10 +1,11 @@
-"""A synchronous run that goes on without the ranks that die (ULFM): shrink, agree on a step, redo.
+"""A run in lockstep that goes on without the ranks that die (ULFM): shrink, agree on a step, redo.
 
 Law of this file: a rank can be at most one step ahead of another, for the next allreduce needs everybody. Where some
 have finished the step in which a rank died, its gradient is in their parameters: all go on from theirs, sent by one of
 them. Where nobody has, no parameter has changed, and the step is done again by those that are left. So no copy of the
 parameters is ever taken, and what follows is what a resume from a checkpoint of that step with fewer workers does, to
-the bit. Every rank may die, rank 0 as well: the lowest one left takes its duties over.
+the bit. Every rank may die, rank 0 as well: the lowest one left takes its duties over. Under periodic averaging the
+averagings are the steps: what ranks did since the last one is done again, from a copy.
 
 A codec's residual is a worker's own and is lost with it. The others redo the step with theirs as it was before, or, if
 what they had sent was used, after.

@@ -74,35 +74,43 @@ def test_a_step_that_nobody_has_finished_is_redone_and_one_that_some_have_is_tak
 RUN = """
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
+from mpitrain.text import parse
 from tests import toy
 
 job = toy.make_job(epochs=6, batch_size=4, checkpoint_every="{every}", keep_checkpoints=99, validate=toy.Memory())
-result = mt.train(job, mt.AllReduce(), run_dir="{path}", quiet=True, resume={resume!r}, inject={inject!r},
-    watchdog_s={watchdog_s})
+result = mt.train(
+    job, parse("{strategy}", "strategy"), run_dir="{path}", quiet=True, resume={resume!r}, inject={inject!r},
+    watchdog_s={watchdog_s},
+)
 start().exit_code = result["exit_code"]
 """
 
 
-def train(ranks, path, every="never", resume=None, inject=(), watchdog_s=0.0, mpirun_args=()):
-    script = RUN.format(every=every, path=path, resume=resume, inject=inject, watchdog_s=watchdog_s)
+def train(ranks, path, *, strategy="allreduce()", mpirun_args=(), **changes):
+    options = {"every": "never", "resume": None, "inject": (), "watchdog_s": 0.0} | changes
+    script = RUN.format(path=path, strategy=strategy, **options)
     ended = run_ranks(ranks, script, mpirun_args=mpirun_args, timeout_s=DEADLINE_S).check()
     assert (path / "result.json").exists(), str(ended)
     return json.loads((path / "result.json").read_text())
 
 
-def test_who_is_left_goes_on_as_a_resume_with_fewer_workers_does(tmp_path):
+AVERAGING = "localsgd(period=3,average_optimizer=True,outer=slowmo())"
+
+
+@pytest.mark.parametrize(("strategy", "step"), [("allreduce()", 7), (AVERAGING, 6)])
+def test_who_is_left_goes_on_as_a_resume_with_fewer_workers_does(tmp_path, strategy, step):
     """Rank 0 dies after 7 steps of 12 samples: what it reported, wrote and validated is the next one's from there."""
-    orders = ("kill(worker=0,at_step=6)",)
-    result = train(3, tmp_path / "killed", inject=orders, mpirun_args=ULFM)
+    orders, mark = ("kill(worker=0,at_step=6)",), 12 * step
+    result = train(3, tmp_path / "killed", strategy=strategy, inject=orders, mpirun_args=ULFM)
     assert (result["lost"], result["samples"], result["fault_tolerance"]) == ({"0": "died"}, 6 * 48, "ulfm")
-    assert [(row["step"], row["lost"], row["workers"]) for row in result["recoveries"]] == [(7, [0], 2)]
+    assert [(row["step"], row["lost"], row["workers"]) for row in result["recoveries"]] == [(step, [0], 2)]
     assert [detail["rank"] for detail in result["ranks"]] == [1, 2]
     rows = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [row["rank"] for row in rows if row["event"] == "worker lost"] == [0]
-    train(3, tmp_path / "whole", every="84")
+    train(3, tmp_path / "whole", strategy=strategy, every=str(mark))
     fewer = tmp_path / "fewer"
-    shutil.copytree(folder_of(tmp_path / "whole", 84), folder_of(fewer, 84))
-    train(2, fewer, resume="auto")
+    shutil.copytree(folder_of(tmp_path / "whole", mark), folder_of(fewer, mark))
+    train(2, fewer, strategy=strategy, resume="auto")
     assert same_model(tmp_path / "killed" / "model.safetensors", fewer / "model.safetensors")
 
 
