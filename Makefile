@@ -1,7 +1,8 @@
 # The commands of the README, from a fresh clone:
 #
 #   make train              train jobs/digits.py on 4 ranks            (options: make train ARGS="--epochs 2")
-#   make test               lint, then every test this machine can run (options: make test ARGS="-k report -x")
+#   make test               lint, then every test this machine can run, two files at a time
+#                                                                    (options: make test ARGS="-k report -x", JOBS=0)
 #   make chaos              kill workers and writers at random and count what is lost, half an hour
 #                                                                    (options: make chaos ARGS="--kills 20")
 #   make slurm              a shell inside a three-node Slurm on this machine (Debian packages slurm-wlm, munge, libpmix2)
@@ -15,6 +16,7 @@ PYTHON ?= python3
 VENV := .venv
 VENV_MPICH := .venv-mpich
 RANKS ?= 4
+JOBS ?= 2
 ARGS ?=
 
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
@@ -31,7 +33,7 @@ train: $(VENV)/.installed-train
 	$(VENV)/bin/mpitrain launch -n $(RANKS) train jobs/digits.py $(ARGS)
 
 test: lint $(VENV_MPICH)/.installed
-	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest $(ARGS)
+	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 chaos: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits
