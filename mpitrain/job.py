@@ -45,7 +45,8 @@ class Job:
         target: metrics that validation must reach, such as `{"accuracy": 0.97}`; missing one is `status=fail`
             and exit code 3.
         seed: key of initialisation, order and every other draw.
-        on_nonfinite: "stop" at the first NaN or infinite gradient, or "skip" such batches and count them.
+        on_nonfinite: "stop" at the first NaN or infinite gradient, or "skip" such batches and count them; over
+            parameter servers a worker with ten such pushes in a row is then done without.
         drop_last: leave an incomplete last batch of an epoch out.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is told

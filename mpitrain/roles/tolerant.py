@@ -4,7 +4,8 @@ Law of this file: no lease is lost with its worker. A worker that has nothing le
 still hold leases (`park`): it says that it is idle, and to every rule it has left; should one of the others be lost,
 the dealing server wakes it, it joins again and takes over. A worker is given up as silent only when everybody else
 waits or has left; should it wake after that, what it pushes is refused and it is told to leave. For rank 0, to which
-everybody then reports, the servers stay a while longer in case it does.
+everybody then reports, the servers stay a while longer in case it does. A worker whose gradients are not finite any
+more, where such are skipped, is given up as well: all servers see the same pushes of it, so they agree on when.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from mpitrain.roles.server import Server, Steps
 LOOK_EVERY_S = 0.5
 REPORTER = 0
 RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up
+MOST_NONFINITE = (
+    10  # pushes in a row that are not finite: a broken device, for a batch would be one among others
+)
+NOT_FINITE = "not finite"
 
 
 class TolerantServer(Server):
@@ -42,6 +47,8 @@ class TolerantServer(Server):
             Kind.LEAVE: self._on_leave,
         }
         self._woken: set[int] = set()  # told to join again, and not here yet
+        self._nonfinite: dict[int, int] = {}  # pushes in a row that were not finite
+        self._leaving: set[int] = set()  # given up for that, and not gone yet
         self._reporter_left = False
         self._looks_left = int(RETURN_S / LOOK_EVERY_S)
 
@@ -54,19 +61,21 @@ class TolerantServer(Server):
         return self.summary()
 
     def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
-        while self.present or self._may_reporter_return():
+        while self.present or self._may_reporter_return() or (self._leaving and self._looks_left > 0):
             arrived = yield Recv(LOOK_EVERY_S)
             now_s = yield Now()
             if arrived is None:
                 self._looks_left -= 0 if self.present else 1
                 yield from self._look_for_silence(now_s)
             elif arrived[1].kind == Kind.LOST:
+                self._leaving.discard(arrived[0])
                 yield from self._lose(arrived[0], "died")
             elif arrived[0] in self.attendance.lost:
                 yield from self.turn_away(*arrived)
             else:
                 self.attendance.heard(arrived[0], now_s)
                 return tuple(arrived)
+        self.attendance.lost |= dict.fromkeys(self._leaving, "silent")
         for worker, how in self.attendance.lost.items():
             if how == "silent":
                 yield Forget(worker)
@@ -81,6 +90,7 @@ class TolerantServer(Server):
         if message.payload is not None:
             message.payload.release()
         self._reporter_left |= worker == REPORTER and message.kind == Kind.DONE
+        self._leaving -= {worker} if message.kind == Kind.DONE else set()
         if message.kind == Kind.IDLE:
             yield Send(worker, Message(Kind.WAKE, stop=True))
         elif message.kind in (Kind.PUSH, Kind.JOIN, Kind.PULL):
@@ -93,6 +103,12 @@ class TolerantServer(Server):
 
     def _take(self, source: int, message: Message) -> Steps:
         yield from super()._take(source, message)
+        if message.kind == Kind.PUSH:
+            self._nonfinite[source] = 0 if message.finite else self._nonfinite.get(source, 0) + 1
+            leased = self.deals.batch_size > 0
+            if self._nonfinite[source] == MOST_NONFINITE and leased and not self._over:
+                self._leaving.add(source)
+                yield from self._lose(source, NOT_FINITE)
         yield from self._wake()
 
     def _on_final(self, worker: int, message: Message) -> Steps:
@@ -184,7 +200,9 @@ class TolerantServer(Server):
             self.gathering.add_in_turn(self.rule.contributors(self.active))
             yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))
         if not self.present and len(self.attendance.lost) == len(self.workers):
-            self.failure = self.failure or f"rank {worker} (worker) {how}, and no other worker is left"
+            told = f"has sent {MOST_NONFINITE} gradients in a row that are not finite"
+            told = told if how == NOT_FINITE else how
+            self.failure = self.failure or f"rank {worker} (worker) {told}, and no other worker is left"
         if not self.active and not self.parked:
             yield from self._open_lobby()
         yield from self._wake()

@@ -31,6 +31,7 @@ from mpitrain.model.flat import Layout, make_layout
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, TolerantServer, Worker
+from mpitrain.roles.tolerant import NOT_FINITE
 from mpitrain.rules import Dealer, ServerStrategy
 from mpitrain.training.measure import (
     Meter,
@@ -159,7 +160,9 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     session.emergency, role = shard_writer(session, server, store, keeper, model.module)
     role = record(role, order)
     counts = _carry(session, roles.workers, lambda source, kind: store.frame(), role, losable=losable)
-    runtime.given_up.update(int(rank) for rank in counts["lost"])
+    runtime.given_up.update(
+        int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE
+    )  # that one left
     counts["lost"] |= {str(rank): "died" for rank in runtime.given_up & runtime.dead()}
     save_order(session.run_dir, shard, order)
     keeper.wait()

@@ -102,6 +102,40 @@ def test_a_gradient_that_is_not_finite_ends_the_run_or_is_left_out(tmp_path):
     assert left_out["status"] == "ok" and left_out["nonfinite"] == 1
 
 
+@pytest.mark.parametrize(
+    "strategy", [mt.Async(), mt.Sync(servers=2), mt.SoftSync(updates=2), mt.StaleSync(bound=1)]
+)
+@pytest.mark.parametrize("worker", [0, 2])
+def test_a_worker_whose_gradients_are_never_finite_again_is_done_without(tmp_path, strategy, worker):
+    """At the tenth such push in a row, on every shard alike; nine, or nine twice, are batches like others."""
+
+    def run(steps):
+        orders = [str(Nan(worker, step)) for step in steps]
+        linear = toy.DYADIC["linear in float32"]  # whose gradients are the same wherever it goes
+        job = toy.make_job(**linear, epochs=20, batch_size=4, on_nonfinite="skip")
+        return mt.simulate(
+            job, strategy, 3, Constant(1.0, 0.1), run_dir=str(tmp_path), quiet=True, inject=orders
+        )  # fmt: skip
+
+    spared = run([*range(2, 11), *range(12, 21)])
+    assert (spared["status"], spared["lost"], spared["nonfinite"]) == ("ok", {}, 18)
+    evicted = run(range(2, 60))
+    assert (evicted["status"], evicted["nonfinite"]) == ("ok", 10)
+    assert evicted["lost"] == {str(strategy.servers + worker): "not finite"}
+    assert evicted["accepted"] == 20 * 12 - 10 and evicted["samples_dropped"] == 10 * 4
+    left, right = evicted["staleness_identity"]
+    assert left == right
+
+
+def test_when_no_gradient_is_finite_any_more_the_run_says_so(tmp_path):
+    orders = [str(Nan(worker, step)) for worker in (0, 1) for step in range(12)]
+    job = toy.make_job(epochs=20, batch_size=4, on_nonfinite="skip")
+    result = mt.simulate(job, mt.Async(), 2, run_dir=str(tmp_path), quiet=True, inject=orders)
+    assert (
+        "has sent 10 gradients in a row that are not finite, and no other worker is left" in result["failure"]
+    )
+
+
 def test_what_nobody_survives_is_an_error_that_names_it(tmp_path):
     def run(strategy, *faults, workers=2):
         return mt.simulate(
