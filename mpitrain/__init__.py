@@ -66,6 +66,8 @@ _home = {
     "train": "mpitrain.training",
     "finish": "mpitrain.wrapping",
     "num_workers": "mpitrain.wrapping",
+    "resumed": "mpitrain.wrapping",
+    "save": "mpitrain.wrapping",
     "worker_index": "mpitrain.wrapping",
     "wrap": "mpitrain.wrapping",
 }

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from mpitrain.errors import NonFiniteError
+from mpitrain.errors import NonFiniteError, UsageError
 from mpitrain.model.flat import all_finite
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from mpitrain.rules import LocalSGD
+    from mpitrain.saving import Resumed, Saver
     from mpitrain.training.averaging import Averager
 
 
@@ -69,3 +73,52 @@ class AveragedOptimizer(Optimizer):
         """Average what is still apart; every worker then holds the same model."""
         if self._averager.is_apart:
             self._average()
+
+    def own_state(self) -> dict[str, Any]:
+        """This worker's, with the model's: workers may be apart."""
+        counts = {"num_steps": self._num_steps, "skipped": self._skipped}
+        held = {"module": self._averager.module.state_dict(), "optimizer": self._inner.state_dict()}
+        return held | {"averager": self._averager.state(), "counts": counts}
+
+    def restore_counts(self, state: dict[str, Any]) -> None:
+        """Continue from what `own_state` returned; model, optimizer and averager have."""
+        self._num_steps, self._skipped = state["counts"]["num_steps"], state["counts"]["skipped"]
+        if self._parallel is not None:
+            self._parallel.require_backward_grad_sync = self._averager.averages_gradients
+
+
+def join_averaged(
+    runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: LocalSGD, resume: Any
+) -> tuple[Any, AveragedOptimizer, Saver, Resumed | None]:
+    """Workers that step by themselves and average now and then.
+
+    Raises:
+        UsageError (AgreedError under MPI): periods in samples, or a checkpoint of another run or number of workers.
+    """
+    from mpitrain.mpi.process_group import init_default_group
+    from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
+    from mpitrain.training.allreduce import data_parallel
+    from mpitrain.training.averaging import Averager
+    from mpitrain.training.measure import share_module
+
+    if strategy.unit != "steps":
+        raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')
+    runtime.role = "worker"
+    runtime.compare({"strategy": str(strategy)})
+    about = about_loop(strategy, model, runtime.size)
+    found = look(runtime, resume, about, same_number=True)
+    share_module(runtime, model)
+    init_default_group(runtime)
+    averager = Averager(model, optimizer, strategy)
+    parallel = data_parallel(model) if strategy.start else None
+    part = f"own-{runtime.rank}" if runtime.rank else "shard-0"
+    saved = found.part(part) if found else None
+    if saved is not None:
+        model.load_state_dict(saved["module"])
+        optimizer.load_state_dict(saved["optimizer"])
+        averager.restore(saved["averager"])
+    averaged = AveragedOptimizer(runtime, optimizer, averager, parallel)
+    if saved is not None:
+        averaged.restore_counts(saved)
+    saver = lockstep_saver(about, runtime.rank, runtime.size, averaged.own_state)
+    return parallel or model, averaged, saver, loop_state(found, part, part)

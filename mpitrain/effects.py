@@ -43,6 +43,7 @@ class Kind(enum.IntEnum):
     AGREED = 16  # peer -> its children: whether all write a checkpoint now, and end
     DELIVERED = 17  # worker -> dealing server: the final model is saved, and `text` is what was measured
     LEAVE = 18  # worker -> server: I stayed for as long as I was wanted
+    SAVE = 19  # worker -> server: when all have come here, write the checkpoint at `mark`, then send me the model
 
 
 ASKS = -1  # in place of a message's `mark`: its sender was told to end, and asks for a checkpoint

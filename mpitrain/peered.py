@@ -7,6 +7,7 @@ Peers take equally many steps, as DDP demands too.
 from __future__ import annotations
 
 import atexit
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -16,6 +17,9 @@ from mpitrain.rules import Decentralized
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from mpitrain.model.peering import PeerReplica
+    from mpitrain.saving import Resumed, Saver
 
 
 class PeerOptimizer(Optimizer):
@@ -54,52 +58,69 @@ class PeerOptimizer(Optimizer):
 
 
 def join_peers(
-    runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Decentralized
-) -> PeerOptimizer:
+    runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Decentralized, resume: Any
+) -> tuple[PeerOptimizer, Saver, Resumed | None]:
     """Make this rank a peer around the user's own loop.
 
     Raises:
         UsageError (AgreedError under MPI): a warm-up, which only `train` can count; an optimizer or dtype that does
-        not fit the codec.
+        not fit the codec; a checkpoint of another run or number of peers.
     """
     from mpitrain.effects import Kind
-    from mpitrain.model.flat import FlatModel
-    from mpitrain.model.peering import PeerReplica
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.report import NullReport
     from mpitrain.roles.peer import Peer
     from mpitrain.rules.shares import Endless
+    from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
+    from mpitrain.training.cutting import own_part
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import attempt
-
-    def make() -> PeerReplica:
-        if strategy.warmup.epochs:
-            raise UsageError(
-                f"{strategy}: a warm-up is counted in epochs, which only `train` knows, not `wrap`"
-            )
-        flat = FlatModel(model, optimizer, 1)
-        return PeerReplica(
-            flat, optimizer, strategy, runtime.size, runtime.rank, _not_ours, _not_ours, _not_ours, 0
-        )
 
     runtime.role = "peer"
     runtime.compare(
         {"strategy": str(strategy), "parameters": [str(tuple(p.shape)) for p in model.parameters()]}
     )
+    about, part = about_loop(strategy, model, runtime.size), own_part(runtime.rank)
+    found = look(runtime, resume, about, same_number=True)
     share_module(runtime, model)
-    replica = attempt(runtime, make)
-
-    def on_step(step: int) -> None:
-        runtime.step = step
-
-    def frame_for(source: int, kind: Kind) -> Any:
-        return replica.frame_for(kind == Kind.UPDATE)
+    replica = attempt(runtime, lambda: _replica(runtime, model, optimizer, strategy))
 
     shares = Endless(runtime.size, runtime.rank)
     peer = Peer(runtime.rank, runtime.size, strategy, shares, replica, NullReport())
+    if found is not None:
+        saved = found.part(part)
+        peer.restore(saved["role"])
+        replica.restore(saved["replica"])
+
+    def take() -> dict[str, Any]:
+        if strategy.asynchronous:
+            raise UsageError(
+                f"{strategy}: peers that do not wait for one another have no common step to save"
+            )
+        # the role has begun the step that the loop is to compute next
+        return {"role": peer.state() | {"shares": {"step": shares.step - 1}}, "replica": replica.state()}
+
     contacts = strategy.contacts(runtime.rank, runtime.size)
-    world = MpiWorld(runtime.engine, contacts, frame_for, on_step)
-    return PeerOptimizer(optimizer, replica, peer.run(), world)
+    world = MpiWorld(
+        runtime.engine,
+        contacts,
+        lambda source, kind: replica.frame_for(kind == Kind.UPDATE),
+        functools.partial(setattr, runtime, "step"),
+    )
+    saver = lockstep_saver(about, runtime.rank, runtime.size, take)
+    return PeerOptimizer(optimizer, replica, peer.run(), world), saver, loop_state(found, part, part)
+
+
+def _replica(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Decentralized) -> PeerReplica:
+    from mpitrain.model.flat import FlatModel
+    from mpitrain.model.peering import PeerReplica
+
+    if strategy.warmup.epochs:
+        raise UsageError(f"{strategy}: a warm-up is counted in epochs, which only `train` knows, not `wrap`")
+    flat = FlatModel(model, optimizer, 1)
+    return PeerReplica(
+        flat, optimizer, strategy, runtime.size, runtime.rank, _not_ours, _not_ours, _not_ours, 0
+    )
 
 
 def _not_ours(*arguments: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from mpitrain.errors import NonFiniteError, UsageError
+from mpitrain.roles import Save
 from mpitrain.rules import ServerStrategy
 
 
@@ -56,12 +57,23 @@ class RemoteOptimizer(Optimizer):
         if not self._active:
             raise UsageError("step() after finish(): this worker has left the servers")
         gradient = self._replica.collect(float(loss) if loss is not None else 0.0, 1)
-        self._active = self._world.advance(self._role, gradient) is not None
+        self._go_on(gradient)
+        return loss
+
+    def _go_on(self, answer: Any) -> None:
+        """Hand the role what it has asked for; returns when it asks again."""
+        self._active = self._world.advance(self._role, answer) is not None
         if not self._active:
             raise NonFiniteError(
                 f"{self._runtime.where()}: training stopped: this gradient or another worker's is not finite"
             )
-        return loss
+
+    def save(self, order: Save) -> dict[str, Any]:
+        """Have the servers write their parts of a checkpoint, and return what belongs in this worker's."""
+        if not self._active:
+            raise UsageError("save() after finish(): this worker has left the servers")
+        self._go_on(order)
+        return {"role": self._worker.state(), "replica": self._replica.state()}
 
     def finish(self) -> None:
         """Push no more; wait for the others and take the final parameters."""

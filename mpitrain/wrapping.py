@@ -10,40 +10,55 @@ the worker role turned inside out: where the role asks for a gradient the user's
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpitrain.effects import Kind
 from mpitrain.errors import EXIT_ERROR, UsageError
 from mpitrain.report import NullReport
-from mpitrain.roles import TolerantServer, Worker
+from mpitrain.roles import Save, SavingServer, Worker
 from mpitrain.rules import AllReduce, Decentralized, LocalSGD, Roles, ServerStrategy, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from mpitrain.saving import Resumed, Saver
+
 
 @dataclasses.dataclass
 class _Wrapped:
-    """What `worker_index`, `num_workers` and `finish` speak about."""
+    """What `worker_index`, `num_workers`, `finish`, `save` and `resumed` speak about."""
 
     roles: Roles
     rank: int
     optimizer: Any
+    saver: Any
+    resumed: Any
 
 
 _wrapped: _Wrapped | None = None
 
 
-def wrap(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = None) -> tuple[Any, Any]:
+def wrap(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy | None = None,
+    resume: str | os.PathLike[str] | None = None,
+) -> tuple[Any, Any]:
     """Make a model and its optimizer train together with those of all other ranks.
 
     Args:
         model, optimizer: as for one process. Their values are kept (rank 0's are broadcast); learning rates
             are not scaled.
         strategy: `AllReduce()` if None; server strategies take their server ranks out of the world.
+        resume: a directory given to `save`: go on from the newest checkpoint there that verifies, or from the
+            beginning where there is none; `resumed()` tells which.
 
     Returns:
         On workers, the model and optimizer to go on with. Under a server strategy the optimizer lives on the
@@ -65,31 +80,27 @@ def wrap(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = Non
     runtime = start()
     if _wrapped is not None:
         raise UsageError("mpitrain.wrap was called before in this process; one model per run")
+    everybody = Roles((), tuple(range(runtime.size)))
+    joined: Any = optimizer
     if isinstance(strategy, AllReduce):
-        from mpitrain.model.compression import check_optimizer
-        from mpitrain.mpi.process_group import init_default_group
-        from mpitrain.training.measure import share_module
-        from mpitrain.training.parallel import attach, data_parallel
+        from mpitrain.reduced import join_reduced
 
-        runtime.role = "worker"
-        check_optimizer(strategy.codec, optimizer)
-        share_module(runtime, model)
-        init_default_group(runtime)
-        _wrapped = _Wrapped(Roles((), tuple(range(runtime.size))), runtime.rank, None)
-        parallel = data_parallel(model)
-        attach(parallel, strategy.codec)
-        return parallel, optimizer
-    if isinstance(strategy, LocalSGD):
-        return _average(runtime, model, optimizer, strategy)
-    if isinstance(strategy, Decentralized):
+        model, *saving = join_reduced(runtime, model, optimizer, strategy, resume)
+        _wrapped = _Wrapped(everybody, runtime.rank, None, *saving)
+    elif isinstance(strategy, LocalSGD):
+        from mpitrain.averaged import join_averaged
+
+        model, joined, *saving = join_averaged(runtime, model, optimizer, strategy, resume)
+        _wrapped = _Wrapped(everybody, runtime.rank, joined, *saving)
+    elif isinstance(strategy, Decentralized):
         from mpitrain.peered import join_peers
 
-        peer = join_peers(runtime, model, optimizer, strategy)
-        _wrapped = _Wrapped(Roles((), tuple(range(runtime.size))), runtime.rank, peer)
-        return model, peer
-    remote = _join(runtime, model, optimizer, strategy)
-    _wrapped = _Wrapped(remote.roles, runtime.rank, remote)
-    return model, remote
+        joined, *saving = join_peers(runtime, model, optimizer, strategy, resume)
+        _wrapped = _Wrapped(everybody, runtime.rank, joined, *saving)
+    else:
+        joined, *saving = _join(runtime, model, optimizer, strategy, resume)
+        _wrapped = _Wrapped(joined.roles, runtime.rank, joined, *saving)
+    return model, joined
 
 
 def worker_index() -> int:
@@ -112,40 +123,49 @@ def finish() -> None:
         _current().optimizer.finish()
 
 
+def save(run_dir: str | os.PathLike[str], step: int, state: Any = None, keep: int = 2) -> None:
+    """Write a checkpoint, `run_dir/checkpoints/STEP`; every worker calls it at the same step of its loop, after
+    `optimizer.step()`. It holds the model, the optimizers and what strategies and codecs keep, on servers too; on
+    return this worker's part and those of all servers are written, and when all workers have returned, all of it.
+
+    Args:
+        step: names the checkpoint; larger than that of the one before.
+        state: of the loop itself (position in the data, schedulers), on this worker: numbers, texts, lists, dicts and
+            tensors. `resumed()` gives it back.
+        keep: complete checkpoints to keep.
+
+    Raises:
+        UsageError: workers at different steps, or peers that never wait for one another, which have no common step.
+        CheckpointError: this worker's part could not be written; the checkpoints before it are untouched.
+    """
+    if step < 1 or keep < 1:
+        raise UsageError(f"save: step and keep must be at least 1, got step={step}, keep={keep}")
+    _current().saver.save(Path(run_dir).resolve(), step, state, keep)
+
+
+def resumed() -> Resumed | None:
+    """What `wrap(..., resume=...)` goes on from: the `step` and the `state` that this worker had given to `save`; None
+    from the beginning."""
+    found: Resumed | None = _current().resumed
+    return found
+
+
 def _current() -> _Wrapped:
     if _wrapped is None:
         raise UsageError("call mpitrain.wrap(model, optimizer, strategy) first")
     return _wrapped
 
 
-def _average(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: LocalSGD) -> tuple[Any, Any]:
-    """Workers that step by themselves and average now and then."""
-    global _wrapped
-    from mpitrain.averaged import AveragedOptimizer
-    from mpitrain.mpi.process_group import init_default_group
-    from mpitrain.training.averaging import Averager
-    from mpitrain.training.measure import share_module
-    from mpitrain.training.parallel import data_parallel
-
-    if strategy.unit != "steps":
-        raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')
-    runtime.role = "worker"
-    runtime.compare({"strategy": str(strategy)})
-    share_module(runtime, model)
-    init_default_group(runtime)
-    averager = Averager(model, optimizer, strategy)
-    parallel = data_parallel(model) if strategy.start else None
-    averaged = AveragedOptimizer(runtime, optimizer, averager, parallel)
-    _wrapped = _Wrapped(Roles((), tuple(range(runtime.size))), runtime.rank, averaged)
-    return parallel or model, averaged
-
-
-def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> Any:
+def _join(
+    runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strategy, resume: Any
+) -> tuple[Any, Saver, Resumed | None]:
     """Set up the roles; on a server, serve and leave."""
-    from mpitrain.model import Replica, check_optimizer, flat_model, local_steps, push_coder, shard_store
+    from mpitrain.model import Replica, check_optimizer, flat_model, local_steps, push_coder
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.remote import RemoteOptimizer
+    from mpitrain.saving import Saver, about_loop, look, loop_state
     from mpitrain.training.measure import share_module
+    from mpitrain.training.servers import restore_worker
     from mpitrain.training.session import assign_roles, attempt
 
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy, own_loop=True))
@@ -160,30 +180,19 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strate
             "parameters": [f"{n} {s}" for n, s in zip(flat.layout.names, flat.layout.shapes, strict=True)],
         }
     )
+    about = about_loop(strategy, model, len(roles.workers)) | {"servers": len(roles.servers)}
+    found = look(runtime, resume, about, same_number=False)
     share_module(runtime, model)
     flat.refresh()
 
-    def on_step(step: int) -> None:
-        runtime.step = step
-
     if runtime.role == "server":
-        shard = roles.servers.index(runtime.rank)
-        store = shard_store(flat, shard, optimizer, strategy, len(roles.workers))
-        server = TolerantServer(strategy, store, roles.workers, NullReport())
-        server.attendance.least_silence_s = (
-            math.inf
-        )  # how long a loop that is not ours may take, nobody knows
-        losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
-        world = MpiWorld(
-            runtime.engine, roles.workers, lambda source, kind: store.frame(), on_step, losable=losable
-        )
-        _leave(runtime, world.run(server.run()))
+        _serve(runtime, flat, optimizer, strategy, roles, about, found)
 
     def frame_for(source: int, kind: Kind) -> Any:
         return flat.frame_for(roles.servers.index(source), kind == Kind.FINAL)
 
     runtime.expendable = True
-    world = MpiWorld(runtime.engine, roles.servers, frame_for, on_step)
+    world = MpiWorld(runtime.engine, roles.servers, frame_for, functools.partial(setattr, runtime, "step"))
     if strategy.inflight > 1:
         _poll_in_backward(flat.parameters, runtime.engine)
     coder = push_coder(flat, strategy, len(roles.workers), runtime.rank, 0)
@@ -192,11 +201,40 @@ def _join(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strate
         runtime.rank, roles, replica, NullReport(), leased=False,
         push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
     )  # fmt: skip
-    return RemoteOptimizer(runtime, optimizer, strategy, replica, worker, world)
+    index = roles.workers.index(runtime.rank)
+    attempt(runtime, lambda: restore_worker(found, worker, replica, index, len(roles.workers)))
+    remote = RemoteOptimizer(runtime, optimizer, strategy, replica, worker, world)
+
+    def take(step: int, run_dir: Path, keep: int) -> dict[str, Any]:
+        return remote.save(Save(step, json.dumps({"run_dir": str(run_dir), "keep": keep})))
+
+    saver = Saver(about, f"worker-{index}", [], take)
+    return remote, saver, loop_state(found, saver.part, "worker-0")
 
 
-def _leave(runtime: Any, counts: dict[str, Any]) -> NoReturn:
-    """A server's end, when all workers have left or are lost."""
+def _serve(
+    runtime: Any, flat: Any, optimizer: Optimizer, strategy: ServerStrategy, roles: Roles, about: dict[str, Any],
+    found: Any,
+) -> NoReturn:  # fmt: skip
+    """Until all workers have left or are lost; then leave the process."""
+    from mpitrain.model import shard_store
+    from mpitrain.mpi.world import MpiWorld
+    from mpitrain.saving import write_shard
+    from mpitrain.training.servers import restore_shard
+    from mpitrain.training.session import attempt
+
+    shard = roles.servers.index(runtime.rank)
+    store = shard_store(flat, shard, optimizer, strategy, len(roles.workers))
+    write = write_shard(f"shard-{shard}", about, roles.workers, store)
+    server = SavingServer(strategy, store, roles.workers, NullReport(), write=write)
+    server.attendance.least_silence_s = math.inf  # how long a loop that is not ours may take, nobody knows
+    attempt(runtime, lambda: restore_shard(found, server, store, flat.layout, shard))
+    losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
+    on_step = functools.partial(setattr, runtime, "step")
+    world = MpiWorld(
+        runtime.engine, roles.workers, lambda source, kind: store.frame(), on_step, losable=losable
+    )
+    counts = world.run(server.run())
     runtime.given_up |= {int(rank) for rank in counts["lost"]} | runtime.dead()
     if counts["failure"]:
         print(f"mpitrain: error: {counts['failure']}", file=sys.stderr, flush=True)

@@ -2,8 +2,9 @@
 in here.
 """
 
+from mpitrain.roles.saving import Save, SavingServer
 from mpitrain.roles.server import Server
 from mpitrain.roles.tolerant import TolerantServer
 from mpitrain.roles.worker import Worker
 
-__all__ = ["Server", "TolerantServer", "Worker"]
+__all__ = ["Save", "SavingServer", "Server", "TolerantServer", "Worker"]

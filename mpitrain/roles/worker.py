@@ -18,6 +18,7 @@ from typing import Any
 from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Recv, Role, Send
 from mpitrain.roles.delivery import Deliver, stay
 from mpitrain.roles.ports import Gradient, Keeper, Replica, Report
+from mpitrain.roles.saving import Save, save
 from mpitrain.rules import Lease, Roles
 
 PREFETCH = 2  # batches to read ahead
@@ -74,7 +75,7 @@ class Worker:
     def run(self) -> Role:
         """Work until no lease is left or a server says stop; returns this worker's counts."""
         yield from self._tell_all(Kind.JOIN)
-        yield from self._collect(Kind.REPLY)
+        yield from self.collect(Kind.REPLY)
         self._joined = True
         epoch = self.batches[0][0].epoch if self.batches else 0
         while not self.stopped and (self.batches or not self.leased):
@@ -87,9 +88,7 @@ class Worker:
             if not self.batches and self.leased:
                 yield from self._await_answer()  # it may bring more to do
                 yield from self._idle()
-        if self._unpushed and not self.stopped:
-            yield from self._push()
-        yield from self._await_answer()
+        yield from self.settle()
         if told := self.replica.statistics():
             note = {"name": "codec", "worker": self.rank, **told}
             yield Send(self.roles.dealer, Message(Kind.NOTE, text=json.dumps(note)))
@@ -97,7 +96,7 @@ class Worker:
         if self.deliver is not None:
             yield from stay(self, self.deliver)
         elif self.wants_final:
-            yield from self._collect(Kind.FINAL)
+            yield from self.collect(Kind.FINAL)
         return {
             "rank": self.rank,
             "steps": self.step,
@@ -144,7 +143,7 @@ class Worker:
             if message.stop:
                 return
             yield from self._tell_all(Kind.JOIN)
-            yield from self._collect(Kind.REPLY)
+            yield from self.collect(Kind.REPLY)
 
     def _one_batch(self, lease: Lease | None, last: bool, epoch: int) -> Generator[Effect, Any, bool]:
         started_s = yield Now()
@@ -155,12 +154,16 @@ class Worker:
         )
         if gradient is None:
             return False
+        if isinstance(gradient, Save):
+            assert lease is None, "whoever deals the batches names the checkpoints too"
+            yield from save(self, gradient)
+            return True
         if isinstance(gradient, Interrupted):
             # by the server's answer: the same batch again, on the new version
             assert lease is not None
             self.batches.appendleft((lease, last))
             self._num_prefetched += 1
-            yield from self._collect(Kind.REPLY)
+            yield from self.collect(Kind.REPLY)
             return True
         computed_s = yield Now()
         self._unpushed.append(gradient)
@@ -171,7 +174,7 @@ class Worker:
         elif self._since_pull >= self.pull_every != self.push_every:
             self._since_pull = 0
             yield from self._tell_all(Kind.PULL)
-            yield from self._collect(Kind.REPLY)
+            yield from self.collect(Kind.REPLY)
         self.compute_s += computed_s - started_s
         self.wait_s += (yield Now()) - computed_s
         self.report.progress(self.progress, self.versions[0], epoch + 1, gradient.loss)
@@ -208,12 +211,18 @@ class Worker:
         if self._num_awaited >= self.inflight:
             yield from self._await_answer()
 
+    def settle(self) -> Generator[Effect, Any, None]:
+        """Push what has been computed, and wait until all pushes have been answered."""
+        if self._unpushed and not self.stopped:
+            yield from self._push()
+        yield from self._await_answer()
+
     def _await_answer(self) -> Generator[Effect, Any, None]:
         while self._num_awaited:
-            yield from self._collect(Kind.REPLY)
+            yield from self.collect(Kind.REPLY)
             self._num_awaited -= 1
 
-    def _collect(self, kind: Kind) -> Generator[Effect, Any, None]:
+    def collect(self, kind: Kind) -> Generator[Effect, Any, None]:
         """Wait until every shard has answered. A restart that crossed this worker's last message is no answer: a
         reply names the push that it answers by the next one's step."""
         missing = set(self.roles.servers)

@@ -153,8 +153,7 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
         session.overrides.injections,
     )
     server = make_server(session, store, meter, keeper)
-    if resume is not None:
-        attempt(runtime, lambda: _restore(resume, server, store, model.layout, shard))
+    attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
     order: list[int] = []
     losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
     session.emergency, role = shard_writer(session, server, store, keeper, model.module)
@@ -179,8 +178,10 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     return outcome
 
 
-def _restore(resume: Resume, server: Server, store: Any, layout: Layout, shard: int) -> None:
+def restore_shard(resume: Resume | None, server: Server, store: Any, layout: Layout, shard: int) -> None:
     """This shard's part, or, with another number of servers, all parts cut anew; counts then are those of the first."""
+    if resume is None:
+        return
     if resume.shards() == layout.num_shards:
         mine = read_own_part(resume, f"shard-{shard}")
     else:
@@ -246,19 +247,22 @@ def _work(
 
 def attempt_restore(session: Session, worker: Worker, replica: Replica, index: int) -> None:
     """This worker's part, where the checkpoint has one; parameters and leases come from the servers."""
-    resume = session.resume
+    number = len(session.roles.workers)
+    attempt(session.runtime, lambda: restore_worker(session.resume, worker, replica, index, number))
+
+
+def restore_worker(
+    resume: Resume | None, worker: Worker, replica: Replica, index: int, num_workers: int
+) -> None:
+    """What worker number `index` goes on from."""
     if resume is None:
         return
-
-    def restore() -> None:
-        mine = read_own_part(resume, f"worker-{index}")
-        if mine is not None:
-            worker.restore(mine["role"])
-            replica.restore(mine["replica"])
-        if replica.coder is not None:
-            replica.coder.restore(*_kept_by_workers(resume, index, len(session.roles.workers)))
-
-    attempt(session.runtime, restore)
+    mine = read_own_part(resume, f"worker-{index}")
+    if mine is not None:
+        worker.restore(mine["role"])
+        replica.restore(mine["replica"])
+    if replica.coder is not None:
+        replica.coder.restore(*_kept_by_workers(resume, index, num_workers))
 
 
 def _kept_by_workers(

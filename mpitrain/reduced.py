@@ -1,0 +1,63 @@
+"""A wrapped loop under allreduce: torch's DDP around the user's model, and what a checkpoint of it holds.
+
+Law of this file: model and optimizer are the user's own and the same on all workers, so the first one writes them for
+all; buffers, and what a codec keeps back, are each worker's. Another number of workers deals the latter out anew.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from mpitrain.saving import Resumed, Saver, about_loop, lockstep_saver, look, loop_state
+from mpitrain.training.cutting import own_part
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpitrain.rules import AllReduce
+
+
+def join_reduced(
+    runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: AllReduce, resume: Any
+) -> tuple[Any, Saver, Resumed | None]:
+    """The model to go on with, how to save, and what to go on from.
+
+    Raises:
+        UsageError (AgreedError under MPI): the codec does not fit the optimizer, or a checkpoint of another run.
+    """
+    from mpitrain.model.compression import check_optimizer
+    from mpitrain.mpi.process_group import init_default_group
+    from mpitrain.training.allreduce import attach, data_parallel
+    from mpitrain.training.measure import share_module
+
+    runtime.role = "worker"
+    check_optimizer(strategy.codec, optimizer)
+    about = about_loop(strategy, model, runtime.size)
+    found = look(runtime, resume, about, same_number=False)
+    first = found.part("shard-0") if found else None
+    if first is not None:
+        model.load_state_dict(first["module"])
+        optimizer.load_state_dict(first["optimizer"])
+    share_module(runtime, model)
+    init_default_group(runtime)
+    parallel = data_parallel(model)
+    hook = attach(parallel, strategy.codec)
+    part = own_part(runtime.rank)
+    if found is not None:
+        if part in found.parts:
+            for buffer, saved in zip(model.buffers(), found.part(part)["buffers"], strict=True):
+                buffer.copy_(saved)
+        if hook is not None and first is not None:
+            mine = [found.part(name) for name in found.parts[runtime.rank :: runtime.size]]
+            hook.restore_shares(first["codec"], [saved["codec"] for saved in mine], len(found.parts))
+
+    def take() -> dict[str, Any]:
+        held = {"buffers": list(model.buffers()), "codec": hook.state() if hook else None}
+        if runtime.rank:
+            return held
+        return held | {"module": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    saver = lockstep_saver(about, runtime.rank, runtime.size, take)
+    return parallel, saver, loop_state(found, part, "shard-0")

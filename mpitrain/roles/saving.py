@@ -1,0 +1,94 @@
+"""Checkpoints that workers ask for, where the loop is somebody else's.
+
+Law of this file: a checkpoint is written when every worker has come to ask for it, so nothing is under way and all
+shards are cut at the same pushes. Who would wait for the gradients of those that have come is let go first, with what
+has been gathered applied as it is. Afterwards all read the model anew and the rule begins anew, as after a restart: so
+the run that goes on and the run that is resumed are the same. Elastic workers keep parameters of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpitrain.effects import Compute, Effect, Kind, Message, Send
+from mpitrain.errors import UsageError
+from mpitrain.roles.tolerant import TolerantServer
+from mpitrain.rules import Verdict
+
+if TYPE_CHECKING:
+    from mpitrain.roles.worker import Worker
+
+Steps = Generator[Effect, Any, None]
+
+
+class Save(NamedTuple):
+    """The answer of a loop that wants a checkpoint in place of a gradient: at `mark`, and whatever else those who
+    write have to know."""
+
+    mark: int
+    text: str
+
+
+def save(worker: Worker, order: Save) -> Steps:
+    """The worker's side: returns when all shards have written."""
+    yield from worker.settle()
+    for server in worker.roles.servers:
+        yield Send(server, Message(Kind.SAVE, step=worker.step, mark=order.mark, text=order.text))
+    yield from worker.collect(Kind.REPLY)
+
+
+class SavingServer(TolerantServer):
+    """`TolerantServer`, for workers that say when a checkpoint is written; the arguments are the same.
+
+    Args:
+        write: `write(order, state, workers)` writes this shard's part; `workers` are the ranks that write theirs.
+    """
+
+    def __init__(self, *args: Any, write: Callable[[Save, dict[str, Any], list[int]], None], **options: Any):
+        super().__init__(*args, **options)
+        self._write = write
+        self._saving: dict[int, Save] = {}
+        self._answers[Kind.SAVE] = self._on_save
+
+    def _on_save(self, worker: int, message: Message) -> Steps:
+        self._saving[worker] = Save(message.mark, message.text)
+        yield from ()
+
+    def _take(self, source: int, message: Message) -> Steps:
+        yield from super()._take(source, message)
+        yield from self._look_who_has_come()
+
+    def _lose(self, worker: int, how: str) -> Steps:
+        self._saving.pop(worker, None)
+        yield from super()._lose(worker, how)
+        yield from self._look_who_has_come()
+
+    def _look_who_has_come(self) -> Steps:
+        coming = self.present - set(self._saving)
+        if not self._saving or coming - self.held:
+            return
+        if not self.gathering.empty:
+            yield from self._carry_out(Verdict(0.0, True, ()))
+        self.memory = self.rule.start(tuple(sorted(self.active)))
+        if coming:
+            for worker in sorted(coming):
+                yield from self._release(worker, 0)
+            return
+        orders = set(self._saving.values())
+        if len(orders) > 1:
+            told = ", ".join(
+                f"rank {worker} at {order.mark}" for worker, order in sorted(self._saving.items())
+            )
+            raise UsageError(
+                f"workers save different checkpoints: {told}; call save at the same step on all of them"
+            )
+        workers, self._saving = sorted(self._saving), {}
+        state = self.state()
+        yield Compute(lambda: self._write(orders.pop(), state, workers), "checkpoint")
+        for worker in workers:
+            if self.rule.elastic:
+                self._keeps.add(worker)
+            else:
+                self.ledger.leave(worker)
+            yield from self._release(worker, 0, uses=self.rule.inflight)

@@ -1,0 +1,104 @@
+"""A loop of one's own that saves and is resumed: bit for bit what it would have been."""
+
+import pytest
+
+from mpitrain.checkpoint.parts import newest
+from mpitrain.training.measure import same_model
+from tests.ranks import run_ranks
+
+# Each launch trains whole and resumed where there are no servers, for these leave the process inside `wrap`.
+PROGRAM = """
+from pathlib import Path
+import torch
+import mpitrain as mt
+from mpitrain import wrapping
+from mpitrain.mpi.process_group import leave_default_group
+from mpitrain.mpi.runtime import start
+from mpitrain.text import parse
+from mpitrain.training.measure import save_model
+from tests import toy
+
+runtime, reader = start(), toy.Memory(num_samples=128).reader(None, 0)
+
+def normed():
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(7, 1)
+    )
+
+def train(name, text, optimizer, saves, resume=None):
+    torch.manual_seed(3)
+    inner = model = normed()
+    wrapping._wrapped = None
+    model, optimizer = mt.wrap(
+        model, getattr(toy, optimizer)(model.parameters()), parse(text, "strategy"), resume and "{path}/" + resume
+    )
+    begun = mt.resumed()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5) if text.startswith("allreduce") else None
+    if begun is not None and schedule is not None:
+        schedule.load_state_dict(begun.state["schedule"])
+    for step in range(begun.step if begun else 0, 12):
+        batch = reader.batch(0, 8 * step + 4 * mt.worker_index(), 4)
+        torch.manual_seed(step * 100 + mt.worker_index())
+        optimizer.zero_grad()
+        toy.square_loss(model, batch).backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+        if saves and step + 1 == 5:
+            told = {{"schedule": schedule and schedule.state_dict(), "worker": mt.worker_index()}}
+            mt.save("{path}/" + name, 5, told)
+    if begun is not None:
+        assert (begun.step, begun.state["worker"]) == (5, mt.worker_index()), begun
+    mt.finish()
+    save_model(inner, Path("{path}") / f"{{name}}-{{mt.worker_index()}}.safetensors", {{}})
+    if torch.distributed.is_initialized():
+        leave_default_group(runtime)
+
+{runs}
+"""
+ALONE = {
+    "allreduce": ("allreduce(codec=threshold(density=0.2,dense_below=0))", "sgd"),
+    "localsgd": ("localsgd(period=2,outer=diloco())", "adam"),  # saved in the middle of a period
+    "exponential": ("decentralized(topology='exponential')", "adam"),
+    "full": ("decentralized(codec=threshold(density=0.2,dense_below=0),resync=4)", "sgd"),
+}
+SERVED = {
+    "sync": (4, "sync(servers=2,push_wire=threshold(density=0.2,dense_below=0))", "two_groups"),
+    "async": (2, "async(damping=inverse(),push_every=2)", "sgd"),
+}
+
+
+def calls(name, text, optimizer):
+    whole = f"train('{name}-whole', {text!r}, {optimizer!r}, False)"
+    return [whole, whole.replace("-whole", "").replace("False", "True")], (
+        f"train('{name}-resumed', {text!r}, {optimizer!r}, False, {name!r})"
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+
+    def launch(ranks, runs):
+        run_ranks(ranks, PROGRAM.format(path=path, runs="\n".join(runs))).check()
+
+    alone = []
+    for name, row in ALONE.items():
+        begins, goes_on = calls(name, *row)
+        alone += [*begins, goes_on]
+    for name, (ranks, *row) in SERVED.items():
+        (_, begins), goes_on = calls(name, *row)
+        launch(ranks, [*(alone if ranks == 4 else []), begins])
+        launch(ranks, [goes_on])
+    return path
+
+
+@pytest.mark.parametrize("name", [*ALONE, *SERVED])
+def test_what_is_resumed_is_what_would_have_been(saved, name):
+    """Without servers also what it would have been had it never been saved."""
+    found = newest(saved / name)
+    assert found is not None and found.mark == 5
+    for worker in range({"async": 1, "sync": 2}.get(name, 4)):
+        resumed = saved / f"{name}-resumed-{worker}.safetensors"
+        assert same_model(saved / f"{name}-{worker}.safetensors", resumed)
+        assert name in SERVED or same_model(saved / f"{name}-whole-{worker}.safetensors", resumed)
