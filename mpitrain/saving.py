@@ -20,7 +20,7 @@ import torch
 from mpitrain.checkpoint import newest, write_part
 from mpitrain.checkpoint.parts import folder_of, prune
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.training.cutting import own_part
+from mpitrain.training.cutting import copied, own_part
 from mpitrain.training.resuming import Resume, tell
 from mpitrain.training.session import attempt
 
@@ -52,7 +52,7 @@ class Saver:
 
     def save(self, run_dir: Path, step: int, state: Any, keep: int) -> None:
         """`mt.save`."""
-        tree = on_host({**self.take(step, run_dir, keep), "loop": state})
+        tree = copied({**self.take(step, run_dir, keep), "loop": state})
         try:
             write_part(folder_of(run_dir, step), self.part, tree, self.parts, self.about)
         except TypeError as error:
@@ -132,10 +132,3 @@ def lockstep_saver(about: dict[str, Any], rank: int, size: int, take: Callable[[
     """Of strategies without servers: all are at the same step by themselves."""
     parts = [own_part(other) for other in range(size)] if rank == 0 else []
     return Saver(about, own_part(rank), parts, lambda step, run_dir, keep: take())
-
-
-def on_host(tree: Any) -> Any:
-    """Copies that share no memory."""
-    return torch.utils._pytree.tree_map(
-        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree
-    )

@@ -95,7 +95,8 @@ def test_an_alarm_is_heard_by_this_start_alone(tmp_path):
     assert hearing.rung_by() == [1] and next_start.rung_by() == []
     hearing.begin()
     hearing.end("why not")
-    assert ringing.wait(0.0, 60.0) == {0: "why not"}
+    assert ringing.wait(set(), 0.0, 60.0) == {0: "why not"}
+    assert ringing.wait({1}, 60.0, 60.0) == {0: "why not"}  # nobody else is left: at once
 
 
 def test_buffers_are_those_of_before_the_forward_pass():

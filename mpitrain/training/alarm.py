@@ -58,14 +58,14 @@ class Alarm:
         """This rank has written what it could; `text`: why it wrote no part of a checkpoint, where it should have."""
         self._write(f"{self.rank}.done", text)
 
-    def wait(self, patience_s: float, writing_s: float) -> dict[int, str]:
-        """What ranks have said at the end, when all have, or `patience_s` have passed and nobody writes any more, or
-        `writing_s` have."""
+    def wait(self, lost: set[int], patience_s: float, writing_s: float) -> dict[int, str]:
+        """What ranks have said at the end, when all but those `lost` have, or `patience_s` have passed and nobody
+        writes any more, or `writing_s` have."""
         began_s = time.monotonic()
         while (waited_s := time.monotonic() - began_s) < writing_s:
             done = self._ranks("*.done")
             busy = set(self._ranks("*.busy")) - set(done)
-            if len(done) == self.size or (waited_s >= patience_s and not busy):
+            if lost.union(done).issuperset(range(self.size)) or (waited_s >= patience_s and not busy):
                 break
             time.sleep(LOOK_EVERY_S)
         told = {}
