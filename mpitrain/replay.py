@@ -3,7 +3,7 @@
 Law of this file: it stands at the effect seam and changes no role. Everything that an asynchronous run leaves
 to chance is the order in which each server receives; who read which version, which batch went to whom and
 every bit of the parameters follow from it. Messages of one worker keep their order by themselves, so the list
-of their senders is all there is to record. Notes for the report change nothing and are left out.
+of their senders is all there is to record. What changes nothing (notes, signs of life) is left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mpitrain.effects import Kind, Message, Recv, Role
 from mpitrain.errors import UsageError
 
 RUN_FILE = "run.json"
+UNRECORDED = (Kind.NOTE, Kind.ALIVE, Kind.AWAY)
 
 
 def record(role: Role, order: list[int]) -> Role:
@@ -29,7 +30,7 @@ def record(role: Role, order: list[int]) -> Role:
         except StopIteration as end:
             return end.value
         answer = yield effect
-        if isinstance(effect, Recv) and answer is not None and answer[1].kind != Kind.NOTE:
+        if isinstance(effect, Recv) and answer is not None and answer[1].kind not in UNRECORDED:
             order.append(answer[0])
 
 
@@ -54,7 +55,7 @@ def repeat(role: Role, order: Sequence[int]) -> Role:
             )
         while not early.get(source):
             arrived = yield effect
-            if arrived is not None and arrived[1].kind != Kind.NOTE:
+            if arrived is not None and arrived[1].kind not in UNRECORDED:
                 early.setdefault(arrived[0], deque()).append(arrived)
         answer = early[source].popleft()
 

@@ -164,12 +164,14 @@ def _join(
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.remote import RemoteOptimizer
     from mpitrain.saving import Saver, about_loop, look, loop_state
+    from mpitrain.training.levels import check_own_loop
     from mpitrain.training.measure import share_module
     from mpitrain.training.servers import restore_worker
     from mpitrain.training.session import assign_roles, attempt
 
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy, own_loop=True))
     assert isinstance(strategy, ServerStrategy), strategy
+    attempt(runtime, lambda: check_own_loop(runtime))
     runtime.role = roles.of(runtime.rank)
     attempt(runtime, lambda: check_optimizer(optimizer, strategy))
     flat = attempt(runtime, lambda: flat_model(model, optimizer, strategy))

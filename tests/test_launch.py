@@ -53,10 +53,42 @@ def test_openmpi_fault_tolerant() -> None:
     assert env == {"OMP_NUM_THREADS": "2", "MPITRAIN_FT": "ulfm"}
 
 
-@pytest.mark.parametrize("launcher", [MPICH, SRUN])
-def test_only_openmpis_mpirun_is_fault_tolerant(launcher: Launcher) -> None:
-    with pytest.raises(UsageError, match=r"--ft ulfm needs Open MPI's mpirun"):
-        golden(launcher, 2, 2, fault_tolerance="ulfm")
+SRUN_MPICH = Launcher("srun", "/usr/bin/srun", "mpich")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "level", "told"),
+    [
+        (MPICH, "ulfm", "--ft ulfm needs Open MPI's mpirun.*leave --ft out, or install Open MPI 5"),
+        (
+            SRUN,
+            "ulfm",
+            "Open MPI under srun is `restart`: leave --ft out, or take its mpirun by --mpi openmpi",
+        ),
+        (SRUN_MPICH, "ulfm", "with MPICH under srun that is --ft heartbeat"),
+        (
+            OPENMPI,
+            "heartbeat",
+            "--ft heartbeat needs srun and MPICH.*ends the job when a rank dies: --ft ulfm",
+        ),
+        (MPICH, "heartbeat", "--ft heartbeat needs srun and MPICH.*or run inside a Slurm allocation"),
+        (SRUN, "heartbeat", "mpi4py here loads Open MPI, which under srun is `restart`"),
+    ],
+)
+def test_a_level_that_a_launch_cannot_have_is_refused_with_the_way_out(
+    launcher: Launcher, level: str, told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        golden(launcher, 2, 2, fault_tolerance=level)
+
+
+@pytest.mark.parametrize(("library", "plugin"), [("mpich", " --mpi=pmi2"), (None, "")])
+def test_under_heartbeat_srun_leaves_the_others_alone(library: str | None, plugin: str) -> None:
+    """Neither a bad exit nor a node that fails nor the site's WaitTime ends the step."""
+    launcher = Launcher("srun", "/usr/bin/srun", library)
+    arguments, env = golden(launcher, 4, 2, environ=IN_SLURM, fault_tolerance="heartbeat")
+    assert arguments == f"-n 4 --kill-on-bad-exit=0 --no-kill --wait=0{plugin}"
+    assert env == {"MPITRAIN_FT": "heartbeat", "OMP_NUM_THREADS": "8", "SRUN_CPUS_PER_TASK": "8"}
 
 
 def test_ranks_on_other_hosts_get_the_variables_and_no_guess_about_cores() -> None:

@@ -6,10 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED
-from mpitrain.rules import AllReduce, Async, Decentralized, LocalSGD, Roles
-from mpitrain.training.levels import level
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.job import Overrides
+from mpitrain.mpi.tolerance import why_no_heartbeat
+from mpitrain.rules import AllReduce, Async, Decentralized, LocalSGD, Roles, Sync
+from mpitrain.training.levels import level, warning
 from mpitrain.training.options import fingerprint
+from mpitrain.training.orders import check_orders
 from mpitrain.training.session import judge
 from tests import toy
 
@@ -64,10 +67,43 @@ def test_a_rehearsal_starts_no_mpi():
         ("ulfm", AllReduce(), "ulfm"),
         ("ulfm", LocalSGD(), "ulfm"),
         ("ulfm", Decentralized(), "restart"),
+        ("heartbeat", Async(), "heartbeat"),
+        ("heartbeat", AllReduce(), "restart"),
         ("none", Async(), "restart"),
         ("none", AllReduce(), "restart"),
     ],
 )
 def test_a_run_says_what_a_workers_death_costs_it(launched, strategy, named):
     """Where ranks hold what no other has, a launch that tolerates failures changes nothing."""
-    assert level(SimpleNamespace(fault_tolerance=launched), strategy) == named
+    runtime = SimpleNamespace(fault_tolerance=launched)
+    assert level(runtime, strategy) == named
+    hangs = launched == "heartbeat" and named == "restart"
+    assert ("only --watchdog-s ends such a run" in warning(runtime, strategy)) == hangs
+
+
+@pytest.mark.parametrize(
+    ("library", "environ", "told"),
+    [
+        ("MPICH Version: 5.0.2", {"SLURM_PROCID": "0"}, ""),
+        ("Intel(R) MPI Library 2021.19", {"SLURM_PROCID": "0"}, ""),
+        (
+            "Open MPI v5.0.11",
+            {"SLURM_PROCID": "0"},
+            "this is Open MPI v5.0.11, which under srun is `restart`",
+        ),
+        ("MPICH Version: 5.0.2", {}, "needs srun"),
+        ("MPICH Version: 5.0.2", {"SLURM_PROCID": "0", "HYDI_CONTROL_FD": "7"}, "needs srun"),
+    ],
+)
+def test_heartbeat_is_had_under_srun_with_mpich_only(library, environ, told):
+    why_not = why_no_heartbeat(library, environ)
+    assert told in why_not and bool(told) == bool(why_not)
+
+
+def test_the_heartbeat_option_is_for_servers_and_is_a_time():
+    check_orders(toy.make_job(strategy=Sync()), Overrides(heartbeat_s=5.0), 2)
+    with pytest.raises(UsageError, match="--heartbeat-s .* has no servers"):
+        check_orders(toy.make_job(strategy=AllReduce()), Overrides(heartbeat_s=5.0), 2)
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(UsageError, match="--heartbeat-s must be finite and greater than 0"):
+            Overrides(heartbeat_s=wrong).check()

@@ -56,9 +56,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--ft",
-        choices=("none", "ulfm"),
+        choices=("none", "ulfm", "heartbeat"),
         default="none",
-        help="ulfm: survive the death of a rank (Open MPI 5's mpirun only)",
+        help="survive the death of a worker. ulfm: Open MPI 5's mpirun; heartbeat: MPICH under srun, where a worker "
+        "that has been silent for --heartbeat-s (an option of train) is given up",
         metavar="LEVEL",
     )
     parser.add_argument(
@@ -98,7 +99,8 @@ def run_launch(arguments: argparse.Namespace) -> int:
     program = _program(words)
     launcher = find_launcher(arguments.mpi)
     trains = words[0] == "train"
-    run_dir = _run_dir(words, inner) if trains or arguments.ft == "ulfm" else None
+    tolerant = arguments.ft != "none"
+    run_dir = _run_dir(words, inner) if trains or tolerant else None
     extra = {"MPITRAIN_RUN_DIR": str(run_dir)} if run_dir else {}
     terminal = {} if arguments.dry_run else _terminal()
     command, env = launch_command(
@@ -118,7 +120,7 @@ def run_launch(arguments: argparse.Namespace) -> int:
     def once(more: list[str]) -> int:
         before = result_mark(run_dir) if run_dir else None
         code = run_launcher([*command, *more], env | extra | terminal)
-        judged = run_dir is not None and arguments.ft == "ulfm"
+        judged = run_dir is not None and tolerant
         return completed(run_dir, before, code, promised=trains) if judged else code  # type: ignore[arg-type]
 
     return relaunch(once, run_dir, arguments.max_restarts) if trains and run_dir else once([])
@@ -186,7 +188,7 @@ def _safe_path() -> list[str]:
 
 
 def _run_dir(words: list[str], inner: argparse.Namespace | None) -> Path:
-    """Where `result.json` will be, fixed before the launch: under ULFM that file says how the run ended."""
+    """Where `result.json` will be, fixed before the launch: under --ft that file says how the run ended."""
     from mpitrain.report import default_run_dir
 
     given = getattr(inner, "run_dir", None)

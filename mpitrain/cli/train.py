@@ -84,6 +84,14 @@ def add_parser(commands: Any) -> None:
         "step), its stacks in the run directory; 0 is never (default 900)",
     )
     run.add_argument(
+        "--heartbeat-s",
+        type=rate,
+        metavar="S",
+        help="with servers: a worker that has been silent for so long is given up, and never sooner, nor before 8 "
+        "times its longest silence so far; under --ft heartbeat also how long a server may be silent (default: 60, and "
+        "3 for a worker on whom all others wait at the end)",
+    )
+    run.add_argument(
         "--synthetic",
         action="store_true",
         help="draw samples from the job's synthetic= instead of reading data",
@@ -169,6 +177,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         checkpoint_every=getattr(arguments, "checkpoint_every", None),
         resume=getattr(arguments, "resume", None),
         watchdog_s=getattr(arguments, "watchdog_s", 900.0),
+        heartbeat_s=getattr(arguments, "heartbeat_s", None),
     )
 
 

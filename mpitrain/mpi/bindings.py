@@ -5,7 +5,10 @@ nothing else in the package imports it. Thread level SERIALIZED, never MULTIPLE:
 TCP transport deadlocks on its own mutex when a peer dies in mid-transfer (11 of 49 kills; serialized: 0 of
 64). Under ULFM TCP also goes without its RDMA emulation: where a peer dies in the middle of a rendezvous, ob1's
 pipelined put crashes or hangs the *survivor* (6 of 8 jobs of four kills each at 72 KB; without put none of some
-fifty at 72 KB, 1 MB and 20 MB). Finalize is ours, because it must not run after a failure (`ending.py`).
+fifty at 72 KB, 1 MB and 20 MB). Under MPICH's heartbeat level a dead peer must not break the survivor either: MPICH's
+own shared memory reads the sender's (`process_vm_readv` of a dead one aborts the reader: 0 of 6 jobs survived), so
+everything goes through UCX, and eagerly (14 of 14 over UCX's shared memory; over its TCP it still crashes at times).
+Finalize is ours, because it must not run after a failure (`ending.py`).
 """
 
 import os
@@ -13,7 +16,7 @@ import sys
 
 import mpi4py
 
-from mpitrain.mpi.tolerance import asks_for_ulfm
+from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm
 
 # A rank has two busy threads, its own computing and MPI's; where cores are scarce, an MPI call that spins in wait for
 # a peer would steal the core from its own backward pass. Yielding costs nothing measurable where cores abound.
@@ -22,6 +25,10 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 if asks_for_ulfm():  # what btl/tcp has by default, but for `put`
     os.environ.setdefault("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma")
+
+if asks_for_heartbeat():  # no memory of a peer is read, and no answer of it is needed before data travels
+    os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
+    os.environ.setdefault("UCX_RNDV_THRESH", "inf")
 
 if "mpi4py.MPI" not in sys.modules:  # else somebody was faster; `runtime.start` says what that costs
     mpi4py.rc(initialize=True, threads=True, thread_level="serialized", finalize=False, errors="exception")

@@ -6,6 +6,8 @@ What takes a job down depends on its launch (`reference/reliability.md`, section
     plain mpirun, srun        the other ranks wait for ever  MPI_Abort(exit code)
     mpirun --with-ft ulfm     MPI_Abort and exit(n) hang     revoke the communicators, then SIGKILL ourselves:
                                                              the others' MPI calls fail and they end likewise
+    srun -K0, MPICH           nobody is told                 a worker exits alone, and is given up as silent;
+                                                             where all must end: MPI_Abort
 
 This holds for a plain console script; `python -m mpi4py`, which always calls MPI_Abort, would hang under
 ULFM. If MPI itself hangs while ending, the kernel's alarm clock ends the process, and a signal is noticed
@@ -28,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from mpitrain.errors import EXIT_ERROR, AgreedError, MpitrainError, UsageError
+from mpitrain.errors import EXIT_ERROR, AgreedError, GivenUpError, LostRankError, MpitrainError, UsageError
 from mpitrain.mpi.agreement import CalledOffError, agree, revoke
 from mpitrain.mpi.bindings import MPI
 
@@ -39,6 +41,7 @@ _ALARM_S = 10
 _REVOKE_WAIT_S = 1.0
 _DRAIN_S = 2.0
 _ABORT_WAIT_S = 30.0
+_SAME_AGE_S = 60.0
 _ending = threading.Lock()  # held for ever by the first thread that ends the job
 
 
@@ -108,8 +111,17 @@ def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
         os.kill(os.getpid(), signal.SIGKILL)  # the servers are told, and go on without us
     if runtime.fault_tolerance == "ulfm":
         _leave_ulfm(runtime, error)
+    if runtime.fault_tolerance == "heartbeat" and _dies_alone(runtime, error):
+        os._exit(code)
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+def _dies_alone(runtime: "Runtime", error: BaseException) -> bool:
+    """Whether the servers will notice and go on without this rank."""
+    return isinstance(error, GivenUpError) or (
+        runtime.expendable and runtime.rank != 0 and not isinstance(error, LostRankError)
+    )
 
 
 def end_without_some(runtime: "Runtime") -> NoReturn:
@@ -123,11 +135,15 @@ def end_without_some(runtime: "Runtime") -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    if runtime.rank == 0:
+    if runtime.rank == 0 or runtime.fault_tolerance == "heartbeat":
         for rank in runtime.given_up:  # stopped ones on this host; MPI has no other way to end them
-            if runtime.nodes[rank] == runtime.nodes[0]:
+            pid = runtime.pids[rank]
+            if runtime.nodes[rank] == runtime.nodes[runtime.rank] and _is_our_age(pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(runtime.pids[rank], signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
+    if runtime.fault_tolerance == "heartbeat" and not _may_hold_launcher(runtime):
+        os._exit(runtime.exit_code)
+    if runtime.rank == 0:
         if runtime.fault_tolerance != "ulfm":
             _set_alarm()
             MPI.COMM_WORLD.Abort(runtime.exit_code)
@@ -135,6 +151,22 @@ def end_without_some(runtime: "Runtime") -> NoReturn:
         # whoever left by itself, without Finalize, would make the launcher's exit code 1
         time.sleep(_ABORT_WAIT_S)
     os._exit(runtime.exit_code)
+
+
+def _may_hold_launcher(runtime: "Runtime") -> bool:
+    """Whether a rank that was given up may be stopped on a node where nobody is left to end it."""
+    manned = {node for rank, node in enumerate(runtime.nodes) if rank not in runtime.given_up}
+    return any(runtime.nodes[rank] not in manned for rank in runtime.given_up)
+
+
+def _is_our_age(pid: int) -> bool:
+    """Whether this is a process that was started when we were: the number of a dead rank may be somebody else's now."""
+    try:
+        stats = [Path(f"/proc/{each}/stat").read_text() for each in (pid, os.getpid())]
+    except OSError:
+        return False
+    began, our_own = (int(stat.rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK") for stat in stats)
+    return abs(began - our_own) < _SAME_AGE_S
 
 
 def report(runtime: "Runtime", error: BaseException) -> None:
@@ -145,7 +177,8 @@ def report(runtime: "Runtime", error: BaseException) -> None:
     """
     trace = "".join(traceback.format_exception(error))
     summary = f"mpitrain: {runtime.where()}: {type(error).__name__}: {error}"
-    _tell(runtime, summary if isinstance(error, UsageError) or is_lost_peer(error) else trace + summary)
+    plain = isinstance(error, UsageError | LostRankError | GivenUpError) or is_lost_peer(error)
+    _tell(runtime, summary if plain else trace + summary)
     if runtime.run_dir is None:
         return
     record = {

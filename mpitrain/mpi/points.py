@@ -19,21 +19,27 @@ LENGTH_TAG, BODY_TAG, BYE_TAG = 21, 22, 23
 
 
 def gather(
-    engine: Engine, rank: int, size: int, value: Any, given_up: set[int], wait_s: float
+    engine: Engine,
+    rank: int,
+    size: int,
+    value: Any,
+    given_up: set[int],
+    wait_s: float,
+    living_s: float | None,
 ) -> dict[int, Any] | None:
-    """`Runtime.gather_living`."""
+    """`Runtime.gather_living`; `living_s`: who takes longer is given up too."""
     if rank != 0:
         engine.wait(*_send(engine, 0, value))
         return None
     values = {0: from_bytes(to_bytes(value))}
     deadline_s = time.monotonic() + wait_s
     for source in (*sorted(set(range(1, size)) - given_up), *sorted(given_up)):
-        left_s = max(0.0, deadline_s - time.monotonic()) if source in given_up else None
+        left_s = max(0.0, deadline_s - time.monotonic()) if source in given_up else living_s
         try:
             values[source] = _receive(engine, source, left_s)
             given_up.discard(source)
         except TimeoutError:
-            continue
+            given_up.add(source)
         except Exception as error:
             if not is_dead_peer(error):
                 raise
@@ -41,10 +47,12 @@ def gather(
     return values
 
 
-def share(engine: Engine, rank: int, size: int, value: Any, given_up: set[int]) -> Any:
-    """`Runtime.share_living`."""
+def share(
+    engine: Engine, rank: int, size: int, value: Any, given_up: set[int], timeout_s: float | None
+) -> Any:
+    """`Runtime.share_living`; `timeout_s`: longest wait for rank 0."""
     if rank != 0:
-        said = _receive(engine, 0, None)
+        said = _receive(engine, 0, timeout_s)
         given_up.update(said["given_up"])
         return said["value"]
     said = {"value": value, "given_up": sorted(given_up)}

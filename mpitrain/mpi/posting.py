@@ -104,6 +104,10 @@ class Posting:
         """Withdraw a receive that nothing has matched: it completes with `cancelled` set and a CancelledError."""
         self._command(lambda: withdraw(op))
 
+    def doze(self, peer: int) -> None:
+        """What is outstanding with rank `peer` may never be done: it is asked for as seldom as a passive receive."""
+        self._command(lambda: _doze(self._progress, peer))
+
     # ---- what the driving half brings
 
     def _submit(self, op: Op, start: Callable[[], Any], quiet: bool = False) -> Op:
@@ -117,6 +121,13 @@ def withdraw(op: Op) -> None:
     """In the thread that owns MPI: cancel a receive that has not matched."""
     if op.request is not None and op.kind == "receive":  # MPI cannot cancel an arrival at a collective
         op.request.Cancel()
+
+
+def _doze(progress: "Progress", peer: int) -> None:
+    for op in progress.outstanding():
+        if op.peer == peer and not op.passive:
+            op.passive = True
+            progress.num_awake -= 1
 
 
 def _message(buffer: Any) -> Any:

@@ -16,14 +16,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError
+from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError
 from mpitrain.mpi import ending, exchange, points
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.graves import failed_ranks
 from mpitrain.mpi.places import name_ranks, node_indices
-from mpitrain.mpi.tolerance import asks_for_ulfm
+from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
 
+# Where MPI tells of no death: longest wait for others at a collective, and of rank 0 for a rank's counts in the end.
+PATIENCE_S, LIVING_S = 900.0, 120.0
 _runtime: "Runtime | None" = None
 
 
@@ -43,7 +45,7 @@ class Runtime:
 
     `comm` (a duplicate of COMM_WORLD with errors returned as exceptions), `rank`, `size`; `nodes[r]` is the
     index of the node of rank r, `num_nodes`, `local_rank` (this rank among those of its node); `library`,
-    `thread_level`, `fault_tolerance` ("ulfm" or "none"); `engine`, the process's only progress engine.
+    `thread_level`, `fault_tolerance` ("ulfm", "heartbeat" or "none"); `engine`, the process's only progress engine.
     Whoever runs a role keeps `role` and `step` up to date and sets `run_dir`: errors are reported with
     them. Where ranks have died and the others go on (`recovery.py`), ranks are numbered anew; `launched[r]` is what
     rank r was at launch, and what people are told.
@@ -70,6 +72,7 @@ class Runtime:
         self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
         self.thread_level = _thread_level()
         self.fault_tolerance = fault_tolerance()
+        self._patience_s = PATIENCE_S if self.fault_tolerance == "heartbeat" else None
         exchange.forbid_pickle()
         self.engine: Engine = Engine(self.comm, tolerant=self.fault_tolerance == "ulfm")
         self.engine.on_wait = self.stamp_waiting
@@ -81,6 +84,8 @@ class Runtime:
         self.pids = [pid for _, pid in told]
         self.num_nodes = max(self.nodes) + 1
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
+        why_not = why_no_heartbeat(self.library) if asks_for_heartbeat() else ""
+        self.agree(UsageError(why_not) if why_not else None)
 
     @property
     def step(self) -> int:
@@ -128,7 +133,9 @@ class Runtime:
 
     def together(self, function: Callable[[], Any]) -> Any:
         """Run the blocking collective `function()` when every rank has come here; returns its result."""
-        return self.engine.run(function, self._gate)
+        op = self.engine.line_up(lambda calm: function(), self._gate, timeout_s=self._patience_s)
+        self.engine.wait(op)
+        return op.result
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
@@ -145,11 +152,14 @@ class Runtime:
     def gather_living(self, value: Any, wait_s: float = 10.0) -> dict[int, Any] | None:
         """The JSON values of all ranks that still answer, by rank, on rank 0; None elsewhere. Messages, no collective:
         a dead rank is left out at once, one that was given up after `wait_s`, and both are in `given_up` then."""
-        return points.gather(self.engine, self.rank, self.size, value, self.given_up, wait_s)
+        living_s = None
+        if self.fault_tolerance == "heartbeat":
+            wait_s, living_s = 1.0, LIVING_S  # most of those who were given up are dead
+        return points.gather(self.engine, self.rank, self.size, value, self.given_up, wait_s, living_s)
 
     def share_living(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank that still answers."""
-        return points.share(self.engine, self.rank, self.size, value, self.given_up)
+        return points.share(self.engine, self.rank, self.size, value, self.given_up, self._patience_s)
 
     def allgather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks in rank order, on every rank."""
@@ -221,15 +231,19 @@ class Runtime:
             self.barrier()
             MPI.Finalize()
         except Exception as error:
-            if self.fault_tolerance != "ulfm" or not ending.is_lost_peer(error):
+            late = self.fault_tolerance == "heartbeat" and isinstance(error, TimeoutError)
+            if not late and (self.fault_tolerance != "ulfm" or not ending.is_lost_peer(error)):
                 raise
             sys.stdout.flush()  # a rank died after its last word; Finalize would hang one time in four
             os._exit(self.exit_code)
 
 
 def fault_tolerance() -> str:
-    """ "ulfm" if this launch tolerates failures and this MPI can tell of them."""
-    return "ulfm" if asks_for_ulfm() and MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN else "none"
+    """ "ulfm" if this launch tolerates failures and this MPI can tell of them, "heartbeat" if it leaves the others
+    alone and MPI tells of nothing."""
+    if asks_for_ulfm() and MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN:
+        return "ulfm"
+    return "heartbeat" if asks_for_heartbeat() else "none"
 
 
 def _thread_level() -> str:

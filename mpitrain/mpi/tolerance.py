@@ -3,6 +3,10 @@ started yet when this is asked.
 """
 
 import os
+from collections.abc import Mapping
+
+_KIN = ("MPICH", "Intel(R) MPI", "MVAPICH")  # by what the library says of itself
+_HYDRA = ("HYDI_CONTROL_FD", "MPI_LOCALNRANKS")  # what mpiexec sets for its ranks
 
 
 def asks_for_ulfm() -> bool:
@@ -10,3 +14,24 @@ def asks_for_ulfm() -> bool:
     nothing."""
     enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
     return enabled or os.environ.get("MPITRAIN_FT") == "ulfm"
+
+
+def asks_for_heartbeat() -> bool:
+    """Whoever writes `srun --kill-on-bad-exit=0` says so; a rank cannot see it."""
+    return os.environ.get("MPITRAIN_FT") == "heartbeat"
+
+
+def why_no_heartbeat(library: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Why one rank's death would end the job, or hang it, although `heartbeat` is asked for; empty if nothing is known
+    against it. `library` is what MPI says of itself."""
+    if not any(name in library for name in _KIN):
+        return (
+            f"MPITRAIN_FT=heartbeat needs MPICH or its kin under srun, and this is {library}, which under srun is "
+            "`restart`: leave it out; Open MPI 5's own mpirun has `mpitrain launch --ft ulfm`"
+        )
+    if "SLURM_PROCID" not in environ or any(name in environ for name in _HYDRA):
+        return (
+            "MPITRAIN_FT=heartbeat needs srun: MPICH's own mpiexec ends the job when a rank dies. Inside an "
+            "allocation: mpitrain launch --ft heartbeat -n N ..."
+        )
+    return ""

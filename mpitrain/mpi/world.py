@@ -50,8 +50,8 @@ class MpiWorld:
         frame_for: `frame_for(source, kind) -> frame` to receive the payload of that rank's next message into.
         on_step: told the role's step as it changes, for error messages.
         losable: peers whose death is a message (`Kind.LOST`), not an error.
-        computer: computes gradients on a thread of its own, so that messages travel meanwhile: the thread that owns
-            MPI keeps driving it.
+        leave_s: how long to wait, in the end, for what was sent to leave; the engine sends the rest all the same.
+        computer: computes gradients on a thread of its own; the thread that owns MPI drives messages meanwhile.
     """
 
     def __init__(
@@ -62,11 +62,12 @@ class MpiWorld:
         on_step: Callable[[int], None] = lambda step: None,
         computer: Executor | None = None,
         losable: Collection[int] = (),
+        leave_s: float | None = None,
     ):
         self.engine, self.frame_for, self.on_step = engine, frame_for, on_step
         self._peers = {rank: _Peer(rank) for rank in peers}
         self._inbox: deque[tuple[int, Message]] = deque()
-        self._computer, self._losable = computer, frozenset(losable)
+        self._computer, self._losable, self._leave_s = computer, frozenset(losable), leave_s
         self._error: BaseException | None = None
         self._tears = False  # ordered: the next payload's stamps are to differ
         self._start_s = time.monotonic()
@@ -123,7 +124,7 @@ class MpiWorld:
         if isinstance(effect, Sleep):
             return self._sleep(effect.seconds)
         if isinstance(effect, Forget):
-            return self._forget(self._peers[effect.rank])
+            return self.engine.doze(effect.rank) if effect.listen else self._forget(self._peers[effect.rank])
         if isinstance(effect, Break):
             return self._break(effect)
         assert isinstance(effect, Now), f"{effect!r} is no effect"
@@ -279,9 +280,10 @@ class MpiWorld:
     def _leave(self) -> None:
         """Everything sent has left; nobody listens any more."""
         peers = self._peers.values()
-        self.engine.wait_any(
-            lambda: self._error or not any(peer.num_unsent for peer in peers if not peer.lost)
-        )
+        with contextlib.suppress(TimeoutError):
+            self.engine.wait_any(
+                lambda: self._error or not any(one.num_unsent for one in peers if not one.lost), self._leave_s
+            )
         self._raise_error()
         listening = [peer.listening for peer in peers if peer.listening is not None and not peer.lost]
         for op in listening:

@@ -2,52 +2,77 @@
 
 Law of this file: arithmetic on times that it is handed. Who has not been answered owes nothing, so silence begins with
 the last word of either side. A worker counts as silent when it has been so for longer than `PATIENCE` times its longest
-gap so far, and never sooner than `LEAST_SILENCE_S`, or, where a rule makes the others wait for it in the middle of a
-run, `HELD_SILENCE_S`; before its second message the longest gap of all workers stands in, and `FIRST_SILENCE_S`.
+gap so far, and never sooner than `LEAST_SILENCE_S` where nothing is lost by it, or `MID_SILENCE_S` in the middle of a
+run (or a floor of the user's own in place of both); before its second message the longest gap of all workers stands in,
+and `FIRST_SILENCE_S`. One that has said that it validates is judged by its validations, and the first time given
+`AWAY_SILENCE_S` where everybody waits for it.
 """
 
 from __future__ import annotations
 
 LEAST_SILENCE_S = 3.0
-FIRST_SILENCE_S = HELD_SILENCE_S = 60.0
+FIRST_SILENCE_S = MID_SILENCE_S = 60.0
+AWAY_SILENCE_S = 900.0
 PATIENCE = 8.0
 
 
 class Attendance:
-    """What a server knows of its workers besides their pushes."""
+    """What a server knows of its workers besides their pushes; `floor_s` replaces both of the floors above."""
 
-    def __init__(self, workers: tuple[int, ...]):
-        self.least_silence_s = LEAST_SILENCE_S
+    def __init__(self, workers: tuple[int, ...], floor_s: float | None = None):
+        self.least_silence_s = LEAST_SILENCE_S if floor_s is None else floor_s
+        self.mid_silence_s = MID_SILENCE_S if floor_s is None else floor_s
         self.lost: dict[int, str] = {}  # rank: "died" or "silent"
         self.validator = min(workers)
         self._heard_s: dict[int, float] = {}
         self._answered_s: dict[int, float] = {}
         self._longest_s: dict[int, float] = {}
+        self._away: set[int] = set()  # they validate
+        self._longest_away_s: dict[int, float] = {}
         self._began_s: float | None = None
 
     def heard(self, worker: int, now_s: float) -> None:
         """A message has come in."""
         self._began_s = now_s if self._began_s is None else self._began_s
         if worker in self._heard_s:
-            gap_s = now_s - self._heard_s[worker]
-            self._longest_s[worker] = max(self._longest_s.get(worker, 0.0), gap_s)
+            gaps = self._longest_away_s if worker in self._away else self._longest_s
+            gaps[worker] = max(gaps.get(worker, 0.0), self.silence_s(worker, now_s))
         self._heard_s[worker] = now_s
+        self._away.discard(worker)
+
+    def goes_away(self, worker: int) -> None:
+        """Its next message comes after a validation."""
+        self._away.add(worker)
 
     def answered(self, worker: int, now_s: float) -> None:
-        """It has been told to go on, perhaps after it was held for long."""
+        """It has been told to go on, perhaps after it was held for long, or has said that it waits."""
         self._answered_s[worker] = now_s
 
-    def is_silent(self, worker: int, now_s: float, held: bool) -> bool:
-        """Whether it has been silent for longer than can be its usual; `held`: others wait for its gradient."""
-        if self._began_s is None:
-            return False
-        last_s = max(self._heard_s.get(worker, self._began_s), self._answered_s.get(worker, self._began_s))
-        silence_s = now_s - last_s
-        least_s = max(self.least_silence_s, HELD_SILENCE_S if held else 0.0)
+    def silence_s(self, worker: int, now_s: float) -> float:
+        """How long ago the last word of either side was."""
+        began_s = now_s if self._began_s is None else self._began_s
+        return now_s - max(self._heard_s.get(worker, began_s), self._answered_s.get(worker, began_s))
+
+    def is_silent(self, worker: int, now_s: float, mid: bool) -> bool:
+        """Whether it has been silent for longer than can be its usual; `mid`: in the middle of a run, where others wait
+        for its gradient or go on without it."""
+        floor_s = max(self.least_silence_s, self.mid_silence_s if mid else 0.0)
+        return self.silence_s(worker, now_s) > max(floor_s, *self._usual_s(worker))
+
+    def is_overdue(self, worker: int, now_s: float, away_s: float) -> bool:
+        """`is_silent` where nobody else tells of a death; a first validation is given `away_s`."""
+        if worker in self._away and worker not in self._longest_away_s:
+            return self.silence_s(worker, now_s) > max(away_s, self.mid_silence_s)
+        return self.is_silent(worker, now_s, mid=True)
+
+    def _usual_s(self, worker: int) -> tuple[float, ...]:
+        if worker in self._away:
+            first_s = 0.0 if worker in self._longest_away_s else AWAY_SILENCE_S
+            gaps = (self._longest_s.get(worker, 0.0), self._longest_away_s.get(worker, 0.0))
+            return first_s, PATIENCE * max(gaps)
         if worker in self._longest_s:
-            return silence_s > max(least_s, PATIENCE * self._longest_s[worker])
-        longest_s = max(self._longest_s.values(), default=0.0)
-        return silence_s > max(least_s, FIRST_SILENCE_S, PATIENCE * longest_s)
+            return (PATIENCE * self._longest_s[worker],)
+        return FIRST_SILENCE_S, PATIENCE * max(self._longest_s.values(), default=0.0)
 
     def lose(self, worker: int, present: set[int], how: str) -> None:
         """`worker` will push no more; if it was the validator, the lowest that remains takes over."""

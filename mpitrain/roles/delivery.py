@@ -12,7 +12,9 @@ import json
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.effects import Compute, Effect, Kind, Message, Recv, Send
+from mpitrain.effects import Compute, Effect, Kind, Message, Send
+from mpitrain.roles.attendance import AWAY_SILENCE_S
+from mpitrain.roles.vigil import SILENT
 
 if TYPE_CHECKING:
     from mpitrain.roles.tolerant import TolerantServer
@@ -28,7 +30,7 @@ def stay(worker: Worker, deliver: Deliver) -> Steps:
     servers, dealer = worker.roles.servers, worker.roles.dealer
     missing = set(servers) if worker.wants_final else set()
     while True:
-        source, message = yield Recv()
+        source, message = yield from worker.pulse.receive(servers)
         if message.kind == Kind.WAKE and message.stop:
             break
         if message.kind == Kind.WAKE:
@@ -41,6 +43,7 @@ def stay(worker: Worker, deliver: Deliver) -> Steps:
         if message.kind == Kind.FINAL:
             missing.discard(source)
             if not missing:
+                yield from worker.say_away()
                 told = yield Compute(deliver, "deliver", interruptible=False)
                 yield Send(dealer, Message(Kind.DELIVERED, step=worker.step, text=json.dumps(told)))
     for server in servers:
@@ -52,12 +55,18 @@ def see_off(server: TolerantServer) -> Steps:
     staying = set(server.workers) - set(server.attendance.lost) - server.left
     yield from _name(server, staying)
     while staying:
-        source, message = yield Recv()
+        arrived = yield from server.vigil.listen(staying, AWAY_SILENCE_S)
+        if arrived is None:
+            continue
+        source, message = arrived
         if message.kind == Kind.LOST:
             staying.discard(source)
+            how = message.text or "died"
             if source not in server.left:
-                server.attendance.lost[source] = "died"
-                server.report.event("worker lost", rank=source, how="died", version=server.ledger.version)
+                server.attendance.lost[source] = how
+                server.report.event("worker lost", rank=source, how=how, version=server.ledger.version)
+            if how == SILENT:
+                yield from server.dismiss(source)
             yield from _name(server, staying)
         elif message.kind == Kind.LEAVE:
             staying.discard(source)

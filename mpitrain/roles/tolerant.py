@@ -2,10 +2,11 @@
 
 Law of this file: no lease is lost with its worker. A worker that has nothing left to do is asked to stay while others
 still hold leases (`park`): it says that it is idle, and to every rule it has left; should one of the others be lost,
-the dealing server wakes it, it joins again and takes over. A worker is given up as silent only when everybody else
-waits or has left; should it wake after that, what it pushes is refused and it is told to leave. For rank 0, to which
-everybody then reports, the servers stay a while longer in case it does. A worker whose gradients are not finite any
-more, where such are skipped, is given up as well: all servers see the same pushes of it, so they agree on when.
+the dealing server wakes it, it joins again and takes over. A worker is given up as silent when everybody else waits or
+has left, and, where MPI tells of no death (`vigilant`), whatever the others do; should it wake after that, what it
+pushes is refused and it is told to leave. For rank 0, to which everybody then reports, the servers stay a while longer
+in case it does. A worker whose gradients are not finite any more, where such are skipped, is given up as well: all
+servers see the same pushes of it, so they agree on when.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from mpitrain.effects import Forget, Kind, Message, Now, Recv, Role, Send
+from mpitrain.effects import Forget, Kind, Message, Role, Send
+from mpitrain.errors import LostRankError
 from mpitrain.roles.attendance import Attendance
 from mpitrain.roles.delivery import see_off
 from mpitrain.roles.server import Server, Steps
+from mpitrain.roles.vigil import SILENT, Vigil
 
-LOOK_EVERY_S = 0.5
 REPORTER = 0
 RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up
 MOST_NONFINITE = (
@@ -28,19 +30,29 @@ NOT_FINITE = "not finite"
 
 
 class TolerantServer(Server):
-    """`Server`, and what it does about workers that are lost; the arguments are the same.
+    """`Server`, and what it does about workers that are lost; the arguments are the same, and
 
     Args:
         delivers: a worker saves and validates the final model, and the others stay until it has (`delivery.py`).
+        floor_s: as in `Attendance`.
+        vigilant: as in `Vigil`.
     """
 
-    def __init__(self, *args: Any, delivers: bool = False, **options: Any):
+    def __init__(
+        self,
+        *args: Any,
+        delivers: bool = False,
+        floor_s: float | None = None,
+        vigilant: bool = False,
+        **options: Any,
+    ):
         super().__init__(*args, **options)
         self.delivers = delivers
         self.delivered: dict[str, Any] = {}  # what the worker that delivered has told
         self.named: set[int] = set()  # who was to deliver
         self.left: set[int] = set()  # have been let go
-        self.attendance = Attendance(self.workers)
+        self.attendance = Attendance(self.workers, floor_s)
+        self.vigil = Vigil(self.attendance, vigilant)
         self._answers |= {
             Kind.IDLE: self._on_idle,
             Kind.FINAL: self._on_final,
@@ -50,7 +62,7 @@ class TolerantServer(Server):
         self._nonfinite: dict[int, int] = {}  # pushes in a row that were not finite
         self._leaving: set[int] = set()  # given up for that, and not gone yet
         self._reporter_left = False
-        self._looks_left = int(RETURN_S / LOOK_EVERY_S)
+        self._alone_since_s: float | None = None
 
     def run(self) -> Role:
         """Serve until every worker has left, or is lost; returns the shard's counts."""
@@ -61,29 +73,35 @@ class TolerantServer(Server):
         return self.summary()
 
     def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
-        while self.present or self._may_reporter_return() or (self._leaving and self._looks_left > 0):
-            arrived = yield Recv(LOOK_EVERY_S)
-            now_s = yield Now()
+        while self.present or self._lingers():
+            arrived = yield from self.vigil.listen(self._owing())
             if arrived is None:
-                self._looks_left -= 0 if self.present else 1
-                yield from self._look_for_silence(now_s)
+                yield from self._look_for_silence(self.vigil.now_s)
             elif arrived[1].kind == Kind.LOST:
                 self._leaving.discard(arrived[0])
-                yield from self._lose(arrived[0], "died")
+                yield from self._lose(arrived[0], arrived[1].text or "died")
             elif arrived[0] in self.attendance.lost:
                 yield from self.turn_away(*arrived)
             else:
-                self.attendance.heard(arrived[0], now_s)
-                return tuple(arrived)
-        self.attendance.lost |= dict.fromkeys(self._leaving, "silent")
+                return arrived
+        self.attendance.lost |= dict.fromkeys(self._leaving, SILENT)
         for worker, how in self.attendance.lost.items():
-            if how == "silent":
+            if how != NOT_FINITE and worker not in self._want_final:
                 yield Forget(worker)
         return None
 
-    def _may_reporter_return(self) -> bool:
-        silent = self.attendance.lost.get(REPORTER) == "silent"
-        return silent and not self._reporter_left and self._looks_left > 0
+    def _owing(self) -> set[int]:
+        """Who owes signs of life: those who wait to be let go do too."""
+        staying = set(self.workers) - self.left - set(self.attendance.lost) if self.delivers else set()
+        return self.present | set(self._want_final) | staying
+
+    def _lingers(self) -> bool:
+        """Whether to stay a while for those who may yet leave in order, when nobody else is there."""
+        silent = self.attendance.lost.get(REPORTER) == SILENT and not self._reporter_left
+        if not silent and not self._leaving:
+            return False
+        self._alone_since_s = self.vigil.now_s if self._alone_since_s is None else self._alone_since_s
+        return self.vigil.now_s - self._alone_since_s < RETURN_S
 
     def turn_away(self, worker: int, message: Message) -> Steps:
         """A worker that was given up has woken: its leases are others' now."""
@@ -98,7 +116,7 @@ class TolerantServer(Server):
             yield Send(worker, Message(Kind.REPLY, version=self.ledger.version, step=step, stop=True))
         elif message.kind == Kind.DONE and self.delivers and self.deals.dealer is not None:
             yield Send(worker, Message(Kind.WAKE, stop=True))
-        elif message.kind == Kind.DONE and message.stop and not self.delivers:
+        elif message.kind == Kind.FINAL or (message.kind == Kind.DONE and message.stop and not self.delivers):
             self._want_final.append(worker)
 
     def _take(self, source: int, message: Message) -> Steps:
@@ -145,7 +163,7 @@ class TolerantServer(Server):
 
     def _release(self, worker: int, num_leases: int, uses: int = 1) -> Steps:
         yield from super()._release(worker, num_leases, uses)
-        self.attendance.answered(worker, (yield Now()))
+        self.attendance.answered(worker, self.vigil.now_s)
 
     def _wake(self) -> Steps:
         """The dealing server: to work, when leases have come back; to the end, when all are settled."""
@@ -156,7 +174,7 @@ class TolerantServer(Server):
             if over or self.deals.waiting() > len(self._woken & self.parked):
                 self._woken.add(worker)
                 yield Send(worker, Message(Kind.WAKE, stop=over))
-                self.attendance.answered(worker, (yield Now()))
+                self.attendance.answered(worker, self.vigil.now_s)
         self._woken &= self.parked
 
     @property
@@ -174,12 +192,32 @@ class TolerantServer(Server):
             and all(self.attendance.is_silent(worker, now_s, bool(self.held)) for worker in working)
         ):
             for worker in sorted(working):
-                yield from self._lose(worker, "silent")
+                yield from self._lose(worker, SILENT)
+
+    def dismiss(self, worker: int) -> Steps:
+        """Of one that is given up as silent nothing is awaited; and should it live, it is not to take this server for
+        dead, nor to wait for ever."""
+        step = self._next_step.get(worker, 0)
+        if self.vigil.vigilant:
+            yield Send(worker, Message(Kind.ALIVE, stop=True))
+        if worker in self.held | self._lobby:
+            yield Send(worker, Message(Kind.REPLY, version=self.ledger.version, step=step, stop=True))
+        elif worker in self.parked:
+            yield Send(worker, Message(Kind.WAKE, stop=True))
+        yield Forget(worker, listen=True)
 
     def _lose(self, worker: int, how: str) -> Steps:
         if worker in self.attendance.lost:  # given up as silent, and now known to be dead
             self.attendance.lost[worker] = how
             return
+        silence_s = self.attendance.silence_s(worker, self.vigil.now_s)
+        if worker == REPORTER and self.vigil.vigilant and how != NOT_FINITE:
+            raise LostRankError(
+                f"rank {REPORTER}, which writes the result, {how}: nobody has heard of it for "
+                f"{silence_s:.1f} s. The job ends, to be started again from its newest checkpoint"
+            )
+        if how == SILENT:
+            yield from self.dismiss(worker)
         was_active = worker in self.active
         for group in (
             self.present,
@@ -195,7 +233,8 @@ class TolerantServer(Server):
         self.attendance.lose(worker, self.present, how)
         self.ledger.leave(worker)
         self.deals.take_back(worker)
-        self.report.event("worker lost", rank=worker, how=how, version=self.ledger.version)
+        silence = {"silence_s": round(silence_s, 3)} if how == SILENT else {}
+        self.report.event("worker lost", rank=worker, how=how, version=self.ledger.version, **silence)
         if was_active:
             self.gathering.add_in_turn(self.rule.contributors(self.active))
             yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))

@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any
 
-from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Recv, Role, Send
+from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Role, Send
 from mpitrain.roles.delivery import Deliver, stay
 from mpitrain.roles.ports import Gradient, Keeper, Replica, Report
+from mpitrain.roles.pulse import Pulse
 from mpitrain.roles.saving import Save, save
 from mpitrain.rules import Lease, Roles
 
@@ -38,6 +39,7 @@ class Worker:
         keeper: writes this worker's part of a checkpoint.
         deliver: saves and measures the final model, if that falls to this worker, and returns what there is to tell;
             None where nobody is to.
+        heartbeat_s: as in `Pulse`.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class Worker:
         batch_size: int = 0,
         keeper: Keeper | None = None,
         deliver: Deliver | None = None,
+        heartbeat_s: float = 0.0,
     ):
+        self.pulse = Pulse(rank, roles.servers, heartbeat_s)
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
         self.leased, self.wants_final = leased, wants_final
         self.validates = rank == roles.validator
@@ -135,10 +139,10 @@ class Worker:
         while self._park and not self.batches and not self.stopped:
             self._park = False
             yield from self._tell_all(Kind.IDLE)
-            source, message = yield Recv()
+            source, message = yield from self.pulse.receive((self.roles.dealer,))
             while message.kind == Kind.REPLY:  # a restart that crossed it (virtual time only)
                 self.take_in(source, message)
-                source, message = yield Recv()
+                source, message = yield from self.pulse.receive((self.roles.dealer,))
             assert message.kind == Kind.WAKE, f"rank {source} sent {message.kind!r} to an idle worker"
             if message.stop:
                 return
@@ -227,7 +231,7 @@ class Worker:
         reply names the push that it answers by the next one's step."""
         missing = set(self.roles.servers)
         while missing:
-            source, message = yield Recv()
+            source, message = yield from self.pulse.receive(missing, served=kind != Kind.FINAL)
             reply = message.kind in (Kind.REPLY, Kind.DIFFERENCE)
             # shards that a checkpoint cut at different pushes may name different ones when a worker joins
             crossed = reply and self._joined and (kind != Kind.REPLY or message.step < self.step)
@@ -272,12 +276,18 @@ class Worker:
         for server in self.roles.servers:
             yield Send(server, Message(kind, step=self.step, stop=stop, mark=self.mark, ends=self.ends))
 
+    def say_away(self) -> Generator[Effect, Any, None]:
+        """To servers that listen for signs of life, before something that may take as long as it likes."""
+        if self.pulse.timeout_s:
+            yield from self._tell_all(Kind.AWAY)
+
     def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
         """The validator measures the parameters it holds when the first batch of the next epoch reaches
         it.
         """
         if not self.validates:
             return
+        yield from self.say_away()
         metrics = yield Compute(self.replica.validate, "validate")
         if metrics:
             note = {"name": "validation", "epoch": epoch + 1, "samples": self.progress, **metrics}

@@ -15,6 +15,10 @@ def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
     """Raise `UsageError` for stragglers and batch sizes that the job's strategy cannot have."""
     check_workers(overrides.injections, num_workers)
     _check_pushes(job, overrides)
+    if overrides.heartbeat_s is not None and not isinstance(job.strategy, ServerStrategy):
+        raise UsageError(
+            f"--heartbeat-s is how long a server waits for a silent worker, and {job.strategy} has no servers"
+        )
     if not isinstance(job.strategy, Split):
         return
     job.strategy.check_batch(job.batch_size)

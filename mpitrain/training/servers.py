@@ -7,13 +7,12 @@ sizes by itself.
 from __future__ import annotations
 
 import math
-from concurrent.futures import Executor
 from typing import Any
 
 import torch
 
 from mpitrain.checkpoint import Keeper
-from mpitrain.effects import Kind, Role
+from mpitrain.effects import Kind
 from mpitrain.model import (
     ElasticStore,
     FlatModel,
@@ -28,11 +27,11 @@ from mpitrain.model import (
     shard_store,
 )  # fmt: skip
 from mpitrain.model.flat import Layout, make_layout
-from mpitrain.mpi.world import MpiWorld
 from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.roles.tolerant import NOT_FINITE
 from mpitrain.rules import Dealer, ServerStrategy
+from mpitrain.training.carrying import carry, heartbeat_s
 from mpitrain.training.measure import (
     Meter,
     build,
@@ -129,6 +128,8 @@ def make_server(
         job.batch_size,
         keeper,
         delivers=True,
+        floor_s=session.overrides.heartbeat_s,
+        vigilant=session.runtime.fault_tolerance == "heartbeat",
     )
 
 
@@ -158,7 +159,7 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
     session.emergency, role = shard_writer(session, server, store, keeper, model.module)
     role = record(role, order)
-    counts = _carry(session, roles.workers, lambda source, kind: store.frame(), role, losable=losable)
+    counts = carry(session, roles.workers, lambda source, kind: store.frame(), role, losable=losable)
     runtime.given_up.update(
         int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE
     )  # that one left
@@ -216,6 +217,7 @@ def _work(
             runtime.rank, roles, replica, session.report, wants_final=validates,
             push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
             deliver=lambda: finish_model(session, replica),
+            heartbeat_s=heartbeat_s(session),
         )  # fmt: skip
         index = roles.workers.index(runtime.rank)
         keeper = make_keeper(
@@ -231,7 +233,7 @@ def _work(
         watched = session.overrides.watchdog_s > 0
         session.emergency, role = worker_writer(keeper, worker, model.module, watched)
         straggler = session.straggler()
-        counts = _carry(
+        counts = carry(
             session,
             roles.servers,
             lambda source, kind: model.frame_for(roles.servers.index(source), kind == Kind.FINAL),
@@ -278,13 +280,3 @@ def _kept_by_workers(
 
     mine = [state for worker in written if worker % num_workers == index and (state := kept(worker))]
     return mine, kept(written[0]) if written else None
-
-
-def _carry(
-    session: Session, peers: tuple[int, ...], frame_for: Any, role: Role,
-    computer: Executor | None = None, losable: tuple[int, ...] = (),
-) -> Any:  # fmt: skip
-    def on_step(step: int) -> None:
-        session.runtime.step = step
-
-    return MpiWorld(session.runtime.engine, peers, frame_for, on_step, computer, losable).run(role)

@@ -24,7 +24,7 @@ from mpitrain.replay import RUN_FILE
 from mpitrain.report import NullReport, Report, default_run_dir, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
 from mpitrain.training import signals
-from mpitrain.training.levels import level, survives
+from mpitrain.training.levels import level, survives, warning
 from mpitrain.training.options import options
 from mpitrain.training.orders import check_orders
 from mpitrain.training.resuming import Resume, look, tell
@@ -38,7 +38,7 @@ REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with
 
 @dataclasses.dataclass
 class Session:
-    """One run on one rank. `place`: its rank when the run began; should others die, it may get another."""
+    """One run on one rank."""
 
     runtime: Any
     job: Job
@@ -49,7 +49,6 @@ class Session:
     run_dir: Path
     report: Any
     started_s: float
-    place: int
     resume: Resume | None = None
     emergency: Emergency | str = "the run had not begun"  # what this rank would write, or why it cannot
 
@@ -62,11 +61,11 @@ class Session:
     @property
     def role(self) -> str:
         """What this rank is."""
-        return self.roles.of(self.place)
+        return self.roles.of(self.runtime.launched_rank)
 
     def straggler(self) -> Straggler:
         """What `--inject` orders for this worker."""
-        index = self.roles.workers.index(self.place)
+        index = self.roles.workers.index(self.runtime.launched_rank)
         return Straggler(self.overrides.injections, index, self.job.seed)
 
     def open_report(self) -> None:
@@ -133,9 +132,7 @@ def prepare(
     attempt(runtime, lambda: _enough_samples(catalogue.num_samples, roles))
     run_dir = Path(runtime.share(attempt(runtime, lambda: _run_dir(runtime, job, overrides))))
     runtime.run_dir = run_dir
-    session = Session(
-        runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank
-    )
+    session = Session(runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s)
     environment = runtime.gather(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )
@@ -220,6 +217,8 @@ def _describe_start(session: Session) -> None:
         batch_size=session.job.batch_size, run_dir=str(session.run_dir),
         fault_tolerance=level(session.runtime, session.strategy),
     )  # fmt: skip
+    if text := warning(session.runtime, session.strategy):
+        session.report.event("warning", text=text)
 
 
 def say_end(report: Any, result: dict[str, Any]) -> None:

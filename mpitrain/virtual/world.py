@@ -147,7 +147,8 @@ class VirtualWorld:
         if isinstance(message[1], _Torn):
             raise WireError(f"payload of rank {message[0]} is torn: its stamps differ")
         process.inbox.append(message)
-        if process.computing is not None and process.computing.interruptible:
+        breaks_off = message[1].kind != Kind.ALIVE  # a sign of life changes nothing
+        if process.computing is not None and process.computing.interruptible and breaks_off:
             process.computing.broken_off, process.computing = True, None
             self._advance(process, Interrupted())
         elif process.waiting:
@@ -192,7 +193,7 @@ class VirtualWorld:
                     return
                 answer = process.inbox.popleft()
             elif isinstance(effect, Forget):
-                self._forgotten.add(effect.rank)
+                self._forgotten.update(() if effect.listen else (effect.rank,))
             elif isinstance(effect, Break):
                 if effect.how == "torn":
                     process.tears = True

@@ -1,11 +1,21 @@
 """A worker that falls silent in virtual time: nobody waits for it in vain, and what it held is done by others."""
 
+import math
+
 import pytest
 
 from mpitrain import rules
+from mpitrain.effects import Kind, Message, Now, Recv, Send
+from mpitrain.errors import GivenUpError, LostRankError
+from mpitrain.inject import Stop
+from mpitrain.report import NullReport
+from mpitrain.roles import TolerantServer
+from mpitrain.roles.attendance import AWAY_SILENCE_S, PATIENCE, Attendance
+from mpitrain.roles.pulse import QUESTIONS, Pulse
+from mpitrain.roles.vigil import LOOK_EVERY_S
 from mpitrain.virtual import Constant
 from tests.virtual.test_course import samples_of
-from tests.virtual.worlds import all_leases, play
+from tests.virtual.worlds import NumberStore, Shuffled, all_leases, play
 
 
 @pytest.mark.parametrize(
@@ -36,3 +46,152 @@ def test_slow_is_not_silent():
     seen = play(rules.Async(), 4, slow={1: 30.0}, least_silence_s=3.0, num_samples=200, batch_size=1)
     assert seen.trace.server.attendance.lost == {}
     assert samples_of(seen.leases()) == samples_of(all_leases(200, 1))
+
+
+# ---- launches in which nobody is told of a death (`heartbeat`)
+
+RULES = [
+    rules.Async(), rules.Async(servers=2, inflight=2), rules.SoftSync(updates=2), rules.StaleSync(bound=2, servers=2),
+    rules.Sync(servers=2), rules.Backup(spare=1, servers=2), rules.SoftSync(updates=3, blocking=True),
+    rules.Async(warmup=rules.Warmup(1, epochs=1)),
+]  # fmt: skip
+
+
+def listening(victim, seen):
+    """Notes when `victim` was last heard of and when it was given up, while the run goes on."""
+
+    def look(trace):
+        num_pushes = trace.clock[victim]
+        if num_pushes != seen.get("num_pushes"):
+            seen.update(num_pushes=num_pushes, last_s=trace.world.now_s)
+        if victim in trace.server.attendance.lost:
+            seen.setdefault("lost_s", trace.world.now_s)
+            seen["after"] = sum(count for worker, count in trace.clock.items() if worker != victim)
+        else:
+            seen["before"] = sum(count for worker, count in trace.clock.items() if worker != victim)
+
+    return look
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_death_nobody_tells_of_is_seen_at_the_timeout_while_the_others_go_on(victim):
+    seen: dict = {}
+    timeout_s, sizes = 40.0, {"num_samples": 400, "batch_size": 1, "epochs": 2}
+    ended = play(
+        rules.Async(),
+        4,
+        heartbeat_s=timeout_s,
+        faults=(Stop(victim, 20),),
+        look=listening(victim + 1, seen),
+        **sizes,
+    )
+    assert timeout_s < seen["lost_s"] - seen["last_s"] <= timeout_s + 2 * LOOK_EVERY_S
+    assert seen["before"] > 100 and seen["after"] > seen["before"] + 100, "nobody has waited for it"
+    assert ended.trace.server.attendance.lost == {victim + 1: "silent"}
+    assert samples_of(ended.leases()) == samples_of(all_leases(400, 1, 2))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("slow", [{}, {2: 20.0}])
+def test_whatever_the_rule_the_dead_alone_are_given_up_and_no_sample_is_lost(rule, slow):
+    """Those who wait for the dead worker, here or at another shard, say that they wait; a slow one is known to be."""
+    sizes = {"num_samples": 120, "batch_size": 2, "epochs": 2}
+    ended = play(
+        rule, 4, heartbeat_s=15.0, faults=(Stop(1, 3),), slow=slow, network=Shuffled(5, 0.2), seed=3, **sizes
+    )
+    for trace in ended.traces:
+        assert trace.server.attendance.lost == {trace.server.workers[1]: "silent"}
+    assert samples_of(ended.leases()) == samples_of(all_leases(120, 2, 2))
+    left, right = ended.counts["staleness_identity"]
+    assert left == right and not ended.counts["failure"]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_long_batches_are_no_silence(rule):
+    """Batches of 30 s, and others of one second, against a floor of 5 s; the first is given a minute."""
+    sizes = {"num_samples": 60, "batch_size": 1}
+    ended = play(rule, 4, heartbeat_s=5.0, slow={2: 30.0}, **sizes)
+    assert [trace.server.attendance.lost for trace in ended.traces] == [{}] * len(ended.traces)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_one_that_was_given_up_and_wakes_leaves_alone(rule):
+    """In the middle of the run, in which nobody waits for it any more; and no sample is taken twice."""
+    sizes = {"num_samples": 400, "batch_size": 1, "epochs": 2}
+    ended = play(rule, 4, heartbeat_s=15.0, freeze=(1, 9, 60.0), **sizes)
+    for trace in ended.traces:
+        assert trace.server.attendance.lost == {trace.server.workers[1]: "silent"}
+    assert samples_of(ended.leases()) == samples_of(all_leases(400, 1, 2))
+
+
+def test_a_validation_is_given_the_time_it_takes():
+    attendance = Attendance((1, 2), floor_s=5.0)
+
+    def overdue(now_s):
+        return attendance.is_overdue(1, now_s, away_s=math.inf)
+
+    for now_s in (0.0, 1.0, 2.0):
+        attendance.heard(1, now_s)
+    assert overdue(10.5) and not overdue(9.5)
+    attendance.goes_away(1)
+    assert not overdue(10_000.0), "the first: nobody knows how long it takes"
+    assert not attendance.is_silent(1, 2.0 + AWAY_SILENCE_S, mid=True)
+    assert attendance.is_silent(1, 3.0 + AWAY_SILENCE_S, mid=True), "but all others do not wait for ever"
+    attendance.heard(1, 102.0)
+    assert overdue(102.0 + PATIENCE + 0.1), "it counts for validations alone"
+    attendance.goes_away(1)
+    assert not overdue(101.0 + PATIENCE * 100) and overdue(103.0 + PATIENCE * 100)
+
+
+def overhear(workers, arrivals):
+    """A vigilant server that hears `arrivals`, each so many seconds after the one before; returns it."""
+    server = TolerantServer(
+        rules.Async(), NumberStore(0.1), workers, NullReport(), floor_s=5.0, vigilant=True
+    )
+    steps, now_s = server._next(), 0.0
+    effect = steps.send(None)
+    for arrived, passed_s in arrivals:
+        assert isinstance(effect, Recv)
+        now_s += passed_s
+        assert isinstance(steps.send(arrived), Now)
+        effect = steps.send(now_s)
+    return server
+
+
+def test_a_pause_of_the_servers_own_is_nobodys_silence():
+    heard = overhear((1, 2), [((1, Message(Kind.AWAY)), 0.0)] + [(None, 0.5)] * 4 + [(None, 1000.0)] * 2)
+    assert heard.attendance.lost == {} and heard.vigil.now_s == 4.0
+
+
+def test_without_the_rank_that_writes_the_result_the_job_ends():
+    """By an error, which takes all along: nobody could tell of the rest of the run."""
+    with pytest.raises(LostRankError, match="rank 0, which writes the result, silent: .* for 60.5 s"):
+        overhear((0, 2), [((2, Message(Kind.AWAY)), 0.0)] + [(None, 0.5)] * 122)
+
+
+def questions(pulse, answers):
+    """Feeds a pulse one answer after the other; the ranks that were asked after each."""
+    steps, asked = pulse.receive((0,)), []
+    effect = steps.send(None)
+    for answer in answers:
+        assert effect == Recv(pulse.timeout_s / QUESTIONS)
+        effect = steps.send(answer)
+        now = []
+        while isinstance(effect, Send):
+            assert effect.message.kind == Kind.ALIVE
+            now.append(effect.to)
+            effect = steps.send(None)
+        asked.append(now)
+    return asked
+
+
+def test_a_server_that_holds_is_told_from_one_that_is_dead():
+    alive, told = (0, Message(Kind.ALIVE)), (0, Message(Kind.ALIVE, stop=True))
+    other = (1, Message(Kind.ALIVE))
+    pulse = Pulse(5, (0, 1), 8.0)
+    assert questions(pulse, [None, alive, other] * 20) == [[0, 1], [], []] * 20
+    with pytest.raises(LostRankError, match=r"no answer of rank 0 \(server\) for 8 s"):
+        questions(pulse, [None, other] * QUESTIONS + [None])
+    assert questions(pulse, [None, other] * QUESTIONS)[-2:] == [[0, 1], []], "one question fewer is no death"
+    with pytest.raises(GivenUpError, match="gone on without it"):
+        questions(pulse, [told] + [None, other] * QUESTIONS + [None])

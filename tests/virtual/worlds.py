@@ -217,6 +217,8 @@ class Trace:
         self.replies.append((worker, message.version))
 
     def _on_message(self, source: int, message: Message) -> None:
+        if message.kind in (Kind.ALIVE, Kind.AWAY):  # signs of life
+            return
         self.due[source] += message.kind in (Kind.JOIN, Kind.PUSH, Kind.PULL)
         if message.kind == Kind.LOST:
             self.left.add(source)
@@ -320,10 +322,12 @@ def play(
     freeze: tuple[int, int, float] | None = None,
     faults: tuple[Injection, ...] = (),
     delivers: bool = False,
+    heartbeat_s: float | None = None,
 ) -> Play:
     """Run `rule` to its end; `slow` holds factors by worker index, `poisoned` first samples of batches; `freeze`: a
     worker's index, the batch it freezes in, and for how many seconds; `faults` are ordered as by `--inject`;
-    `delivers`: a worker tells of the final model."""
+    `delivers`: a worker tells of the final model; `heartbeat_s`: nobody is told of a death, and who is silent for so
+    long is given up."""
     rule.check_workers(num_workers)
     roles = assign((0,) * (rule.servers + num_workers), rule.servers)
     world = VirtualWorld(compute, network, seed, roles.workers)
@@ -335,9 +339,9 @@ def play(
         mine = dealer if shard == roles.dealer else None
         server = TolerantServer(
             rule, store, roles.workers, NullReport(), mine, on_nonfinite, num_samples, batch_size=batch_size,
-            delivers=delivers,
+            delivers=delivers, floor_s=least_silence_s if heartbeat_s is None else heartbeat_s,
+            vigilant=heartbeat_s is not None,
         )  # fmt: skip
-        server.attendance.least_silence_s = least_silence_s
         traces.append(Trace(server, store, world, look))
         processes[shard] = traces[shard].watch(server.run())
     stuck = (Pause(freeze[0], freeze[1], freeze[2]),) if freeze else ()
@@ -347,7 +351,7 @@ def play(
         worker = Worker(
             rank, roles, replica, NullReport(), wants_final=rank == roles.validator,
             push_every=rule.push_every, pull_every=rule.pulls, inflight=rule.inflight,
-            deliver=functools.partial(told_by, rank, replica) if delivers else None,
+            deliver=functools.partial(told_by, rank, replica) if delivers else None, heartbeat_s=heartbeat_s or 0.0,
         )  # fmt: skip
         processes[rank] = Straggler(injected, index, seed).wrap(worker.run())
     returned = world.run(processes)

@@ -56,6 +56,23 @@ def case_ring_of_all_sizes(rt, engine):
 
 
 @both_ways
+def case_what_may_never_be_done_keeps_nobody_awake(rt, engine):
+    """A long message to a rank that does not take it is asked for as seldom as a passive receive, and done when it
+    does."""
+    after, before = (rt.rank + 1) % rt.size, (rt.rank - 1) % rt.size
+    size = SIZES[-1]
+    send, receive = engine.isend(pattern(size, rt.rank), after, 1), engine.irecv(bytearray(1), before, 2)
+    for peer in {after, before}:
+        engine.doze(peer)
+    engine.run(lambda: None)  # what was handed to another thread is done
+    assert engine._progress.num_awake == 0 and not send.done and not receive.done
+    engine.wait(engine.isend(bytearray(1), after, 2), receive, timeout_s=DEADLINE_S)
+    inbox = np.zeros(size, np.uint8)
+    engine.wait(engine.irecv(inbox, before, 1), send, timeout_s=DEADLINE_S)
+    assert np.array_equal(inbox, pattern(size, before))
+
+
+@both_ways
 def case_short_message_tells_its_length(rt, engine):
     """A message shorter than the buffer is told by status_bytes; what lay behind it is untouched."""
     if rt.rank == 0:

@@ -1,0 +1,76 @@
+"""Whether the servers are still there: what a worker asks while it waits for an answer.
+
+Law of this file: for launches in which MPI tells of no death. A worker that waits has nothing else to do, so it asks
+`QUESTIONS` times per timeout, and every server says at once that it is there, whomever its rule holds back. That tells
+a server that holds from one that is dead; and to a server that has answered it tells that this worker waits for another
+one. Unanswered questions are counted, not seconds: a rank that was stopped for a while asks again before it judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator
+from typing import Any
+
+from mpitrain.effects import Effect, Kind, Message, Recv, Role, Send
+from mpitrain.errors import GivenUpError, LostRankError
+
+QUESTIONS = 4
+
+
+class Pulse:
+    """One worker's ear.
+
+    Told that the run has gone on without it, a worker no longer takes who is silent for dead: it leaves alone.
+
+    Args:
+        rank: its own; servers: all.
+        timeout_s: a server that has not answered for so long is dead; 0 asks nobody and waits for ever.
+    """
+
+    def __init__(self, rank: int, servers: tuple[int, ...], timeout_s: float = 0.0):
+        self.rank, self.servers, self.timeout_s = rank, servers, timeout_s
+        self._given_up = False
+
+    def receive(
+        self, awaited: Collection[int], served: bool = True
+    ) -> Generator[Effect, Any, tuple[int, Message]]:
+        """The next message. `awaited`: servers that owe this worker an answer; `served`: the others are there too.
+
+        Raises:
+            LostRankError: a server is dead.
+            GivenUpError: the servers have gone on without this worker, and left.
+        """
+        if not self.timeout_s:
+            return (yield Recv())
+        unanswered = dict.fromkeys(awaited, 0)
+        while True:
+            arrived = yield Recv(self.timeout_s / QUESTIONS)
+            if arrived is None:
+                self._judge(unanswered)
+                for server in self.servers if served else awaited:
+                    unanswered[server] = unanswered.get(server, 0) + 1
+                    yield Send(server, Message(Kind.ALIVE))
+            elif arrived[1].kind == Kind.ALIVE:
+                unanswered[arrived[0]] = 0
+                self._given_up |= arrived[1].stop
+            else:
+                return tuple(arrived)
+
+    def _judge(self, unanswered: dict[int, int]) -> None:
+        dead = [server for server, number in unanswered.items() if number >= QUESTIONS]
+        if dead and self._given_up:
+            raise GivenUpError(
+                f"rank {self.rank} (worker) was silent for too long, and the run has gone on without it"
+            )
+        if dead:
+            told = ", ".join(map(str, dead))
+            raise LostRankError(
+                f"rank {self.rank} (worker) has had no answer of rank {told} (server) for {self.timeout_s:g} s "
+                "(--heartbeat-s): the job ends, to be started again from its newest checkpoint"
+            )
+
+
+def last_words(servers: tuple[int, ...]) -> Role:
+    """The role of a worker that has failed and can still say so: nobody has to find out by its silence."""
+    for server in servers:
+        yield Send(server, Message(Kind.LOST))

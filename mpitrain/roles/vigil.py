@@ -1,0 +1,72 @@
+"""What a server hears: messages, and the silence of those who owe it a sign of life.
+
+Law of this file: signs of life are taken in here and go no further; a silence that has lasted for too long comes out as
+the message that the worker is lost, with `SILENT` as its text. Time is measured on a clock that stands while this
+server does, so after a pause of its own nobody is late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Generator
+from typing import Any
+
+from mpitrain.effects import Effect, Kind, Message, Now, Recv, Send
+from mpitrain.roles.attendance import Attendance
+
+LOOK_EVERY_S = 0.5
+SILENT = "silent"
+
+
+class Vigil:
+    """One server's ear.
+
+    Args:
+        attendance: the server's.
+        vigilant: nobody else tells of a death: whoever is overdue is lost, although nobody waits for it. Its workers
+            then say that they wait (`Pulse`), so every one of them owes signs of life at all times.
+    """
+
+    def __init__(self, attendance: Attendance, vigilant: bool):
+        self.attendance, self.vigilant = attendance, vigilant
+        self.now_s = self._next_look_s = 0.0
+        self._last_s: float | None = None
+        self._overdue: deque[int] = deque()
+
+    def listen(
+        self, owing: Collection[int], away_s: float = math.inf
+    ) -> Generator[Effect, Any, tuple[int, Message] | None]:
+        """The next message, or None if there was nothing but a sign of life or `LOOK_EVERY_S` of quiet. `owing`: who
+        must not be silent; `away_s`: how long the first validation of one of them may take."""
+        self._look(owing, away_s)
+        while self._overdue:
+            if (worker := self._overdue.popleft()) in owing:
+                return worker, Message(Kind.LOST, text=SILENT)
+        arrived = yield Recv(LOOK_EVERY_S)
+        self._tick((yield Now()))
+        if arrived is None:
+            return None
+        source, message = arrived
+        if message.kind == Kind.ALIVE:
+            self.attendance.answered(source, self.now_s)
+            yield Send(source, Message(Kind.ALIVE))
+            return None
+        if message.kind != Kind.LOST and source not in self.attendance.lost:
+            self.attendance.heard(source, self.now_s)
+        if message.kind == Kind.AWAY:
+            self.attendance.goes_away(source)
+            return None
+        return source, message
+
+    def _look(self, owing: Collection[int], away_s: float) -> None:
+        if self.vigilant and self.now_s >= self._next_look_s:
+            self._next_look_s = self.now_s + LOOK_EVERY_S
+            self._overdue.extend(
+                worker for worker in sorted(owing) if self.attendance.is_overdue(worker, self.now_s, away_s)
+            )
+
+    def _tick(self, now_s: float) -> None:
+        self._last_s = now_s if self._last_s is None else self._last_s
+        self.now_s += min(now_s - self._last_s, 2 * LOOK_EVERY_S)
+        self._last_s = now_s

@@ -1,0 +1,51 @@
+"""One rank's role of a run over servers, carried by the MPI world.
+
+Law of this file: what differs between the launches that survive a death, and nothing of what the roles do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Executor
+from typing import Any
+
+from mpitrain.effects import Role
+from mpitrain.errors import GivenUpError, LostRankError
+from mpitrain.mpi.world import MpiWorld
+from mpitrain.roles.attendance import MID_SILENCE_S
+from mpitrain.roles.pulse import last_words
+from mpitrain.training.session import Session
+
+
+def heartbeat_s(session: Session) -> float:
+    """How long anybody may be silent where MPI tells of no death; 0 where it does, or the launcher ends the job."""
+    if session.runtime.fault_tolerance != "heartbeat":
+        return 0.0
+    return session.overrides.heartbeat_s or MID_SILENCE_S
+
+
+def carry(
+    session: Session, peers: tuple[int, ...], frame_for: Any, role: Role,
+    computer: Executor | None = None, losable: tuple[int, ...] = (),
+) -> Any:  # fmt: skip
+    """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`.
+
+    A worker that fails where MPI would not tell of it says so to its servers before the error goes on.
+    """
+    runtime = session.runtime
+
+    def on_step(step: int) -> None:
+        runtime.step = step
+
+    timeout_s = heartbeat_s(session)
+    world = MpiWorld(runtime.engine, peers, frame_for, on_step, computer, losable, timeout_s or None)
+    try:
+        returned = world.run(role)
+    except Exception as error:
+        if timeout_s and session.role == "worker" and not isinstance(error, LostRankError | GivenUpError):
+            with contextlib.suppress(Exception):  # the error that came first is the one to tell
+                world.advance(last_words(peers), None)
+        raise
+    if timeout_s:
+        runtime.expendable = False  # from here on nobody would notice
+    return returned
