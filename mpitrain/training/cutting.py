@@ -35,7 +35,8 @@ class StepCuts:
         state: what rank 0 writes: a tree with tensors (copied here).
         own: what each rank writes beside it, or None.
         grid: who holds which part of a split model.
-        module: whose buffers are in `state` as "module"; forward passes change them.
+        module: what is written as "module", if a step leaves its parameters alone until its update; forward passes may
+            change its buffers.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class StepCuts:
             job, session.run_dir, own_part(place), about, saved, injections=session.overrides.injections
         )
         self.guard, self._buffers = Guard(), KeptBuffers(module, session.overrides.watchdog_s > 0)
-        self._state, self._at = state, (session.resume.mark if session.resume else 0, 0)
-        if grid is not None:
+        self._state, self._own = state, own
+        self._at = (session.resume.mark if session.resume else 0, 0)
+        if module is None:
             session.emergency = f"{session.strategy}: a step may have put the parts of the model together"
-        elif own is not None:
+        elif own is not None and grid is None:
             session.emergency = f"{session.strategy}: what the codec keeps back is in the middle of a step"
         else:
             writer = Emergency(self.keeper, self.guard, self._take, lambda: list(self._parts))
@@ -107,10 +109,12 @@ class StepCuts:
 
     def _take(self) -> Taken:
         """For the watchdog: the state after the last step that is whole."""
-        tree = self._state()
+        tree = {"state": self._state()} if self.rank == 0 else {}
+        tree |= {"own": self._own()} if self._own else {}
         refuse_devices(tree)
-        self._buffers.put_into(tree["module"])
-        return Taken(*self._at, {"role": {}, "state": copied(tree)})
+        for part in tree.values():
+            self._buffers.put_into(part.get("module", {}))
+        return Taken(*self._at, {"role": {}, **copied(tree)})
 
     def go_on_from(self, samples: int) -> None:
         """The run goes on at `samples`, not from a checkpoint."""

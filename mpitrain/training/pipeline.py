@@ -70,6 +70,8 @@ class PipelineRun(SplitRun):
         owners: stage of every saved tensor; untouched: what no stage holds; sizes: of the stages.
     """
 
+    holds_still = True
+
     def __init__(
         self,
         session: Session,

@@ -39,6 +39,8 @@ class SplitRun:
             for the loss of its share.
     """
 
+    holds_still = False  # whether a step leaves the parameters as they are until its update
+
     def __init__(self, session: Session, grid: Grid, share: int, tells: bool, device: torch.device):
         self.session, self.grid, self.share, self.tells, self.device = session, grid, share, tells, device
         self.rank = session.runtime.rank
@@ -101,16 +103,18 @@ class SplitRun:
         outcome. `parameters`: names and shapes of the whole model's.
         """
         job = self.session.job
-        self.cuts = StepCuts(self.session, parameters, dict, self.own, self.pieces)
+        still = self.module if self.holds_still else None
+        self.cuts = StepCuts(self.session, parameters, dict, self.own, self.pieces, still)
         if (saved := self.cuts.restored_part(self.session, self.pieces.place(self.rank)[1])) is not None:
             self.restore(saved)
         with job.data.reader(self.session.catalogue, job.seed) as self.reader:
             limited = self.session.overrides.steps is not None
             while not self._over and (self.step < self.num_steps if limited else self.epoch < job.epochs):
-                self._epoch(self.epoch, limited)
+                left = self._epoch(self.epoch, limited)
                 if self._over:
                     break
-                self.epoch, self.cursor = self.epoch + 1, 0
+                with self.cuts.guard.changing():
+                    self.left_out, self.epoch, self.cursor = self.left_out + left, self.epoch + 1, 0
                 if not limited and self.epoch < job.epochs:
                     self._validate(self.epoch)
         return self._outcome()
@@ -129,15 +133,15 @@ class SplitRun:
         vars(self).update(saved["counts"])
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
 
-    def _epoch(self, epoch: int, limited: bool) -> None:
+    def _epoch(self, epoch: int, limited: bool) -> int:
+        """Steps to the end of the epoch; returns how many samples of it are left out."""
         num_samples, job = self.session.catalogue.num_samples, self.session.job
         batch = job.batch_size * self.num_shares
         while self.cursor < num_samples and not self._over and not (limited and self.step >= self.num_steps):
             cursor = self.cursor
             count = min(batch, num_samples - cursor)
             if count < self.num_shares or (count < batch and job.drop_last):
-                self.left_out += count
-                return
+                return count
             following = min(batch, num_samples - cursor - count)
             if following >= self.num_shares and self.reads:
                 self.reader.prefetch(
@@ -146,6 +150,7 @@ class SplitRun:
             self._one_step(epoch, cursor, count)
             self.cursor += count
             self.cuts.after_step(self.step, self.samples)
+        return 0
 
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
         job = self.session.job
@@ -156,6 +161,7 @@ class SplitRun:
         self.optimizer.zero_grad(set_to_none=True)
         value = self.compute(batch, share, share * self.num_shares / count)
         loss, finite = self._agree(value, share / count)
+        self.cuts.guard.begin()
         if finite:
             if job.schedule is not None:
                 progress = self.samples / self.session.catalogue.num_samples

@@ -16,18 +16,38 @@ WEDGED = {
     "allreduce": ("allreduce()", ["wedge(worker=1,at_step=5)"]),
     "async": ("async()", [f"wedge(worker={worker},at_step={4 + worker})" for worker in range(3)]),
     "sync": ("sync(servers=2)", ["wedge(worker=1,at_step=7)"]),
+    # two pipelines of two stages, of which the first one's write; split models take no orders
+    "pipeline": ("pipeline(stages=2,microbatches=2)", ["loss"]),
 }
 PROGRAM = """
+import time
 import mpitrain as mt
+from mpitrain.mpi.runtime import start
 from mpitrain.text import parse
 from torch import nn
 from tests import toy
 
+runtime = start()
+
 def normed():  # running statistics change in the forward pass, which is computed again
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1))
 
+calls = []
+
+def loss(model, batch):
+    calls.append(1)
+    while len(calls) == 9 and runtime.rank == 3:
+        time.sleep(0.1)  # in loss
+    return toy.square_loss(model, batch)
+
 def train(name, text, **options):
-    job = toy.make_job(model=normed, optimizer=toy.adam, epochs=5, batch_size=4, checkpoint_every="never")
+    stuck = options.get("inject") == ["loss"]
+    if stuck:
+        options.pop("inject"), calls.clear()
+    job = toy.make_job(
+        model=normed, optimizer=toy.adam, epochs=5, batch_size=4, checkpoint_every="never",
+        loss=loss if stuck else toy.square_loss,
+    )
     mt.train(job, parse(text, "strategy"), run_dir="{path}/" + name, quiet=True, **options)
 
 {runs}
@@ -56,7 +76,7 @@ def test_a_wedged_run_leaves_stacks_and_a_checkpoint_from_which_the_next_start_g
     assert "no progress for 4 s" in told.stderr, told
     stacks = [(folder / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(RANKS)]
     assert all("most recent call first" in text for text in stacks)
-    stuck = [rank for rank, text in enumerate(stacks) if " in break_down" in text]
+    stuck = [rank for rank, text in enumerate(stacks) if " in break_down" in text or " in loss\n" in text]
     assert len(stuck) == len(WEDGED[name][1])
     found = newest(folder)
     assert found is not None, told
