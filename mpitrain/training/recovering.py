@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mpitrain.checkpoint.tree import join, split
+from mpitrain.errors import AgreedError
 from mpitrain.mpi.agreement import CALLED_OFF, GO_ON, WELL, CalledOffError, agree
 from mpitrain.mpi.broadcast import broadcast_tensors
 from mpitrain.mpi.ending import is_lost_peer
@@ -71,6 +72,7 @@ class Survivors:
         self.trainer: Trainer | None = None
         self.kept = Kept()
         self.recoveries: list[dict[str, Any]] = []
+        self.told = set(self.runtime.lost)
 
     def run(self) -> dict[str, Any]:
         """Train until all that are left agree that they have come to the end; returns this rank's outcome."""
@@ -87,16 +89,21 @@ class Survivors:
                 error, agreed = lost_peer(), True
             except CalledOffError:
                 raise
+            except AgreedError:
+                self._leave()
+                raise
             except Exception as failure:
                 if not is_lost_peer(failure):
                     raise
                 error, agreed = failure.with_traceback(None), False
             self._let_go()
-        self.runtime.recovers = False
-        leave_default_group(self.runtime)
+        self._leave()
         if "result" in outcome:
-            lost = {str(rank): "died" for rank in sorted(self.runtime.lost)}
-            outcome["result"] |= {"lost": lost, "recoveries": self.recoveries}
+            lost = sorted(rank for row in self.recoveries for rank in row["lost"])
+            outcome["result"] |= {
+                "lost": {str(rank): "died" for rank in lost},
+                "recoveries": self.recoveries,
+            }
         return outcome
 
     def _train(self, error: BaseException | None, agreed: bool) -> dict[str, Any]:
@@ -114,6 +121,10 @@ class Survivors:
         self.trainer.run()
         return self.trainer.outcome()
 
+    def _leave(self) -> None:
+        self.runtime.recovers = False
+        leave_default_group(self.runtime)
+
     def _let_go(self) -> None:
         """Drop the trainer: while its DDP lives, its hooks hang on the parameters."""
         if self.trainer is not None:
@@ -123,7 +134,8 @@ class Survivors:
         gc.collect()
 
     def _tell(self, pause_s: float) -> None:
-        lost = sorted(self.runtime.lost - {rank for row in self.recoveries for rank in row["lost"]})
+        lost = sorted(self.runtime.lost - self.told)
+        self.told |= self.runtime.lost
         step, workers = max(0, self.kept.step), self.runtime.size
         self.recoveries.append({"step": step, "lost": lost, "workers": workers, "pause_s": pause_s})
         for rank in lost:

@@ -38,7 +38,7 @@ REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with
 
 @dataclasses.dataclass
 class Session:
-    """One run on one rank."""
+    """One run on one rank. `place`: its rank when the run began; should others die, it may get another."""
 
     runtime: Any
     job: Job
@@ -49,6 +49,7 @@ class Session:
     run_dir: Path
     report: Any
     started_s: float
+    place: int
     resume: Resume | None = None
     emergency: Emergency | str = "the run had not begun"  # what this rank would write, or why it cannot
 
@@ -61,11 +62,11 @@ class Session:
     @property
     def role(self) -> str:
         """What this rank is."""
-        return self.roles.of(self.runtime.launched_rank)
+        return self.roles.of(self.place)
 
     def straggler(self) -> Straggler:
         """What `--inject` orders for this worker."""
-        index = self.roles.workers.index(self.runtime.launched_rank)
+        index = self.roles.workers.index(self.place)
         return Straggler(self.overrides.injections, index, self.job.seed)
 
     def open_report(self) -> None:
@@ -132,7 +133,9 @@ def prepare(
     attempt(runtime, lambda: _enough_samples(catalogue.num_samples, roles))
     run_dir = Path(runtime.share(attempt(runtime, lambda: _run_dir(runtime, job, overrides))))
     runtime.run_dir = run_dir
-    session = Session(runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s)
+    session = Session(
+        runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank
+    )
     environment = runtime.gather(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )

@@ -83,6 +83,9 @@ result = mt.train(
     watchdog_s={watchdog_s},
 )
 start().exit_code = result["exit_code"]
+if result.get("lost"):  # those that are left may train again
+    again = mt.train(toy.make_job(checkpoint_every="never"), mt.AllReduce(), run_dir="{path}/again", quiet=True)
+    assert (again["workers"], again["samples"], again["lost"]) == (start().size, 2 * 48, {{}}), again
 """
 
 
@@ -111,6 +114,7 @@ def test_who_is_left_goes_on_as_a_resume_with_fewer_workers_does(tmp_path, strat
     fewer = tmp_path / "fewer"
     shutil.copytree(folder_of(tmp_path / "whole", mark), folder_of(fewer, mark))
     train(2, fewer, strategy=strategy, resume="auto")
+    assert (tmp_path / "killed" / "again" / "result.json").exists()
     assert same_model(tmp_path / "killed" / "model.safetensors", fewer / "model.safetensors")
 
 
