@@ -51,7 +51,11 @@ def train(folder: Path, strategy: str, orders: dict[str, str], level: str = "non
         "ended": ended and process.returncode == 0,
         "result": json.loads(told.read_text()) if told.exists() else {},
         "restarts": (folder / "out").read_text().count("; restart "),
-        "killed": len(notes(folder, "killed")),
+        "killed": len(killed := notes(folder, "killed")),
+        "resumed_after_s": min(
+            (one["at_s"] - killed[0]["at_s"] for one in notes(folder, "resumed")), default=None
+        ),
+        "being_written": int((folder / "fired").read_text()) if killed else None,
         "gone_s": gone_s,
         "orphans": sum(is_alive(one["pid"]) for one in notes(folder, "started")),
     }
@@ -83,7 +87,10 @@ def judge(
 ) -> dict[str, Any]:
     """What one disturbed run came to; `undisturbed`: the weights of one in lockstep that nothing happened to."""
     result = ran["result"]
-    row = {key: ran[key] for key in ("ended", "restarts", "killed", "gone_s", "orphans")}
+    row = {
+        key: ran[key]
+        for key in ("ended", "restarts", "killed", "gone_s", "orphans", "resumed_after_s", "being_written")
+    }
     row["resumed_from"] = result.get("resumed_from")
     row["finished"] = ran["ended"] and result.get("status") == "ok"
     events = (
@@ -160,6 +167,9 @@ def _tell(part: str, what: str, rows: list[dict[str, Any]]) -> None:
         "finished": sum(row["finished"] for row in rows),
         "right": sum(row["right"] for row in rows),
         "orphans": sum(row["orphans"] for row in rows),
+        "longest_to_resume_s": max(
+            (row["resumed_after_s"] for row in rows if row["resumed_after_s"]), default=None
+        ),
         "longest_gone_s": max((row["gone_s"] for row in rows if row["gone_s"] is not None), default=None),
     }
     print(f"{what}:\n" + table([tuple(counts), tuple(str(value) for value in counts.values())]), flush=True)

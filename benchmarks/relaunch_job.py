@@ -79,6 +79,8 @@ calls = []
 
 def loss(model, batch):
     calls.append(1)
+    if len(calls) == 1 and KILLED.exists():
+        note(NOTES, "resumed", at_s=time.monotonic())
     while FIRED.exists() and not KILLED.exists() and len(calls) > HOLDS_AFTER:
         time.sleep(0.001)
     return model(batch["index"])
@@ -94,7 +96,9 @@ def is_complete(folder):
 def noted_write(self, mark, state, parts, write=Keeper._write):
     wanted = self.part == os.environ.get("CHAOS_PART") and self._num_begun >= int(os.environ["CHAOS_WRITE"])
     if wanted and not FIRED.exists() and any(is_complete(folder) for folder in listed(self.run_dir)):
-        FIRED.touch()
+        firing = NOTES / "firing"
+        firing.write_text(str(mark))
+        firing.rename(FIRED)
     write(self, mark, state, parts)
 
 

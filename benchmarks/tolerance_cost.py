@@ -4,8 +4,9 @@
 
 ulfm          the step of `allreduce()` on two workers and of `async()` on two workers and a server, of `mpitrain launch
               --ft ulfm` over that of a plain launch. The level is a property of the launch, so one job of each kind is
-              started, and the two take turns (`tolerance_job.py`): a launch gives one ratio, the median
-              over its rounds, and the figure is the median over the launches with its 95 % bootstrap interval.
+              started, and the two take turns (`tolerance_job.py`): a launch gives one ratio, the median over its
+              rounds, and the figure is the median over the launches with its 95 % bootstrap interval. Beside it, what
+              share of a step it takes to look whether the gradient is finite.
 checkpoints   the time that training loses by one checkpoint written in the background: of a window that begins with
               one, what the steps taken in it are short of, by the rate in the windows before and after. The same is
               asked where no checkpoint was, midway between two: how far from 0 that lies is what this machine can tell.
@@ -79,7 +80,7 @@ def chosen_pml(level, host_args):
 
 
 def one_pair(strategy, options, host_args, number):
-    """Start a job of each level and let them take turns; seconds a step by model, level and round."""
+    """Start a job of each level and let them take turns; by model, seconds a step by level and round, and a check's."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         blocks = [options.turn_steps or TURN_STEPS[model] for model in options.models]
@@ -94,6 +95,7 @@ def one_pair(strategy, options, host_args, number):
         ])  # fmt: skip
         return {
             model: read_turns(folder / model, order, options.rounds, block)
+            | {"check": read_checks(folder / model)}
             for model, block in zip(options.models, blocks, strict=True)
         }
 
@@ -112,8 +114,13 @@ def read_turns(folder, order, rounds, block):
     return seconds
 
 
+def read_checks(folder):
+    """Seconds of one look whether a gradient is finite, over ranks and levels."""
+    return statistics.median(float(path.read_text()) for path in folder.glob("check-*"))
+
+
 def run_ulfm(options):
-    lines = [("strategy", "model", "over", "plain", "ulfm", "ratio", "95 % interval", "under 3 %")]
+    lines = [("strategy", "model", "over", "plain", "ulfm", "ratio", "95 % interval", "under 3 %", "finite?")]
     for transport in options.transport:
         host_args = TRANSPORTS[transport]
         pml = {level: chosen_pml(words, host_args) for level, words in LEVELS.items()}
@@ -128,9 +135,10 @@ def run_ulfm(options):
                 ratios = [median_ratio(row["ulfm"], row["plain"])[0] for row in rows]
                 middle, low, high = middle_of(ratios)
                 said = verdict(low - 1, high - 1, LIMITS["ulfm"], len(ratios))
+                check_s = statistics.median(row["check"] for row in rows)
                 lines.append((
                     strategy, model, transport, *(f"{medians[level] * 1e3:.1f} ms" for level in LEVELS),
-                    f"{middle:.3f}", f"{low:.3f} - {high:.3f}", said,
+                    f"{middle:.3f}", f"{low:.3f} - {high:.3f}", said, f"{check_s / medians['plain']:.2%}",
                 ))  # fmt: skip
                 write_row("tolerance_cost", {
                     "part": "ulfm", "strategy": strategy, "model": model, "transport": transport, "pml": pml,
@@ -138,6 +146,7 @@ def run_ulfm(options):
                     "turn_steps": options.turn_steps or TURN_STEPS[model],
                     "median_ms": {level: value * 1e3 for level, value in medians.items()},
                     "ratios": ratios, "ratio": [middle, low, high], "under_limit": said,
+                    "finite_check_ms": check_s * 1e3, "finite_check_share": check_s / medians["plain"],
                 })  # fmt: skip
         print(f"{transport}: pml {pml}", flush=True)
     print(table(lines), flush=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.checkpoint import Keeper
+from mpitrain.model.flat import all_finite
 from mpitrain.text import parse
 
 MANY = 10**6  # samples: a run ends by its steps
@@ -49,8 +51,10 @@ class Turns:
         self.last = len(owners) - 1
         self.turns = [turn for turn, owner in enumerate(owners) if owner == self.mine]
 
-    def step(self):
+    def step(self, module):
         """Called as each step begins; returns when this rank may take it."""
+        if self.steps == 1:  # within the first block, which warms up
+            (self.folder / f"check-{self.mine}-{runtime.rank}").write_text(repr(check_s(module)))
         number, into = divmod(self.steps, self.block)
         self.steps += 1
         if into or number > len(self.turns):
@@ -69,14 +73,24 @@ class Turns:
         return self.folder / f"turn-{turn}-{rank}"
 
 
+def check_s(module):
+    """Seconds that one look takes whether numbers as many as the module's gradients are finite."""
+    numbers, seconds = [parameter.detach() for parameter in module.parameters()], []
+    for _ in range(15):
+        began_s = time.perf_counter()
+        all_finite(numbers)
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds)
+
+
 def train(options, model, strategy, num_steps, before_step, **changes):
-    """One run of `num_steps` steps of each worker; `before_step()` is called as each begins."""
+    """One run of `num_steps` steps of each worker; `before_step(module)` is called as each begins."""
     make, shape = MODELS[model]
     torch.manual_seed(1)
     x, y = torch.randn(BATCH, *shape), torch.randint(0, 10, (BATCH,))
 
     def loss(module, batch):
-        before_step()
+        before_step(module)
         return nn.functional.cross_entropy(module(x), y)
 
     job = mt.Job(
@@ -121,7 +135,7 @@ def note_writes(options, strategy):
         options.models[0],
         strategy,
         options.rounds,
-        lambda: times["steps"].append(time.monotonic()),
+        lambda module: times["steps"].append(time.monotonic()),
         checkpoint_every=f"{options.every_s:g}s",
     )
     (options.folder / f"times-{runtime.rank}.json").write_text(json.dumps(times))
