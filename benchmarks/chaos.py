@@ -1,6 +1,6 @@
 """Does training go on, whatever is killed when? `make chaos` counts it.
 
-    python benchmarks/chaos.py [--kills 100] [--jobs 20] [--parts files writing server stop accuracy kills allreduce]
+    python benchmarks/chaos.py [--kills 100] [--jobs 20] [--parts PART ...]
 
 kills     jobs of six workers over one server, `mpitrain launch --ft ulfm`, of which five are killed at random instants
           around their push (SIGKILL from a thread, in the middle of a message more often than not); messages of 1 and
@@ -14,6 +14,8 @@ writing   20 jobs without ULFM, `allreduce()` and `async(servers=1)` in turn, of
           checkpoint is written: each must be relaunched from a complete one and end as if nothing had happened
           (`chaos_relaunch.py`).
 server    4 jobs whose server is killed, with and without ULFM: how soon all ranks are gone, and the same.
+signal    4 jobs told to end by SIGUSR1 to the launcher: how soon they have, with exit code 75, and that the next launch
+          goes on from there exactly.
 stop      one of four workers is stopped (SIGSTOP) for 10 s: the others' rate of batches meanwhile over before.
 accuracy  digits (`mpitrain data pack digits data/digits`) with one of four workers killed a third of the way, against
           undisturbed, both pooled over the seeds; over MPI, or in virtual time with `--virtual`.
@@ -38,7 +40,7 @@ import torch
 from chaos_allreduce import run_allreduce
 from chaos_kills import run_kills
 from chaos_launch import HERE, finish, launch, notes
-from chaos_relaunch import run_server, run_writing
+from chaos_relaunch import run_server, run_signal, run_writing
 from common import write_row
 
 from mpitrain.checkpoint.parts import folder_of, newest, read_part, write_part
@@ -208,7 +210,7 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, default=20, help="of the writing part; a fifth as many of the server part"
     )
-    every = ["files", "writing", "server", "stop", "accuracy", "kills", "allreduce"]
+    every = ["files", "writing", "server", "signal", "stop", "accuracy", "kills", "allreduce"]
     parser.add_argument("--parts", nargs="+", choices=every, default=every)
     options = parser.parse_args()
     if "files" in options.parts:
@@ -217,6 +219,8 @@ def main() -> None:
         run_writing(options.jobs, options.seed)
     if "server" in options.parts:
         run_server(max(2, options.jobs // 5), options.seed)
+    if "signal" in options.parts:
+        run_signal(max(2, options.jobs // 5))
     if "stop" in options.parts:
         run_stop()
     if "accuracy" in options.parts:

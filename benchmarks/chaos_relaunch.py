@@ -1,4 +1,4 @@
-"""Parts `writing` and `server` of `chaos.py`: a job that ends with a rank is started again from a checkpoint.
+"""Parts `writing`, `server` and `signal` of `chaos.py`: a job that ends with a rank is started again from a checkpoint.
 
 Every job runs `relaunch_job.py` under `mpitrain launch`: one rank is killed at a drawn instant after the writing of a
 part of a checkpoint has begun, so the launch ends and the launcher resumes it. What must come out of it is known: in
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -20,7 +21,8 @@ from common import table, write_row
 from safetensors.torch import load_file
 
 JOB = HERE / "relaunch_job.py"
-NUM_SAMPLES, EPOCHS, RATE = 512, 4, 2.0**-10  # relaunch_job.py's
+NUM_SAMPLES, EPOCHS, BATCH_SIZE, RATE = 512, 4, 8, 2.0**-10  # relaunch_job.py's
+LONG_EPOCHS = 40  # so that there is a middle to be told to end in
 RANKS = {"allreduce()": 2, "async(servers=1)": 3}
 WRITERS = {"allreduce()": {"shard-0": 0}, "async(servers=1)": {"shard-0": 0, "worker-0": 1}}
 LONGEST_WRITE_S = 0.06  # of the job's 4 MB, about
@@ -154,6 +156,52 @@ def run_server(num_jobs: int, seed: int) -> None:
             )
             print("server", rows[-1], flush=True)
     _tell("server", "jobs whose server is killed", rows)
+
+
+def one_signal(folder: Path, strategy: str) -> dict[str, Any]:
+    """SIGUSR1 to the launcher in the middle of a run: how soon all has ended, and what the next launch makes of it."""
+    words = ["--strategy", strategy, "--epochs", str(LONG_EPOCHS)]
+    env = {"CHAOS_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    process = launch(folder, RANKS[strategy], JOB, words, "", env, "none")
+    while not list(folder.glob("checkpoints/*/shard-0.json")) and process.poll() is None:
+        time.sleep(0.01)
+    at_s = time.monotonic()
+    process.send_signal(signal.SIGUSR1)
+    finish(process)
+    row = {"strategy": strategy, "code": process.returncode, "ended_after_s": time.monotonic() - at_s}
+    stopped = json.loads((folder / "result.json").read_text())
+    again = launch(folder, RANKS[strategy], JOB, [*words, "--resume", "auto"], "", env, "none")
+    row["finished"] = finish(again) and again.returncode == 0
+    result = json.loads((folder / "result.json").read_text())
+    weight = load_file(result["model"])["weight"]
+    wanted = torch.zeros_like(weight)
+    wanted[:NUM_SAMPLES] = (
+        -RATE * LONG_EPOCHS / (2 if strategy == "allreduce()" else 1)
+    )  # the mean of two ranks
+    # a server names the mark before the update that reaches it, and takes what is under way from the others after it
+    most_under_way = BATCH_SIZE * RANKS[strategy]
+    going_on = stopped["samples"] - most_under_way < result["resumed_from"] <= stopped["samples"]
+    whole = result["samples"] == NUM_SAMPLES * LONG_EPOCHS and going_on
+    row |= {"resumed_from": result["resumed_from"], "stopped_at": stopped["samples"]}
+    return row | {"right": whole and bool(torch.equal(weight, wanted))}
+
+
+def run_signal(num_jobs: int) -> None:
+    """`num_jobs` jobs told to end by SIGUSR1, strategies in turn."""
+    strategies, rows = sorted(RANKS), []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in range(num_jobs):
+            rows.append(one_signal(Path(scratch) / str(number), strategies[number % len(strategies)]))
+            print("signal", rows[-1], flush=True)
+    counts = {
+        "jobs": len(rows),
+        "code_75": sum(row["code"] == 75 for row in rows),
+        "finished": sum(row["finished"] for row in rows),
+        "right": sum(row["right"] for row in rows),
+        "longest_to_end_s": max(row["ended_after_s"] for row in rows),
+    }
+    print("told to end by SIGUSR1:\n" + table([tuple(counts), tuple(map(str, counts.values()))]), flush=True)
+    write_row("chaos", {"part": "signal", **counts, "rows": rows})
 
 
 def _tell(part: str, what: str, rows: list[dict[str, Any]]) -> None:
