@@ -158,9 +158,10 @@ class MpiWorld:
             if message.payload is not None:
                 message.payload.release()
             return
-        self.on_step(
-            message.version if message.kind == Kind.REPLY else message.step + (message.kind == Kind.PUSH)
-        )
+        if message.kind != Kind.ALIVE:  # that is no progress
+            self.on_step(
+                message.version if message.kind == Kind.REPLY else message.step + (message.kind == Kind.PUSH)
+            )
         header = encode(message, peer.num_sent)
         peer.num_sent += 1
         self._isend(header, peer.rank, HEADER_TAG)
