@@ -14,6 +14,7 @@ LAUNCH=(srun --mpi=pmix) # Open MPI 4 or 5
 # LAUNCH=(mpirun) # Open MPI's own launcher
 # LAUNCH=(mpiexec) # MPICH's and Intel's Hydra
 # LAUNCH=(ibrun) # sites that wrap it: see whether it takes -n and -f
+# export MPITRAIN_FT=heartbeat # srun with MPICH or its kin: strategies with servers go on without a worker that dies
 
 # 3. Where ranks run on their node: cores and memory of the same NUMA domain; every rank sees all GPUs of its node.
 BIND=(--cpu-bind=cores --mem-bind=local --gpu-bind=none) # srun

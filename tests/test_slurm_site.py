@@ -16,6 +16,7 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
+from mpitrain.report import write_json
 from mpitrain.slurm import LAUNCHERS, pieces, render_site
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,12 +53,13 @@ echo "OMP_NUM_THREADS=$OMP_NUM_THREADS"
 """
 
 
-def launched(tmp_path: Path, site: str) -> list[str]:
-    """What a template's `launch` runs with this site file."""
+def launched(tmp_path: Path, site: str, ends: str = "", code: int = 0) -> list[str]:
+    """What a template's `launch` runs with this site file. The launcher ends with the bash `ends`, the template with
+    exit code `code`."""
     for name in ("srun", "mpirun", "mpiexec", "ibrun"):
-        (tmp_path / name).write_text(STAND_IN)
+        (tmp_path / name).write_text(STAND_IN + ends)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "hosts").write_text("n1\nn1\nn2\n")
     start = pieces.START.replace('"${MPITRAIN_SITE:-slurm/site.sh}"', "site.sh")
     call = f'RUN_DIR=run COPY=()\nset -- "my job.py"\n{pieces.DEAF}{pieces.TRAIN.replace("finish", "exit")}'
@@ -67,7 +69,7 @@ def launched(tmp_path: Path, site: str) -> list[str]:
     run = subprocess.run(
         ["bash", "script"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
     )
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == code, run.stderr
     return run.stdout.splitlines()
 
 
@@ -79,6 +81,18 @@ def test_the_line_that_starts_ranks(tmp_path: Path, launcher: str, image: str) -
     said, told = launched(tmp_path, render_site(launcher, image))
     assert shlex.split(said) == shlex.split(f"{line} {DEAF} {inside}{TRAIN}")
     assert told == f"{variables} OMP_NUM_THREADS=4"
+
+
+def test_under_heartbeat_srun_leaves_the_others_alone_and_the_result_decides(tmp_path: Path) -> None:
+    """srun's exit code is that of a dead worker, whatever became of the run; an earlier result says nothing."""
+    site = render_site("mpich").replace("# export MPITRAIN_FT", "export MPITRAIN_FT")
+    (tmp_path / "run").mkdir()
+    for code in (0, 3):
+        write_json(tmp_path / "new", {"accuracy": 0.9, "exit_code": code, "status": "?"})
+        said, _ = launched(tmp_path, site, "cp new run/result.json; exit 137", code)
+        fate = SRUN.replace("--kill-on-bad-exit=1 --wait=60", "--kill-on-bad-exit=0 --no-kill --wait=0")
+        assert shlex.split(said) == shlex.split(f"srun --mpi=pmi2 {fate} {DEAF} {TRAIN}")
+    launched(tmp_path, site, "exit 137", 137)
 
 
 def test_the_site_file_is_what_it_gives_by_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ DEAF=(bash -c 'trap "" USR1; exec "$@"' rank)
 
 LAUNCH = """\
 launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
-    local ranks nodes most
+    local ranks nodes most code=0 fate=(--kill-on-bad-exit=1 --wait=60)
     ranks=$(wc -l <"$RUN_DIR/hosts")
     nodes=$(sort -u "$RUN_DIR/hosts" | wc -l)
     most=$(sort "$RUN_DIR/hosts" | uniq -c | sort -rn | awk 'NR == 1 { print $1 }')
@@ -158,8 +158,16 @@ launch() { # runs its arguments as the ranks of $RUN_DIR/hosts
     srun) # GPUs by --gpus-per-node, the device by the rank's place on its node: --gpus-per-task would hide the
         # neighbours' GPUs and break CUDA IPC
         export SLURM_HOSTFILE=$RUN_DIR/hosts
+        if [[ ${MPITRAIN_FT:-} == heartbeat ]]; then
+            fate=(--kill-on-bad-exit=0 --no-kill --wait=0)
+            rm -f "$RUN_DIR/result.json"
+        fi
         run "${LAUNCH[@]}" --nodes="$nodes" --ntasks="$ranks" --distribution=arbitrary --cpus-per-task="$cores" \\
-            --overlap --kill-on-bad-exit=1 --wait=60 --unbuffered "${BIND[@]}" "$@"
+            --overlap "${fate[@]}" --unbuffered "${BIND[@]}" "$@" || code=$?
+        if [[ ${MPITRAIN_FT:-} == heartbeat && -e $RUN_DIR/result.json ]]; then # srun's code is that of the dead
+            code=$(sed -n 's/^ *"exit_code": \\([0-9]*\\),*$/\\1/p' "$RUN_DIR/result.json")
+        fi
+        return "$code"
         ;;
     mpirun) run "${LAUNCH[@]}" -n "$ranks" --hostfile "$RUN_DIR/hosts" "${BIND[@]}" "$@" ;;
     *) run "${LAUNCH[@]}" -n "$ranks" -f "$RUN_DIR/hosts" "${BIND[@]}" "$@" ;;
@@ -271,7 +279,8 @@ cores=$((cores / WORKERS > 0 ? cores / WORKERS : 1))
 export MPITRAIN_SERVER_NODES=${#SERVER_HOSTS[@]} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 rm -f "$RUN_DIR/REQUEUE"
 rc=0
-# srun makes one MPI world of both components, the first one's ranks lowest. mpirun cannot.
+# srun makes one MPI world of both components, the first one's ranks lowest. mpirun cannot. It ends with any of them.
+unset MPITRAIN_FT
 train=("${DEAF[@]}" "${COPY[@]}" "${MPITRAIN[@]}" train "$@" --run-dir "$RUN_DIR" --resume auto)
 run "${LAUNCH[@]}" --kill-on-bad-exit=1 --unbuffered \\
     --nodes="${#SERVER_HOSTS[@]}" --ntasks="$servers" "${train[@]}" : \\
