@@ -22,7 +22,10 @@ from mpitrain.checkpoint.parts import FIRST, folder_of, verify
 from mpitrain.errors import CheckpointError
 from mpitrain.training.alarm import LOOK_EVERY_S, Alarm, Cut
 
-HOLD_S = 2.0  # longest change of a rank that is not stuck in it
+HOLD_S = 5.0  # longest change of a rank that is not stuck in it, on a machine that is busy
+NAMED_S = (
+    10.0  # how long to wait for the first part's rank to name the checkpoint; it says so where it cannot
+)
 OTHERS_S = 5.0  # how long the first part's rank stands still for the others to write theirs
 
 
@@ -130,7 +133,7 @@ class Emergency:
                 time.sleep(LOOK_EVERY_S)
 
     def _write_further(self, alarm: Alarm) -> None:
-        cut = alarm.cut(2 * HOLD_S)
+        cut = alarm.cut(NAMED_S)
         if cut is None or self.keeper.part not in cut.parts:
             return
         deadline_s = time.monotonic() + HOLD_S

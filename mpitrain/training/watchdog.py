@@ -6,7 +6,7 @@ validation over there) is no hang, for the rank that hangs has a watchdog of its
 everybody nobody would bark, so who has only waited for `PATIENCE` times as long looks whether the run itself still
 moves, by its metrics file. Every rank that hears the alarm writes its stacks, and its part of an emergency checkpoint,
 before the one that raised it ends the job; the launcher then starts the run again from there. A rank that the others
-go on without (ULFM) raises no alarm: it writes its own stacks and dies.
+go on without (`levels.py`) raises no alarm: it writes its own stacks and dies.
 """
 
 from __future__ import annotations

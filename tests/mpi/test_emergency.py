@@ -60,7 +60,7 @@ def wedged(tmp_path_factory):
     path, ended = tmp_path_factory.mktemp("wedged"), {}
     for name, (text, orders) in WEDGED.items():
         # what is imported on first use may take longer than the watchdog's time
-        runs = f"train('first-{name}', {text!r})\ntrain({name!r}, {text!r}, inject={orders}, watchdog_s=4)"
+        runs = f"train('first-{name}', {text!r})\ntrain({name!r}, {text!r}, inject={orders}, watchdog_s=6)"
         ended[name] = run_ranks(RANKS, PROGRAM.format(path=path, runs=runs), timeout_s=DEADLINE_S)
         shutil.copytree(path / name, path / f"{name}-wedged")
     runs = "\n".join(f"train({name!r}, {text!r}, resume='auto')" for name, (text, _) in WEDGED.items())
@@ -73,7 +73,7 @@ def test_a_wedged_run_leaves_stacks_and_a_checkpoint_from_which_the_next_start_g
     path, ended = wedged
     told, folder = ended[name], path / f"{name}-wedged"
     assert told.code not in (0, 75) and not (folder / "result.json").exists(), told
-    assert "no progress for 4 s" in told.stderr, told
+    assert "no progress for 6 s" in told.stderr, told
     stacks = [(folder / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(RANKS)]
     assert all("most recent call first" in text for text in stacks)
     stuck = [rank for rank, text in enumerate(stacks) if " in break_down" in text or " in loss\n" in text]
