@@ -132,7 +132,7 @@ def save(run_dir: str | os.PathLike[str], step: int, state: Any = None, keep: in
         step: names the checkpoint; larger than that of the one before.
         state: of the loop itself (position in the data, schedulers), on this worker: numbers, texts, lists, dicts and
             tensors. `resumed()` gives it back.
-        keep: complete checkpoints to keep.
+        keep: complete checkpoints to keep beside this one.
 
     Raises:
         UsageError: workers at different steps, or peers that never wait for one another, which have no common step.
