@@ -48,7 +48,7 @@ def writer(tmp_path, part, guard, taken, **options):
 
 def test_what_may_be_torn_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr("mpitrain.training.emergency.HOLD_S", 0.01)
-    alarm, guard = Alarm(tmp_path, 0, 1, 5), Guard()
+    alarm, guard = Alarm(tmp_path, 0, 5), Guard()
     alarm.ring()
     one = writer(tmp_path, "shard-0", guard, Taken(96, 3, {"w": torch.ones(2)}), parts=lambda: ["shard-0"])
     with pytest.raises(CheckpointError, match="no step has been taken"):
@@ -71,7 +71,7 @@ def test_what_may_be_torn_is_not_written(tmp_path, monkeypatch):
 def test_parts_of_different_steps_make_no_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("mpitrain.training.emergency.HOLD_S", 0.01)
     monkeypatch.setattr("mpitrain.training.emergency.OTHERS_S", 0.0)
-    guard, alarm = Guard(), Alarm(tmp_path, 0, 2, 5)
+    guard, alarm = Guard(), Alarm(tmp_path, 0, 5)
     alarm.ring()
     guard.end()
     parts = ["shard-0", "shard-1"]
@@ -86,17 +86,17 @@ def test_parts_of_different_steps_make_no_checkpoint(tmp_path, monkeypatch):
 
 def test_an_alarm_is_heard_by_this_start_alone(tmp_path):
     ringing, hearing, next_start = (
-        Alarm(tmp_path, 1, 2, 5),
-        Alarm(tmp_path, 0, 2, 5),
-        Alarm(tmp_path, 0, 2, 6),
+        Alarm(tmp_path, 1, 5),
+        Alarm(tmp_path, 0, 5),
+        Alarm(tmp_path, 0, 6),
     )
     assert hearing.rung_by() == []
     ringing.ring()
     assert hearing.rung_by() == [1] and next_start.rung_by() == []
     hearing.begin()
     hearing.end("why not")
-    assert ringing.wait(set(), 0.0, 60.0) == {0: "why not"}
-    assert ringing.wait({1}, 60.0, 60.0) == {0: "why not"}  # nobody else is left: at once
+    assert ringing.wait({0, 1}, 0.0, 60.0) == {0: "why not"}
+    assert ringing.wait({0}, 60.0, 60.0) == {0: "why not"}  # nobody else is left: at once
 
 
 def test_buffers_are_those_of_before_the_forward_pass():

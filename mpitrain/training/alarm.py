@@ -33,11 +33,11 @@ class Alarm:
     """This rank's side.
 
     Args:
-        run_dir: of the run; rank, size: in the world; start: a number of this start's own, the same on all ranks.
+        run_dir: of the run; rank: at launch; start: a number of this start's own, the same on all ranks.
     """
 
-    def __init__(self, run_dir: Path, rank: int, size: int, start: int):
-        self.run_dir, self.rank, self.size = run_dir, rank, size
+    def __init__(self, run_dir: Path, rank: int, start: int):
+        self.run_dir, self.rank = run_dir, rank
         self.folder = run_dir / FOLDER / f"alarm-{start}"
         self.stacks = run_dir / FOLDER / f"rank-{rank}.txt"
 
@@ -58,14 +58,14 @@ class Alarm:
         """This rank has written what it could; `text`: why it wrote no part of a checkpoint, where it should have."""
         self._write(f"{self.rank}.done", text)
 
-    def wait(self, lost: set[int], patience_s: float, writing_s: float) -> dict[int, str]:
-        """What ranks have said at the end, when all but those `lost` have, or `patience_s` have passed and nobody
-        writes any more, or `writing_s` have."""
+    def wait(self, living: set[int], patience_s: float, writing_s: float) -> dict[int, str]:
+        """What ranks have said at the end, when all `living` have, or `patience_s` have passed and nobody writes any
+        more, or `writing_s` have."""
         began_s = time.monotonic()
         while (waited_s := time.monotonic() - began_s) < writing_s:
             done = self._ranks("*.done")
             busy = set(self._ranks("*.busy")) - set(done)
-            if lost.union(done).issuperset(range(self.size)) or (waited_s >= patience_s and not busy):
+            if living.issubset(done) or (waited_s >= patience_s and not busy):
                 break
             time.sleep(LOOK_EVERY_S)
         told = {}

@@ -54,7 +54,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         start = self.runtime.share(time.time_ns())
-        self.alarm = Alarm(self.run_dir, self.runtime.rank, self.runtime.size, start)
+        self.alarm = Alarm(self.run_dir, self.runtime.launched_rank, start)
         if self.timeout_s > 0:
             self.runtime.stamp()
             threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True).start()
@@ -101,14 +101,16 @@ class Watchdog:
                 self.alarm.ring()
                 if not heard:
                     threading.Thread(target=self._write, args=(what,), daemon=True).start()
-                told = self._outcome(self.alarm.wait(self.runtime.lost, self.look_s + GRACE_S, WRITING_S))
+                told = self._outcome(
+                    self.alarm.wait(set(self.runtime.launched), self.look_s + GRACE_S, WRITING_S)
+                )
         except Exception as error:
             told = f"; and what is known could not be written: {type(error).__name__}: {error}"
         raise StalledError(f"{what} (--watchdog-s); the stacks of its threads: {self.alarm.stacks}{told}")
 
     def _outcome(self, said: dict[int, str]) -> str:
         """What came of the alarm, for the last words."""
-        missing = sorted(set(range(self.alarm.size)) - self.runtime.lost - set(said))
+        missing = sorted(set(self.runtime.launched) - set(said))
         told = f"; stacks of {len(said)} of {len(said) + len(missing)} ranks are there"
         told += f" (none of rank {', '.join(map(str, missing))})" if missing else ""
         why_not = [f"rank {rank}: {text}" for rank, text in said.items() if text]
