@@ -124,6 +124,30 @@ def test_one_that_was_given_up_and_wakes_leaves_alone(rule):
     assert samples_of(ended.leases()) == samples_of(all_leases(400, 1, 2))
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.inflight == 1], ids=str)
+def test_one_that_wakes_after_the_end_knows_that_it_was_given_up(rule):
+    """Nobody answers it any more, and that is not to be taken for the servers' death, which would end the job."""
+    with pytest.raises(GivenUpError, match="the run has gone on without it"):
+        play(
+            rule,
+            4,
+            heartbeat_s=15.0,
+            freeze=(1, 9, 1e6),
+            num_samples=200,
+            batch_size=1,
+            epochs=2,
+            delivers=True,
+        )
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_dies_when_there_is_nothing_left_to_do_is_missed_too(victim):
+    """Those who wait to be let go say so; the last batch of the run is the victim's second last word."""
+    seen = play(rules.Sync(), 3, 30, heartbeat_s=15.0, faults=(Stop(victim, 9),), delivers=True)
+    (lost,) = seen.trace.server.attendance.lost.items()
+    assert lost == (victim + 1, "silent") and seen.trace.server.delivered
+
+
 def test_a_validation_is_given_the_time_it_takes():
     attendance = Attendance((1, 2), floor_s=5.0)
 
