@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator
 from typing import Any
 
-from mpitrain.effects import Effect, Kind, Message, Recv, Role, Send
+from mpitrain.effects import Effect, Kind, Message, Now, Recv, Role, Send
 from mpitrain.errors import GivenUpError, LostRankError
 
 QUESTIONS = 4
@@ -20,7 +20,8 @@ QUESTIONS = 4
 class Pulse:
     """One worker's ear.
 
-    Told that the run has gone on without it, a worker no longer takes who is silent for dead: it leaves alone.
+    A worker that was silent itself for longer than the timeout may have been given up, and the run be over: it leaves
+    alone where one that was not would end the job.
 
     Args:
         rank: its own; servers: all.
@@ -29,7 +30,8 @@ class Pulse:
 
     def __init__(self, rank: int, servers: tuple[int, ...], timeout_s: float = 0.0):
         self.rank, self.servers, self.timeout_s = rank, servers, timeout_s
-        self._given_up = False
+        self._last_s = 0.0
+        self._late = False  # was silent for so long itself that it may have been given up
 
     def receive(
         self, awaited: Collection[int], served: bool = True
@@ -43,8 +45,10 @@ class Pulse:
         if not self.timeout_s:
             return (yield Recv())
         unanswered = dict.fromkeys(awaited, 0)
+        self._hurry((yield Now()))
         while True:
             arrived = yield Recv(self.timeout_s / QUESTIONS)
+            self._hurry((yield Now()))
             if arrived is None:
                 self._judge(unanswered)
                 for server in self.servers if served else awaited:
@@ -52,15 +56,21 @@ class Pulse:
                     yield Send(server, Message(Kind.ALIVE))
             elif arrived[1].kind == Kind.ALIVE:
                 unanswered[arrived[0]] = 0
-                self._given_up |= arrived[1].stop
             else:
+                self._late = False
                 return tuple(arrived)
+
+    def _hurry(self, now_s: float) -> None:
+        """Between two words of its own this worker must not be silent for long, or it may have been given up."""
+        self._late |= now_s - self._last_s > self.timeout_s
+        self._last_s = now_s
 
     def _judge(self, unanswered: dict[int, int]) -> None:
         dead = [server for server, number in unanswered.items() if number >= QUESTIONS]
-        if dead and self._given_up:
+        if dead and self._late:
             raise GivenUpError(
-                f"rank {self.rank} (worker) was silent for too long, and the run has gone on without it"
+                f"rank {self.rank} (worker) was silent for too long, and nobody answers it: the run has gone on "
+                "without it"
             )
         if dead:
             told = ", ".join(map(str, dead))

@@ -63,6 +63,7 @@ class TolerantServer(Server):
         self._leaving: set[int] = set()  # given up for that, and not gone yet
         self._reporter_left = False
         self._alone_since_s: float | None = None
+        self._owed: dict[int, Message] = {}  # to those who were given up while they waited
 
     def run(self) -> Role:
         """Serve until every worker has left, or is lost; returns the shard's counts."""
@@ -109,7 +110,11 @@ class TolerantServer(Server):
             message.payload.release()
         self._reporter_left |= worker == REPORTER and message.kind == Kind.DONE
         self._leaving -= {worker} if message.kind == Kind.DONE else set()
-        if message.kind == Kind.IDLE:
+        if message.kind == Kind.ALIVE:
+            yield Send(worker, Message(Kind.ALIVE))
+            if worker in self._owed:
+                yield Send(worker, self._owed.pop(worker))
+        elif message.kind == Kind.IDLE:
             yield Send(worker, Message(Kind.WAKE, stop=True))
         elif message.kind in (Kind.PUSH, Kind.JOIN, Kind.PULL):
             step = message.step + (message.kind == Kind.PUSH)
@@ -195,15 +200,14 @@ class TolerantServer(Server):
                 yield from self._lose(worker, SILENT)
 
     def dismiss(self, worker: int) -> Steps:
-        """Of one that is given up as silent nothing is awaited; and should it live, it is not to take this server for
-        dead, nor to wait for ever."""
-        step = self._next_step.get(worker, 0)
-        if self.vigil.vigilant:
-            yield Send(worker, Message(Kind.ALIVE, stop=True))
+        """Of one that is given up as silent nothing is awaited, and nothing is sent to it: over TCP that crashes UCX.
+        Should it live, it says so, and gets then what it waits for."""
         if worker in self.held | self._lobby:
-            yield Send(worker, Message(Kind.REPLY, version=self.ledger.version, step=step, stop=True))
+            self._owed[worker] = Message(
+                Kind.REPLY, version=self.ledger.version, step=self._next_step.get(worker, 0), stop=True
+            )
         elif worker in self.parked:
-            yield Send(worker, Message(Kind.WAKE, stop=True))
+            self._owed[worker] = Message(Kind.WAKE, stop=True)
         yield Forget(worker, listen=True)
 
     def _lose(self, worker: int, how: str) -> Steps:

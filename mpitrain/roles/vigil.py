@@ -48,7 +48,7 @@ class Vigil:
         if arrived is None:
             return None
         source, message = arrived
-        if message.kind == Kind.ALIVE:
+        if message.kind == Kind.ALIVE and source not in self.attendance.lost:
             self.attendance.answered(source, self.now_s)
             yield Send(source, Message(Kind.ALIVE))
             return None

@@ -193,29 +193,32 @@ def test_without_the_rank_that_writes_the_result_the_job_ends():
         overhear((0, 2), [((2, Message(Kind.AWAY)), 0.0)] + [(None, 0.5)] * 122)
 
 
-def questions(pulse, answers):
-    """Feeds a pulse one answer after the other; the ranks that were asked after each."""
-    steps, asked = pulse.receive((0,)), []
+def questions(pulse, answers, paused_s=0.0):
+    """Feeds a pulse one answer after the other, none sooner than its deadline; the ranks that were asked after each. It
+    comes to ask `paused_s` after its last word."""
+    steps, now_s, asked = pulse.receive((0,)), pulse._last_s + paused_s, []
     effect = steps.send(None)
-    for answer in answers:
-        assert effect == Recv(pulse.timeout_s / QUESTIONS)
-        effect = steps.send(answer)
-        now = []
+    for answer in (..., *answers):
+        effect = effect if answer is ... else steps.send(answer)
+        assert isinstance(effect, Now)
+        effect, now = steps.send(now_s), []
         while isinstance(effect, Send):
             assert effect.message.kind == Kind.ALIVE
             now.append(effect.to)
             effect = steps.send(None)
         asked.append(now)
-    return asked
+        assert effect == Recv(pulse.timeout_s / QUESTIONS)
+        now_s += pulse.timeout_s / QUESTIONS
+    return asked[1:]
 
 
 def test_a_server_that_holds_is_told_from_one_that_is_dead():
-    alive, told = (0, Message(Kind.ALIVE)), (0, Message(Kind.ALIVE, stop=True))
-    other = (1, Message(Kind.ALIVE))
+    alive, other = (0, Message(Kind.ALIVE)), (1, Message(Kind.ALIVE))
     pulse = Pulse(5, (0, 1), 8.0)
+    silence = [None, other] * QUESTIONS + [None]
     assert questions(pulse, [None, alive, other] * 20) == [[0, 1], [], []] * 20
     with pytest.raises(LostRankError, match=r"no answer of rank 0 \(server\) for 8 s"):
-        questions(pulse, [None, other] * QUESTIONS + [None])
-    assert questions(pulse, [None, other] * QUESTIONS)[-2:] == [[0, 1], []], "one question fewer is no death"
+        questions(pulse, silence)
+    assert questions(pulse, silence[:-1])[-2:] == [[0, 1], []], "one question fewer is no death"
     with pytest.raises(GivenUpError, match="gone on without it"):
-        questions(pulse, [told] + [None, other] * QUESTIONS + [None])
+        questions(pulse, silence, paused_s=9.0)
