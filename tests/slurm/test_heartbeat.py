@@ -19,30 +19,20 @@ def launch(site: Site, run: str, *words: str, **env: str) -> str:
     """One server and three workers on a node, by `mpitrain launch`; what was printed. Its exit code is to be 0."""
     python, _ = find_mpi("mpich")
     command = [str(python), "-m", "mpitrain", "launch", "--ft", "heartbeat", "-n", "4", "train", *words]
-    # CPUs of these nodes are made up: who is given up too early on a busy machine is not what is tested
     return site.run(
         "salloc", "--nodes=1", "--ntasks=4", *command, "--run-dir", run, OMP_NUM_THREADS="1", **env
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "fault", "how"),
-    [
-        ("sync()", "kill(worker=1, at_step=5)", ("silent",)),
-        ("async()", "raise(worker=0, at_step=3)", ("died",)),  # the validator: somebody inherits
-    ],
-)
-def test_a_worker_that_dies_is_missed_and_the_run_ends_with_all_samples(
-    site: Site, strategy: str, fault: str, how: tuple[str, ...]
-) -> None:
-    run = f"heartbeat-{how[0]}"
-    words = (SMALL, "--strategy", strategy, "--inject", fault, "--heartbeat-s", "8")
-    output = launch(site, run, *words)
-    result = result_of(site, run)
-    victim = str(1 + int(fault.partition("worker=")[2][0]))
+def test_workers_that_die_are_missed_and_the_run_ends_with_all_samples(site: Site) -> None:
+    """One fails and says so, the validator, so somebody inherits; one is killed and missed by its silence."""
+    faults = ("--inject", "raise(worker=0, at_step=3)", "--inject", "kill(worker=1, at_step=5)")
+    output = launch(site, "heartbeat", SMALL, "--strategy", "sync()", *faults, "--heartbeat-s", "15")
+    result = result_of(site, "heartbeat")
     assert (result["status"], result["fault_tolerance"]) == ("ok", "heartbeat"), output
-    assert result["samples"] == 2 * NUM_SAMPLES and result["lost"][victim] in how, output
-    assert resumes(site, run) == [], output
+    assert result["samples"] == 2 * NUM_SAMPLES, output
+    assert (result["lost"]["1"], result["lost"]["2"]) == ("died", "silent"), output
+    assert resumes(site, "heartbeat") == [], output
 
 
 def test_a_server_that_dies_is_missed_and_the_run_goes_on_from_its_checkpoint(site: Site) -> None:
