@@ -7,8 +7,8 @@ TCP transport deadlocks on its own mutex when a peer dies in mid-transfer (11 of
 pipelined put crashes or hangs the *survivor* (6 of 8 jobs of four kills each at 72 KB; without put none of some
 fifty at 72 KB, 1 MB and 20 MB). Under MPICH's heartbeat level a dead peer must not break the survivor either: MPICH's
 own shared memory reads the sender's (`process_vm_readv` of a dead one aborts the reader: 0 of 6 jobs survived), so
-everything goes through UCX, and eagerly (20 of 20 over its shared memory, 1 and 20 MB; over its TCP it still crashes
-where the kill hits a message under way).
+everything goes through UCX, and eagerly (kills at random instants, 1 and 20 MB: 20 of 20 jobs survived over its shared
+memory, 10 of 11 over its TCP, which crashes on a message to the dead; so nothing is sent to who is given up).
 Finalize is ours, because it must not run after a failure (`ending.py`).
 """
 
