@@ -33,7 +33,7 @@ train: $(VENV)/.installed-train
 	$(VENV)/bin/mpitrain launch -n $(RANKS) train jobs/digits.py $(ARGS)
 
 test: lint $(VENV_MPICH)/.installed
-	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits

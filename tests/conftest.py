@@ -6,7 +6,10 @@ last lines say how many, so that a green run on a laptop does not read like a gr
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections import Counter
 
 import hypothesis
@@ -28,9 +31,25 @@ for _name in list(os.environ):
     if _name.startswith(_LEFT_BY_LAUNCHERS):
         del os.environ[_name]
 
+# Two mpiruns that begin and end at once trip over each other's session folders ("The PMIx server's listener thread
+# failed to start"), so each of the processes that run files side by side has a folder of its own for what is temporary.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])
+    atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
+
 # The same examples in every run: what fails elsewhere can be repeated here. Times are for benchmarks.
 hypothesis.settings.register_profile("mpitrain", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("mpitrain")
+
+
+_SLOWEST = ("tests/slurm/", "tests/mpi/", "tests/test_")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What mostly waits comes first: where files are run two at a time, the many short tests then fill the gaps."""
+    items.sort(
+        key=lambda item: next((i for i, start in enumerate(_SLOWEST) if item.nodeid.startswith(start)), 9)
+    )
 
 
 def skip_counts(reports: list[pytest.TestReport]) -> Counter[str]:
