@@ -213,6 +213,7 @@ def main() -> None:
     every = ["files", "writing", "server", "signal", "stop", "accuracy", "kills", "allreduce"]
     parser.add_argument("--parts", nargs="+", choices=every, default=every)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # a forked child would wait for threads that it has not got
     if "files" in options.parts:
         run_files(options.seed)
     if "writing" in options.parts:
