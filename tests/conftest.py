@@ -35,6 +35,7 @@ for _name in list(os.environ):
 # failed to start"), so each of the processes that run files side by side has a folder of its own for what is temporary.
 if "PYTEST_XDIST_WORKER" in os.environ:
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])
+    os.chmod(os.environ["TMPDIR"], 0o755)  # a test looks at files as somebody else
     atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
 
 # The same examples in every run: what fails elsewhere can be repeated here. Times are for benchmarks.
