@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from chaos_launch import HERE, TRANSPORTS, finish, launch, notes
-from common import table, write_row
+from chaos_campaign import campaign
+from chaos_launch import HERE, finish, launch, notes
 from safetensors.torch import load_file
 
 JOB = HERE / "counted_job.py"
@@ -91,43 +90,8 @@ def one_job(folder: Path, num_bytes: int, host_args: str, orders: list[str]) -> 
 
 def run_allreduce(num_kills: int, seed: int) -> None:
     """Rows for every size and transport."""
-    shown = [
-        ("message", "transport", "kills", "survived", "relaunched", "hanging", "wrong", "p50", "p99", "pause")
-    ]
-    for num_bytes in STEP_S:
-        for transport, host_args in TRANSPORTS.items():
-            rows: list[dict[str, Any]] = []
-            while sum(row["kills"] for row in rows) < num_kills / 4:
-                draw = random.Random(f"{seed}/allreduce/{num_bytes}/{transport}/{len(rows)}")
-                with tempfile.TemporaryDirectory() as scratch:
-                    orders = draw_orders(num_bytes, draw)
-                    rows.append(one_job(Path(scratch) / "run", num_bytes, host_args, orders))
-                print(num_bytes, transport, rows[-1], flush=True)
-            found = {"message_bytes": num_bytes, "transport": transport, **summary(rows)}
-            write_row("chaos", {"part": "allreduce", **found, "rows": rows})
-            shown.append((
-                f"{num_bytes / 1e6:g} MB", transport, *(str(found[key]) for key in (
-                    "kills", "kills_in_jobs_that_survived", "jobs_relaunched", "jobs_hanging", "wrong")),
-                *(f"{found[key]:.3f} s" for key in ("detected_p50_s", "detected_p99_s", "longest_pause_s")),
-            ))  # fmt: skip
-    print(table(shown))
 
+    def job(folder: Path, num_bytes: int, host_args: str, draw: random.Random) -> dict[str, Any]:
+        return one_job(folder, num_bytes, host_args, draw_orders(num_bytes, draw))
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is told of the jobs of one size and transport."""
-    detected = sorted(one for row in rows for one in row.get("detected_s", ())) or [0.0]
-    pauses = [one["pause_s"] for row in rows for one in row.get("recoveries", ())]
-    return {
-        "jobs": len(rows),
-        "kills": sum(row["kills"] for row in rows),
-        "kills_in_jobs_that_survived": sum(
-            row["kills"] for row in rows if row["ended"] and not row["restarts"]
-        ),
-        "jobs_relaunched": sum(row["ended"] and row["restarts"] > 0 for row in rows),
-        "jobs_hanging": sum(not row["ended"] for row in rows),
-        "wrong": sum(bool(row["wrong"]) for row in rows),
-        "detected_p50_s": detected[len(detected) // 2],
-        "detected_p99_s": detected[min(len(detected) - 1, int(0.99 * len(detected)))],
-        "recovery_longest_s": max(pauses, default=0.0),
-        "longest_pause_s": max((row.get("pause_s", 0.0) for row in rows), default=0.0),
-    }
+    campaign("allreduce", STEP_S, job, num_kills, seed)

@@ -97,9 +97,10 @@ def join_averaged(
     """
     from mpitrain.mpi.process_group import init_default_group
     from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
-    from mpitrain.training.allreduce import data_parallel
     from mpitrain.training.averaging import Averager
+    from mpitrain.training.cutting import own_part
     from mpitrain.training.measure import share_module
+    from mpitrain.training.parallel import data_parallel
 
     if strategy.unit != "steps":
         raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')
@@ -111,7 +112,7 @@ def join_averaged(
     init_default_group(runtime)
     averager = Averager(model, optimizer, strategy)
     parallel = data_parallel(model) if strategy.start else None
-    part = f"own-{runtime.rank}" if runtime.rank else "shard-0"
+    part = own_part(runtime.rank)
     saved = found.part(part) if found else None
     if saved is not None:
         model.load_state_dict(saved["module"])

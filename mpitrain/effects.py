@@ -157,3 +157,20 @@ class Break(NamedTuple):
 
 Effect = Send | Recv | Compute | Now | Sleep | Forget | Break
 Role = Generator[Effect, Any, Any]
+
+
+def watched(
+    role: Role,
+    before: Callable[[Effect], None] = lambda effect: None,
+    after: Callable[[Effect, Any], None] = lambda effect, answer: None,
+) -> Role:
+    """The role unchanged; `before` sees each of its effects, `after` each effect with its answer."""
+    answer: Any = None
+    while True:
+        try:
+            effect = role.send(answer)
+        except StopIteration as end:
+            return end.value
+        before(effect)
+        answer = yield effect
+        after(effect, answer)

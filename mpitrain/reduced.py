@@ -29,8 +29,8 @@ def join_reduced(
     """
     from mpitrain.model.compression import check_optimizer
     from mpitrain.mpi.process_group import init_default_group
-    from mpitrain.training.allreduce import attach, data_parallel
     from mpitrain.training.measure import share_module
+    from mpitrain.training.parallel import attach, data_parallel
 
     runtime.role = "worker"
     check_optimizer(strategy.codec, optimizer)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.effects import Kind, Message, Recv, Role
+from mpitrain.effects import Effect, Kind, Message, Recv, Role, watched
 from mpitrain.errors import UsageError
 
 RUN_FILE = "run.json"
@@ -23,15 +23,12 @@ UNRECORDED = (Kind.NOTE, Kind.ALIVE, Kind.AWAY)
 
 def record(role: Role, order: list[int]) -> Role:
     """`role`, with the sender of every message it receives appended to `order`."""
-    answer = None
-    while True:
-        try:
-            effect = role.send(answer)
-        except StopIteration as end:
-            return end.value
-        answer = yield effect
+
+    def after(effect: Effect, answer: Any) -> None:
         if isinstance(effect, Recv) and answer is not None and answer[1].kind not in UNRECORDED:
             order.append(answer[0])
+
+    return watched(role, after=after)
 
 
 def repeat(role: Role, order: Sequence[int]) -> Role:

@@ -34,8 +34,8 @@ BY_HAND = {
 }  # take minutes, or root
 
 HELPERS = {
-    "common", "chaos_allreduce", "chaos_job", "chaos_kills", "chaos_launch", "chaos_relaunch", "counted_job",
-    "relaunch_job", "tolerance_job",
+    "common", "chaos_allreduce", "chaos_campaign", "chaos_job", "chaos_kills", "chaos_launch", "chaos_relaunch",
+    "counted_job", "relaunch_job", "tolerance_job",
 }  # fmt: skip
 
 

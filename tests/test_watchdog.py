@@ -42,6 +42,23 @@ def test_who_is_stuck(tmp_path, idle, waits, quiet, stuck):
     assert Watchdog(runtime, session, timeout_s)._is_stuck() is stuck
 
 
+@pytest.mark.parametrize(
+    ("level", "rank", "expendable", "recovers", "alone"),
+    [
+        ("none", 1, True, False, False),
+        ("ulfm", 0, True, False, True),
+        ("ulfm", 0, False, True, True),
+        ("ulfm", 1, False, False, False),
+        ("heartbeat", 1, True, False, True),
+        ("heartbeat", 0, True, False, False),  # which writes the result
+    ],
+)
+def test_who_raises_no_alarm(tmp_path, level, rank, expendable, recovers, alone):
+    runtime = SimpleNamespace(fault_tolerance=level, rank=rank, expendable=expendable, recovers=recovers)
+    watchdog = Watchdog(runtime, SimpleNamespace(run_dir=tmp_path), 1.0)
+    assert watchdog._dies_alone() is alone
+
+
 def writer(tmp_path, part, guard, taken, **options):
     return Emergency(Keeper(tmp_path, part, read_policy("never", None)), guard, lambda: taken, **options)
 

@@ -125,10 +125,8 @@ def _describe(path: str, file: h5py.File, wanted: tuple[str, ...]) -> tuple[Shar
 
 
 def _datasets(path: str, file: h5py.File, wanted: tuple[str, ...]) -> dict[str, h5py.Dataset]:
-    for (
-        name,
-        item,
-    ) in file.items():  # h5py passes over what it cannot open; a link may lead nowhere, an array may not
+    for name, item in file.items():
+        # h5py passes over what it cannot open; a link may lead nowhere, an array may not
         if item is None and isinstance(file.get(name, getlink=True), h5py.HardLink):
             raise DataError(f"{path}: {name!r} cannot be opened: its structure is damaged; {PACK_AGAIN}")
     there = {name: item for name, item in sorted(file.items()) if isinstance(item, h5py.Dataset)}

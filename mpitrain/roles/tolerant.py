@@ -23,9 +23,8 @@ from mpitrain.roles.vigil import SILENT, Vigil
 
 REPORTER = 0
 RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up
-MOST_NONFINITE = (
-    10  # pushes in a row that are not finite: a broken device, for a batch would be one among others
-)
+# pushes in a row that are not finite: a broken device, for a batch would be one among others
+MOST_NONFINITE = 10
 NOT_FINITE = "not finite"
 
 

@@ -126,7 +126,7 @@ class Trainer:
         while not self._over and (
             self.step < self.num_steps if limited else self.epoch < self.session.job.epochs
         ):
-            self._epoch(self.epoch, limited)
+            self._epoch(limited)
             if self._over:
                 break
             if not limited and self.epoch < self.session.job.epochs:
@@ -158,7 +158,7 @@ class Trainer:
     def _finish(self) -> None:
         """After the last step."""
 
-    def _epoch(self, epoch: int, limited: bool) -> None:
+    def _epoch(self, limited: bool) -> None:
         while not self._over and not (limited and self.step >= self.num_steps):
             with self.cuts.guard.changing():
                 leases = self.rounds.take()

@@ -160,9 +160,8 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     session.emergency, role = shard_writer(session, server, store, keeper, model.module)
     role = record(role, order)
     counts = carry(session, roles.workers, lambda source, kind: store.frame(), role, losable=losable)
-    runtime.given_up.update(
-        int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE
-    )  # that one left
+    # one whose gradients were not finite has left in order
+    runtime.given_up.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.given_up & runtime.dead()}
     save_order(session.run_dir, shard, order)
     keeper.wait()

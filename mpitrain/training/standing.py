@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from mpitrain.checkpoint import Keeper
-from mpitrain.effects import Compute, Recv, Role
+from mpitrain.effects import Compute, Effect, Recv, Role, watched
 from mpitrain.errors import CheckpointError
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.training.alarm import Cut
@@ -25,19 +25,17 @@ from mpitrain.training.session import Session
 
 def stand_still(role: Role, guard: Guard, look: Callable[[], None]) -> Role:
     """The role; while it waits for a message its state is whole, of which `look` hears just before."""
-    answer = None
-    while True:
-        try:
-            effect = role.send(answer)
-        except StopIteration as end:
-            return end.value
-        waits = isinstance(effect, Recv)
-        if waits:
+
+    def before(effect: Effect) -> None:
+        if isinstance(effect, Recv):
             look()
             guard.end()
-        answer = yield effect
-        if waits:
+
+    def after(effect: Effect, answer: Any) -> None:
+        if isinstance(effect, Recv):
             guard.begin()
+
+    return watched(role, before, after)
 
 
 class StandingServer:
@@ -120,14 +118,10 @@ def worker_writer(
 
 
 def _keeping(role: Role, guard: Guard, kept: KeptBuffers) -> Role:
-    answer = None
-    while True:
-        try:
-            effect = role.send(answer)
-        except StopIteration as end:
-            return end.value
+    def before(effect: Effect) -> None:
         if isinstance(effect, Compute) and effect.what == "gradient":
             guard.begin()
             kept.keep()
             guard.end()
-        answer = yield effect
+
+    return watched(role, before)

@@ -27,9 +27,8 @@ from mpitrain.training.emergency import Emergency
 
 PATIENCE = 4
 LOOK_EVERY_S = 2.0
-GRACE_S = (
-    10.0  # beside one round of looking, for ranks that do not answer; those that do end the waiting at once
-)
+# beside one round of looking, for ranks that do not answer; those that do end the waiting at once
+GRACE_S = 10.0
 WRITING_S = 60.0  # longest time to wait for an emergency checkpoint
 
 
@@ -92,10 +91,9 @@ class Watchdog:
     def _bark(self, heard: bool) -> None:
         """Ends the job, whatever the file system does: see mpi/ending.py."""
         what = f"{self.runtime.where()}: no progress for {self.timeout_s:g} s"
-        alone = self.runtime.fault_tolerance == "ulfm" and (self.runtime.expendable or self.runtime.recovers)
         told = "; it dies alone, and the others go on"
         try:
-            if alone:
+            if self._dies_alone():
                 self._write_stacks(what)
             else:
                 self.alarm.ring()
@@ -107,6 +105,13 @@ class Watchdog:
         except Exception as error:
             told = f"; and what is known could not be written: {type(error).__name__}: {error}"
         raise StalledError(f"{what} (--watchdog-s); the stacks of its threads: {self.alarm.stacks}{told}")
+
+    def _dies_alone(self) -> bool:
+        """Whether the others go on without this rank."""
+        runtime = self.runtime
+        if runtime.fault_tolerance == "heartbeat":
+            return bool(runtime.expendable and runtime.rank != 0)
+        return bool(runtime.fault_tolerance == "ulfm" and (runtime.expendable or runtime.recovers))
 
     def _outcome(self, said: dict[int, str]) -> str:
         """What came of the alarm, for the last words."""
