@@ -14,6 +14,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from mpitrain.errors import MismatchError
 from mpitrain.mpi import buffers, choice
 from mpitrain.mpi.lines import LEFT, Task
 from mpitrain.mpi.op import Op
@@ -60,6 +61,11 @@ class GroupCore(dist.ProcessGroup):
                 self._engine.isend(self._token(), after, MEETING_TAG, world),
                 self._engine.irecv(token, before, MEETING_TAG, world, timeout_s=self._timeout_s()),
             )
+            if token != self._token():
+                raise MismatchError(
+                    f"rank {before} makes another group now than this rank, whose group is ranks {self._ranks}; call "
+                    "new_group on all ranks in the same order"
+                )
             distance *= 2
 
     def _token(self) -> bytes:

@@ -35,23 +35,28 @@ class Progress:
         self._abandoned: list[Any] = []  # requests and buffers that MPI may still write to after a break
 
     def __len__(self) -> int:
-        return len(self._ops) + sum(map(len, self._lines.values()))
+        return len(self._ops) + sum(map(len, self._all_lines()))
+
+    def _all_lines(self) -> tuple[Line, ...]:
+        # Other threads ask too (the watchdog, and who has just given the lock back), and a dict that grows meanwhile
+        # may not be iterated; the copy is one step of the interpreter.
+        return tuple(self._lines.values())
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is outstanding."""
-        return not self._ops and not any(line.turns or line.running for line in self._lines.values())
+        return not self._ops and not any(line.turns or line.running for line in self._all_lines())
 
     @property
     def num_arriving(self) -> int:
         """Collectives that wait for other ranks."""
-        return sum(len(line.turns) for line in self._lines.values())
+        return sum(len(line.turns) for line in self._all_lines())
 
     def outstanding(self) -> tuple[Op, ...]:
         """What has been posted and is not done, collectives last."""
         turns = [
             turn
-            for line in self._lines.values()
+            for line in self._all_lines()
             for turn in (*([line.running] if line.running else []), *line.turns)
         ]
         return (*self._ops, *(turn.op for turn in turns))
@@ -99,7 +104,7 @@ class Progress:
         if line.broken is not None:
             self.complete(op, line.broken)
             return
-        busy = any(len(other) for other in self._lines.values() if other is not line)
+        busy = any(len(other) for other in self._all_lines() if other is not line)
         turn = Turn(op, function, what, balance, busy)
         line.turns.append(turn)
         if gate.size > 1:

@@ -131,23 +131,27 @@ class Runtime:
 
     # ---- what all ranks tell each other (collective: every rank calls, in the same order)
 
-    def together(self, function: Callable[[], Any]) -> Any:
-        """Run the blocking collective `function()` when every rank has come here; returns its result."""
-        op = self.engine.line_up(lambda calm: function(), self._gate, timeout_s=self._patience_s)
+    def together(self, function: Callable[[], Any], what: str) -> Any:
+        """Run the blocking collective `function()` when every rank has come here; returns its result.
+
+        Raises:
+            MismatchError: on every rank, where another one has come with another `what`.
+        """
+        op = self.engine.line_up(lambda calm: function(), self._gate, what, timeout_s=self._patience_s)
         self.engine.wait(op)
         return op.result
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self.together(lambda: None)
+        self.together(lambda: None, "barrier")
 
     def share(self, value: Any, root: int = 0) -> Any:
         """The JSON value of `root` on every rank; the other ranks' argument is ignored."""
-        return self.together(lambda: exchange.share(self.comm, value, root))
+        return self.together(lambda: exchange.share(self.comm, value, root), f"share from rank {root}")
 
     def gather(self, value: Any) -> list[Any] | None:
         """The JSON values of all ranks in rank order, on rank 0; None elsewhere."""
-        return self.together(lambda: exchange.gather(self.comm, value))
+        return self.together(lambda: exchange.gather(self.comm, value), "gather")
 
     def gather_living(self, value: Any, wait_s: float = 10.0) -> dict[int, Any] | None:
         """The JSON values of all ranks that still answer, by rank, on rank 0; None elsewhere. Messages, no collective:
@@ -163,7 +167,7 @@ class Runtime:
 
     def allgather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks in rank order, on every rank."""
-        return self.together(lambda: exchange.allgather(self.comm, value))
+        return self.together(lambda: exchange.allgather(self.comm, value), "allgather")
 
     def agree(self, error: Exception | None) -> None:
         """Return if no rank brings an error; otherwise rank 0 prints each once and every rank raises AgreedError.
@@ -227,7 +231,7 @@ class Runtime:
         for group in list(self.groups):
             group.shutdown()
         try:
-            self.engine.stop()
+            self.engine.stop(self._patience_s)
             self.barrier()
             MPI.Finalize()
         except Exception as error:

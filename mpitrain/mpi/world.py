@@ -290,7 +290,8 @@ class MpiWorld:
         for op in listening:
             if not op.done:
                 self.engine.cancel(op)
-        self.engine.wait_any(lambda: all(op.done for op in listening))
+        with contextlib.suppress(TimeoutError):  # what MPI does not give back is named when the engine stops
+            self.engine.wait_any(lambda: all(op.done for op in listening), self._leave_s)
 
 
 def _stamp(message: Message) -> int:

@@ -1,12 +1,16 @@
 """The progress engine on real ranks: the same cases inline and with the communication thread."""
 
+import sys
 import threading
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import numpy as np
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.lines import Line
+from mpitrain.mpi.progress import Progress
 from tests.mpi.cases import run_cases
 
 SIZES = (
@@ -53,6 +57,35 @@ def case_ring_of_all_sizes(rt, engine):
     for op, size in zip(receives, SIZES):
         assert op.done and op.error is None and op.status_bytes == size and op.source == before
         assert np.array_equal(inbox[size], pattern(size, before)), size
+
+
+def case_another_thread_may_ask_while_groups_come_and_go(rt):
+    """The watchdog asks whether this rank waits for others while the main thread makes and ends groups."""
+    progress, over, failures = Progress(lambda: None), threading.Event(), []
+
+    def ask():
+        try:
+            while not over.is_set():
+                assert progress.num_arriving == 0 and len(progress) == 0 and progress.is_idle
+        except BaseException as failure:  # an assertion, or a dict that changed its size
+            failures.append(failure)
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=ask)
+    try:
+        sys.setswitchinterval(1e-6)
+        thread.start()
+        gates = [SimpleNamespace(handle=number, size=1) for number in range(200)]
+        for _ in range(40):
+            for gate in gates:
+                progress._lines[gate.handle] = Line(gate)
+            for gate in gates:
+                progress.forget(gate)
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not failures, failures
 
 
 @both_ways

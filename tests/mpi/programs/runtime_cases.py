@@ -3,7 +3,7 @@
 import pickle
 import sys
 
-from mpitrain.errors import AgreedError, DataError
+from mpitrain.errors import AgreedError, DataError, MismatchError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.runtime import start
 from tests.mpi.cases import run_cases
@@ -76,6 +76,17 @@ def case_gather_and_allgather(rt):
     wanted = [{"rank": rank, "text": "y" * (rank * 100_000)} for rank in range(rt.size)]
     assert rt.gather(mine) == (wanted if rt.rank == 0 else None)
     assert rt.allgather(mine) == wanted
+
+
+def case_ranks_at_different_calls_are_told_apart(rt):
+    """One rank in a barrier and the others in a share: an error on all that names both, and the next call works."""
+    try:
+        rt.barrier() if rt.rank == 1 else rt.share(5)
+    except MismatchError as error:
+        assert "ranks 0, 2: share from rank 0" in str(error) and "rank 1: barrier" in str(error), error
+    else:
+        raise AssertionError("nobody was told")
+    assert rt.share(rt.rank) == 0
 
 
 def case_collectives_work_beside_a_communication_thread(rt):
