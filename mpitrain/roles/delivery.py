@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Send
 from mpitrain.roles.attendance import AWAY_SILENCE_S
+from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.vigil import SILENT
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def see_off(server: TolerantServer) -> Steps:
             for worker in sorted(staying):
                 yield Send(worker, Message(Kind.WAKE, stop=True))
         else:
-            assert source in server.attendance.lost, f"rank {source} sent {message.kind!r} after the end"
+            if source not in server.attendance.lost:
+                raise out_of_turn(source, message, "a server whose workers have all pushed their last")
             yield from server.turn_away(source, message)
 
 

@@ -17,6 +17,7 @@ from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv,
 from mpitrain.roles.cuts import Cuts
 from mpitrain.roles.deals import Deals
 from mpitrain.roles.gathering import Gathering
+from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.ports import Keeper, Report, Store
 from mpitrain.rules import Dealer, Ledger, Push, Schedule, ServerStrategy, Verdict
 
@@ -84,6 +85,8 @@ class Server:
         return (yield Recv()) if self.present else None
 
     def _take(self, source: int, message: Message) -> Steps:
+        if message.kind not in self._answers or source not in self.workers:
+            raise out_of_turn(source, message, f"a server of workers {self.workers}")
         yield from self._answers[message.kind](source, message)
 
     def _on_join(self, worker: int, message: Message) -> Steps:
@@ -104,7 +107,8 @@ class Server:
 
     def _on_push(self, worker: int, message: Message) -> Steps:
         payload = message.payload
-        assert payload is not None, f"push of rank {worker}, step {message.step}, carries no gradient"
+        if payload is None:
+            raise out_of_turn(worker, message, "a server, without a gradient")
         self.held.add(worker)
         self._next_step[worker] = message.step + 1
         self._num_batches[worker] = self._num_batches.get(worker, 0) + (message.batches or 1)

@@ -17,6 +17,7 @@ from typing import Any
 
 from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Role, Send
 from mpitrain.roles.delivery import Deliver, stay
+from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.ports import Gradient, Keeper, Replica, Report
 from mpitrain.roles.pulse import Pulse
 from mpitrain.roles.saving import Save, save
@@ -143,7 +144,8 @@ class Worker:
             while message.kind == Kind.REPLY:  # a restart that crossed it (virtual time only)
                 self.take_in(source, message)
                 source, message = yield from self.pulse.receive((self.roles.dealer,))
-            assert message.kind == Kind.WAKE, f"rank {source} sent {message.kind!r} to an idle worker"
+            if message.kind != Kind.WAKE:
+                raise out_of_turn(source, message, f"rank {self.rank} (worker, idle)")
             if message.stop:
                 return
             yield from self._tell_all(Kind.JOIN)
@@ -235,9 +237,9 @@ class Worker:
             reply = message.kind in (Kind.REPLY, Kind.DIFFERENCE)
             # shards that a checkpoint cut at different pushes may name different ones when a worker joins
             crossed = reply and self._joined and (kind != Kind.REPLY or message.step < self.step)
-            assert (reply if kind == Kind.REPLY else message.kind == kind or crossed) and source in missing, (
-                f"rank {source} sent {message.kind!r} out of turn"
-            )
+            awaited = reply if kind == Kind.REPLY else message.kind == kind or crossed
+            if not awaited or source not in missing:
+                raise out_of_turn(source, message, f"rank {self.rank} (worker, awaits {kind.name})")
             if not crossed:
                 missing.discard(source)
             self.take_in(source, message)
@@ -265,7 +267,8 @@ class Worker:
             self.batches.extend((piece, piece is pieces[-1]) for piece in pieces)
         self._look_ahead()
         if message.kind == Kind.DIFFERENCE:
-            assert message.payload is not None, f"rank {source} answered without a difference"
+            if message.payload is None:
+                raise out_of_turn(source, message, f"rank {self.rank} (worker, awaits a difference)")
             self.replica.nudge(shard, message.payload)
         elif message.payload is not None:
             self.replica.load(shard, message.payload)
