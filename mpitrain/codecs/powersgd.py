@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any
-from zlib import crc32
 
 import torch
 
@@ -106,7 +106,8 @@ class PowerSgdEncoder(Encoder):
 
     def _basis(self, field: Field, matrix: torch.Tensor) -> torch.Tensor:
         if field.name not in self._bases:
-            generator = torch.Generator().manual_seed(self.seed * 2**32 + crc32(field.name.encode()))
+            digest = blake2b(f"{self.seed}/{field.name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             self._bases[field.name] = torch.randn(matrix.shape[1], self.rank, generator=generator)
         return self._bases[field.name].to(matrix.device)
 

@@ -43,7 +43,7 @@ class QsgdEncoder(Encoder):
             x = blocks(parts[part].flat[start:stop], BUCKET)
             level = x.abs()
             most = level.amax(dim=1, keepdim=True)
-            torch.mul(x, self.levels / most.clamp_min(tiny), out=level)
+            torch.mul(x, self.levels / most.clamp_min(self.levels * tiny), out=level)
             self._add_noise(level, f"{field.name}/{start - field.start}")
             code = level.clamp_(0, 2 * self.levels).to(torch.uint8)  # all positive: this rounds down
             largest.append(most.view(-1).mul_(alpha).cpu())
@@ -55,7 +55,7 @@ class QsgdEncoder(Encoder):
     def _add_noise(self, level: torch.Tensor, name: str) -> None:
         """level += s + a uniform draw from the middles of 2^16 steps in [0, 1). Rounded down, s + y is then right in
         the mean within 2^-17, for negative y as well."""
-        key = np.random.SeedSequence([self.seed, self.worker, self.step, crc32(name.encode())])
+        key = np.random.SeedSequence([self.seed % 2**64, self.worker, self.step, crc32(name.encode())])
         if level.device.type == "cpu":  # four draws from a word: a seventh of the time of torch's generator
             words = np.random.SFC64(key).random_raw(-(-level.numel() // 4))
             draws = torch.from_numpy(words.view(np.int16))[: level.numel()].view_as(level)

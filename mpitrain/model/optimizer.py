@@ -92,9 +92,11 @@ def scaled_rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor
-    yield
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -263,3 +263,26 @@ def test_the_text_of_an_allreduce_with_a_codec():
     assert value == rules.AllReduce(codec=rules.Threshold(density=0.01))
     assert parse(str(value), "strategy") == value
     assert str(rules.AllReduce()) == "allreduce()"
+
+
+@pytest.mark.parametrize("codec", [rules.PowerSGD(), rules.QSGD()])
+def test_any_seed_that_torch_takes_keys_a_codec(codec):
+    messages = []
+    for seed in (-3, 5, 5 + 2**32, 2**63):
+        encoder = make_encoder(codec, seed=seed)
+        messages.append(bytes(encoder.encode(part(gradients()))))
+        assert messages[-1] == bytes(make_encoder(codec, seed=seed).encode(part(gradients())))
+    assert len(set(messages)) == 4, "two seeds draw the same"
+
+
+def test_qsgd_of_a_bucket_of_zeros_casts_no_nan():
+    """A NaN has no whole number: what it becomes differs between machines. The level of 0 is the code `levels`."""
+    from mpitrain.codecs.bits import num_packed_bytes, unpack_bytes
+
+    for levels in (1, 7, 100):
+        encoder = make_encoder(rules.QSGD(levels=levels))
+        message = encoder.encode(part(torch.zeros(NUMEL)))
+        width = (2 * levels).bit_length()
+        codes = message[-num_packed_bytes(LAYOUT[-1].numel, width) :].numpy()
+        assert set(unpack_bytes(codes, width, LAYOUT[-1].numel).tolist()) == {levels}
+        assert not decoded(message).any()
