@@ -44,6 +44,7 @@ from mpitrain.data.pack import PackOptions, pack
 from mpitrain.data.sources import load_source
 from mpitrain.job import load_job
 from mpitrain.simulation import simulate
+from mpitrain.targets import read_target
 from mpitrain.text import parse
 from mpitrain.training.measure import build
 
@@ -138,14 +139,14 @@ def settling(job):
     """The job, breaking itself off as soon as its end is known: at the validation after the one that settled it,
     which is on record by then.
     """
-    (name, goal), marks = *job.target.items(), []
+    target, marks = read_target(*next(iter(job.target.items()))), []
 
     def metrics(model, batch):
-        hopeless = len(marks) >= job.epochs / 2 and max(marks) < goal / 2
-        if marks and (marks[-1] >= goal or hopeless):
+        hopeless = len(marks) >= job.epochs / 2 and max(marks) < target.bound / 2
+        if marks and (target.met(marks[-1]) or hopeless):
             raise Settled
         found = job.metrics(model, batch)
-        marks.append(float(found[name]))
+        marks.append(float(found[target.metric]))
         return found
 
     return dataclasses.replace(job, metrics=metrics)
@@ -153,7 +154,8 @@ def settling(job):
 
 def run(job, strategy, num_workers, rate, seed, folder):
     """One run: where it reached the target (None: it did not), and the best that it saw."""
-    (name, goal), folder = *job.target.items(), Path(tempfile.mkdtemp(dir=folder))
+    target, folder = read_target(*next(iter(job.target.items()))), Path(tempfile.mkdtemp(dir=folder))
+    name = target.metric
     with contextlib.suppress(Settled), contextlib.redirect_stdout(io.StringIO()):
         simulate(
             settling(dataclasses.replace(job, seed=seed)), parse(strategy, "strategy"), num_workers,
@@ -161,7 +163,7 @@ def run(job, strategy, num_workers, rate, seed, folder):
         )  # fmt: skip
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     marks = [row for row in rows if name in row]
-    hit = next((row for row in marks if row[name] >= goal), None)
+    hit = next((row for row in marks if target.met(row[name])), None)
     found = {"seed": seed, "best": max((row[name] for row in marks), default=0.0)}
     return found | {"samples": hit and hit["samples"], "virtual_s": hit and hit["virtual_s"]}
 

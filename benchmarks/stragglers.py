@@ -48,6 +48,7 @@ from mpitrain.job import load_job
 from mpitrain.mpi.runtime import start
 from mpitrain.report import NullReport
 from mpitrain.rules.dealing import share_out
+from mpitrain.targets import read_target
 from mpitrain.text import parse
 from mpitrain.training.measure import Meter, build, make_measure, num_warmup
 from mpitrain.training.straggling import Nap
@@ -148,7 +149,8 @@ def run_gloo(job, inject, group):
 
 def summary(rate, marks, job):
     """`to_target_s` is None where the target was missed."""
-    reached = (seconds for seconds, accuracy in marks if accuracy >= job.target["accuracy"])
+    target = read_target("accuracy", job.target["accuracy"])
+    reached = (seconds for seconds, accuracy in marks if target.met(accuracy))
     return {
         "samples_per_second": rate, "to_target_s": next(reached, None), "accuracy": marks[-1][1],
         "accuracies": [round(accuracy, 4) for _, accuracy in marks],

@@ -18,6 +18,7 @@ from mpitrain import inject as injection
 from mpitrain.errors import UsageError
 from mpitrain.rules import AllReduce, Schedule, Strategy
 from mpitrain.rules.checkpointing import read_policy
+from mpitrain.targets import LOSS, check_targets, option_text, read_option
 from mpitrain.text import nearest, parse
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class Job:
         strategy: how workers agree; `AllReduce()` if None.
         schedule: factor on the learning rate by progress in samples, such as `Gradual(epochs=5)`; None is
             constant.
-        target: metrics that validation must reach, such as `{"accuracy": 0.97}`; missing one is `status=fail`
-            and exit code 3.
+        target: metrics that validation must reach: a number is at least that, `"<X"` is below and `">X"` above X, as in
+            `{"accuracy": 0.97, "validation_loss": "<0.3"}`; missing one is `status=fail` and exit code 3.
         seed: key of initialisation, order and every other draw.
         on_nonfinite: "stop" at the first NaN or infinite gradient, or "skip" such batches and count them; over
             parameter servers a worker with ten such pushes in a row is then done without.
@@ -72,7 +73,7 @@ class Job:
     batch_size: int = 32
     strategy: Strategy | None = None
     schedule: Schedule | None = None
-    target: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    target: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     seed: int = 0
     on_nonfinite: str = "stop"
     drop_last: bool = False
@@ -109,6 +110,7 @@ class Job:
         read_policy(self.checkpoint_every, self.mtbf_s)
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
+        check_targets(self.target, (LOSS,) if self.metrics is None else None)
         self._check_splits()
 
     def _check_splits(self) -> None:
@@ -136,6 +138,7 @@ class Overrides:
     run_dir: str | None = None
     synthetic: bool = False
     steps: int | None = None
+    target: tuple[str, ...] = ()
     quiet: bool = False
     inject: tuple[str, ...] = ()
     checkpoint_every: str | None = None
@@ -145,6 +148,10 @@ class Overrides:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inject", injection.texts(self.inject))
+        given: Any = self.target
+        pairs = given.items() if isinstance(given, Mapping) else ()
+        texts = [option_text(*pair) for pair in pairs] or ([given] if isinstance(given, str) else given)
+        object.__setattr__(self, "target", tuple(texts))
 
     @property
     def injections(self) -> tuple[injection.Injection, ...]:
@@ -168,6 +175,8 @@ class Overrides:
         if self.heartbeat_s is not None and not 0 < self.heartbeat_s < float("inf"):
             raise UsageError(f"--heartbeat-s must be finite and greater than 0, got {self.heartbeat_s}")
         injection.read(self.inject)
+        for text in self.target:
+            read_option(text)
 
 
 def apply_overrides(job: Job, overrides: Overrides) -> Job:
@@ -190,6 +199,8 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
                 "--synthetic: the job has no synthetic=mpitrain.Synthetic(...) to draw samples from"
             )
         changes |= {"data": job.synthetic, "validate": None, "target": {}}
+    if overrides.target:
+        changes["target"] = dict(read_option(text) for text in overrides.target)
     return dataclasses.replace(job, **changes)
 
 

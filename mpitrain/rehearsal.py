@@ -16,6 +16,7 @@ from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.report import Report, default_run_dir
+from mpitrain.targets import missed_targets
 from mpitrain.training.measure import MODEL_FILE
 from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
 from mpitrain.virtual_log import VirtualLog
@@ -61,10 +62,7 @@ class Rehearsal:
     def told(self, samples: int, metrics: dict[str, float]) -> dict[str, Any]:
         """What was asked for, what it took, the metrics, and whether they reach the job's target."""
         job = self.job
-        missed = {
-            name: goal for name, goal in job.target.items() if not metrics.get(name, float("-inf")) >= goal
-        }
-        failure = ", ".join(f"{name} {metrics.get(name)} is below {goal}" for name, goal in missed.items())
+        failure = ", ".join(missed_targets(job.target, metrics).values())
         return {
             **metrics, "metrics": metrics, "failure": failure, "status": "fail" if failure else "ok",
             "exit_code": EXIT_TARGET_MISSED if failure else EXIT_OK,

@@ -27,6 +27,7 @@ from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.rules import Dealer, Decentralized, LocalSGD, PerWorker, Roles, ServerStrategy, Strategy, assign
+from mpitrain.targets import missed_targets
 from mpitrain.text import names, parse, registered
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
 from mpitrain.training.orders import check_rehearsal
@@ -254,11 +255,8 @@ class _Simulation:
             identical = same_model(self.replay / MODEL_FILE, self.run_dir / MODEL_FILE)
         if identical is False:
             failure = failure or f"the replayed parameters differ from those of {self.replay}"
-        goals = self.job.target.items()
-        missed = {name: goal for name, goal in goals if not metrics.get(name, float("-inf")) >= goal}
-        failure = failure or ", ".join(
-            f"{name} {metrics.get(name)} is below {goal}" for name, goal in missed.items()
-        )
+        missed = {} if failure else missed_targets(self.job.target, metrics)
+        failure = failure or ", ".join(missed.values())
         samples = counts["samples_accepted"]
         return {
             **counts,

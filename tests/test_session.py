@@ -28,7 +28,9 @@ def test_functions_are_told_apart_by_their_code_and_constants():
 
 
 def judged(metrics, failure="", target=None):
-    job = toy.make_job(validate=toy.Memory(), target=target or {}, strategy=AllReduce())
+    job = toy.make_job(
+        validate=toy.Memory(), target=target or {}, strategy=AllReduce(), metrics=lambda model, batch: metrics
+    )
     session = SimpleNamespace(
         job=job, strategy=AllReduce(), roles=Roles((), (0, 1)), started_s=0.0, run_dir="r", resume=None,
         overrides=SimpleNamespace(injections=()), runtime=SimpleNamespace(num_nodes=1, fault_tolerance="none"),

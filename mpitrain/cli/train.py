@@ -144,6 +144,14 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
     )
     job.add_argument("--steps", type=positive, metavar="N", help="stop after N updates")
     job.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help='what validation must reach, as often as you like: "accuracy=0.97" (at least), "accuracy>0.97" or '
+        '"validation_loss<0.3"',
+    )
+    job.add_argument(
         "--inject",
         action="append",
         default=[],
@@ -172,6 +180,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         run_dir=arguments.run_dir,
         synthetic=getattr(arguments, "synthetic", False),
         steps=arguments.steps,
+        target=tuple(arguments.target),
         quiet=arguments.quiet,
         inject=tuple(arguments.inject),
         checkpoint_every=getattr(arguments, "checkpoint_every", None),

@@ -107,7 +107,8 @@ def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
     if runtime.size == 1 and not runtime.lost:
         MPI.Finalize()
         os._exit(code)
-    if runtime.fault_tolerance == "ulfm" and runtime.expendable and not is_lost_peer(error):
+    alone = runtime.expendable and not (is_lost_peer(error) or isinstance(error, UsageError))
+    if runtime.fault_tolerance == "ulfm" and alone:
         os.kill(os.getpid(), signal.SIGKILL)  # the servers are told, and go on without us
     if runtime.fault_tolerance == "ulfm":
         _leave_ulfm(runtime, error)
@@ -120,7 +121,7 @@ def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
 def _dies_alone(runtime: "Runtime", error: BaseException) -> bool:
     """Whether the servers will notice and go on without this rank."""
     return isinstance(error, GivenUpError) or (
-        runtime.expendable and runtime.rank != 0 and not isinstance(error, LostRankError)
+        runtime.expendable and runtime.rank != 0 and not isinstance(error, LostRankError | UsageError)
     )
 
 

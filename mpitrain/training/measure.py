@@ -19,6 +19,7 @@ from torch import nn
 from mpitrain.data.ragged import num_samples_in
 from mpitrain.job import Job
 from mpitrain.model.optimizer import set_learning_rate
+from mpitrain.targets import LOSS, check_targets
 
 MODEL_FILE = "model.safetensors"
 
@@ -70,6 +71,8 @@ def make_measure(
 ) -> Callable[[], dict[str, float]]:
     """A function that measures `module` on the whole validation set: `validation_loss` and the job's
     metrics, means over the samples. `on_batch` hears of every batch (a watchdog that is to see progress).
+
+    What it returns raises UsageError if a target of the job is of a metric that is not measured.
     """
 
     def measure() -> dict[str, float]:
@@ -82,7 +85,7 @@ def make_measure(
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 count = num_samples_in(batch)
                 means = {
-                    "validation_loss": job.loss(module, batch),
+                    LOSS: job.loss(module, batch),
                     **(job.metrics(module, batch) if job.metrics else {}),
                 }
                 for name, mean in means.items():
@@ -90,6 +93,7 @@ def make_measure(
                 num_samples += count
                 on_batch()
         module.train(was_training)
+        check_targets(job.target, sums)
         return {name: total / num_samples for name, total in sums.items()}
 
     return measure

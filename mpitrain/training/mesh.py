@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mpitrain.data.ragged import num_samples_in
 from mpitrain.rules import Grid
+from mpitrain.targets import LOSS
 from mpitrain.training.pieces import local, whole_tensor
 from mpitrain.training.session import Session
 from mpitrain.training.split import Batch, SplitRun
@@ -48,7 +49,7 @@ class MeshRun(SplitRun):
         with torch.no_grad(), job.validate.reader(self.session.validation, job.seed) as reader:
             for own, counts in self._rounds(reader.sequential(max(256, job.batch_size))):
                 batch = self._on_device(own)
-                means = {"validation_loss": job.loss(self.module, batch)}
+                means = {LOSS: job.loss(self.module, batch)}
                 means |= job.metrics(self.module, batch) if job.metrics else {}
                 if counts and self.tells:
                     count = num_samples_in(batch)

@@ -22,6 +22,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.stages import Stage, keep_only, split_stages
 from mpitrain.mpi.process_group import default_group
 from mpitrain.rules import Grid, Pipeline
+from mpitrain.targets import LOSS
 from mpitrain.training.measure import build, pick_device, share_module
 from mpitrain.training.parallel import data_parallel
 from mpitrain.training.relay import Relay
@@ -172,7 +173,7 @@ class PipelineRun(SplitRun):
                 _, output = self.relay.forward(model_inputs(job.loss, batch) if self.first else None)
                 if not self.last:
                     continue
-                means = {"validation_loss": with_output(job.loss, output, batch)}
+                means = {LOSS: with_output(job.loss, output, batch)}
                 means |= with_output(job.metrics, output, batch) if job.metrics else {}
                 count = num_samples_in(batch)
                 num_samples += count

@@ -23,6 +23,7 @@ from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.replay import RUN_FILE
 from mpitrain.report import NullReport, Report, default_run_dir, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
+from mpitrain.targets import missed_targets
 from mpitrain.training import signals
 from mpitrain.training.levels import level, survives, warning
 from mpitrain.training.options import options
@@ -246,11 +247,7 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         (outcome["failure"] for outcome in gathered if outcome.get("failure")),
         key=lambda text: not text.startswith("rank"),
     )
-    missed = {
-        name: goal
-        for name, goal in session.job.target.items()
-        if not merged["metrics"].get(name, float("-inf")) >= goal
-    }  # `not >=` so that NaN misses
+    missed = missed_targets(session.job.target, merged["metrics"])
     requeue = any(outcome.get("requeue") for outcome in gathered) and not failures
     missed = {} if requeue else missed
     code = EXIT_ERROR if failures else EXIT_TARGET_MISSED if missed else EXIT_REQUEUE if requeue else EXIT_OK
@@ -266,7 +263,7 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         "exit_code": code,
         "failure": failures[0] if failures else "",
         "target": dict(session.job.target),
-        "target_missed": missed,
+        "target_missed": {name: session.job.target[name] for name in missed},
         "seed": session.job.seed,
         "batch_size": session.job.batch_size,
         "epochs": session.job.epochs,
@@ -279,8 +276,5 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         "wall_s": time.monotonic() - session.started_s,
     }
     if missed and not failures:
-        result["failure"] = ", ".join(
-            f"{name} {merged['metrics'].get(name, 'was not measured')} is below {goal}"
-            for name, goal in missed.items()
-        )
+        result["failure"] = ", ".join(missed.values())
     return result

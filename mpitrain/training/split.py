@@ -22,6 +22,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.rules import Grid, Split
 from mpitrain.rules.dealing import share_out
+from mpitrain.targets import check_targets
 from mpitrain.training.cutting import StepCuts
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
 from mpitrain.training.pieces import put_back, take
@@ -201,19 +202,25 @@ class SplitRun:
             self.meter.pause(time.monotonic() - began_s)
 
     def sum_up(self, sums: dict[str, float], num_samples: int) -> dict[str, float]:
-        """Means over all samples from every rank's sums; collective."""
+        """Means over all samples from every rank's sums of a validation; collective."""
         total: dict[str, float] = {}
         count = 0
         for theirs, number in self.session.runtime.allgather([sums, num_samples]):
             count += number
             for name, value in theirs.items():
                 total[name] = total.get(name, 0.0) + value
+        attempt(self.session.runtime, lambda: check_targets(self.session.job.target, total))
         return {name: value / count for name, value in total.items()}
 
     def _outcome(self) -> dict[str, Any]:
         self.cuts.keeper.wait()
+        tensors = self.gather()
+        path = self.session.run_dir / MODEL_FILE
+        if self.rank == 0:
+            told = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
+            save_tensors(tensors, path, told)
         metrics = self.measure() if self.session.validation is not None else {}
-        tensors, concluded = self.gather(), self.conclude()
+        concluded = self.conclude()
         detail = {"rank": self.rank, "role": "worker", "replica": self.replica, "part": self.part}
         outcome: dict[str, Any] = {
             "detail": {**detail, "steps": self.step, **self.describe()},
@@ -223,9 +230,6 @@ class SplitRun:
         if self.pieces.place(self.rank)[0] == 0:
             outcome["detail"]["checkpoints"] = self.cuts.keeper.summary()
         if self.rank == 0:
-            path = self.session.run_dir / MODEL_FILE
-            told = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
-            save_tensors(tensors, path, told)
             counts = {
                 "accepted": self.step - self.nonfinite,
                 "nonfinite": self.nonfinite,

@@ -220,16 +220,22 @@ def test_wrong_input_is_said_once_and_all_ranks_leave_together(tmp_path, mpi, en
         assert wrong.count("code 2") == len(SAID) and "Error" not in wrong
 
 
-def test_a_missed_target_is_status_fail_and_exit_code_3(tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "metric", "code"),
+    [("allreduce", "accuracy", 3), ("allreduce", "acuracy", 2), ("sharded", "acuracy", 2)],
+)
+def test_a_missed_target_is_status_fail_and_exit_code_3_and_one_of_a_wrong_name_2(
+    tmp_path, strategy, metric, code
+):
     job = Path(write_job(tmp_path))
-    job.write_text(
-        job.read_text().replace(
-            "make_job(",
-            'make_job(validate=toy.Memory(), target={"accuracy": 0.5}, metrics=lambda m, b: '
-            '{"accuracy": 0.25}, ',
-        )
-    )
-    run = train(2, str(job), tmp_path)
-    assert run.code == 3, str(run)
-    assert "status=fail" in run.stdout.strip().splitlines()[-1]
-    assert (tmp_path / "run" / "model.safetensors").exists()
+    given = f'validate=toy.Memory(), target={{"{metric}": 0.5}}, epochs=3, metrics=lambda m, b: {{"accuracy": 0.25}}, '
+    job.write_text(job.read_text().replace("make_job(", "make_job(" + given))
+    run = train(2, str(job), tmp_path, "--strategy", strategy)
+    assert run.code == code, str(run)
+    if code == 3:
+        assert "status=fail" in run.stdout.strip().splitlines()[-1]
+        assert (tmp_path / "run" / "model.safetensors").exists()
+    else:
+        wrong = "UsageError: target 'acuracy': validation reports no metric of that name; it reports accuracy, valid"
+        assert run.stderr.count(wrong) == 1 and "Traceback" not in run.stderr, str(run)
+        assert not (tmp_path / "run" / "model.safetensors").exists()  # after the first of three epochs

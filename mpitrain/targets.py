@@ -1,0 +1,123 @@
+"""What validation must reach: one reading and one judgement of targets, for every place that has them.
+
+Law of this file: a target is a number, which means at least that, or a text: "<X", "<=X", ">X" or ">=X". A metric that
+is NaN, infinite or not measured misses every target. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+from mpitrain.errors import UsageError
+
+LOSS = "validation_loss"  # what every validation reports, whatever the job's metrics are
+# A number means "at least", which no run should have to reach of these.
+_SMALLER_IS_BETTER = ("loss", "error", "perplexity")
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_MISSED = {"<": "is not below", "<=": "is above", ">": "is not above", ">=": "is below"}
+_GOAL = re.compile(r"\s*(<=|>=|<|>)(.*)", re.DOTALL)
+_OPTION = re.compile(r"\s*([^<>=]*?)\s*(<=|>=|<|>|=)(.*)", re.DOTALL)
+
+
+class Target(NamedTuple):
+    """What one metric must reach: `sign` is one of `<`, `<=`, `>`, `>=`."""
+
+    metric: str
+    sign: str
+    bound: float
+
+    def met(self, value: float | None) -> bool:
+        """Whether a measured value reaches it."""
+        return (
+            value is not None and math.isfinite(value) and bool(_COMPARE[self.sign](float(value), self.bound))
+        )
+
+    def why_missed(self, value: float | None) -> str:
+        """In words, for a value that does not reach it."""
+        if value is None:
+            return f"{self.metric} was not measured, and its target is {self.sign}{self.bound:g}"
+        if not math.isfinite(value):
+            return f"{self.metric} is {value}, and its target is {self.sign}{self.bound:g}"
+        return f"{self.metric} {value} {_MISSED[self.sign]} {self.bound:g}"
+
+
+def read_target(metric: str, goal: Any) -> Target:
+    """The target that `goal` sets for `metric`.
+
+    Raises:
+        UsageError: `goal` is neither a number nor one of the texts, or it is a number and the metric a loss.
+    """
+    where = f"target of {metric!r}"
+    if isinstance(goal, str):
+        found = _GOAL.fullmatch(goal)
+        if found is None:
+            raise UsageError(f'{where}: {goal!r} is neither a number (at least that) nor a text "<X" or ">X"')
+        return Target(metric, found[1], _bound(found[2], where))
+    if isinstance(goal, bool) or not isinstance(goal, Real):
+        raise UsageError(f'{where}: {goal!r} is neither a number (at least that) nor a text "<X" or ">X"')
+    if metric.lower().endswith(_SMALLER_IS_BETTER):
+        raise UsageError(
+            f"{where}: the number {goal} means at least {goal}, which a bad run meets; write "
+            f'{{"{metric}": "<{goal}"}} for below {goal}, or ">{goal}" if above is meant'
+        )
+    return Target(metric, ">=", _bound(goal, where))
+
+
+def _bound(text: Any, where: str) -> float:
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise UsageError(f"{where}: {str(text).strip()!r} is not a finite number")
+    return bound
+
+
+def read_option(text: str) -> tuple[str, Any]:
+    """(metric, goal) of a `--target` text: "accuracy=0.97", "validation_loss<0.3".
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    found = _OPTION.fullmatch(text)
+    if found is None or not found[1]:
+        raise UsageError(f'--target {text!r}: write "NAME=X" (at least X), "NAME<X" or "NAME>X"')
+    metric, sign, bound = found[1], found[2], found[3]
+    goal = _bound(bound, f"--target {text!r}") if sign == "=" else f"{sign}{bound.strip()}"
+    read_target(metric, goal)
+    return metric, goal
+
+
+def option_text(metric: str, goal: Any) -> str:
+    """The `--target` text of one target."""
+    return f"{metric}{goal}" if isinstance(goal, str) else f"{metric}={goal}"
+
+
+def check_targets(goals: Mapping[str, Any], reported: Iterable[str] | None = None) -> None:
+    """Refuse targets that cannot be read, and those of metrics that are not among `reported`, where that is known.
+
+    Raises:
+        UsageError: names the metric.
+    """
+    known = None if reported is None else sorted(reported)
+    for metric, goal in goals.items():
+        read_target(metric, goal)
+        if known is not None and metric not in known:
+            raise UsageError(
+                f"target {metric!r}: validation reports no metric of that name; it reports {', '.join(known)}"
+            )
+
+
+def missed_targets(goals: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Why each target that `metrics` do not reach is missed, by metric."""
+    targets = [read_target(metric, goal) for metric, goal in goals.items()]
+    return {
+        target.metric: target.why_missed(metrics.get(target.metric))
+        for target in targets
+        if not target.met(metrics.get(target.metric))
+    }
