@@ -60,6 +60,11 @@ def perceptron():
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.25), nn.Linear(7, 1))
 
 
+def normed():
+    """With running statistics, which every forward pass moves."""
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1))
+
+
 def square_loss(model, batch):
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 

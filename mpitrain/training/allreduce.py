@@ -117,8 +117,11 @@ class Trainer:
         own, before = self.hook.state() if self.hook else {}, self._own_before
         if own.get("step") == before.get("step"):  # or it has sent its share, which others may have used
             own = before
-        meter = self.meter if self.rank == 0 else None
-        return Kept(self.step, self.failure, self.state(), before, own, self.nap, meter)
+        meter, state = self.meter if self.rank == 0 else None, self.state()
+        self.cuts.buffers.put_into(
+            state["module"]
+        )  # the forward pass of the step that failed has changed them
+        return Kept(self.step, self.failure, state, before, own, self.nap, meter)
 
     def run(self) -> None:
         """Epochs until all are done, `--steps` is reached, a step is not finite or the run is told to end."""

@@ -65,7 +65,8 @@ class StepCuts:
         self.keeper: Keeper = make_keeper(
             job, session.run_dir, own_part(place), about, saved, injections=session.overrides.injections
         )
-        self.guard, self._buffers = Guard(), KeptBuffers(module, session.overrides.watchdog_s > 0)
+        asked_for = session.overrides.watchdog_s > 0 or session.runtime.recovers
+        self.guard, self.buffers = Guard(), KeptBuffers(module, asked_for)
         self._state, self._own = state, own
         self._at = (session.resume.mark if session.resume else 0, 0)
         if module is None:
@@ -113,7 +114,7 @@ class StepCuts:
         tree |= {"own": self._own()} if self._own else {}
         refuse_devices(tree)
         for part in tree.values():
-            self._buffers.put_into(part.get("module", {}))
+            self.buffers.put_into(part.get("module", {}))
         return Taken(*self._at, {"role": {}, **copied(tree)})
 
     def go_on_from(self, samples: int) -> None:
@@ -122,7 +123,7 @@ class StepCuts:
 
     def after_step(self, step: int, samples: int) -> None:
         """Write, or end, if it is time to; every rank calls it after every step."""
-        self._buffers.keep()
+        self.buffers.keep()
         self._at = samples, step
         self.guard.end()
         due = 0 < self._mark <= samples

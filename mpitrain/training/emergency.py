@@ -181,7 +181,7 @@ class KeptBuffers:
     def __init__(self, module: torch.nn.Module | None, on: bool = True):
         named = dict(module.named_buffers()) if module is not None and on else {}
         self.names = list(named)
-        self._buffers = {name: buffer for name, buffer in named.items() if buffer.device.type == "cpu"}
+        self._buffers = named
         self._kept = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     @torch.no_grad()
@@ -200,7 +200,7 @@ class KeptBuffers:
         Raises:
             CheckpointError: they are not on the host.
         """
-        if len(self._kept) < len(self.names):
+        if any(kept.device.type != "cpu" for kept in self._kept.values()):
             raise CheckpointError(
                 "the model's buffers are on a device, which a process that is stuck does not ask"
             )

@@ -8,6 +8,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from mpitrain.checkpoint.parts import folder_of
@@ -45,13 +46,17 @@ def alarming(self, value, count):
 
 Trainer._update = alarming
 for name, (codec, alarmed) in {cases!r}.items():
-    job = toy.make_job(epochs=6, batch_size=4, checkpoint_every="never")
-    result = mt.train(job, parse(f"allreduce({{codec}})", "strategy"), run_dir=f"{path}/{{name}}", quiet=True)
+    model = toy.normed if name.startswith("normed") else toy.perceptron
+    job = toy.make_job(model=model, epochs=6, batch_size=4, checkpoint_every="never")
+    result = mt.train(
+        job, parse(f"allreduce({{codec}})", "strategy"), run_dir=f"{path}/{{name}}", quiet=True, watchdog_s=0.0
+    )
     assert result["exit_code"] == 0 and result["lost"] == {{}}, result
     assert [row["step"] for row in result["recoveries"]] == {{(): [], (0, 1, 2): [5]}}.get(alarmed, [6]), result
 """
 CODECS = {
     "full": "",
+    "normed": "",  # running statistics: those of rank 0, which steps as often as the others
     "threshold": "codec=threshold(density=0.1,dense_below=0)",
     "powersgd": "codec=powersgd(rank=1,warmup_steps=2)",
 }
@@ -73,7 +78,11 @@ def test_a_step_that_nobody_has_finished_is_redone_and_one_that_some_have_is_tak
 ):
     """No gradient is lost or counted twice, in parameters, momenta or residuals: the bits of the run tell."""
     models = [alarms / f"{codec}-{name}" / "model.safetensors" for name in ("undisturbed", who)]
-    assert same_model(*models)
+    undisturbed, disturbed = (load_file(model) for model in models)
+    for name, tensor in undisturbed.items():
+        # rank 0 has lost the step here, and takes it from rank 1 with the running statistics of rank 1's batches
+        taken_over = "running" in name and who == "first"
+        assert taken_over or torch.equal(tensor, disturbed[name]), name
 
 
 RUN = """
