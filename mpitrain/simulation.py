@@ -167,7 +167,8 @@ class _Simulation:
         module, optimizer = build(job, self.options.lr, device)
         check_optimizer(optimizer, self.strategy)
         model = flat_model(module, optimizer, self.strategy)
-        world = VirtualWorld(self.compute, self.network, job.seed, self.roles.workers)
+        workers = self.roles.workers
+        world = VirtualWorld(self.compute, self.network, job.seed, workers, workers)
         report = Report(self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs)
         num_pushes = math.ceil(planned / (job.batch_size * self.strategy.push_every))
         log = VirtualLog(report, world, num_pushes, self.options.quiet)
@@ -223,9 +224,10 @@ class _Simulation:
         optimizer = build_optimizer(self.job, model.module, self.options.lr)
         num_samples, schedule = self.catalogue.num_samples, self.job.schedule
         local = local_steps(model, optimizer, self.strategy, schedule, num_samples, self.num_workers)
-        coder = push_coder(model, self.strategy, self.num_workers, rank, self.job.seed)
+        number = self.roles.workers.index(rank)
+        coder = push_coder(model, self.strategy, self.num_workers, number, self.job.seed)
         return Replica(
-            model, self.job.loss, reader.batch, _no_prefetch, self.job.seed, rank, measure, shared=True, local=local,
+            model, self.job.loss, reader.batch, _no_prefetch, self.job.seed, number, measure, shared=True, local=local,
             coder=coder,
         )  # fmt: skip
 

@@ -197,13 +197,13 @@ def _join(
     world = MpiWorld(runtime.engine, roles.servers, frame_for, functools.partial(setattr, runtime, "step"))
     if strategy.inflight > 1:
         _poll_in_backward(flat.parameters, runtime.engine)
-    coder = push_coder(flat, strategy, len(roles.workers), runtime.rank, 0)
-    replica = Replica(flat, _no_loss, _no_fetch, _no_fetch, 0, runtime.rank, local=local, coder=coder)
+    index = roles.workers.index(runtime.rank)
+    coder = push_coder(flat, strategy, len(roles.workers), index, 0)
+    replica = Replica(flat, _no_loss, _no_fetch, _no_fetch, 0, index, local=local, coder=coder)
     worker = Worker(
         runtime.rank, roles, replica, NullReport(), leased=False,
         push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
     )  # fmt: skip
-    index = roles.workers.index(runtime.rank)
     attempt(runtime, lambda: restore_worker(found, worker, replica, index, len(roles.workers)))
     remote = RemoteOptimizer(runtime, optimizer, strategy, replica, worker, world)
 

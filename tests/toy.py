@@ -98,10 +98,8 @@ def make_job(**changes):
     )
 
 
-def serial(job, rank):
-    """What one process makes of the job: the same leases, the same randomness as worker `rank`, torch's own
-    loop.
-    """
+def serial(job, worker=0):
+    """What one process makes of the job: the same leases, the same randomness as that worker's, torch's own loop."""
     torch.manual_seed(job.seed)
     module = job.model()
     optimizer = job.optimizer(module.parameters())
@@ -109,7 +107,7 @@ def serial(job, rank):
     step = 0
     for epoch in range(job.epochs):
         for start in range(0, job.data.num_samples, job.batch_size):
-            seed_step(job.seed, rank, step)
+            seed_step(job.seed, worker, step)
             optimizer.zero_grad(set_to_none=True)
             job.loss(
                 module, reader.batch(epoch, start, min(job.batch_size, job.data.num_samples - start))

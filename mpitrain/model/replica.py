@@ -43,7 +43,7 @@ class Replica:
     Args:
         model: the flat model; loss: `loss(module, batch) -> scalar tensor`, the mean over the batch.
         fetch: `fetch(epoch, start, count) -> batch`; prefetch: the same arguments, a hint.
-        seed, worker: key of the randomness.
+        seed, worker: key of the randomness; the worker's number among the workers, whatever its rank is.
         measure: returns the validation metrics of the module, or nothing.
         shared: other replicas use the same module in between.
         local: steps of its own between reads, where the strategy asks for them.

@@ -207,9 +207,10 @@ def _work(
                 device,
                 runtime.stamp,
             )
-        coder = push_coder(model, strategy, len(roles.workers), runtime.rank, job.seed)
+        index = roles.workers.index(runtime.rank)
+        coder = push_coder(model, strategy, len(roles.workers), index, job.seed)
         replica = Replica(
-            model, job.loss, reader.batch, reader.prefetch, job.seed, runtime.rank, measure, local=local,
+            model, job.loss, reader.batch, reader.prefetch, job.seed, index, measure, local=local,
             coder=coder,
         )  # fmt: skip
         worker = Worker(
@@ -218,7 +219,6 @@ def _work(
             deliver=lambda: finish_model(session, replica),
             heartbeat_s=heartbeat_s(session),
         )  # fmt: skip
-        index = roles.workers.index(runtime.rank)
         keeper = make_keeper(
             job,
             session.run_dir,

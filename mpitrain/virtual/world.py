@@ -1,10 +1,11 @@
 """The world in virtual time: a heap of (time, serial, what happens), one thread, any number of ranks.
 
 Law of this file: nothing here knows a rule or a role; it answers effects. Ties are broken by the order in
-which events were made, every random draw is keyed by (seed, rank, number of the draw), so a run is a pure
-function of its inputs. When the heap is empty and a rank still waits, that is a deadlock and is reported with
-the names of those who wait. Gradients are computed for real, at the moment the task starts. The design
-follows SimPy's environment (processes that yield what they wait for).
+which events were made, every random draw is keyed by (seed, worker, number of the draw) whatever rank the worker
+has, so a run is a pure function of its inputs and the number of servers changes no worker's times. When the heap is
+empty and a rank still waits, that is a deadlock and is reported with the names of those who wait. Gradients are
+computed for real, at the moment the task starts. The design follows SimPy's environment (processes that
+yield what they wait for).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mpitrain.effects import (
@@ -57,10 +58,16 @@ class VirtualWorld:
         network: law of the time a message takes.
         seed: key of every draw.
         losable: ranks whose death is a message to the others (`Kind.LOST`), not an error.
+        workers: ranks of the workers in order, where ranks are not their numbers.
     """
 
     def __init__(
-        self, compute: ComputeLaw, network: NetworkLaw, seed: int = 0, losable: Collection[int] = ()
+        self,
+        compute: ComputeLaw,
+        network: NetworkLaw,
+        seed: int = 0,
+        losable: Collection[int] = (),
+        workers: Sequence[int] = (),
     ):
         self.compute, self.network, self.seed = compute, network, seed
         self.now_s = 0.0
@@ -68,6 +75,7 @@ class VirtualWorld:
         self.ended_s: dict[int, float] = {}  # by rank
         self.broken: dict[int, str] = {}  # by rank: how it failed, as `--inject` ordered
         self._losable = frozenset(losable)
+        self._numbers = {rank: number for number, rank in enumerate(workers)}
         self._num_looks = 0  # deadlines since anything else has happened
         self._links = Links()
         self._heap: list[tuple[float, int, _Process, Any]] = []
@@ -217,7 +225,8 @@ class VirtualWorld:
         self._schedule(arrival_s, self._processes[effect.to], (source, message))
 
     def _draw(self, process: _Process) -> float:
-        stream = random.Random(f"{self.seed}/{process.rank}/{process.num_draws}")
+        worker = self._numbers.get(process.rank, process.rank)
+        stream = random.Random(f"{self.seed}/{worker}/{process.num_draws}")
         process.num_draws += 1
         return self.compute.seconds(stream)
 

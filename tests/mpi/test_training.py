@@ -45,6 +45,8 @@ def serial(servers):
 def allreduce():
     for index, changes in enumerate(toy.DYADIC.values()):
         train(f"allreduce-{{index}}", mt.AllReduce(), **changes, epochs=1, batch_size=16 // size)
+    if size == 2:
+        train("dropout", mt.AllReduce())
 
 
 def lockstep(servers):
@@ -56,6 +58,8 @@ def lockstep(servers):
     for index, changes in enumerate(toy.DYADIC.values()):
         for rule in rules:
             train(f"{{rule.name}}-{{index}}", rule, **changes, epochs=1, batch_size=16 // workers)
+    if workers == 2:
+        train("dropout", mt.Sync(servers=servers))
 
 
 def windows(servers):
@@ -181,19 +185,19 @@ def assert_equal(trained, expected):
         assert torch.equal(trained[name], tensor), name
 
 
-def assert_serial(path, rank):
+def assert_serial(path):
     for name in ("sgd", "adam", "two_groups"):
         job = toy.make_job(optimizer=getattr(toy, name))
-        assert_equal(load_file(path / f"serial-{name}" / "model.safetensors"), toy.serial(job, rank))
+        assert_equal(load_file(path / f"serial-{name}" / "model.safetensors"), toy.serial(job))
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_async_with_one_worker_is_serial_training_bit_for_bit(launched, servers):
-    assert_serial(launched(servers + 1)[0], rank=servers)
+    assert_serial(launched(servers + 1)[0])
 
 
 def test_async_under_mpich_is_serial_training_bit_for_bit(launched):
-    assert_serial(launched(3, mpi="mpich")[0], rank=2)
+    assert_serial(launched(3, mpi="mpich")[0])
 
 
 def test_allreduce_with_split_batches_is_one_rank_with_the_full_batch(launched):
@@ -294,6 +298,13 @@ def test_synchronous_rules_are_one_rank_with_the_full_batch(launched, workers, s
             assert result["steps"] == 3 and result["accepted"] == 3 * workers
             assert result["late"] == result["dropped"] == result["staleness_max"] == 0
         assert result_of(path / f"ssp-{index}")["steps"] == 3 * workers
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_two_workers_draw_the_dropout_that_allreduce_draws(launched, servers):
+    """Bit for bit in float32: the sum of two has only one order."""
+    served, alone = launched(2 + servers)[0] / "dropout", launched(2)[0] / "dropout"
+    assert_equal(load_file(served / "model.safetensors"), load_file(alone / "model.safetensors"))
 
 
 @pytest.mark.parametrize("workers", [2, 4])

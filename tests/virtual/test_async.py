@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import mpitrain as mt
+from mpitrain.text import parse
 from mpitrain.virtual import Constant, Exponential, Link, LogNormal
 from tests import toy
 
@@ -18,7 +19,7 @@ def run(tmp_path, job, **options):
 def test_one_worker_is_serial_training_bit_for_bit(tmp_path, optimizer, servers):
     job = toy.make_job(optimizer=optimizer)
     result = run(tmp_path, job, strategy=mt.Async(servers=servers), workers=1)
-    trained, expected = load_file(result["model"]), toy.serial(job, rank=servers)
+    trained, expected = load_file(result["model"]), toy.serial(job)
     assert trained.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(trained[name], tensor), name
@@ -108,6 +109,22 @@ def test_every_sample_is_dealt_once_per_epoch_and_fast_workers_do_more(tmp_path)
         tmp_path, toy.make_job(epochs=3), strategy=mt.Async(), workers=3, compute=LogNormal(1.0, 1.5)
     )
     assert result["samples"] == 3 * 48 and result["dropped"] == result["nonfinite"] == result["late"] == 0
+
+
+def test_the_number_of_servers_changes_no_random_number(tmp_path):
+    """Times, dropout and what a codec draws are the worker's own, whatever its rank is."""
+    job = toy.make_job(data=toy.Memory(200), batch_size=4)
+    strategies = [f"async(servers={servers},push_wire=qsgd(dense_below=0))" for servers in (1, 2, 3)]
+    results = [
+        mt.simulate(job, parse(text, "strategy"), 4, LogNormal(1.0, 1.0), run_dir=str(tmp_path / text), quiet=True)
+        for text in strategies
+    ]  # fmt: skip
+    assert len({result["virtual_s"] for result in results}) == 1
+    for result in results:
+        steps = [(worker["steps"], worker["compute_s"]) for worker in result["workers_detail"]]
+        assert steps == [
+            (worker["steps"], worker["compute_s"]) for worker in results[0]["workers_detail"]
+        ] and len(set(steps)) > 1  # fmt: skip
 
 
 def test_a_run_is_a_function_of_its_seed(tmp_path):

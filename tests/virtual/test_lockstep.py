@@ -36,7 +36,7 @@ def trained(path, job, **options):
 @pytest.mark.parametrize(("num_workers", "servers"), [(2, 1), (4, 1), (4, 2)])
 def test_lockstep_is_serial_training_with_the_full_batch_bit_for_bit(tmp_path, num_workers, servers, kind):
     changes = toy.DYADIC[kind] | {"epochs": 1}
-    expected = toy.serial(toy.make_job(**changes, batch_size=16), rank=0)
+    expected = toy.serial(toy.make_job(**changes, batch_size=16))
     for index, rule in enumerate(lockstep(num_workers, servers)):
         job = toy.make_job(**changes, batch_size=16 // num_workers)
         options = {"strategy": rule, "workers": num_workers, "compute": Exponential()}
@@ -144,7 +144,7 @@ def keyed_times(num_steps, seed=0):
     """Sorted times of 100 workers in every step, drawn as the virtual world draws them."""
     law = ShiftedExponential(1.0, 1.0)
     return [
-        sorted(law.seconds(random.Random(f"{seed}/{rank}/{step}")) for rank in range(1, 101))
+        sorted(law.seconds(random.Random(f"{seed}/{worker}/{step}")) for worker in range(100))
         for step in range(num_steps)
     ]
 

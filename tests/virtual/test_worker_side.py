@@ -46,13 +46,13 @@ def test_one_worker_with_its_own_optimizer_is_serial_training(tmp_path, servers,
     """Whatever is pushed together: on dyadic data the sum of the updates is exact, momentum and all."""
     job = toy.make_job(**toy.DYADIC[data], epochs=1, batch_size=16 if "float64" in data else 8)
     strategy = mt.Async(servers=servers, optimizer="worker", push_every=push_every)
-    assert same(trained(tmp_path, job, strategy), toy.serial(job, rank=servers))
+    assert same(trained(tmp_path, job, strategy), toy.serial(job))
 
 
 @pytest.mark.parametrize("optimizer", [toy.sgd, toy.adam, toy.two_groups])
 def test_any_optimizer_may_run_on_the_worker(tmp_path, optimizer):
     job = toy.make_job(optimizer=optimizer)
-    assert close(trained(tmp_path, job, mt.Async(optimizer="worker", push_every=2)), toy.serial(job, rank=1))
+    assert close(trained(tmp_path, job, mt.Async(optimizer="worker", push_every=2)), toy.serial(job))
 
 
 class NormedSGD(torch.optim.SGD):
@@ -69,7 +69,7 @@ def test_optimizers_that_need_whole_layers_run_on_workers_only(tmp_path):
     job = toy.make_job(optimizer=lambda parameters: NormedSGD(parameters, lr=0.1))
     with pytest.raises(UsageError, match="cannot run on a parameter server"):
         run(tmp_path, job, mt.Async(servers=2))
-    assert close(trained(tmp_path, job, mt.Async(servers=2, optimizer="worker")), toy.serial(job, rank=2))
+    assert close(trained(tmp_path, job, mt.Async(servers=2, optimizer="worker")), toy.serial(job))
 
 
 def test_synchronous_updates_of_workers_are_the_mean_of_their_parameters(tmp_path):
@@ -100,7 +100,7 @@ def test_a_rare_push_of_a_constant_gradient_is_so_many_single_ones(tmp_path, pus
 
 def test_momentum_under_rare_pushes_is_the_workers_to_keep(tmp_path):
     job = toy.make_job(**toy.DYADIC["linear in float32"], batch_size=6)
-    serial = toy.serial(job, rank=1)
+    serial = toy.serial(job)
     assert same(trained(tmp_path / "a", job, mt.Async(optimizer="worker", push_every=4)), serial)
     assert not close(trained(tmp_path / "b", job, mt.Async(push_every=4)), serial)
 
@@ -169,7 +169,7 @@ def test_local_steps_beside_a_server_that_runs_adam_are_refused(tmp_path):
 # --- two in flight -------------------------------------------------------------------------------------
 
 
-def delayed(job, rank):
+def delayed(job):
     """Serial training in which every gradient is computed on the parameters before the last update."""
     torch.manual_seed(job.seed)
     module = job.model()
@@ -177,7 +177,7 @@ def delayed(job, rank):
     reader = job.data.reader(None, job.seed)
     previous = [parameter.detach().clone() for parameter in module.parameters()]
     for step in range(job.epochs * job.data.num_samples // job.batch_size):
-        seed_step(job.seed, rank, step)
+        seed_step(job.seed, 0, step)
         now = [parameter.detach().clone() for parameter in module.parameters()]
         with torch.no_grad():
             for parameter, old in zip(module.parameters(), previous, strict=True):
@@ -198,7 +198,7 @@ def test_one_worker_with_two_in_flight_is_sgd_with_a_delay_of_one(tmp_path, serv
     job = toy.make_job()
     result = run(tmp_path, job, mt.Async(servers=servers, inflight=2))
     assert result["staleness_histogram"] == {"0": 1, "1": 15}
-    assert same(load_file(result["model"]), delayed(job, rank=servers))
+    assert same(load_file(result["model"]), delayed(job))
 
 
 def test_two_in_flight_make_staleness_two_n_less_one(tmp_path):

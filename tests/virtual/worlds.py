@@ -330,7 +330,7 @@ def play(
     long is given up."""
     rule.check_workers(num_workers)
     roles = assign((0,) * (rule.servers + num_workers), rule.servers)
-    world = VirtualWorld(compute, network, seed, roles.workers)
+    world = VirtualWorld(compute, network, seed, roles.workers, roles.workers)
     dealer = Dealer(num_samples, epochs, batch_size, num_batches)
     traces, processes = [], {}
     for shard in roles.servers:
