@@ -12,7 +12,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.compression import check_optimizer as check_momentum
 from mpitrain.model.elastic import ElasticStore
 from mpitrain.model.flat import FlatModel
-from mpitrain.model.optimizer import check_elementwise
+from mpitrain.model.optimizer import check_elementwise, check_weighable
 from mpitrain.model.pushing import PushCoder
 from mpitrain.model.shard import ShardStore
 from mpitrain.rules import Elastic, ServerStrategy
@@ -32,10 +32,12 @@ def check_optimizer(optimizer: Optimizer, strategy: ServerStrategy) -> None:
     """Refuse an optimizer that this strategy's servers would have to run and cannot, or that its codecs cannot serve.
 
     Raises:
-        UsageError: it is not elementwise; codecs for parameters that are not float32; momentum twice.
+        UsageError: it is not elementwise, or its steps cannot be weighed; codecs for parameters that are not float32;
+            momentum twice.
     """
     if strategy.optimizer == "server":
         check_elementwise(optimizer)
+        check_weighable(optimizer, strategy)
     for codec in (strategy.push_codec, strategy.reply_codec):
         dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
         if not codec.is_none and (odd := dtypes - {torch.float32}):

@@ -14,9 +14,9 @@ from mpitrain.rules import Damping, DelayCompensated, GapAware
 
 
 class Correction:
-    """Base: no memory between updates."""
+    """Base: no memory between updates. `scales`: it weighs every number of the gradient, and weight decay with it."""
 
-    watches_updates = False
+    watches_updates = scales = False
 
     def apply(self, gradient: torch.Tensor, now: torch.Tensor, read: torch.Tensor) -> None:
         """Correct `gradient`, computed on `read`, for parameters that are `now`; all 1-D of one size."""
@@ -44,11 +44,11 @@ class DelayCompensation(Correction):
 
 
 class GapAwareness(Correction):
-    """g <- g / (1 + |w_now - w_read| / C); C is the running mean of an update's mean absolute step (Barkai
-    et al. 2020).
+    """g <- (g + weight decay * w_now) / (1 + |w_now - w_read| / C); C is the running mean of an update's
+    mean absolute step (Barkai et al. 2020).
     """
 
-    watches_updates = True
+    watches_updates = scales = True
 
     def __init__(self, decay: float):
         self.decay, self.mean, self.num_updates = decay, 0.0, 0

@@ -50,7 +50,7 @@ class ElasticStore:
         """An empty frame for arriving parameters."""
         return self.arrivals.take()
 
-    def correct(self, worker: int, payload: Any) -> Any:
+    def correct(self, worker: int, payload: Any, num_reads: int) -> Any:
         """Nothing to correct: parameters are exchanged."""
         return payload
 
@@ -80,7 +80,7 @@ class ElasticStore:
         """Nothing to tell: no codecs here."""
         return {}
 
-    def read(self, worker: int, full: bool = False) -> Frame:
+    def read(self, worker: int, full: bool = False, uses: int = 1) -> Frame:
         """The difference that answers `worker`'s push, or else the centre (unrounded where `full`)."""
         if worker in self._answers and not full:
             return self._answers.pop(worker)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
+from mpitrain.rules import ServerStrategy
 
 ELEMENTWISE = (
     "SGD",
@@ -32,6 +33,8 @@ ELEMENTWISE = (
     "Rprop",
 )
 
+UNWEIGHABLE = (torch.optim.ASGD, torch.optim.Rprop)
+
 
 def check_elementwise(optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot run on slices.
@@ -41,8 +44,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
             `elementwise = True`.
     """
     cls = type(optimizer)
-    known = cls.__module__.startswith("torch.optim") and cls.__name__ in ELEMENTWISE
-    if not known and not getattr(cls, "elementwise", False):
+    if not _is_known(cls) and not getattr(cls, "elementwise", False):
         raise UsageError(
             f"optimizer {cls.__name__} cannot run on a parameter server: a server owns slices that "
             "cut through layers, so only "
@@ -50,6 +52,25 @@ def check_elementwise(optimizer: Optimizer) -> None:
             "strategy allreduce, or set "
             f"`{cls.__name__}.elementwise = True` if each element's update depends on that element alone"
         )
+
+
+def check_weighable(optimizer: Optimizer, strategy: ServerStrategy) -> None:
+    """Refuse weights for an optimizer whose steps no rate of the moment scales.
+
+    Raises:
+        UsageError: Rprop or ASGD, and a strategy that weighs gradients.
+    """
+    by = strategy.damping if strategy.damping.scales else strategy.batching
+    if isinstance(optimizer, UNWEIGHABLE) and (strategy.damping.scales or strategy.batching.measures):
+        raise UsageError(
+            f"{strategy}: {by} weighs a gradient by scaling the learning rate of its update, and "
+            f"{type(optimizer).__name__} keeps lengths of steps of its own, which no rate scales: use another "
+            "optimizer, or leave that setting out"
+        )
+
+
+def _is_known(cls: type) -> bool:
+    return cls.__module__.startswith("torch.optim") and cls.__name__ in ELEMENTWISE
 
 
 def rebuild(prototype: Optimizer, slices: list[tuple[int, nn.Parameter]]) -> Optimizer:
@@ -83,20 +104,39 @@ def _copy(option: Any) -> Any:
     return option.clone() if isinstance(option, torch.Tensor) else option
 
 
-@contextlib.contextmanager
-def scaled_rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Multiply every group's learning rate by `factor` for as long as the context lasts."""
-    if factor == 1.0:
-        yield
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
+def coupled_decays(optimizer: Optimizer) -> list[float]:
+    """Of each parameter group, the multiple of the parameters that the optimizer adds to the gradient it is handed; 0
+    where it decays them apart from the gradient, or is no kin of torch's own."""
+    if not any(_is_known(cls) for cls in type(optimizer).__mro__):
+        return [0.0] * len(optimizer.param_groups)
+    decays = []
     for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor
+        coupled = not group.get("decoupled_weight_decay", False)
+        sign = -1.0 if group.get("maximize", False) else 1.0  # where the gradient is turned round first
+        decays.append(sign * group.get("weight_decay", 0.0) * coupled)
+    return decays
+
+
+@contextlib.contextmanager
+def scaled(optimizer: Optimizer, rate: float, decay: float = 1.0) -> Iterator[None]:
+    """For as long as the context lasts, multiply every group's learning rate by `rate`, and by `decay` the weight decay
+    that goes by way of the gradient."""
+    before = [
+        (group, key, group[key])
+        for group in optimizer.param_groups
+        for key in ("lr", "weight_decay")
+        if key in group
+    ]
+    for group, coupled in zip(optimizer.param_groups, coupled_decays(optimizer), strict=True):
+        if rate != 1.0:
+            group["lr"] = group["lr"] * rate
+        if decay != 1.0 and coupled:
+            group["weight_decay"] = group["weight_decay"] * decay
     try:
         yield
     finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, key, value in before:
+            group[key] = value
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -60,9 +60,9 @@ class ReplyCoder:
         add_message(message, [Part(copy, self.fields)])
         return message
 
-    def held(self, worker: int) -> torch.Tensor | None:
-        """The parameters that `worker` computes on: its copy, not the version it was told of."""
-        return self._copies.get(worker)
+    def held(self, worker: int) -> torch.Tensor:
+        """The parameters that `worker` computes on after its last message: its copy, not the version it was told of."""
+        return self._copies[worker]
 
     def statistics(self) -> dict[str, float]:
         """Milliseconds a reply took to code; empty before the first."""

@@ -2,12 +2,16 @@
 
 Law of this file: whoever was given a version keeps exactly that version. The live frame is sent without
 copying; when an update comes while somebody still holds it, the update goes into a fresh frame and the old
-one stays as it was (copy on write). Gradients are used where they arrived. A weight scales the gradient for
-SGD, and that update's learning rate for adaptive optimizers, where scaling the gradient would nearly cancel.
+one stays as it was (copy on write). Gradients are used where they arrived. A weight scales the learning rate of
+its gradient, weight decay included, so where training comes to rest depends on no weight:
+
+    SGD                  d = c (g + decay w),  momentum sums up d:  older gradients keep the weights they had
+    any other optimizer  its step for g, times c:  scaling g would nearly cancel
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -17,7 +21,7 @@ from torch.optim import Optimizer
 from mpitrain.model.correction import make_correction
 from mpitrain.model.flat import Layout
 from mpitrain.model.frame import Frame, FramePool, Parcel, wire_dtype
-from mpitrain.model.optimizer import Rates, check_elementwise, rebuild, scaled_rate
+from mpitrain.model.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
 from mpitrain.model.pushing import PushDecoder
 from mpitrain.model.replying import ReplyCoder
 from mpitrain.rules import Codec, Damping, Keep, Uncompressed
@@ -62,7 +66,7 @@ class ShardStore:
         self.optimizer = rebuild(prototype, list(zip(groups, self._parameters, strict=True)))
         self._rates = Rates(self.optimizer)
         self.correction = make_correction(damping)
-        self._read_by: dict[int, Frame] = {}
+        self._reads: dict[int, deque[Frame]] = {}  # for a correction: what each worker read, the oldest first
         self._gathered: Frame | None = None
         self._weights: list[float] = []
 
@@ -88,16 +92,18 @@ class ShardStore:
         payload.release()
         return wide
 
-    def correct(self, worker: int, payload: Any) -> Frame:
-        """The gradient as the damping corrects it for what has changed since `worker`'s last read; takes the
-        frame over. Called on arrival: later the worker may have read again."""
-        payload, read = self._widen(payload), self._read_by.get(worker)
-        if self._coder is not None:
-            held = self._coder.held(worker)
-        else:
-            held = None if read is None or read is self.live else read.body
-        if self.correction and held is not None:
-            self.correction.apply(payload.body, self.live.body, held)
+    def correct(self, worker: int, payload: Any, num_reads: int) -> Frame:
+        """The gradient as the damping corrects it for what has changed since `worker` read what it was computed on: the
+        oldest of its newest `num_reads` reads. Takes the frame over. Called on arrival: the parameters stay as they
+        are until the update that takes it, but the worker may read again."""
+        payload, reads = self._widen(payload), self._reads.get(worker, deque())
+        while len(reads) > num_reads:
+            reads.popleft().release()
+        if self.correction and self.correction.scales:
+            for decay, (start, stop) in zip(coupled_decays(self.optimizer), self._slices, strict=True):
+                payload.body[start:stop].add_(self.live.body[start:stop], alpha=decay)
+        if self.correction and reads and reads[0] is not self.live:
+            self.correction.apply(payload.body, self.live.body, reads[0].body)
         return payload
 
     def add(self, worker: int, payload: Any, weight: float) -> None:
@@ -122,13 +128,15 @@ class ShardStore:
         watching = self.correction is not None and self.correction.watches_updates
         if self.live.users > 2 or watching:
             self._move_to(self.pool.take())
-        factor = self._scale(gathered.body)
+        rate, decay = self._scale(gathered.body)
         for parameter, (start, stop) in zip(self._parameters, self._slices, strict=True):
             parameter.grad = gathered.body[start:stop]
-        with scaled_rate(self.optimizer, factor):
-            self.optimizer.step()
-        for parameter in self._parameters:
-            parameter.grad = None
+        try:
+            with scaled(self.optimizer, rate, decay):
+                self.optimizer.step()
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
         if self.correction and watching:
             self.correction.on_update(before.body, self.live.body)
         before.release()
@@ -139,8 +147,9 @@ class ShardStore:
         self._gathered = None
         self._weights.clear()
 
-    def _scale(self, gradient: torch.Tensor) -> float:
-        """Make the gathered sum what the optimizer is to see; returns the factor on its learning rate."""
+    def _scale(self, gradient: torch.Tensor) -> tuple[float, float]:
+        """Make the gathered sum what the optimizer is to see; returns the factors on its learning rate and its weight
+        decay."""
         count, total = len(self._weights), sum(self._weights)
         proportional = isinstance(self.optimizer, torch.optim.SGD)
         if proportional:
@@ -149,7 +158,9 @@ class ShardStore:
             factor = 1.0 if count == 1 else 1.0 / total
         if factor != 1.0:
             gradient.mul_(factor)
-        return 1.0 if proportional else total / count
+        if self.correction and self.correction.scales:  # it is in the gradient, scaled with it
+            return (1.0 if proportional else total / count), 0.0
+        return (1.0, total / count) if proportional else (total / count, 1.0)
 
     def _move_to(self, fresh: Frame) -> None:
         fresh.body.copy_(self.live.body)
@@ -167,20 +178,30 @@ class ShardStore:
         found = self._decoder.statistics() if self._decoder else {}
         return found | (self._coder.statistics() if self._coder else {})
 
-    def read(self, worker: int, full: bool = False) -> Frame | Parcel:
-        """The present parameters, rounded for the wire unless `full`; held for the caller, who releases them."""
-        if self.correction and self._coder is None:
-            before, self._read_by[worker] = self._read_by.get(worker), self.live.hold()
-            if before is not None:
-                before.release()
-        if self._coder is not None and not full:
-            return self._coder.encode(worker, self.live.body)
-        if full or self._replies is self.pool:
+    def read(self, worker: int, full: bool = False, uses: int = 1) -> Frame | Parcel:
+        """The present parameters, rounded for the wire unless `full`; held for the caller, who releases them. So many
+        pushes of the worker will be computed on them, none where it is `full`."""
+        if full:
+            return self.live.hold()
+        if self._coder is not None:
+            message = self._coder.encode(worker, self.live.body)
+            if self.correction:
+                copy = self.pool.take()
+                copy.body.copy_(self._coder.held(worker))
+                self._remember(worker, copy, uses)
+                copy.release()
+            return message
+        if self.correction:
+            self._remember(worker, self.live, uses)
+        if self._replies is self.pool:
             return self.live.hold()
         if self._reply is None:
             self._reply = self._replies.take()
             self._reply.body.copy_(self.live.body)
         return self._reply.hold()
+
+    def _remember(self, worker: int, read: Frame, uses: int) -> None:
+        self._reads.setdefault(worker, deque()).extend(read.hold() for _ in range(uses))
 
     def state(self) -> dict[str, Any]:
         """Parameters, optimizer state and the correction's memory as the last update left them; tensors are copies."""
@@ -195,6 +216,9 @@ class ShardStore:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; workers read anew."""
+        for read in (read for reads in self._reads.values() for read in reads):
+            read.release()
+        self._reads.clear()
         if self.live.users > 1:
             self._move_to(self.pool.take())
         self.live.body.copy_(state["parameters"])

@@ -18,8 +18,9 @@ class Store(Protocol):
     def add(self, worker: int, payload: Any, weight: float) -> None:
         """Gather one gradient; the store releases it when it is done with it."""
 
-    def correct(self, worker: int, payload: Any) -> Any:
-        """Where the damping corrects gradients: this one, on arrival, for what has changed since the worker's read."""
+    def correct(self, worker: int, payload: Any, num_reads: int) -> Any:
+        """Where the damping corrects gradients: this one, on arrival, for what has changed since the read it was
+        computed on, the oldest of the worker's newest `num_reads`."""
 
     def apply(self) -> None:
         """Take one optimizer step with the mean of what has been gathered."""
@@ -27,9 +28,9 @@ class Store(Protocol):
     def set_rate(self, factor: float) -> None:
         """Learning rates become `factor` times what they were at first."""
 
-    def read(self, worker: int, full: bool = False) -> Payload:
-        """The present parameters for `worker` (or the difference that answers its elastic push), unchanged for as long
-        as the payload is held; `full`: the parameters, unrounded."""
+    def read(self, worker: int, full: bool = False, uses: int = 1) -> Payload:
+        """The present parameters for `worker`, which will compute `uses` pushes on them (or the difference that answers
+        its elastic push), unchanged for as long as the payload is held; `full`: the parameters, unrounded."""
 
 
 class Report(Protocol):

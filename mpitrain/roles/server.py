@@ -124,12 +124,14 @@ class Server:
             return
         push = Push(worker, message.step, message.version, self.ledger.version, now_s, self.held, self.active)
         verdict = self.rule.on_push(self.memory, push)
+        num_reads = len(self.ledger.reads[worker])
         size, told, late, keep = payload.num_bytes, payload.statistics(), verdict.late, not message.pull
         told["staleness"] = self.ledger.push(
             worker, message.samples, size, verdict.weight, late=late, keep=keep
         )
         if verdict.weight > 0:
-            payload = self.store.correct(worker, payload) if self.rule.damping.corrects else payload
+            if self.rule.damping.corrects:
+                payload = self.store.correct(worker, payload, num_reads)
             weight = verdict.weight * self.deals.weight(message.samples)
             self.gathering.take(worker, message.step, payload, weight)
             self._exchanged.update([worker] if self.rule.elastic else [])
@@ -224,7 +226,7 @@ class Server:
         if worker in self._keeps:
             self._keeps.discard(worker)
         else:
-            payload = self.store.read(worker)
+            payload = self.store.read(worker, uses=uses)
             self.ledger.read(worker, payload.num_bytes, uses)
         if self.rule.batching.measures:
             self.deals.answered(worker, (yield Now()))

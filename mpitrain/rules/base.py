@@ -170,6 +170,12 @@ class ServerStrategy(Strategy):
                 f'{self.name}: delay_compensated corrects gradients, and with optimizer="worker" finished updates '
                 'are pushed: use optimizer="server", or another damping'
             )
+        if self.moves and isinstance(self.damping, DelayCompensated):
+            raise UsageError(
+                f"{self.name}: delay_compensated takes the square of one gradient, computed on parameters as they were "
+                f"read; with push_every={self.push_every} and pull_every={self.pulls} workers move their parameters "
+                "between reads: leave both at 1, or use another damping, such as inverse() or gap_aware()"
+            )
 
         for key, codec in (("push_wire", self.push_codec), ("reply_wire", self.reply_codec)):
             if self.elastic and not codec.is_none:

@@ -1,8 +1,11 @@
 """Dampings: what a gradient of staleness tau is worth, as a weight that multiplies its learning rate.
 
+    w <- w - eta * c(tau) * (g + decay * w)        w as the update finds it; momentum sums up c(tau) * (g + decay * w)
+
 Law of this file: a damping is a frozen value with one pure function `weight(staleness)`; 0 means the gradient
-is dropped. Two of them also ask for an elementwise correction of the gradient, which the model wing carries
-out (`model/correction.py`): they are only named here.
+is dropped. A weight multiplies weight decay too, so the fixed point of training is no matter of staleness. Two of them
+also ask for an elementwise correction of the gradient, which the model wing carries out (`model/correction.py`): they
+are only named here.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from mpitrain.text import Value, register
 
 @dataclass(frozen=True, repr=False)
 class Damping(Value):
-    """Base of the dampings. `corrects`: the gradient itself changes with what has happened since its read."""
+    """Base of the dampings. `corrects`: the gradient itself changes with what has happened since its read; `scales`:
+    some gradients count in part."""
 
     corrects: ClassVar[bool] = False
+    scales: ClassVar[bool] = False
 
     def weight(self, staleness: int) -> float:
         """Factor on the learning rate of a gradient that is `staleness` versions old."""
@@ -52,6 +57,8 @@ class Inverse(Damping):
     """c(tau) = 1 if tau = 0 else 1/tau (Zhang et al., "Staleness-aware Async-SGD", IJCAI 2016). Stable for
     every tau >= 1 as long as eta * h <= 1, h the curvature (`reference/algorithms.md` section 4)."""
 
+    scales: ClassVar[bool] = True
+
     def weight(self, staleness: int) -> float:
         return 1.0 / max(1, staleness)
 
@@ -62,6 +69,8 @@ class Power(Damping):
     """c(tau) = (1 + tau)^-exponent; exponent 1 is 1/(tau + 1), 0.5 the root that asynchronous federated
     methods use.
     """
+
+    scales: ClassVar[bool] = True
 
     exponent: float = 0.5
 
@@ -92,11 +101,12 @@ class DelayCompensated(Damping):
 @register("damping", "gap_aware")
 @dataclass(frozen=True, repr=False)
 class GapAware(Damping):
-    """g <- g / (1 + |w_now - w_read| / C), elementwise, C the running mean length of one update's steps
-    (Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", ICLR 2020): what has moved far since the
+    """g <- (g + decay * w_now) / (1 + |w_now - w_read| / C), elementwise, C the running mean length of one update's
+    steps (Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", ICLR 2020): what has moved far since the
     read counts less. `decay` is C's memory."""
 
     corrects: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
 
     decay: float = 0.99
 

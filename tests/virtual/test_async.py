@@ -83,7 +83,7 @@ class _Numbers:
     def apply(self):
         pass
 
-    def read(self, worker):
+    def read(self, worker, full=False, uses=1):
         return _Number()
 
 

@@ -10,8 +10,23 @@ from safetensors.torch import load_file
 from torch import nn
 
 import mpitrain as mt
+from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, ShardStore
-from mpitrain.rules import Async, DelayCompensated, Drop, GapAware, Keep, SoftSync, StaleSync
+from mpitrain.model.assemble import check_optimizer
+from mpitrain.model.replying import ReplyReader
+from mpitrain.rules import (
+    Async,
+    BySpeed,
+    DelayCompensated,
+    Drop,
+    EightBit,
+    GapAware,
+    Inverse,
+    Keep,
+    Power,
+    SoftSync,
+    StaleSync,
+)
 from mpitrain.virtual import Exponential, LogNormal
 from tests import toy
 from tests.virtual.worlds import Desk, play
@@ -168,3 +183,173 @@ def test_a_weight_scales_the_gradient_for_sgd():
         store.add(1, frame(store, 4.0), weight)
         store.apply()
     assert values(store) == [-4.0 - (0.5 * 4.0 + 0.25 * 4.0)]
+
+
+def test_with_two_in_flight_each_gradient_is_corrected_for_the_read_it_was_computed_on():
+    """The first two pushes are computed on the first read, every later one on the read before the last."""
+    damping, rate, curvature = DelayCompensated(lam=0.5), 0.125, 2.0
+    store = make_store([1.0], damping, lr=rate)
+    desk = Desk(Async(inflight=2, damping=damping), store, (1,))
+    path = [1.0]
+    for number in range(12):
+        read = path[max(0, number - 1)]
+        slope = curvature * read
+        desk.push(1, frame(store, slope), version=max(0, number - 1))
+        path.append(path[-1] - rate * (slope + 0.5 * slope**2 * (path[-1] - read)))
+        assert values(store) == pytest.approx([path[-1]], rel=1e-14), number
+    assert desk.server.ledger.staleness == {0: 1, 1: 11}
+    assert store.pool.num_frames < 8, "what nobody computes on any more is let go"
+
+
+def test_with_two_in_flight_a_coded_reply_is_corrected_for_as_it_was_told():
+    """A worker computes on its copy, which 8 bits bring nearer to the parameters with every answer."""
+    torch.manual_seed(0)
+    module = nn.Linear(40, 30)
+    prototype = torch.optim.SGD(module.parameters(), lr=0.5)
+    layout = (flat := FlatModel(module, prototype, 1)).layout
+    damping = DelayCompensated(lam=1.0)
+    store = ShardStore(layout, 0, flat.frames[0].body, prototype, damping, reply_codec=EightBit())
+    reader = ReplyReader(layout)
+
+    def read(uses):
+        return reader.take(0, store.read(1, uses=uses)).body.clone()
+
+    reads = [read(2)]
+    for number in range(5):
+        computed_on, now = reads[max(0, number - 1)], store.live.body.clone()
+        given = torch.randn(len(now))
+        payload = store.frame()
+        payload.body.copy_(given)
+        corrected = store.correct(1, payload, 2)
+        wanted = given.clone().addcmul_(given * given, now - computed_on)
+        assert torch.equal(corrected.body, wanted), number
+        store.add(1, corrected, 1.0)
+        store.apply()
+        reads.append(read(1))
+        assert number == 0 or not torch.equal(reads[-1], store.live.body)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_one_worker_with_two_in_flight_is_corrected_for_its_delay_of_one(tmp_path, servers):
+    """The whole way, against a loop of its own; the correction used to come to nothing."""
+    damping, rate = DelayCompensated(lam=2.0), 2.0**-4
+    changes = toy.DYADIC["quadratic in float64"] | {"optimizer": lambda p: torch.optim.SGD(p, lr=rate)}
+    job = toy.make_job(**changes)
+    rule = Async(inflight=2, damping=damping, servers=servers)
+    trained = load_file(mt.simulate(job, rule, workers=1, quiet=True, run_dir=str(tmp_path))["model"])
+    reader, module = job.data.reader(None, 0), job.model()
+    now = read = module.weight.detach().clone()
+    for _ in range(job.epochs):
+        for start in range(0, job.data.num_samples, job.batch_size):
+            module.weight.data = read.clone()
+            module.weight.grad = None
+            job.loss(module, reader.batch(0, start, job.batch_size)).backward()
+            slope = module.weight.grad
+            now, read = now - rate * (slope + 2.0 * slope * slope * (now - read)), now
+    torch.testing.assert_close(trained["weight"], now, rtol=1e-13, atol=0.0)
+
+
+DECAYING = {
+    "SGD": (torch.optim.SGD, {"lr": 0.5}),
+    "momentum": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),
+    "dampening": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "dampening": 0.5}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "nesterov": True}),
+    "maximize": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "maximize": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.5, "momentum": 0.9}),
+} | {
+    name: (getattr(torch.optim, name), {"lr": 0.5})
+    for name in ("Adam", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam")
+}
+WEIGHTS = {"one": (0.5,), "a seventh": (1 / 7,), "several": (0.25, 0.75, 0.125)}
+
+
+@pytest.mark.parametrize("name", DECAYING)
+@pytest.mark.parametrize("damping", [Keep(), GapAware(decay=0.0)])
+def test_where_gradient_and_decay_cancel_no_weight_moves_the_parameters(name, damping):
+    """The fixed point is the optimizer's own, whatever its gradients weigh; decoupled decay is told below."""
+    optimizer, options = DECAYING[name]
+    start, decay = [1.0, -2.0, 0.5], 0.25
+    store = make_store(start, damping, optimizer, weight_decay=decay, **options)
+    there = [decay * number * (1 if options.get("maximize") else -1) for number in start]
+    for weights in WEIGHTS.values():
+        for _ in range(2):
+            for worker, weight in enumerate(weights):
+                payload = frame(store, *there)
+                payload = store.correct(worker, payload, 1) if damping.corrects else payload
+                store.add(worker, payload, weight)
+            store.apply()
+    assert values(store) == pytest.approx(start, abs=1e-6)
+    assert store.optimizer.param_groups[0]["weight_decay"] == decay
+
+
+def test_a_weight_scales_the_decay_of_its_own_update_and_momentum_keeps_what_it_was():
+    store = make_store([1.0], lr=0.5, momentum=0.5, weight_decay=0.25)
+    w, momentum = 1.0, 0.0
+    for number, weight in enumerate((0.5, 0.125, 1.0)):
+        store.add(1, frame(store, 2.0 + number), weight)
+        store.apply()
+        momentum = 0.5 * momentum + weight * (2.0 + number + 0.25 * w)
+        w -= 0.5 * momentum
+        assert values(store) == [w]
+
+
+def test_a_weight_scales_decoupled_decay_with_the_rate():
+    """AdamW's own: w <- (1 - rate * decay) w; without a gradient that is all."""
+    store = make_store([1.0], optimizer=torch.optim.AdamW, lr=0.5, weight_decay=0.5)
+    store.add(1, frame(store, 0.0), 0.25)
+    store.apply()
+    assert values(store) == [1.0 - 0.25 * 0.5 * 0.5]
+
+
+def test_an_optimizer_that_raises_leaves_rate_and_decay_as_they_were(monkeypatch):
+    store = make_store([1.0], optimizer=torch.optim.Adam, lr=0.5, weight_decay=0.25)
+    monkeypatch.setattr(store.optimizer, "step", lambda: 1 / 0)
+    store.add(1, frame(store, 2.0), 0.125)
+    with pytest.raises(ZeroDivisionError):
+        store.apply()
+    group = store.optimizer.param_groups[0]
+    assert group["lr"] == 0.5 and group["weight_decay"] == 0.25
+
+
+RIDGE = {
+    "async": Async(),
+    "inverse": Async(damping=Inverse()),
+    "power": Async(damping=Power(exponent=1.0)),
+    "drop": Async(damping=Drop(limit=7)),
+    "gap_aware": Async(damping=GapAware()),
+    "softsync and inverse": SoftSync(updates=2, damping=Inverse()),
+}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("rule", RIDGE)
+def test_the_fixed_point_of_eight_workers_is_that_of_ridge_regression(rule, momentum):
+    """Full-batch gradients by turns, staleness 7: ridge's solution with 0.2, not one that decays 7 times as hard."""
+    decay = 0.2
+    hessian = torch.tensor([[1.0, 0.2], [0.2, 0.8]], dtype=torch.float64)
+    target = torch.tensor([1.0, -0.5], dtype=torch.float64)
+    expected = torch.linalg.solve(hessian + decay * torch.eye(2), target)
+    store = make_store(
+        [0.0, 0.0], RIDGE[rule].damping, lr=0.1 * (1 - momentum), momentum=momentum, weight_decay=decay
+    )
+    workers = tuple(range(1, 9))
+    desk = Desk(RIDGE[rule], store, workers)
+    path = [store.live.body.clone()]
+    for turn in range(2400):
+        worker = workers[turn % 8]
+        slope = hessian @ path[desk.answers[worker]] - target
+        desk.push(worker, frame(store, *slope.tolist()))
+        if len(path) == desk.server.ledger.version:
+            path.append(store.live.body.clone())
+    assert values(store) == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rule", [Async(damping=Inverse()), Async(damping=GapAware()), Async(batching=BySpeed())]
+)
+def test_optimizers_that_no_rate_scales_are_not_weighed(rule):
+    parameters = [nn.Parameter(torch.zeros(3))]
+    for optimizer in (torch.optim.Rprop(parameters), torch.optim.ASGD(parameters)):
+        with pytest.raises(UsageError, match=f"{type(optimizer).__name__} keeps lengths of steps of its own"):
+            check_optimizer(optimizer, rule)
+        check_optimizer(optimizer, Async(damping=Drop()))

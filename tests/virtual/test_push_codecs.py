@@ -273,7 +273,7 @@ def test_a_correction_goes_by_what_the_worker_holds_and_not_by_what_it_was_told_
     def push(gradient):
         frame = store.frame()
         frame.body.copy_(gradient)
-        return store.correct(5, frame)
+        return store.correct(5, frame, 1)
 
     store.add(5, push(torch.ones(24)), 1.0)
     store.apply()

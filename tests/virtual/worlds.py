@@ -76,7 +76,7 @@ class NumberStore:
         self.updates.append(self._gathered)
         self._gathered, self._total = [], 0.0
 
-    def read(self, worker: int, full: bool = False) -> Number:
+    def read(self, worker: int, full: bool = False, uses: int = 1) -> Number:
         if worker in self.differences and not full:
             return Number(self.differences.pop(worker), len(self.updates))
         return Number(self.value, len(self.updates))
@@ -374,10 +374,10 @@ class Desk:
         for worker in workers:
             self.feed(worker, Message(Kind.JOIN))
 
-    def push(self, worker: int, payload: Any) -> None:
-        """A gradient computed on what `worker` read last."""
-        step = self.server.ledger.accepted
-        self.feed(worker, Message(Kind.PUSH, self.answers[worker], step, samples=1, payload=payload))
+    def push(self, worker: int, payload: Any, version: int | None = None) -> None:
+        """A gradient computed on what `worker` read last, or on that `version`."""
+        step, version = self.server.ledger.accepted, self.answers[worker] if version is None else version
+        self.feed(worker, Message(Kind.PUSH, version, step, samples=1, payload=payload))
 
     def feed(self, source: int, message: Message) -> None:
         effect = self._role.send((source, message))
