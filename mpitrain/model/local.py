@@ -111,11 +111,11 @@ class LocalSteps:
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state, without what has accumulated since the last push: who resumes computes that anew."""
-        return {"optimizer": self.optimizer.state_dict()}
+        return {"optimizer": self._rates.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._rates.restore(state["optimizer"])
 
 
 def local_steps(

@@ -8,6 +8,7 @@ with the reason, never approximated.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from mpitrain.errors import UsageError
 from mpitrain.rules import ServerStrategy
@@ -88,16 +90,115 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class Rates:
-    """The learning rates an optimizer started with, so that a schedule's factor can be applied to them."""
+    """The options that an optimizer's parameter groups began with: a schedule's factor is applied to their rates, and a
+    run that is resumed with other options takes these, while it keeps the optimizer's state.
+    """
 
     def __init__(self, optimizer: Optimizer):
         self.optimizer = optimizer
-        self._first = [_copy(group["lr"]) for group in optimizer.param_groups]
+        self._first = [_options(group) for group in optimizer.param_groups]
+        found = attached_schedulers(optimizer)
+        self._schedulers = sorted(found, key=lambda each: f"{type(each).__name__} {_numbers(each)}")
+        self._counts = [_numbers(scheduler) for scheduler in self._schedulers]
+        self._is_scheduled = False  # whether `set` makes the rates, and nobody else
 
     def set(self, factor: float) -> None:
         """Every group's rate becomes `factor` times what it was at first."""
+        self._is_scheduled = True
         for group, first in zip(self.optimizer.param_groups, self._first, strict=True):
-            group["lr"] = first * factor
+            group["lr"] = first["lr"] * factor
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's `state_dict`, what its groups began with, and the counts of torch schedulers that the job has
+        attached to it; tensors are not copied."""
+        counts = [[first, _numbers(each)] for first, each in zip(self._counts, self._schedulers, strict=True)]
+        more = {"first": self._first, "schedulers": counts, "is_scheduled": self._is_scheduled}
+        return {**self.optimizer.state_dict(), **more}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Continue from what `state` returned. An option that began otherwise than here was changed by whoever started
+        this run, and is taken from here; every other one stays as training has left it."""
+        pairs = zip(saved["param_groups"], saved["first"], strict=True)
+        groups = [
+            _merged(first, *pair, bool(saved["is_scheduled"]))
+            for first, pair in zip(self._first, pairs, strict=True)
+        ]
+        self.optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        _begin_missing(self.optimizer)
+        if len(saved["schedulers"]) == len(self._schedulers):
+            for scheduler, first, pair in zip(
+                self._schedulers, self._counts, saved["schedulers"], strict=True
+            ):
+                began, now = pair
+                same = [key for key in first if key in began and _same(first[key], began[key])]
+                vars(scheduler).update({key: now[key] for key in same})
+
+
+def _merged(
+    first: dict[str, Any], saved: dict[str, Any], saved_first: dict[str, Any], is_scheduled: bool
+) -> dict[str, Any]:
+    """A saved group, which began as `saved_first`, for a run whose group begins as `first`. A rate that a scheduler of
+    the job's own has made is kept in proportion; one that our schedule has made is made anew before the next step."""
+    changed = [key for key in first if not (key in saved_first and _same(first[key], saved_first[key]))]
+    merged = {**saved, **{key: _copy(first[key]) for key in changed if key != "lr"}}
+    base = "initial_lr" if "initial_lr" in first and "initial_lr" in saved_first else "lr"
+    if "lr" in first and is_scheduled:
+        merged["lr"] = _copy(first["lr"])
+    elif base in changed:
+        merged["lr"] = _rescaled(saved["lr"], saved_first.get(base), first[base])
+        if "initial_lr" in saved and base == "lr":
+            merged["initial_lr"] = _rescaled(saved["initial_lr"], saved_first.get(base), first[base])
+    return merged
+
+
+# What an optimizer's state has only while an option is on, and an entry of the same shape: it then begins at zero.
+_BEGINS = (
+    ("amsgrad", "max_exp_avg_sq", "exp_avg_sq"),
+    ("centered", "grad_avg", "square_avg"),
+    ("momentum", "momentum_buffer", "square_avg"),
+)
+
+
+def _begin_missing(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
+            for option, missing, like in _BEGINS:
+                if group.get(option) and like in state and missing not in state:
+                    state[missing] = torch.zeros_like(state[like])
+
+
+def _rescaled(rate: Any, before: Any, now: Any) -> Any:
+    """A rate that a scheduler of the job's own has made of `before`, made of `now` instead."""
+    if before is None or _same(rate, before) or not float(before):
+        return _copy(now)
+    return now * (rate / before)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, int | float | torch.Tensor) and float(one) == float(other)
+    return bool(one == other)
+
+
+def attached_schedulers(optimizer: Optimizer) -> list[LRScheduler]:
+    """torch's schedulers of this optimizer, which does not know them; they leave `initial_lr` in its groups."""
+    if not any("initial_lr" in group for group in optimizer.param_groups):
+        return []
+    found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
+    return [each for each in found if getattr(each, "optimizer", None) is optimizer]
+
+
+def _numbers(scheduler: LRScheduler) -> dict[str, Any]:
+    """A scheduler's settings and counts: plain numbers, and lists of them."""
+
+    def plain(value: Any) -> bool:
+        return value is None or isinstance(value, bool | int | float | str)
+
+    return {
+        key: list(value) if isinstance(value, list) else value
+        for key, value in vars(scheduler).items()
+        if plain(value) or (isinstance(value, list) and all(map(plain, value)))
+    }
 
 
 def _copy(option: Any) -> Any:
@@ -140,6 +241,12 @@ def scaled(optimizer: Optimizer, rate: float, decay: float = 1.0) -> Iterator[No
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give every parameter group this learning rate."""
+    """Give every parameter group this learning rate, and torch's schedulers of it this rate to begin with."""
     for group in optimizer.param_groups:
-        group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
+        lr = group["lr"]
+        given = torch.full_like(lr, rate) if isinstance(lr, torch.Tensor) else rate
+        group["lr"] = _rescaled(lr, group["initial_lr"], given) if "initial_lr" in group else given
+        if "initial_lr" in group:
+            group["initial_lr"] = _copy(given)
+    for scheduler in attached_schedulers(optimizer):
+        scheduler.base_lrs = [_copy(group["initial_lr"]) for group in optimizer.param_groups]

@@ -274,7 +274,7 @@ class PeerReplica:
     def state(self) -> dict[str, Any]:
         """Parameters, optimizer state, residual, buffers, and in gossip the copies of others; all copied."""
         optimizer = torch.utils._pytree.tree_map(
-            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.optimizer.state_dict()
+            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self._rates.state()
         )
         encoder = self.encoder.state() if self.encoder is not None else {}
         copies = {str(source): copy.clone() for source, copy in self._copies.items()}
@@ -289,7 +289,7 @@ class PeerReplica:
         """Continue from what `state` returned."""
         self.x.copy_(state["parameters"])
         self.show()
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._rates.restore(state["optimizer"])
         for buffer, saved in zip(self._buffers, state["buffers"], strict=True):
             buffer.copy_(saved)
         if self.encoder is not None and state["encoder"]:

@@ -34,21 +34,26 @@ def _optimizer(states: Sequence[dict[str, Any]], layout: Layout, shard: int) -> 
         tuple(total * i // len(states) for i in range(len(states) + 1)), layout.dtype,
     )  # fmt: skip
     pieces: dict[int, list[dict[str, Any]]] = {}
-    options: dict[int, dict[str, Any]] = {}
+    options: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     for index, state in enumerate(states):
         for position, (group, _, _) in enumerate(old.group_slices(index)):
             pieces.setdefault(group, []).append(state["optimizer"]["state"].get(position, {}))
-            options[group] = state["optimizer"]["param_groups"][position]
+            options[group] = (
+                state["optimizer"]["param_groups"][position],
+                state["optimizer"]["first"][position],
+            )
     begins = (0, *layout.group_ends[:-1])
     low = layout.cuts[shard]
-    made: dict[str, Any] = {"state": {}, "param_groups": []}
+    made: dict[str, Any] = {**states[0]["optimizer"], "state": {}, "param_groups": [], "first": []}
     for position, (group, start, stop) in enumerate(layout.group_slices(shard)):
         first = low + start - begins[group]
         length = layout.group_ends[group] - begins[group]
         cut = _cut(pieces[group], length, first, first + stop - start)
         if cut:
             made["state"][position] = cut
-        made["param_groups"].append({**options[group], "params": [position]})
+        now, began = options[group]
+        made["param_groups"].append({**now, "params": [position]})
+        made["first"].append(dict(began))
     return made
 
 

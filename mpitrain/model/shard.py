@@ -206,7 +206,7 @@ class ShardStore:
     def state(self) -> dict[str, Any]:
         """Parameters, optimizer state and the correction's memory as the last update left them; tensors are copies."""
         copied = torch.utils._pytree.tree_map(
-            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.optimizer.state_dict()
+            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self._rates.state()
         )
         correction = self.correction.state() if self.correction else {}
         replies = {"replies": self._coder.state()} if self._coder else {}
@@ -222,7 +222,7 @@ class ShardStore:
         if self.live.users > 1:
             self._move_to(self.pool.take())
         self.live.body.copy_(state["parameters"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._rates.restore(state["optimizer"])
         if self.correction:
             self.correction.restore(state["correction"])
         if self._coder is not None:

@@ -37,7 +37,9 @@ _COUNTS = ("epoch", "step", "samples", "nonfinite", "left_out")
 
 
 class Trainer:
-    """The steps of one rank. What a step does with its gradients is `_begin_step`, `_update` and `_finish`."""
+    """The steps of one rank. What a step does with its gradients is `_begin_step`, `_update` and `_finish`. `rates`: of
+    the optimizer that steps, as it was when the run began.
+    """
 
     # each rank reads windows of its own; otherwise all share one run of the order, round by round
     by_window = True
@@ -46,19 +48,18 @@ class Trainer:
         self,
         session: Session,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        rates: Rates,
         reader: Any,
         device: torch.device,
         kept: Kept | None = None,
     ):
-        self.session, self.module, self.optimizer = session, module, optimizer
+        self.session, self.module, self.rates, self.optimizer = session, module, rates, rates.optimizer
         self.reader, self.device = reader, device
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
         self.nap = (kept and kept.nap) or Nap(session.straggler(), module.parameters())
         self.hook: CodecHook | None = None
         self.parallel = self._make_parallel()
-        self.rates = Rates(optimizer)
-        self.gradients = [parameter for _, parameter, _ in trainable(module, optimizer)]
+        self.gradients = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
         job = session.job
         per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_workers))
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
@@ -98,7 +99,7 @@ class Trainer:
         counts = {key: getattr(self, key) for key in _COUNTS}
         return {
             "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.rates.state(),
             "counts": counts,
             "rounds": self.rounds.state(),
         }
@@ -106,7 +107,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
         self.module.load_state_dict(state["module"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.rates.restore(state["optimizer"])
         vars(self).update(state["counts"])
         self.rounds.restore(state["rounds"])
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)

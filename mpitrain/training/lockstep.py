@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mpitrain.model.compression import check_optimizer
+from mpitrain.model.optimizer import Rates
 from mpitrain.mpi.process_group import default_group
 from mpitrain.training.allreduce import Trainer
 from mpitrain.training.levels import survives
@@ -30,10 +31,11 @@ def run_lockstep(session: Session, trainer_class: type[Trainer]) -> dict[str, An
     deaths, the others go on."""
     runtime, job = session.runtime, session.job
     module, optimizer, device = shared_model(session)
+    rates = Rates(optimizer)
     with job.data.reader(session.catalogue, job.seed) as reader:
 
         def make(kept: Kept | None) -> Trainer:
-            return trainer_class(session, module, optimizer, reader, device, kept)
+            return trainer_class(session, module, rates, reader, device, kept)
 
         if survives(runtime, session.strategy):
             return Survivors(session, make).run()

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mpitrain.model.optimizer import Rates
+
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
     """All of a tensor, on every rank; collective where it is held in pieces."""
@@ -32,10 +34,10 @@ def _like(piece: Any, model: Any) -> Any:
     )
 
 
-def take(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """This rank's pieces of the module's and the optimizer's `state_dict`; `held`: which of the optimizer's are pieces
+def take(module: nn.Module, rates: Rates) -> dict[str, Any]:
+    """This rank's pieces of the module's and the optimizer's state; `held`: which of the optimizer's are pieces
     of something larger, as (number of the parameter, name)."""
-    kept = optimizer.state_dict()
+    kept = rates.state()
     held = [
         [number, name]
         for number, entries in kept["state"].items()
@@ -49,12 +51,12 @@ def take(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def put_back(module: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def put_back(module: nn.Module, rates: Rates, saved: dict[str, Any]) -> None:
     """Continue from what `take` returned on the rank that held this part."""
     shapes = module.state_dict()
     module.load_state_dict({name: _like(piece, shapes.get(name)) for name, piece in saved["module"].items()})
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in rates.optimizer.param_groups for parameter in group["params"]]
     for number, name in saved["held"]:
         entries = saved["optimizer"]["state"][number]
         entries[name] = _like(entries[name], parameters[number])
-    optimizer.load_state_dict(saved["optimizer"])
+    rates.restore(saved["optimizer"])

@@ -126,11 +126,11 @@ class SplitRun:
 
     def own(self) -> dict[str, Any]:
         """What this rank goes on from: its part of the model and of the optimizer, and where the run is."""
-        return take(self.module, self.optimizer) | {"counts": {key: getattr(self, key) for key in _COUNTS}}
+        return take(self.module, self.rates) | {"counts": {key: getattr(self, key) for key in _COUNTS}}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from what `own` returned, here or on a rank that held the same part."""
-        put_back(self.module, self.optimizer, saved)
+        put_back(self.module, self.rates, saved)
         vars(self).update(saved["counts"])
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
 
