@@ -25,7 +25,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.version = 0
-        self.accepted = self.dropped = self.nonfinite = self.late = self.skipped = 0
+        self.accepted = self.dropped = self.nonfinite = self.late = 0
+        self.versions_skipped = 0  # by workers that read a later one: versions, no gradients
         self.samples_accepted = self.samples_dropped = 0
         self.pushed_bytes = self.replied_bytes = 0
         self.staleness: Counter[int] = Counter()
@@ -38,7 +39,7 @@ class Ledger:
         """`worker` is sent the present version and will compute on it for `uses` pushes; those since its last read
         it has skipped.
         """
-        self.skipped += max(0, self.version - self._last_read.get(worker, self.version) - 1)
+        self.versions_skipped += max(0, self.version - self._last_read.get(worker, self.version) - 1)
         self.reads.setdefault(worker, []).extend([self.version] * uses)
         self._last_read[worker] = self.version
         self.replied_bytes += num_bytes
@@ -131,7 +132,7 @@ class Ledger:
             "late": self.late,
             "dropped": self.dropped,
             "nonfinite": self.nonfinite,
-            "skipped": self.skipped,
+            "versions_skipped": self.versions_skipped,
             "samples_accepted": self.samples_accepted,
             "samples_dropped": self.samples_dropped,
             "pushed_bytes": self.pushed_bytes,

@@ -48,8 +48,9 @@ from mpitrain.training.standing import shard_writer, worker_writer
 
 # What the dealing server's shard tells of the whole run; every shard's own counts are under "ranks".
 _SHOWN = (
-    "accepted", "late", "dropped", "nonfinite", "skipped", "samples_dropped", "samples_left_out", "staleness_mean",
-    "staleness_max", "staleness_histogram", "staleness_identity", "pushed_bytes", "replied_bytes", "lost",
+    "accepted", "late", "dropped", "nonfinite", "versions_skipped", "samples_dropped", "samples_left_out",
+    "staleness_mean", "staleness_max", "staleness_histogram", "staleness_identity", "pushed_bytes", "replied_bytes",
+    "lost",
 )  # fmt: skip
 
 

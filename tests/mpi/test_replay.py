@@ -63,7 +63,7 @@ def test_replay_is_bit_for_bit_for_every_rule(runs, tmp_path):
         )
         real = json.loads((runs / str(index) / "result.json").read_text())
         assert replayed["replay_identical"], text
-        for key in ("accepted", "dropped", "late", "skipped", "staleness_histogram", "samples"):
+        for key in ("accepted", "dropped", "late", "versions_skipped", "staleness_histogram", "samples"):
             assert replayed[key] == real[key], (text, key)
         orders.add((runs / str(index) / "arrivals-0.json").read_text())
     assert len(orders) > 1  # real runs do differ in what they leave to chance

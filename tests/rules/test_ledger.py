@@ -125,3 +125,16 @@ def test_servers_are_spread_evenly_over_nodes_of_equal_size(homes, num_servers):
     sizes = [nodes.count(home) for home in set(nodes)]
     if len(set(nodes)) > 1 and len(set(sizes)) == 1:
         assert max(left) - min(left) <= 1
+
+
+def test_versions_that_nobody_read_are_counted_as_versions():
+    """Every gradient is accepted; worker 0 never saw versions 1, 2 and 3."""
+    ledger = Ledger()
+    for worker in (0, 1):
+        ledger.read(worker, 8)
+    for worker in (1, 1, 1, 0):
+        ledger.push(worker, 1, 8, 1.0)
+        ledger.update()
+        ledger.read(worker, 8)
+    counts = ledger.summary()
+    assert (counts["accepted"], counts["versions_skipped"]) == (4, 3) and "skipped" not in counts
