@@ -44,7 +44,9 @@ from chaos_relaunch import run_server, run_signal, run_writing
 from common import write_row
 
 from mpitrain.checkpoint.parts import folder_of, newest, read_part, write_part
+from mpitrain.run_directory import Identity
 
+OURS = Identity("chaos", "files")
 BATCH_SIZE = 16  # the digits job's
 
 
@@ -97,9 +99,14 @@ def newest_mark(run_dir: Path) -> int | None:
 def write_both(run_dir: Path, mark: int, size: int) -> None:
     """A checkpoint of two parts, whose numbers say which one it is."""
     weight = torch.full((size,), float(mark))
-    write_part(folder_of(run_dir, mark), "worker-0", {"weight": weight})
+    write_part(folder_of(run_dir, mark), "worker-0", {"weight": weight}, OURS)
     write_part(
-        folder_of(run_dir, mark), "shard-0", {"weight": weight}, ("shard-0", "worker-0"), {"of": "chaos"}
+        folder_of(run_dir, mark),
+        "shard-0",
+        {"weight": weight},
+        OURS,
+        ("shard-0", "worker-0"),
+        {"of": "chaos"},
     )
 
 

@@ -107,7 +107,8 @@ def join_averaged(
     runtime.role = "worker"
     runtime.compare({"strategy": str(strategy)})
     about = about_loop(strategy, model, runtime.size)
-    found = look(runtime, resume, about, same_number=True)
+    run = look(runtime, resume, about, same_number=True)
+    found = run.found
     share_module(runtime, model)
     init_default_group(runtime)
     averager = Averager(model, optimizer, strategy)
@@ -121,5 +122,5 @@ def join_averaged(
     averaged = AveragedOptimizer(runtime, optimizer, averager, parallel)
     if saved is not None:
         averaged.restore_counts(saved)
-    saver = lockstep_saver(about, runtime.rank, runtime.size, averaged.own_state)
+    saver = lockstep_saver(run, about, runtime.rank, runtime.size, averaged.own_state)
     return parallel or model, averaged, saver, loop_state(found, part, part)

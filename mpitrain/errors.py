@@ -5,6 +5,7 @@
     |- WireError             exit 1   a message arrived damaged, short, or out of order
     |- MismatchError         exit 1   the ranks of a group call different collectives (also a ValueError)
     |- CheckpointError       exit 1   a checkpoint is damaged, missing or cannot be written
+    |- OutputError           exit 1   a file of the run cannot be written: a full disk
     |- DeadlockError         exit 1   virtual world: everybody waits and nothing is under way
     |- LostRankError         exit 1   a rank is dead that the others cannot do without
     |- GivenUpError          exit 1   this rank was silent for too long, and the others have gone on
@@ -44,6 +45,10 @@ class MismatchError(MpitrainError, ValueError):
 
 class CheckpointError(MpitrainError):
     """A checkpoint that does not verify, or that cannot be written; names the file."""
+
+
+class OutputError(MpitrainError):
+    """A file that a run leaves cannot be written; names the file and the way out."""
 
 
 class DeadlockError(MpitrainError):

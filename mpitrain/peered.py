@@ -81,7 +81,8 @@ def join_peers(
         {"strategy": str(strategy), "parameters": [str(tuple(p.shape)) for p in model.parameters()]}
     )
     about, part = about_loop(strategy, model, runtime.size), own_part(runtime.rank)
-    found = look(runtime, resume, about, same_number=True)
+    run = look(runtime, resume, about, same_number=True)
+    found = run.found
     share_module(runtime, model)
     replica = attempt(runtime, lambda: _replica(runtime, model, optimizer, strategy))
 
@@ -107,7 +108,7 @@ def join_peers(
         lambda source, kind: replica.frame_for(kind == Kind.UPDATE),
         functools.partial(setattr, runtime, "step"),
     )
-    saver = lockstep_saver(about, runtime.rank, runtime.size, take)
+    saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
     return PeerOptimizer(optimizer, replica, peer.run(), world), saver, loop_state(found, part, part)
 
 

@@ -35,7 +35,8 @@ def join_reduced(
     runtime.role = "worker"
     check_optimizer(strategy.codec, optimizer)
     about = about_loop(strategy, model, runtime.size)
-    found = look(runtime, resume, about, same_number=False)
+    run = look(runtime, resume, about, same_number=False)
+    found = run.found
     first = found.part("shard-0") if found else None
     if first is not None:
         model.load_state_dict(first["module"])
@@ -59,5 +60,5 @@ def join_reduced(
             return held
         return held | {"module": model.state_dict(), "optimizer": optimizer.state_dict()}
 
-    saver = lockstep_saver(about, runtime.rank, runtime.size, take)
+    saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
     return parallel, saver, loop_state(found, part, "shard-0")

@@ -16,8 +16,8 @@ from typing import Any
 
 from mpitrain.effects import Effect, Kind, Message, Recv, Role, watched
 from mpitrain.errors import UsageError
+from mpitrain.run_directory import RUN_FILE
 
-RUN_FILE = "run.json"
 UNRECORDED = (Kind.NOTE, Kind.ALIVE, Kind.AWAY)
 
 

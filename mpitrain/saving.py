@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpitrain.checkpoint import newest, write_part
+from mpitrain.checkpoint import Checkpoint, write_part
 from mpitrain.checkpoint.parts import folder_of, prune
 from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.run_directory import Identity, claim, new_run_id
+from mpitrain.training.agree import attempt
 from mpitrain.training.cutting import copied, own_part
-from mpitrain.training.resuming import Resume, tell
-from mpitrain.training.session import attempt
+from mpitrain.training.resuming import find, identify
 
 if TYPE_CHECKING:
     from mpitrain.roles import Save
@@ -37,14 +38,56 @@ class Resumed(NamedTuple):
 
 
 @dataclasses.dataclass
+class LoopRun:
+    """Whose checkpoints a loop writes, the same on all ranks: where it goes on from those that lie there, that run's;
+    anywhere else a new run's, which moves what is there aside.
+
+    Args:
+        new: of the new run; found: what the loop goes on from; directory: where that lies.
+    """
+
+    new: Identity
+    found: Checkpoint | None = None
+    directory: Path | None = None
+
+    def open(self, run_dir: Path, step: int) -> Identity:
+        """Whose checkpoints are written to `run_dir`, before this process writes there.
+
+        Raises:
+            UsageError: the checkpoint that the loop goes on from is a later one; or another run's cannot be moved.
+        """
+        found, identity = self.found, self.new
+        if found is not None and run_dir == self.directory:
+            identity = identity._replace(run=found.identity.run)
+            if step < found.mark:
+                raise UsageError(
+                    f"save: step {step} lies before {found.mark}, from which this loop goes on: count on from "
+                    "resumed().step, or leave out resume="
+                )
+        try:
+            moved = claim(run_dir, identity.run)
+        except OSError as error:
+            raise UsageError(
+                f"save: {run_dir} holds another run's checkpoints, which cannot be moved aside, or cannot be written "
+                f"to: {error}"
+            ) from error
+        if moved is not None:
+            told = f"mpitrain: checkpoints of an earlier run in {run_dir} are now in {moved}"
+            print(told, file=sys.stderr, flush=True)
+        return identity
+
+
+@dataclasses.dataclass
 class Saver:
     """How this worker writes.
 
     Args:
-        about: the run; part: this worker's; parts: all of them, on the worker that writes the first.
+        run: whose checkpoints; about: the run; part: this worker's; parts: all of them, on the worker that writes the
+            first.
         take: its state, given (step, run directory, checkpoints to keep).
     """
 
+    run: LoopRun
     about: dict[str, Any]
     part: str
     parts: list[str]
@@ -53,12 +96,13 @@ class Saver:
     def save(self, run_dir: Path, step: int, state: Any, keep: int) -> None:
         """`mt.save`."""
         tree = copied({**self.take(step, run_dir, keep), "loop": state})
+        identity = self.run.open(run_dir, step)
         try:
-            write_part(folder_of(run_dir, step), self.part, tree, self.parts, self.about)
+            write_part(folder_of(run_dir, step), self.part, tree, identity, self.parts, self.about)
         except TypeError as error:
             raise UsageError(f"save: {error}; give numbers, texts, lists, dicts and tensors") from error
         if self.parts:
-            prune(run_dir, keep)
+            prune(run_dir, keep, step, identity)
 
 
 def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> dict[str, Any]:
@@ -70,8 +114,8 @@ def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> 
     }  # fmt: skip
 
 
-def look(runtime: Any, resume: str | Path | None, about: dict[str, Any], same_number: bool) -> Resume | None:
-    """The newest checkpoint under `resume` on all ranks, None where there is none; collective.
+def look(runtime: Any, resume: str | Path | None, about: dict[str, Any], same_number: bool) -> LoopRun:
+    """The newest checkpoint under `resume`, if there is one, and whose checkpoints the loop writes; collective.
 
     Args:
         same_number: whether only as many workers can go on from it.
@@ -79,12 +123,9 @@ def look(runtime: Any, resume: str | Path | None, about: dict[str, Any], same_nu
     Raises:
         AgreedError: none verifies, or it is of another run.
     """
-    if runtime.share(None if resume is None else str(resume)) is None:
-        return None
-    found = attempt(
-        runtime, lambda: newest(Path(resume)) if runtime.rank == 0 and resume is not None else None
-    )
-    told = tell(runtime, found)
+    directory = runtime.share(None if resume is None else str(Path(resume).resolve()))
+    told = find(runtime, Path(directory)) if directory is not None else None
+    new = Identity(*runtime.share(identify(told, new_run_id())))
 
     def check() -> None:
         for key in ("kind", "parameters", *(("workers",) if same_number else ())):
@@ -95,10 +136,10 @@ def look(runtime: Any, resume: str | Path | None, about: dict[str, Any], same_nu
                 )
 
     attempt(runtime, check)
-    return told
+    return LoopRun(new, told, Path(directory) if directory is not None else None)
 
 
-def loop_state(resume: Resume | None, part: str, first: str) -> Resumed | None:
+def loop_state(resume: Checkpoint | None, part: str, first: str) -> Resumed | None:
     """What the loop had handed in on this worker; on a worker that was not there before, the first worker's."""
     if resume is None:
         return None
@@ -106,7 +147,7 @@ def loop_state(resume: Resume | None, part: str, first: str) -> Resumed | None:
     return Resumed(resume.mark, saved["loop"] if saved else None)
 
 
-def write_shard(part: str, about: dict[str, Any], workers: tuple[int, ...], store: Any) -> Any:
+def write_shard(run: LoopRun, part: str, about: dict[str, Any], workers: tuple[int, ...], store: Any) -> Any:
     """What a server does when all workers have come: a write that fails leaves the checkpoint before as it is."""
 
     def write(order: Save, role: dict[str, Any], present: list[int]) -> None:
@@ -116,19 +157,22 @@ def write_shard(part: str, about: dict[str, Any], workers: tuple[int, ...], stor
             shards + [f"worker-{workers.index(worker)}" for worker in present] if part == shards[0] else []
         )
         run_dir = Path(told["run_dir"])
+        identity = run.open(run_dir, order.mark)
         try:
             state = {"role": role, "store": store.state()}
-            write_part(folder_of(run_dir, order.mark), part, state, parts, about)
+            write_part(folder_of(run_dir, order.mark), part, state, identity, parts, about)
         except CheckpointError as error:
             print(f"mpitrain: warning: {error}", file=sys.stderr, flush=True)
             return
         if parts:
-            prune(run_dir, told["keep"])
+            prune(run_dir, told["keep"], order.mark, identity)
 
     return write
 
 
-def lockstep_saver(about: dict[str, Any], rank: int, size: int, take: Callable[[], dict[str, Any]]) -> Saver:
+def lockstep_saver(
+    run: LoopRun, about: dict[str, Any], rank: int, size: int, take: Callable[[], dict[str, Any]]
+) -> Saver:
     """Of strategies without servers: all are at the same step by themselves."""
     parts = [own_part(other) for other in range(size)] if rank == 0 else []
-    return Saver(about, own_part(rank), parts, lambda step, run_dir, keep: take())
+    return Saver(run, about, own_part(rank), parts, lambda step, run_dir, keep: take())

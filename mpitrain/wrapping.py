@@ -183,12 +183,13 @@ def _join(
         }
     )
     about = about_loop(strategy, model, len(roles.workers)) | {"servers": len(roles.servers)}
-    found = look(runtime, resume, about, same_number=False)
+    run = look(runtime, resume, about, same_number=False)
+    found = run.found
     share_module(runtime, model)
     flat.refresh()
 
     if runtime.role == "server":
-        _serve(runtime, flat, optimizer, strategy, roles, about, found)
+        _serve(runtime, flat, optimizer, strategy, roles, about, run)
 
     def frame_for(source: int, kind: Kind) -> Any:
         return flat.frame_for(roles.servers.index(source), kind == Kind.FINAL)
@@ -210,13 +211,13 @@ def _join(
     def take(step: int, run_dir: Path, keep: int) -> dict[str, Any]:
         return remote.save(Save(step, json.dumps({"run_dir": str(run_dir), "keep": keep})))
 
-    saver = Saver(about, f"worker-{index}", [], take)
+    saver = Saver(run, about, f"worker-{index}", [], take)
     return remote, saver, loop_state(found, saver.part, "worker-0")
 
 
 def _serve(
     runtime: Any, flat: Any, optimizer: Optimizer, strategy: ServerStrategy, roles: Roles, about: dict[str, Any],
-    found: Any,
+    run: Any,
 ) -> NoReturn:  # fmt: skip
     """Until all workers have left or are lost; then leave the process."""
     from mpitrain.model import shard_store
@@ -227,10 +228,10 @@ def _serve(
 
     shard = roles.servers.index(runtime.rank)
     store = shard_store(flat, shard, optimizer, strategy, len(roles.workers))
-    write = write_shard(f"shard-{shard}", about, roles.workers, store)
+    write = write_shard(run, f"shard-{shard}", about, roles.workers, store)
     server = SavingServer(strategy, store, roles.workers, NullReport(), write=write)
     server.attendance.least_silence_s = math.inf  # how long a loop that is not ours may take, nobody knows
-    attempt(runtime, lambda: restore_shard(found, server, store, flat.layout, shard))
+    attempt(runtime, lambda: restore_shard(run.found, server, store, flat.layout, shard))
     losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
     on_step = functools.partial(setattr, runtime, "step")
     world = MpiWorld(

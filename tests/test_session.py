@@ -10,6 +10,7 @@ from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Overrides
 from mpitrain.mpi.tolerance import why_no_heartbeat
 from mpitrain.rules import AllReduce, Async, Decentralized, LocalSGD, Roles, Sync
+from mpitrain.run_directory import Identity
 from mpitrain.training.levels import level, warning
 from mpitrain.training.options import fingerprint
 from mpitrain.training.orders import check_orders
@@ -32,7 +33,8 @@ def judged(metrics, failure="", target=None):
         validate=toy.Memory(), target=target or {}, strategy=AllReduce(), metrics=lambda model, batch: metrics
     )
     session = SimpleNamespace(
-        job=job, strategy=AllReduce(), roles=Roles((), (0, 1)), started_s=0.0, run_dir="r", resume=None,
+        job=job, strategy=AllReduce(), roles=Roles((), (0, 1)), started_s=0.0, run_dir="r",
+        resume=None, identity=Identity("run", "start"),
         overrides=SimpleNamespace(injections=()), runtime=SimpleNamespace(num_nodes=1, fault_tolerance="none"),
     )  # fmt: skip
     outcomes = [

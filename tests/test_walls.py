@@ -26,6 +26,7 @@ ANYTHING = {"mpitrain"}
 WALLS: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "text": ({"mpitrain.errors"}, set()),
+    "run_directory": ({"mpitrain.errors"}, set()),
     "effects": (set(), set()),
     "inject": (GROUND | {"mpitrain.effects"}, set()),
     "rules": (GROUND, set()),
@@ -36,19 +37,29 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
     "model": (GROUND | {"mpitrain.rules", "mpitrain.codecs"}, {"torch", "numpy", "safetensors"}),
     "data": (GROUND, {"torch", "h5py", "numpy", "sklearn", "hdf5plugin", "pyarrow", "PIL"}),
     "checkpoint": (
-        GROUND | {"mpitrain.rules", "mpitrain.codecs", "mpitrain.model"},
+        GROUND | {"mpitrain.run_directory", "mpitrain.rules", "mpitrain.codecs", "mpitrain.model"},
         {"torch", "numpy", "safetensors"},
     ),
     "console": (GROUND, set()),
     "report": (GROUND | {"mpitrain.console"}, set()),
-    "slurm": (GROUND, set()),
-    "launch": (GROUND | {"mpitrain.environment", "mpitrain.launchers"}, set()),
+    "slurm": (GROUND | {"mpitrain.run_directory"}, set()),
+    "launch": (GROUND | {"mpitrain.environment", "mpitrain.launchers", "mpitrain.run_directory"}, set()),
     "launchers": (GROUND, set()),
     # The roof composes everything, and still only mpi/ speaks MPI.
     "roof": (ANYTHING, {"torch", "numpy", "h5py", "safetensors", "matplotlib"}),
 }
 # What `mpitrain --help` imports: at module level nothing heavy, neither directly nor through a neighbour.
-LIGHT = {"__init__", "__main__", "cli", "errors", "environment", "launch", "launchers", "mpi.register"}
+LIGHT = {
+    "__init__",
+    "__main__",
+    "cli",
+    "errors",
+    "environment",
+    "launch",
+    "launchers",
+    "mpi.register",
+    "run_directory",
+}
 # Rules and roles own neither a clock nor a thread nor a socket: the worlds do.
 WORLDLY = {
     "time",

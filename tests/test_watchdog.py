@@ -11,6 +11,7 @@ from mpitrain.checkpoint import Keeper, newest, read_part
 from mpitrain.errors import CheckpointError
 from mpitrain.report import METRICS_FILE
 from mpitrain.rules.checkpointing import read_policy
+from mpitrain.run_directory import Identity
 from mpitrain.training.alarm import Alarm
 from mpitrain.training.emergency import Emergency, Guard, KeptBuffers, Taken
 from mpitrain.training.watchdog import PATIENCE, Watchdog
@@ -60,7 +61,12 @@ def test_who_raises_no_alarm(tmp_path, level, rank, expendable, recovers, alone)
 
 
 def writer(tmp_path, part, guard, taken, **options):
-    return Emergency(Keeper(tmp_path, part, read_policy("never", None)), guard, lambda: taken, **options)
+    return Emergency(
+        Keeper(tmp_path, part, Identity("run", "attempt"), read_policy("never", None)),
+        guard,
+        lambda: taken,
+        **options,
+    )
 
 
 def test_what_may_be_torn_is_not_written(tmp_path, monkeypatch):

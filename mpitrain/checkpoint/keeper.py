@@ -16,6 +16,7 @@ from typing import Any
 from mpitrain.checkpoint.parts import corrupt_part, folder_of, prune, write_part
 from mpitrain.errors import CheckpointError
 from mpitrain.rules.checkpointing import CheckpointPolicy
+from mpitrain.run_directory import Identity
 
 MAX_FAILURES = 3
 
@@ -24,7 +25,7 @@ class Keeper:
     """One rank's part of every checkpoint.
 
     Args:
-        run_dir: of the run; part: this rank's part, such as "shard-0".
+        run_dir: of the run; part: this rank's part, such as "shard-0"; identity: of the run and this start of it.
         policy: how often (asked on the dealing server only); keep: complete checkpoints to keep.
         about: JSON-able, into every part: what the run is.
         asked: whether this process has been told to end (a signal).
@@ -38,6 +39,7 @@ class Keeper:
         self,
         run_dir: Path,
         part: str,
+        identity: Identity,
         policy: CheckpointPolicy,
         keep: int = 2,
         about: Any = None,
@@ -48,6 +50,7 @@ class Keeper:
         faults: frozenset[tuple[str, int]] = frozenset(),
     ):
         self.run_dir, self.part, self.policy, self.keep = run_dir, part, policy, keep
+        self.identity = identity
         self.about, self.asked, self._warn, self._more = about, asked, warn, more
         self.writers, self._faults, self._num_begun = writers, faults, 0
         self.num_written = self.num_failed = self.num_bytes = 0
@@ -86,7 +89,7 @@ class Keeper:
         under_way = self._thread
         if under_way is not None:
             under_way.join()
-        write_part(folder_of(self.run_dir, mark), self.part, state, parts, self.about)
+        write_part(folder_of(self.run_dir, mark), self.part, state, self.identity, parts, self.about)
 
     def _write(self, mark: int, state: dict[str, Any], parts: tuple[str, ...]) -> None:
         began_s = time.monotonic()
@@ -94,13 +97,13 @@ class Keeper:
         self._num_begun += 1
         full = ("disk_full", number) in self._faults
         try:
-            self.num_bytes += write_part(folder, self.part, state, parts, self.about, full)
+            self.num_bytes += write_part(folder, self.part, state, self.identity, parts, self.about, full)
             if ("corrupt_file", number) in self._faults:
                 corrupt_part(folder, self.part)
             self.num_written += 1
             self._failures = 0
             if parts:  # the first part knows what is complete
-                prune(self.run_dir, self.keep)
+                prune(self.run_dir, self.keep, mark, self.identity)
         except CheckpointError as error:
             self.num_failed, self._failures = self.num_failed + 1, self._failures + 1
             self._warn(str(error))

@@ -2,10 +2,12 @@
 
     RUN_DIR/checkpoints/000000012800/shard-0.json  shard-0.safetensors  shard-1.json ...  worker-0.json ...
 
-Law of this file: a part is there when its JSON is, for that is renamed into place last, after its tensors and after
-both have been fsynced; it holds the SHA-256 of the tensors and of itself. A checkpoint is complete when its first part
-(`shard-0`) names parts that are all there and verify. So a rank that dies while writing, a full disk or a flipped bit
-leaves the previous checkpoint the newest complete one, and that is what is loaded.
+Invariants: a part is there when its JSON is, for that is renamed into place last, after its tensors and after both have
+been fsynced; it holds the SHA-256 of the tensors and of itself, and says which part it is, of which mark, run and
+attempt. A checkpoint is complete when its first part (`shard-0`) names parts that are all there, belong to it and
+verify. So a rank that dies while writing, a full disk, a flipped bit, a part that was renamed or comes from another
+start leaves the previous checkpoint the newest complete one, and that is what is loaded. Files may be hostile: only
+regular files inside the folder are read, and no more of them than a part can have.
 """
 
 from __future__ import annotations
@@ -16,50 +18,109 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.run_directory import (
+    CHECKPOINTS,
+    FIRST_PART,
+    MAX_RECORD_BYTES,
+    PART_NAME,
+    Identity,
+    folder_of,
+    is_id,
+    listed,
+    mark_of,
+    open_regular,
+    read_bounded,
+)
 
-SCHEMA = 1
-FOLDER = "checkpoints"
-FIRST = "shard-0"
+__all__ = [
+    "FIRST",
+    "FOLDER",
+    "SCHEMA",
+    "Checkpoint",
+    "OtherSchemaError",
+    "UnfinishedError",
+    "candidates",
+    "corrupt_part",
+    "damage",
+    "folder_of",
+    "listed",
+    "mark_of",
+    "newest",
+    "nothing_verifies",
+    "prune",
+    "read_part",
+    "survey",
+    "verify",
+    "write_part",
+]
+
+SCHEMA = 2
+FOLDER = CHECKPOINTS
+FIRST = FIRST_PART
+MAX_PART_BYTES = 2**40
+_PIECE_BYTES = 2**22
+# What a part's JSON holds beside "state".
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "part": str,
+    "mark": (int, type(None)),
+    "run": str,
+    "attempt": str,
+    "resumed_from": (dict, type(None)),
+    "parts": list,
+    "about": (dict, type(None)),
+    "num_bytes": int,
+    "sha256": str,
+}
 
 
 class Checkpoint(NamedTuple):
-    """A complete, verified checkpoint: `folder`, `mark` (accepted samples), `parts` (names), what its first part says
-    `about` the run, and why the folders that were passed over on the way to it were `refused`."""
+    """A checkpoint whose parts are there: `folder`, `mark` (accepted samples), `parts` (names), what its first part
+    says `about` the run, whose it is, and why the folders that were passed over on the way to it were `refused`."""
 
     folder: Path
     mark: int
     parts: tuple[str, ...]
-    about: Any
+    about: dict[str, Any]
+    identity: Identity
     refused: tuple[str, ...] = ()
 
+    def part(self, name: str) -> Any:
+        """The state of one part, or None where the checkpoint has none of that name."""
+        return read_part(self.folder, name, self.identity) if name in self.parts else None
 
-class _UnfinishedError(CheckpointError):
-    """A part was never written to its end: its writer died, or is still at it."""
+    def shards(self) -> int:
+        """How many shards it was written from."""
+        return sum(name.startswith("shard-") for name in self.parts)
 
 
-def folder_of(run_dir: Path, mark: int) -> Path:
-    """Where the checkpoint at `mark` samples lies."""
-    return run_dir / FOLDER / f"{mark:012d}"
+class OtherSchemaError(UsageError, CheckpointError):
+    """A checkpoint that another version of mpitrain has written."""
+
+
+class UnfinishedError(CheckpointError):
+    """A part was never written to its end, or not in this attempt: its writer died, or is still at it."""
 
 
 def write_part(
     folder: Path,
     name: str,
     state: Any,
-    needs: Sequence[str] = (),
+    identity: Identity,
+    parts: Sequence[str] = (),
     about: Any = None,
     disk_full: bool = False,
 ) -> int:
-    """Write one part; returns its bytes. `needs`: all parts of the checkpoint (its first part knows). `disk_full`: fail
+    """Write one part; returns its bytes. `parts`: all of the checkpoint (its first part knows). `disk_full`: fail
     half-way, as ordered by `--inject`.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing half-written stays.
+        TypeError: the state holds what a checkpoint cannot.
     """
     from safetensors.torch import save
 
@@ -70,7 +131,11 @@ def write_part(
     record = {
         "schema": SCHEMA,
         "part": name,
-        "needs": list(needs),
+        "mark": mark_of(folder),
+        "run": identity.run,
+        "attempt": identity.attempt,
+        "resumed_from": identity.resumed_from,
+        "parts": list(parts),
         "about": about,
         "num_bytes": len(payload),
         "sha256": hashlib.sha256(payload).hexdigest(),
@@ -78,6 +143,8 @@ def write_part(
     }
     text = json.dumps(record | {"self": _digest(record)}).encode()
     try:
+        if len(text) > MAX_RECORD_BYTES or len(payload) > MAX_PART_BYTES:
+            raise OSError(errno.EFBIG, f"{len(text)} bytes of JSON, {len(payload)} of tensors")
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / f"{name}.safetensors", payload, disk_full)
         _write(folder / f"{name}.json", text)
@@ -127,64 +194,190 @@ def _sync(folder: Path) -> None:
 
 
 def _read_record(folder: Path, name: str) -> dict[str, Any]:
+    """A part's JSON, which belongs to this folder and name."""
     path = folder / f"{name}.json"
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(read_bounded(path, MAX_RECORD_BYTES))
         said = record.pop("self")
+        digest = _digest(record)
     except FileNotFoundError as error:
-        raise _UnfinishedError(f"{path} was never finished") from error
+        raise UnfinishedError(f"{path} was never finished") from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is damaged: nested too deep") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if said != _digest(record):
+    if said != digest:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
-    if record["schema"] != SCHEMA:
-        raise CheckpointError(f"{path} has schema {record['schema']}; this version reads {SCHEMA}")
+    if record.get("schema") != SCHEMA:
+        raise OtherSchemaError(
+            f"{path} has schema {record.get('schema')!r}, and this version of mpitrain reads schema {SCHEMA}: go on "
+            "with the version that wrote it, or begin anew without --resume"
+        )
+    _check_record(path, record, mark_of(folder), name)
     return dict(record)
 
 
-def _read_payload(folder: Path, name: str, record: dict[str, Any]) -> bytes:
+def _check_record(path: Path, record: dict[str, Any], mark: int | None, name: str) -> None:
+    for key, kind in _FIELDS.items():
+        if key not in record or not isinstance(record[key], kind):
+            raise CheckpointError(f"{path} is damaged: it has no {key!r}, or one of a wrong type")
+    if "state" not in record:
+        raise CheckpointError(f"{path} is damaged: it has no 'state'")
+    for key, here in (("part", name), ("mark", mark)):
+        if record[key] != here:
+            raise CheckpointError(f"{path} does not belong there: its {key} is {record[key]!r}, not {here!r}")
+    for key in ("run", "attempt"):
+        if not is_id(record[key]):
+            raise CheckpointError(f"{path} is damaged: {record[key]!r:.80} is no id of a {key}")
+    for part in record["parts"]:
+        if not isinstance(part, str) or not PART_NAME.fullmatch(part):
+            raise CheckpointError(f"{path} is damaged: {part!r:.80} is no name of a part")
+
+
+def _size(path: Path, handle: int, record: dict[str, Any]) -> int:
+    size, wanted = os.fstat(handle).st_size, record["num_bytes"]
+    if size != wanted or size > MAX_PART_BYTES:
+        raise CheckpointError(f"{path} is damaged: {size} bytes instead of {wanted}")
+    return size
+
+
+@contextlib.contextmanager
+def _payload(folder: Path, name: str) -> Iterator[tuple[Path, Any]]:
     path = folder / f"{name}.safetensors"
     try:
-        payload = path.read_bytes()
+        with open_regular(path) as file:
+            yield path, file
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    if len(payload) != record["num_bytes"] or hashlib.sha256(payload).hexdigest() != record["sha256"]:
-        raise CheckpointError(f"{path} is damaged: {len(payload)} bytes, and its checksum does not match")
-    return payload
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
-def read_part(folder: Path, name: str) -> Any:
-    """The state of one part, verified.
+def _check_payload(folder: Path, name: str, record: dict[str, Any]) -> None:
+    """Its checksum, a piece at a time."""
+    with _payload(folder, name) as (path, file):
+        _size(path, file.fileno(), record)
+        digest = hashlib.sha256()
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+        if digest.hexdigest() != record["sha256"]:
+            raise CheckpointError(f"{path} is damaged: its checksum does not match")
+
+
+def read_part(folder: Path, name: str, identity: Identity | None = None) -> Any:
+    """The state of one part, verified; `identity`: whose checkpoint it must be.
 
     Raises:
-        CheckpointError: not there, damaged, or of another schema.
+        CheckpointError: not there, damaged, of another name, mark, run, attempt or schema, or larger than this
+            machine's memory.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
     from mpitrain.checkpoint.tree import join
 
     record = _read_record(folder, name)
-    return join(record["state"], load(_read_payload(folder, name, record)))
+    if identity is not None:
+        _check_identity(folder, name, record, identity)
+    with _payload(folder, name) as (path, file):
+        size, memory = (
+            _size(path, file.fileno(), record),
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        )
+        if size > memory:
+            raise CheckpointError(f"{path} has {size} bytes, and this machine {memory} of memory")
+        payload = file.read(size + 1)
+        if len(payload) != size or hashlib.sha256(payload).hexdigest() != record["sha256"]:
+            raise CheckpointError(f"{path} is damaged: its checksum does not match")
+    try:
+        return join(record["state"], load(payload))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder / name} cannot be read: {type(error).__name__}: {error!s:.200}"
+        ) from error
 
 
-def verify(folder: Path) -> tuple[tuple[str, ...], Any]:
-    """Names of all parts of a complete checkpoint, and what its first part says about the run.
+def _check_identity(folder: Path, name: str, record: dict[str, Any], identity: Identity) -> None:
+    path = folder / f"{name}.json"
+    if record["run"] != identity.run:
+        raise CheckpointError(
+            f"{path} does not belong there: it is of run {record['run']!r}, not {identity.run!r}"
+        )
+    if record["attempt"] != identity.attempt:
+        raise UnfinishedError(
+            f"{path} was never finished in the attempt that wrote {FIRST}: it is an earlier or later one's"
+        )
+
+
+def survey(folder: Path) -> Checkpoint:
+    """A checkpoint whose parts are all there and belong together; their tensors are not looked at (`damage`).
 
     Raises:
-        CheckpointError: what is missing or damaged.
+        CheckpointError: what is missing, damaged or of something else.
     """
     first = _read_record(folder, FIRST)
-    for name in first["needs"]:
-        _read_payload(folder, name, _read_record(folder, name))
-    return tuple(first["needs"]), first["about"]
+    identity = Identity(first["run"], first["attempt"], first["resumed_from"])
+    parts = tuple(first["parts"])
+    if FIRST not in parts or len(set(parts)) < len(parts):
+        raise CheckpointError(f"{folder / FIRST}.json is damaged: {parts!r:.200} are not all parts")
+    for name in parts[:]:
+        if name != FIRST:
+            _check_identity(folder, name, _read_record(folder, name), identity)
+    return Checkpoint(folder, mark_of(folder) or 0, parts, first["about"] or {}, identity)
 
 
-def listed(run_dir: Path) -> list[Path]:
-    """Every checkpoint folder, complete or not, the newest first."""
-    found = (run_dir / FOLDER).glob("[0-9]" * 12)
-    return sorted((path for path in found if path.is_dir()), reverse=True)
+def damage(folder: Path, parts: Sequence[str]) -> list[str]:
+    """What is wrong with the tensors of these parts."""
+    found = []
+    for name in parts:
+        try:
+            _check_payload(folder, name, _read_record(folder, name))
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
+
+
+def verify(folder: Path) -> Checkpoint:
+    """A complete checkpoint, of which everything verifies.
+
+    Raises:
+        CheckpointError: what is missing, damaged or of something else.
+    """
+    found = survey(folder)
+    if damaged := damage(folder, found.parts):
+        raise CheckpointError(damaged[0])
+    return found
+
+
+def candidates(run_dir: Path, refused: list[CheckpointError]) -> Iterator[Checkpoint]:
+    """Checkpoints whose parts are there and belong together, the newest first; why those between them are none is
+    added to `refused`.
+
+    Raises:
+        OtherSchemaError: the next one is of another version.
+    """
+    for folder in listed(run_dir):
+        try:
+            found = survey(folder)
+        except OtherSchemaError:
+            raise
+        except CheckpointError as error:
+            refused.append(error)
+            continue
+        yield found
+
+
+def nothing_verifies(run_dir: Path, refused: Sequence[CheckpointError]) -> None:
+    """Raise where there are checkpoints and none is whole, unless none was ever finished.
+
+    Raises:
+        CheckpointError: with every reason.
+    """
+    if not all(isinstance(error, UnfinishedError) for error in refused):
+        told = "; ".join(map(str, refused))
+        raise CheckpointError(f"no checkpoint under {run_dir / FOLDER} verifies: {told}")
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
@@ -192,28 +385,31 @@ def newest(run_dir: Path) -> Checkpoint | None:
 
     Raises:
         CheckpointError: there are checkpoints, and none of them verifies.
+        OtherSchemaError: the newest one that may be whole is of another version.
     """
-    refused, damaged = [], False
-    for folder in listed(run_dir):
-        try:
-            parts, about = verify(folder)
-        except CheckpointError as error:
-            refused.append(str(error))
-            damaged = damaged or not isinstance(error, _UnfinishedError)
-            continue
-        return Checkpoint(folder, int(folder.name), parts, about, tuple(refused))
-    if damaged:
-        raise CheckpointError(f"no checkpoint under {run_dir / FOLDER} verifies: " + "; ".join(refused))
+    refused: list[CheckpointError] = []
+    for found in candidates(run_dir, refused):
+        damaged = damage(found.folder, found.parts)
+        if not damaged:
+            return found._replace(refused=tuple(map(str, refused)))
+        refused += map(CheckpointError, damaged)
+    nothing_verifies(run_dir, refused)
     return None
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Remove all but the `keep` newest complete checkpoints, and incomplete ones older than these."""
+def prune(run_dir: Path, keep: int, mark: int, identity: Identity) -> None:
+    """After the first part at `mark` was written: remove all but the `keep` newest complete checkpoints up to there,
+    and incomplete ones older than these. What earlier starts have left beyond the checkpoint from which this one began
+    was passed over then, and is not counted."""
+    source = identity.resumed_from
+    base = source["mark"] if source and source["run"] == identity.run else -1
     complete = 0
     for folder in listed(run_dir):
+        if (here := mark_of(folder) or 0) > mark:
+            continue
         if complete >= keep:
             shutil.rmtree(folder, ignore_errors=True)
             continue
         with contextlib.suppress(CheckpointError):
-            parts = _read_record(folder, FIRST)["needs"]
-            complete += all((folder / f"{name}.json").is_file() for name in parts)
+            attempt = survey(folder).identity.attempt
+            complete += here <= base or identity.is_same_start(attempt)

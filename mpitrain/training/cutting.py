@@ -62,9 +62,7 @@ class StepCuts:
             shared = {"state": copied(state())} if self.rank == 0 else {}
             return shared | ({"own": copied(own())} if own else {})
 
-        self.keeper: Keeper = make_keeper(
-            job, session.run_dir, own_part(place), about, saved, injections=session.overrides.injections
-        )
+        self.keeper: Keeper = make_keeper(session, own_part(place), about, saved)
         asked_for = session.overrides.watchdog_s > 0 or session.runtime.recovers
         self.guard, self.buffers = Guard(), KeptBuffers(module, asked_for)
         self._state, self._own = state, own

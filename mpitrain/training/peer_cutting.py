@@ -47,16 +47,8 @@ def make_cuts(
     session: Session, rule: Decentralized, replica: PeerReplica, about: dict[str, Any]
 ) -> tuple[PeerCuts | None, Keeper]:
     """When this peer writes, and who writes; never where peers do not meet: a signal then ends the run as it is."""
-    runtime, job = session.runtime, session.job
-    orders = session.overrides.injections
-    keeper = make_keeper(
-        job,
-        session.run_dir,
-        own_part(runtime.rank),
-        about,
-        lambda: {"replica": replica.state()},
-        injections=orders,
-    )
+    runtime = session.runtime
+    keeper = make_keeper(session, own_part(runtime.rank), about, lambda: {"replica": replica.state()})
     if _never_meets(rule):
         signals.uninstall()
         return None, keeper

@@ -9,62 +9,67 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mpitrain.checkpoint import Checkpoint, Keeper, newest, read_part
-from mpitrain.checkpoint.parts import FOLDER, listed
+from mpitrain.checkpoint import Checkpoint, Keeper
+from mpitrain.checkpoint.parts import candidates, damage, nothing_verifies
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.inject import FileFault, Injection
-from mpitrain.job import Job, Overrides
+from mpitrain.inject import FileFault
+from mpitrain.job import Job
 from mpitrain.rules.checkpointing import read_policy
+from mpitrain.run_directory import Identity, new_attempt_id
 from mpitrain.training import signals
+from mpitrain.training.agree import attempt
+
+if TYPE_CHECKING:
+    from mpitrain.training.session import Session
+
+Resume = Checkpoint
 
 
-class Resume(NamedTuple):
-    """The checkpoint a run goes on from: `folder`, `mark` (accepted samples), `parts`, and what its run was."""
+def find(runtime: Any, source: Path | None) -> Checkpoint | None:
+    """The newest checkpoint under `source` that verifies, on all ranks; None where none was ever finished. Collective:
+    rank 0 names one whose parts are all there, and every rank looks at the tensors of some of them.
 
-    folder: Path
-    mark: int
-    parts: tuple[str, ...]
-    about: dict[str, Any]
-
-    def part(self, name: str) -> Any:
-        """The state of one part, or None where the checkpoint has none of that name."""
-        return read_part(self.folder, name) if name in self.parts else None
-
-    def shards(self) -> int:
-        """How many shards it was written from."""
-        return sum(name.startswith("shard-") for name in self.parts)
-
-
-def look(overrides: Overrides, run_dir: Path, report: Any) -> Checkpoint | None:
-    """On rank 0: where to go on from. `--resume auto` is the newest checkpoint in the run directory, or the beginning
-    where none was finished; `--resume DIR` another run's.
+    Args:
+        source: a run directory, of which only rank 0's counts; None: begin anew.
 
     Raises:
-        UsageError: no checkpoint in DIR.
-        CheckpointError: none of them verifies.
+        AgreedError: there are checkpoints, and none verifies; or the newest is of another version.
     """
-    if overrides.resume is None:
-        return None
-    source = run_dir if overrides.resume == "auto" else Path(overrides.resume)
-    found = newest(source)
-    if found is None and overrides.resume != "auto":
-        raise UsageError(f"--resume {source}: no checkpoint there (looked in {source / FOLDER})")
-    if found is None and listed(source):
-        report.event("checkpoint passed over", reason="none was ever finished; the run begins anew")
-    for reason in found.refused if found else ():
-        report.event("checkpoint passed over", reason=reason)
-    if found is not None:
-        report.event("resume", checkpoint=str(found.folder), samples=found.mark)
-    return found
+    refused: list[CheckpointError] = []
+    named = candidates(source, refused) if source is not None and runtime.rank == 0 else iter(())
+    while True:
+        found = tell(runtime, attempt(runtime, lambda: next(named, None)))
+        if found is None:
+            break
+        mine = damage(found.folder, found.parts[runtime.rank :: runtime.size])
+        damaged = [text for told in runtime.allgather(mine) for text in told]
+        if not damaged:
+            return found._replace(refused=tuple(map(str, refused)))
+        refused += map(CheckpointError, damaged)
+    attempt(runtime, lambda: nothing_verifies(source, refused) if source and runtime.rank == 0 else None)
+    return None
 
 
-def tell(runtime: Any, found: Checkpoint | None) -> Resume | None:
+def tell(runtime: Any, found: Checkpoint | None) -> Checkpoint | None:
     """What rank 0 has found, on all ranks."""
-    told = [str(found.folder.resolve()), found.mark, list(found.parts), found.about] if found else None
+    told = None
+    if found is not None:
+        told = [str(found.folder.resolve()), *found[1:]]
     told = runtime.share(told)
-    return None if told is None else Resume(Path(told[0]), told[1], tuple(told[2]), told[3])
+    if told is None:
+        return None
+    folder, mark, parts, about, identity, refused = told
+    return Checkpoint(Path(folder), mark, tuple(parts), about, Identity(*identity), tuple(refused))
+
+
+def identify(found: Checkpoint | None, run: str) -> Identity:
+    """Of a run and a start of it that begins from `found`; on one rank, which tells the others."""
+    if found is None:
+        return Identity(run, new_attempt_id())
+    source = {"run": found.identity.run, "attempt": found.identity.attempt, "mark": found.mark}
+    return Identity(run, new_attempt_id(), source)
 
 
 def about_run(job: Job, num_samples: int, parameters: list[str], kind: str) -> dict[str, Any]:
@@ -88,17 +93,17 @@ def check(resume: Resume | None, about: dict[str, Any]) -> None:
     if resume is None:
         return
     if resume.about.get("kind") != about["kind"]:
-        wrote = f"{resume.about['strategy']} ({resume.about.get('kind', 'an older version')})"
+        wrote = f"{resume.about.get('strategy')} ({resume.about.get('kind', 'an older version')})"
         raise UsageError(
             f"{resume.folder} was written by {wrote}, and {about['strategy']} ({about['kind']}) cannot go on from it; "
             "give a strategy of the same kind"
         )
     for key in ("parameters", "num_samples", "seed"):
-        if resume.about[key] != about[key]:
-            there, here = resume.about[key], about[key]
+        if resume.about.get(key) != about[key]:
+            there, here = resume.about.get(key), about[key]
             if key == "parameters":
-                there = sorted(set(there) - set(here)) or "fewer"
-                here = sorted(set(here) - set(resume.about[key])) or "fewer"
+                there = sorted(set(there or ()) - set(here)) or "fewer"
+                here = sorted(set(here) - set(resume.about.get(key) or ())) or "fewer"
             raise UsageError(
                 f"{resume.folder} was written by another run: its {key} are {there}, this job's are {here}; give the "
                 "job that wrote it, or another --run-dir"
@@ -106,27 +111,24 @@ def check(resume: Resume | None, about: dict[str, Any]) -> None:
 
 
 def make_keeper(
-    job: Job,
-    run_dir: Path,
+    session: Session,
     part: str,
     about: dict[str, Any],
     more: Callable[[], dict[str, Any]],
     writers: tuple[int, ...] = (),
-    injections: tuple[Injection, ...] = (),
 ) -> Keeper:
     """This rank's part of the run's checkpoints."""
-    faults = {
-        (one.name, one.at_write) for one in injections if isinstance(one, FileFault) and one.part == part
-    }
+    job, orders = session.job, session.overrides.injections
+    faults = {(one.name, one.at_write) for one in orders if isinstance(one, FileFault) and one.part == part}
 
     def warn(text: str) -> None:
         print(f"mpitrain: warning: {text}", flush=True)
 
-    policy = read_policy(job.checkpoint_every, job.mtbf_s)
     return Keeper(
-        run_dir,
+        session.run_dir,
         part,
-        policy,
+        session.identity.after_losing(len(session.runtime.lost)),
+        read_policy(job.checkpoint_every, job.mtbf_s),
         job.keep_checkpoints,
         about,
         signals.asked,

@@ -146,13 +146,7 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     own = strategy.optimizer == "worker" or not strategy.push_codec.is_none
     writers = roles.workers if own else (roles.validator,)
     keeper = make_keeper(
-        session.job,
-        session.run_dir,
-        f"shard-{shard}",
-        about(session, model.layout),
-        lambda: {"store": store.state()},
-        writers,
-        session.overrides.injections,
+        session, f"shard-{shard}", about(session, model.layout), lambda: {"store": store.state()}, writers
     )
     server = make_server(session, store, meter, keeper)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
@@ -221,12 +215,7 @@ def _work(
             heartbeat_s=heartbeat_s(session),
         )  # fmt: skip
         keeper = make_keeper(
-            job,
-            session.run_dir,
-            f"worker-{index}",
-            about(session, model.layout),
-            lambda: {"replica": replica.state()},
-            injections=session.overrides.injections,
+            session, f"worker-{index}", about(session, model.layout), lambda: {"replica": replica.state()}
         )
         worker.keeper = keeper
         attempt_restore(session, worker, replica, index)

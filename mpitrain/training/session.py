@@ -20,15 +20,17 @@ from mpitrain.environment import code_versions, collect, launched_server_nodes
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
-from mpitrain.replay import RUN_FILE
-from mpitrain.report import NullReport, Report, default_run_dir, write_json
+from mpitrain.report import NullReport, Report, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
+from mpitrain.run_directory import RUN_FILE, Identity
 from mpitrain.targets import missed_targets
 from mpitrain.training import signals
+from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.levels import level, survives, warning
+from mpitrain.training.opening import open_run
 from mpitrain.training.options import options
 from mpitrain.training.orders import check_orders
-from mpitrain.training.resuming import Resume, look, tell
+from mpitrain.training.resuming import Resume
 
 if TYPE_CHECKING:
     from mpitrain.training.emergency import Emergency
@@ -51,6 +53,7 @@ class Session:
     report: Any
     started_s: float
     place: int
+    identity: Identity
     resume: Resume | None = None
     emergency: Emergency | str = "the run had not begun"  # what this rank would write, or why it cannot
 
@@ -132,11 +135,12 @@ def prepare(
     catalogue = _look_at_data(runtime, job.data)
     validation = None if job.validate is None else _look_at_data(runtime, job.validate)
     attempt(runtime, lambda: _enough_samples(catalogue.num_samples, roles))
-    run_dir = Path(runtime.share(attempt(runtime, lambda: _run_dir(runtime, job, overrides))))
-    runtime.run_dir = run_dir
+    opened = open_run(runtime, job, overrides)
+    runtime.run_dir = run_dir = opened.run_dir
     session = Session(
-        runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank
-    )
+        runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank,
+        opened.identity, opened.resume,
+    )  # fmt: skip
     environment = runtime.gather(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )
@@ -146,21 +150,10 @@ def prepare(
         (run_dir / "env.json").write_text(text + "\n")
         write_json(run_dir / RUN_FILE, _how_started(session, job_file))
         _describe_start(session)
-    found = attempt(runtime, lambda: look(overrides, run_dir, session.report) if runtime.rank == 0 else None)
-    session.resume = tell(runtime, found)
+        for name, fields in opened.events:
+            session.report.event(name, **fields)
     signals.install()
     return session
-
-
-def attempt(runtime: Any, action: Callable[[], Any]) -> Any:
-    """Do `action` on this rank; if it failed on any rank, all leave together."""
-    error, value = None, None
-    try:
-        value = action()
-    except Exception as failure:
-        error = failure
-    runtime.agree(error)
-    return value
 
 
 def _look_at_data(runtime: Any, source: Any) -> Any:
@@ -186,25 +179,12 @@ def _enough_samples(num_samples: int, roles: Roles) -> None:
         raise UsageError(f"{told}: start at most {num_samples} workers")
 
 
-def _run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:
-    """Rank 0 names and makes it; everybody sees it through the shared file system."""
-    path = None
-    if runtime.rank == 0:
-        path = Path(overrides.run_dir) if overrides.run_dir else default_run_dir(job.name or "job")
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"cannot make the run directory {path}: {error}; choose another with --run-dir"
-            ) from error
-    return str(path.resolve()) if path else ""
-
-
 def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
     """What `simulate --replay` needs to start the same run."""
     import torch
 
     return {
+        **session.identity._asdict(),
         "job_file": str(Path(job_file).resolve()) if job_file else None,
         "overrides": dataclasses.asdict(session.overrides)
         | {"strategy": str(session.strategy), "run_dir": None},
@@ -268,7 +248,9 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         "batch_size": session.job.batch_size,
         "epochs": session.job.epochs,
         "run_dir": str(session.run_dir),
+        "run": session.identity.run,
         "resumed_from": session.resume.mark if session.resume else None,
+        "resumed_run": session.resume.identity.run if session.resume else None,
         "fault_tolerance": level(session.runtime, session.strategy),
         "inject": [str(one) for one in session.overrides.injections],
         "injected": [row for outcome in gathered for row in outcome.get("injected", [])],

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,27 +18,53 @@ from hypothesis import strategies as st
 
 from mpitrain.checkpoint import newest, read_part, write_part
 from mpitrain.checkpoint.keeper import Keeper
-from mpitrain.checkpoint.parts import folder_of, listed, prune, verify
+from mpitrain.checkpoint.parts import OtherSchemaError, _digest, folder_of, listed, mark_of, prune, verify
 from mpitrain.checkpoint.tree import join, split
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.rules.checkpointing import CheckpointPolicy, read_policy
+from mpitrain.run_directory import Identity, progress
 
-LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
+OURS = Identity("run", "attempt")
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.integers(0, 10**6).map(lambda number: torch.tensor([float(number)])),
+)
+# keys that are spelt alike, that hold what separates places, and that are no texts at all
+WORDS = st.sampled_from(["a", "b", "a/b", "/", "0", "1", "__tensor__", "__pairs__", ""])
+SCALARS = st.one_of(
+    WORDS, st.integers(-1, 2), st.floats(allow_nan=False), st.none(), st.booleans(), st.text()
+)
+KEYS = st.recursive(SCALARS, lambda inner: st.tuples(inner, inner), max_leaves=3)
 TREES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.one_of(st.integers(), st.text()), inner, max_size=3),
-        st.tuples(inner, inner),
+        st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4), st.tuples(inner, inner)
     ),
     max_leaves=12,
 )
 
 
+def same(one, other):
+    """Equal in types, keys (in order, 0 and False and 0.0 told apart) and tensors."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return same(list(one), list(other)) and same(list(one.values()), list(other.values()))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
 @given(TREES)
 def test_a_tree_comes_back_as_it_went_in_types_and_keys_included(tree):
     structure, tensors = split(tree)
-    assert join(json.loads(json.dumps(structure)), tensors) == tree
+    assert same(join(json.loads(json.dumps(structure)), tensors), tree)
 
 
 def test_tensors_of_every_dtype_come_back_to_the_bit(tmp_path):
@@ -51,7 +78,7 @@ def test_tensors_of_every_dtype_come_back_to_the_bit(tmp_path):
         torch.uint8,
     ]
     tree = {"state": {0: {"step": torch.tensor(3.0), "x": [torch.arange(6).to(d)[::2] for d in dtypes]}}}
-    write_part(tmp_path, "shard-0", tree, ["shard-0"])
+    write_part(tmp_path, "shard-0", tree, OURS, ["shard-0"])
     back = read_part(tmp_path, "shard-0")["state"][0]
     assert back["step"] == 3.0
     for saved, given_ in zip(back["x"], tree["state"][0]["x"], strict=True):
@@ -61,20 +88,30 @@ def test_tensors_of_every_dtype_come_back_to_the_bit(tmp_path):
 def test_what_cannot_be_held_is_named():
     with pytest.raises(TypeError, match="state/a/1: a checkpoint cannot hold a complex"):
         split({"a": [1, 2j]})
+    with pytest.raises(TypeError, match="state/a, a key: a checkpoint cannot hold a frozenset"):
+        split({"a": {frozenset(): 1}})
+    with pytest.raises(TypeError, match="a number of 20001 bits"):
+        split(2**20000)
+    endless = []
+    endless.append(endless)
+    with pytest.raises(TypeError, match="nested deeper than 100"):
+        split(endless)
 
 
-def checkpoint(run_dir, mark, value=0.0, shards=2):
+def checkpoint(run_dir, mark, value=0.0, shards=2, identity=OURS):
     for shard in reversed(range(shards)):
         needs = [f"shard-{i}" for i in range(shards)] if shard == 0 else []
         state = {"x": torch.full((100,), value), "mark": mark}
-        write_part(folder_of(run_dir, mark), f"shard-{shard}", state, needs, {"seed": 0})
+        write_part(folder_of(run_dir, mark), f"shard-{shard}", state, identity, needs, {"seed": 0})
 
 
 def test_the_newest_complete_one_wins_and_the_others_are_named(tmp_path):
     assert newest(tmp_path) is None
     checkpoint(tmp_path, 100)
     checkpoint(tmp_path, 200)
-    write_part(folder_of(tmp_path, 300), "shard-0", {}, ["shard-0", "shard-1"])  # shard 1 died before writing
+    write_part(
+        folder_of(tmp_path, 300), "shard-0", {}, OURS, ["shard-0", "shard-1"]
+    )  # shard 1 died before writing
     found = newest(tmp_path)
     assert found.mark == 200 and found.parts == ("shard-0", "shard-1")
     assert len(found.refused) == 1 and "shard-1.json was never finished" in found.refused[0]
@@ -107,6 +144,125 @@ def test_two_hundred_random_corruptions_are_all_seen_and_the_one_before_is_used(
     assert newest(tmp_path).mark == 200
 
 
+def rewritten(folder, name, without="", **changes):
+    """A part's JSON with other fields, or without one, and the right checksum."""
+    path = folder / f"{name}.json"
+    record = {
+        key: value for key, value in json.loads(path.read_bytes()).items() if key not in ("self", without)
+    }
+    record |= changes
+    path.write_text(json.dumps(record | {"self": _digest(record)}))
+
+
+def swap_shards(folder):
+    for suffix in ("json", "safetensors"):
+        one, other = folder / f"shard-0.{suffix}", folder / f"shard-1.{suffix}"
+        one.rename(folder / "between")
+        other.rename(one)
+        (folder / "between").rename(other)
+
+
+def take_shard_from(mark):
+    def take(folder):
+        for suffix in ("json", "safetensors"):
+            shutil.copy(folder.with_name(f"{mark:012d}") / f"shard-1.{suffix}", folder)
+
+    return take
+
+
+def write_shard_1(**identity):
+    return lambda folder: write_part(folder, "shard-1", {}, OURS._replace(**identity))
+
+
+FOREIGN = {
+    "swapped shards": (swap_shards, "its part is 'shard-1', not 'shard-0'"),
+    "a shard of an older mark": (take_shard_from(100), "its mark is 100, not 200"),
+    "a shard of another run": (write_shard_1(run="other"), "it is of run 'other', not 'run'"),
+    "a shard of a start that died": (write_shard_1(attempt="first"), "never finished in the attempt"),
+    "a shard of ranks since lost": (write_shard_1(attempt="attempt.1"), "never finished in the attempt"),
+    "no key": (lambda folder: rewritten(folder, "shard-1", "num_bytes"), "it has no 'num_bytes'"),
+    "no parts": (lambda folder: rewritten(folder, "shard-0", "parts"), "it has no 'parts'"),
+    "wrong type": (lambda folder: rewritten(folder, "shard-0", parts="shard-0"), "it has no 'parts'"),
+    "outside": (lambda folder: rewritten(folder, "shard-0", parts=["shard-0", "../x"]), "'../x' is no name"),
+    "not itself": (lambda folder: rewritten(folder, "shard-0", parts=["shard-1"]), "are not all parts"),
+    "a run outside": (lambda folder: rewritten(folder, "shard-0", run="../x"), "is no id of a run"),
+    "a list": (lambda folder: (folder / "shard-0.json").write_text("[]"), "is damaged"),
+    "nested": (lambda folder: (folder / "shard-0.json").write_text("[" * 10**6), "nested too deep"),
+    "a huge number": (lambda folder: (folder / "shard-0.json").write_text("9" * 10**6), "is damaged"),
+    "too large": (lambda folder: os.truncate(folder / "shard-0.json", 2**40), "at most"),
+    "tensors too large": (
+        lambda folder: os.truncate(folder / "shard-1.safetensors", 2**42),
+        "bytes instead of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_does_not_belong_there_is_told_and_the_checkpoint_before_is_taken(tmp_path, name):
+    change, told = FOREIGN[name]
+    checkpoint(tmp_path, 100)
+    checkpoint(tmp_path, 200)
+    change(folder_of(tmp_path, 200))
+    found = newest(tmp_path)
+    assert found.mark == 100 and told in " ".join(found.refused), found
+    for part in found.parts:
+        assert read_part(found.folder, part, found.identity)["mark"] == 100
+
+
+def test_a_pipe_in_place_of_a_part_is_not_waited_for(tmp_path):
+    checkpoint(tmp_path, 100)
+    checkpoint(tmp_path, 200)
+    for suffix in ("json", "safetensors"):
+        path = folder_of(tmp_path, 200) / f"shard-1.{suffix}"
+        kept = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        assert newest(tmp_path).mark == 100
+        path.unlink()
+        path.write_bytes(kept)
+    assert newest(tmp_path).mark == 200
+
+
+def test_a_part_whose_state_is_hostile_is_told_when_it_is_read(tmp_path):
+    checkpoint(tmp_path, 100)
+    folder = folder_of(tmp_path, 100)
+    for state in (
+        {"__tensor__": "9"},
+        {"__pairs__": [[1]]},
+        {"__tuple__": 3},
+        {"__float__": "x"},
+        {"__tensor__": []},
+    ):
+        rewritten(folder, "shard-1", state=state)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_part(folder, "shard-1")
+
+
+def test_names_in_checkpoints_that_are_not_ours_are_left_alone(tmp_path):
+    checkpoint(tmp_path, 100)
+    for name in ("notes", "12", "0000000001x0", "9" * 30, "damaged-000000000200"):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir()
+        shutil.copy(folder_of(tmp_path, 100) / "shard-0.json", folder)
+    (tmp_path / "checkpoints" / f"{300:012d}").write_text("a file")
+    (tmp_path / "checkpoints" / f"{400:012d}").symlink_to(tmp_path / "nowhere")
+    assert [mark_of(folder) for folder in listed(tmp_path)] == [100]
+    assert newest(tmp_path).mark == 100 and progress(tmp_path) == (100, "run", "attempt")
+    prune(tmp_path, 1, 500, OURS)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 8
+
+
+def test_what_an_earlier_start_has_left_beyond_is_neither_counted_nor_removed_before_its_time(tmp_path):
+    """Begun from 100 because 200 was damaged: with keep=1 the new 150 must stay, and 200 not count."""
+    again = Identity("run", "second", {"run": "run", "attempt": "attempt", "mark": 100})
+    for mark in (50, 100, 200):
+        checkpoint(tmp_path, mark)
+    for mark, left in ((150, [200, 150]), (250, [250])):
+        checkpoint(tmp_path, mark, identity=again)
+        prune(tmp_path, 1, mark, again)
+        assert [mark_of(folder) for folder in listed(tmp_path)] == left
+
+
 def test_when_nothing_verifies_that_is_said_with_every_reason(tmp_path):
     checkpoint(tmp_path, 100)
     (folder_of(tmp_path, 100) / "shard-1.safetensors").write_bytes(b"")
@@ -118,7 +274,7 @@ def test_when_nothing_verifies_that_is_said_with_every_reason(tmp_path):
 
 def test_killed_while_the_first_was_written_is_as_if_there_were_none(tmp_path):
     """Otherwise a run that is started again with --resume auto would never start."""
-    write_part(folder_of(tmp_path, 100), "shard-0", {}, ["shard-0", "shard-1"])
+    write_part(folder_of(tmp_path, 100), "shard-0", {}, OURS, ["shard-0", "shard-1"])
     (folder_of(tmp_path, 100) / ".shard-1.safetensors.tmp").write_bytes(b"half")
     folder_of(tmp_path, 200).mkdir()
     assert newest(tmp_path) is None
@@ -130,9 +286,9 @@ def test_killed_while_the_first_was_written_is_as_if_there_were_none(tmp_path):
 def test_old_ones_go_the_last_complete_ones_stay(tmp_path):
     for mark in (100, 200, 300):
         checkpoint(tmp_path, mark)
-    write_part(folder_of(tmp_path, 400), "shard-1", {})  # under way
-    write_part(folder_of(tmp_path, 50), "shard-1", {})  # never completed
-    prune(tmp_path, 2)
+    write_part(folder_of(tmp_path, 400), "shard-1", {}, OURS)  # under way
+    write_part(folder_of(tmp_path, 50), "shard-1", {}, OURS)  # never completed
+    prune(tmp_path, 2, 400, OURS)
     assert [int(path.name) for path in listed(tmp_path)] == [400, 300, 200]
 
 
@@ -140,12 +296,13 @@ WRITER = """
 import sys, torch
 from pathlib import Path
 from mpitrain.checkpoint.parts import folder_of, write_part
-run_dir = Path(sys.argv[1])
+from mpitrain.run_directory import Identity, progress
+run_dir, ours = Path(sys.argv[1]), Identity("run", "attempt")
 print("ready", flush=True)
 for mark in range(1, 10**6):
     state = {"x": torch.full((20000,), float(mark))}
-    write_part(folder_of(run_dir, mark), "shard-1", state)
-    write_part(folder_of(run_dir, mark), "shard-0", state, ["shard-0", "shard-1"])
+    write_part(folder_of(run_dir, mark), "shard-1", state, ours)
+    write_part(folder_of(run_dir, mark), "shard-0", state, ours, ["shard-0", "shard-1"])
 """
 
 
@@ -171,7 +328,7 @@ def test_a_full_disk_leaves_the_one_before_and_says_so(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     said = []
-    keeper = Keeper(tmp_path, "shard-0", CheckpointPolicy(), warn=said.append)
+    keeper = Keeper(tmp_path, "shard-0", OURS, CheckpointPolicy(), warn=said.append)
     keeper._more = lambda: {"store": torch.zeros(100_000)}
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
@@ -208,10 +365,13 @@ def test_another_schema_is_refused_by_name(tmp_path):
     from mpitrain.checkpoint import parts
 
     checkpoint(tmp_path, 100)
-    before, parts.SCHEMA = parts.SCHEMA, 2
+    before, parts.SCHEMA = parts.SCHEMA, 3
     try:
-        with pytest.raises(CheckpointError, match="has schema 1; this version reads 2"):
+        with pytest.raises(
+            OtherSchemaError, match="shard-0.json has schema 2, and this .* reads schema 3"
+        ) as told:
             verify(folder_of(tmp_path, 100))
+        assert told.value.exit_code == 2
     finally:
         parts.SCHEMA = before
 

@@ -199,7 +199,7 @@ for strategy, path in ((mt.Pipeline(microbatches=3), "fewer"), (mt.Sharded(), "o
 
 
 def test_fewer_replicas_go_on_from_there_and_other_parts_do_not(four, tmp_path):
-    for folder in sorted((four / "deep-pipeline" / FOLDER).iterdir())[2:]:
+    for folder in sorted((four / "deep-pipeline" / FOLDER).glob("0*"))[2:]:
         shutil.rmtree(folder)
     told = run_ranks(2, [sys.executable, "-c", GO_ON, str(tmp_path), str(four / "deep-pipeline")])
     told.check()

@@ -14,6 +14,7 @@ from mpitrain.model.peering import PeerReplica
 from mpitrain.report import NullReport
 from mpitrain.roles.peer import Peer
 from mpitrain.rules.shares import Shares
+from mpitrain.run_directory import Identity
 from mpitrain.training.measure import build
 from mpitrain.training.peer_cutting import restore
 from mpitrain.training.resuming import Resume
@@ -221,10 +222,11 @@ def test_another_number_of_peers_goes_on_from_the_mean(tmp_path, topology):
 
     wrote = make(3)
     VirtualWorld(Constant(1.0), Ideal()).run({peer.rank: peer.run() for peer, _ in wrote})
+    ours = Identity("run", "attempt")
     for peer, replica in wrote:
         name = f"own-{peer.rank}" if peer.rank else "shard-0"
-        write_part(tmp_path, name, {"role": peer.state(), "replica": replica.state()})
-    resume = Resume(tmp_path, 96, ("shard-0", "own-1", "own-2"), {})
+        write_part(tmp_path, name, {"role": peer.state(), "replica": replica.state()}, ours)
+    resume = Resume(tmp_path, 96, ("shard-0", "own-1", "own-2"), {}, ours)
     mean = sum(replica.x for _, replica in wrote) / 3
     residual = sum(kept(replica) for _, replica in wrote) / 3
     for number in (2, 3, 5):

@@ -1,0 +1,304 @@
+"""What lies where in a run's directory, whose it is, and how a new run makes room for itself.
+
+    RUN_DIR/run.json  metrics.jsonl  result.json ...  checkpoints/run-id  checkpoints/000000012800/...  earlier-RUN/...
+
+Invariants: standard library only, so that the launcher and batch scripts may ask without torch. Whatever is read may be
+torn, hostile or no file of ours: it is passed over, never raised. A run reads and removes no other run's checkpoints: a
+new one moves what an earlier one has left to `earlier-RUN/`, itself a run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpitrain.errors import UsageError
+
+CHECKPOINTS = "checkpoints"
+RUN_ID_FILE = "run-id"
+RUN_FILE = "run.json"
+FIRST_PART = "shard-0"
+PART_NAME = re.compile(r"(shard|own|worker)-(0|[1-9]\d{0,8})")
+MAX_RECORD_BYTES = 2**26  # of a part's JSON
+_FOLDER_NAME = re.compile(r"\d{12,15}")
+_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
+# Files and folders that a run leaves beside its checkpoints.
+_LEFT = (
+    RUN_FILE, "env.json", "metrics.jsonl", "result.json", "result-*.json", "model.safetensors", "arrivals-*.json",
+    "errors", "stacks", "REQUEUE", "restarts.jsonl",
+)  # fmt: skip
+
+
+class Identity(NamedTuple):
+    """Whose checkpoint this is.
+
+    Attributes:
+        run: its id; resuming in the same directory goes on with the same run.
+        attempt: id of one start of it, the same on all ranks.
+        resumed_from: {"run", "attempt", "mark"} of the checkpoint it began from; None from the beginning.
+    """
+
+    run: str
+    attempt: str
+    resumed_from: dict[str, Any] | None = None
+
+    def after_losing(self, num_ranks: int) -> Identity:
+        """Of the same start, after it has lost so many ranks: what these wrote does not go together with what is
+        written now."""
+        return self._replace(attempt=f"{self.attempt.partition('.')[0]}.{num_ranks}") if num_ranks else self
+
+    def is_same_start(self, attempt: str) -> bool:
+        """Whether `attempt` is of this start, whatever it has lost."""
+        return attempt.partition(".")[0] == self.attempt.partition(".")[0]
+
+
+def new_run_id() -> str:
+    """For a run that begins: sorted by date, unique."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def new_attempt_id() -> str:
+    """For one start of a run."""
+    return secrets.token_hex(8)
+
+
+def is_id(text: Any) -> bool:
+    """Whether it may be the id of a run or a start, and part of a file's name."""
+    return isinstance(text, str) and bool(_ID.fullmatch(text)) and set(text) != {"."}
+
+
+def folder_of(run_dir: Path, mark: int) -> Path:
+    """Where the checkpoint at `mark` samples (in a loop of one's own: steps) lies."""
+    return run_dir / CHECKPOINTS / f"{mark:012d}"
+
+
+def mark_of(folder: Path) -> int | None:
+    """The mark in a checkpoint folder's name; None for any other folder."""
+    return int(folder.name) if _FOLDER_NAME.fullmatch(folder.name) else None
+
+
+def listed(run_dir: Path) -> list[Path]:
+    """Every checkpoint folder, complete or not, the newest first; names that are not ours are left out."""
+    with contextlib.suppress(OSError):
+        entries = list(os.scandir(run_dir / CHECKPOINTS))
+        found = [Path(entry.path) for entry in entries if _is_folder(entry)]
+        return sorted((path for path in found if mark_of(path) is not None), key=_number, reverse=True)
+    return []
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """All of a regular file.
+
+    Raises:
+        OSError: it cannot be read; ValueError: it is no regular file, or larger than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise ValueError(f"{size} bytes, at most {max_bytes}")
+        data: bytes = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"more than {max_bytes} bytes")
+    return data
+
+
+def open_regular(path: Path) -> Any:
+    """Open for reading in binary; a pipe or device in its place is refused, and not waited for.
+
+    Raises:
+        OSError: it cannot be opened; ValueError: it is no regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError("it is no regular file")
+    return os.fdopen(handle, "rb")
+
+
+def read_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none, whatever the reason."""
+    try:
+        found = json.loads(read_bounded(path, max_bytes))
+    except (OSError, ValueError, RecursionError, MemoryError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class Progress(NamedTuple):
+    """The newest checkpoint whose parts are all there, as far as their names tell; (-1, "", "") without one."""
+
+    mark: int = -1
+    run: str = ""
+    attempt: str = ""
+
+
+def progress(run_dir: Path) -> Progress:
+    """How far the run in this directory has come. It has made progress between two looks if these differ: every start
+    writes beyond the checkpoint from which it has begun."""
+    for folder in listed(run_dir):
+        if (first := _complete(folder)) is not None:
+            return Progress(_number(folder), str(first.get("run", "")), str(first.get("attempt", "")))
+    return Progress()
+
+
+def _complete(folder: Path) -> dict[str, Any] | None:
+    first = read_json(folder / f"{FIRST_PART}.json")
+    parts = first.get("parts") if first else None
+    if first is None or not isinstance(parts, list) or not parts:
+        return None
+    named = all(isinstance(part, str) and PART_NAME.fullmatch(part) for part in parts)
+    return first if named and all((folder / f"{part}.json").is_file() for part in parts) else None
+
+
+def run_of(run_dir: Path) -> str:
+    """Id of the run whose checkpoints, or other files, lie here; "" where that is not known."""
+    for told in _ids(run_dir):
+        if is_id(told):
+            return str(told)
+    return ""
+
+
+def _ids(run_dir: Path) -> Iterator[Any]:
+    yield _marked(run_dir / CHECKPOINTS)
+    yield progress(run_dir).run
+    yield (read_json(run_dir / RUN_FILE) or {}).get("run")
+
+
+def _marked(checkpoints: Path) -> str | None:
+    try:
+        return read_bounded(checkpoints / RUN_ID_FILE, 100).decode().strip()
+    except (OSError, ValueError):
+        return None
+
+
+def is_used(run_dir: Path) -> bool:
+    """Whether a run has left something here that a new one would take for its own."""
+    return bool(listed(run_dir)) or (run_dir / RUN_FILE).exists()
+
+
+def adopt(run_dir: Path, run: str) -> None:
+    """From now on the checkpoints that lie here are `run`'s, which goes on with them.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    folder = run_dir / CHECKPOINTS
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if _marked(folder) != run:
+        beside = folder / f".{RUN_ID_FILE}.{secrets.token_hex(4)}"
+        beside.write_text(f"{run}\n")
+        beside.replace(folder / RUN_ID_FILE)
+
+
+def claim(run_dir: Path, run: str) -> Path | None:
+    """Make `run_dir/checkpoints` the new run's; returns where another run's have gone, if this call has moved them.
+
+    Any number of processes of the run may call it at once, on any host: one moves, and no other moves what is new.
+
+    Raises:
+        OSError: they cannot be moved, or the disk is full.
+    """
+    folder, moved, count = run_dir / CHECKPOINTS, None, 1
+    while (theirs := _marked(folder)) != run:
+        if not listed(run_dir):
+            adopt(run_dir, run)
+        elif theirs is None or not is_id(theirs):
+            _mark_unmarked(run_dir, replace=theirs is not None)
+        elif _move(folder, target := _earlier(run_dir, theirs, count), theirs):
+            moved = target
+        elif (target / CHECKPOINTS).exists():
+            count += 1
+    return moved
+
+
+def _mark_unmarked(run_dir: Path, replace: bool) -> None:
+    """Give checkpoints without a run's id that of their parts, or a date, unless they are already gone."""
+    folder = run_dir / CHECKPOINTS
+    name = run_of(run_dir) or time.strftime("%Y%m%d-%H%M%S", time.localtime(_age(run_dir)))
+    if replace:
+        adopt(run_dir, name)
+        return
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        handle = os.open(folder / RUN_ID_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{name}\n")
+
+
+def _move(folder: Path, target: Path, theirs: str) -> bool:
+    """Rename `theirs` checkpoints to a folder in `target`; whether it was done here."""
+    target.mkdir(mode=0o700, exist_ok=True)
+    inner, done = target / CHECKPOINTS, False
+    try:
+        os.rename(folder, inner)
+        done = _marked(inner) == theirs
+        if not done:  # what another process has made since we looked
+            os.rename(inner, folder)
+    except FileNotFoundError:  # another process has moved them
+        pass
+    except OSError:
+        if not inner.exists():
+            raise
+    if not done:
+        with contextlib.suppress(OSError):
+            target.rmdir()
+    return done
+
+
+def _earlier(run_dir: Path, whose: str, count: int) -> Path:
+    return run_dir / f"earlier-{whose}{f'-{count}' if count > 1 else ''}"
+
+
+def _age(run_dir: Path) -> float:
+    for path in (run_dir / RUN_FILE, run_dir / CHECKPOINTS):
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime
+    return time.time()
+
+
+def make_room(run_dir: Path, run: str) -> Path | None:
+    """For a new run: move what an earlier one has left here to `earlier-RUN/` and return that folder; None where
+    nothing was left. Files that are not a run's stay. Only the process that holds the directory's lock may call it.
+
+    Raises:
+        UsageError: it cannot be moved.
+    """
+    try:
+        if not is_used(run_dir):
+            claim(run_dir, run)
+            return None
+        if not run_of(run_dir):
+            _mark_unmarked(run_dir, replace=(run_dir / CHECKPOINTS / RUN_ID_FILE).exists())
+        whose, count = run_of(run_dir) or new_run_id(), 1
+        while (target := _earlier(run_dir, whose, count)).exists():
+            count += 1
+        target.mkdir(mode=0o700)
+        if listed(run_dir):
+            os.rename(run_dir / CHECKPOINTS, target / CHECKPOINTS)
+        for pattern in _LEFT:
+            for path in run_dir.glob(pattern):
+                os.rename(path, target / path.name)
+        claim(run_dir, run)
+    except OSError as error:
+        raise UsageError(
+            f"what an earlier run has left in {run_dir} cannot be moved aside: {error}; give another --run-dir"
+        ) from error
+    return target

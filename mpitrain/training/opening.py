@@ -1,0 +1,131 @@
+"""How a run opens its directory: what it goes on from, whose run that makes it, and room for a new one.
+
+Invariants: rank 0 alone changes anything in the directory, and only when it is known what the run goes on from, so a
+start that is refused leaves all as it was. `--resume auto` goes on with the run that is there; a start without it, or
+from another directory, is a new run, and what was there before is moved aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpitrain.checkpoint import Checkpoint
+from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, mark_of, survey
+from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.job import Job, Overrides
+from mpitrain.report import default_run_dir
+from mpitrain.run_directory import Identity, adopt, make_room, new_run_id, run_of
+from mpitrain.training.agree import attempt
+from mpitrain.training.resuming import find, identify
+
+
+class Opened(NamedTuple):
+    """A run directory that is this run's: what the run goes on from, whose it is, and what there is to tell of it as
+    (event, fields); the last on rank 0."""
+
+    run_dir: Path
+    resume: Checkpoint | None
+    identity: Identity
+    events: tuple[tuple[str, dict[str, Any]], ...] = ()
+
+
+def open_run(runtime: Any, job: Job, overrides: Overrides) -> Opened:
+    """Collective: agree on the directory, on what to go on from and on the run's identity.
+
+    Raises:
+        AgreedError: the directory cannot be made; nothing to go on from where it was named; no checkpoint verifies, or
+            the newest is of another version.
+    """
+    run_dir = Path(runtime.share(attempt(runtime, lambda: _make_run_dir(runtime, job, overrides))))
+    source = None
+    if overrides.resume is not None:
+        source = run_dir if overrides.resume == "auto" else Path(overrides.resume)
+    found = find(runtime, source)
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    def take() -> Identity | None:
+        return (
+            _take_over(run_dir, source, overrides.resume == "auto", found, events)
+            if runtime.rank == 0
+            else None
+        )
+
+    identity = runtime.share(attempt(runtime, take))
+    return Opened(run_dir, found, Identity(*identity), tuple(events))
+
+
+def _make_run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:
+    """Rank 0 names and makes it; everybody sees it through the shared file system."""
+    path = None
+    if runtime.rank == 0:
+        path = Path(overrides.run_dir) if overrides.run_dir else default_run_dir(job.name or "job")
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the run directory {path}: {error}; choose another with --run-dir"
+            ) from error
+    return str(path.resolve()) if path else ""
+
+
+def _take_over(
+    run_dir: Path,
+    source: Path | None,
+    auto: bool,
+    found: Checkpoint | None,
+    events: list[tuple[str, dict[str, Any]]],
+) -> Identity:
+    """On rank 0: make the directory this run's; returns the run's identity."""
+    if found is None and source is not None and not auto:
+        raise UsageError(f"--resume {source}: no checkpoint there (looked in {source / FOLDER})")
+    if source is None or source.resolve() != run_dir:
+        run = new_run_id()
+        moved = make_room(run_dir, run)
+        events += [("earlier run moved aside", {"to": str(moved)})] if moved else []
+    else:
+        run = found.identity.run if found else run_of(run_dir) or new_run_id()
+        if found is None and listed(run_dir):
+            events.append(
+                ("checkpoint passed over", {"reason": "none was ever finished; the run begins anew"})
+            )
+        try:
+            adopt(run_dir, run)
+        except OSError as error:
+            raise UsageError(f"cannot write to the run directory {run_dir}: {error}") from error
+    if found is not None:
+        events += [("checkpoint passed over", {"reason": reason}) for reason in found.refused]
+        if source is not None and source.resolve() == run_dir:
+            _clear_beyond(run_dir, found.mark)
+        events.append(
+            ("resume", {"checkpoint": str(found.folder), "samples": found.mark, "run": found.identity.run})
+        )
+    return identify(found, run)
+
+
+def _clear_beyond(run_dir: Path, mark: int) -> None:
+    """What lies beyond the checkpoint that the run goes on from was passed over, and would be taken for newer ones:
+    unfinished folders go, damaged ones are renamed."""
+    for folder in listed(run_dir):
+        if (mark_of(folder) or 0) <= mark:
+            break
+        with contextlib.suppress(OSError):
+            try:
+                survey(folder)
+            except UnfinishedError:
+                shutil.rmtree(folder)
+                continue
+            except CheckpointError:
+                pass
+            os.rename(folder, _free(folder.with_name(f"damaged-{folder.name}")))
+
+
+def _free(path: Path) -> Path:
+    count, found = 1, path
+    while found.exists():
+        count += 1
+        found = path.with_name(f"{path.name}-{count}")
+    return found

@@ -1,0 +1,203 @@
+"""Whose a run directory is: a new run makes room, a run that goes on stays, and many writers make room once."""
+
+import json
+import multiprocessing
+import os
+
+import pytest
+
+from mpitrain.checkpoint import newest, write_part
+from mpitrain.checkpoint.parts import folder_of
+from mpitrain.errors import UsageError
+from mpitrain.job import Overrides
+from mpitrain.run_directory import Identity, adopt, claim, make_room, progress, run_of
+from mpitrain.training.opening import open_run
+from tests import toy
+
+
+class OneRank:
+    """Agreements of a single rank."""
+
+    rank, size = 0, 1
+
+    def share(self, value):
+        return json.loads(json.dumps(value))
+
+    def allgather(self, value):
+        return [self.share(value)]
+
+    def agree(self, error):
+        if error is not None:
+            raise error
+
+
+def opened(run_dir, resume=None):
+    return open_run(OneRank(), toy.make_job(), Overrides(run_dir=str(run_dir), resume=resume))
+
+
+def checkpoint(run_dir, mark, identity):
+    write_part(folder_of(run_dir, mark), "shard-0", {"mark": mark}, identity, ["shard-0"], {})
+
+
+def test_a_new_run_moves_aside_what_is_there_and_a_run_that_goes_on_does_not(tmp_path):
+    """A relaunch of the second run must go on from the second run's checkpoint, however far the first has come."""
+    first = opened(tmp_path)
+    assert first.resume is None and first.events == ()
+    (tmp_path / "run.json").write_text(json.dumps({"run": first.identity.run}))
+    for name in ("metrics.jsonl", "restarts.jsonl", "result-1.json", "hosts", "mine.txt"):
+        (tmp_path / name).write_text("{}\n")
+    checkpoint(tmp_path, 5000, first.identity)
+    second = opened(tmp_path)
+    earlier = tmp_path / f"earlier-{first.identity.run}"
+    assert second.events == (("earlier run moved aside", {"to": str(earlier)}),)
+    assert second.identity.run != first.identity.run and second.identity.resumed_from is None
+    kept = {"checkpoints", "run.json", "metrics.jsonl", "restarts.jsonl", "result-1.json"}
+    assert {path.name for path in earlier.iterdir()} == kept
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", earlier.name, "hosts", "mine.txt"}
+    checkpoint(tmp_path, 640, second.identity)
+    third = opened(tmp_path, "auto")
+    assert third.resume.mark == 640 and third.identity.run == second.identity.run
+    assert third.identity.attempt != second.identity.attempt
+    assert third.identity.resumed_from == {
+        "run": second.identity.run,
+        "attempt": second.identity.attempt,
+        "mark": 640,
+    }
+    assert opened(tmp_path, str(tmp_path)).identity.run == second.identity.run  # named instead of "auto"
+
+
+def test_a_run_that_goes_on_from_another_directory_is_a_new_one_that_says_from_where(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    source = Identity("theirs", "a")
+    checkpoint(there, 100, source)
+    adopt(here, "older")
+    checkpoint(here, 7, Identity("older", "b"))
+    run = opened(here, str(there))
+    assert run.resume.mark == 100 and run.identity.run not in ("theirs", "older")
+    assert run.identity.resumed_from == {"run": "theirs", "attempt": "a", "mark": 100}
+    assert (
+        progress(here).mark == -1
+        and progress(here / "earlier-older").mark == 7
+        and progress(there).mark == 100
+    )
+    again = opened(here / "earlier-older", "auto")  # what was moved aside is a run directory itself
+    assert (again.resume.mark, again.identity.run) == (7, "older")
+
+
+def test_auto_without_a_whole_checkpoint_begins_the_same_run_anew(tmp_path):
+    first = opened(tmp_path, "auto")
+    write_part(folder_of(tmp_path, 100), "shard-0", {}, first.identity, ["shard-0", "shard-1"])
+    second = opened(tmp_path, "auto")
+    assert second.identity.run == first.identity.run and second.resume is None
+    assert second.events[0][1]["reason"] == "none was ever finished; the run begins anew"
+    assert not list(tmp_path.glob("earlier-*"))
+
+
+def test_what_is_damaged_beyond_is_no_progress_of_the_next_start(tmp_path):
+    """The launcher and batch scripts start a run again only while the newest checkpoint is another one."""
+    first = opened(tmp_path)
+    for mark in (100, 200):
+        checkpoint(tmp_path, mark, first.identity)
+    write_part(folder_of(tmp_path, 300), "shard-0", {}, first.identity, ["shard-0", "shard-1"])
+    with open(folder_of(tmp_path, 200) / "shard-0.safetensors", "ab") as file:
+        file.write(b"x")
+    before = progress(tmp_path)
+    second = opened(tmp_path, "auto")
+    assert before.mark == 200 and second.resume.mark == 100 and len(second.resume.refused) == 2
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "run-id", f"{100:012d}", f"damaged-{200:012d}",
+    }  # fmt: skip
+    checkpoint(tmp_path, 150, second.identity)
+    assert progress(tmp_path) != before and newest(tmp_path).mark == 150
+
+
+def version_0_1_0(run_dir, mark):
+    from mpitrain.checkpoint.parts import _digest
+
+    path = folder_of(run_dir, mark) / "shard-0.json"
+    path.parent.mkdir(parents=True)
+    record = {"schema": 1, "part": "shard-0", "needs": ["shard-0"], "about": {}, "num_bytes": 0, "state": {}}
+    path.write_text(json.dumps(record | {"self": _digest(record)}))
+    return path
+
+
+def test_a_checkpoint_of_the_first_version_is_refused_with_schema_and_file_and_a_new_run_moves_it(tmp_path):
+    path = version_0_1_0(tmp_path, 100)
+    for resume in ("auto", str(tmp_path)):
+        with pytest.raises(UsageError, match="shard-0.json has schema 1, and this .* reads schema 2") as told:
+            opened(tmp_path, resume)
+        assert told.value.exit_code == 2 and path.exists()
+    with pytest.raises(UsageError, match="no checkpoint there"):
+        opened(tmp_path, str(tmp_path / "nowhere"))
+    assert path.exists() and not list(tmp_path.glob("earlier-*"))  # a start that is refused changes nothing
+    opened(tmp_path)
+    assert (
+        not path.exists() and len(list(tmp_path.glob(f"earlier-*/checkpoints/{100:012d}/shard-0.json"))) == 1
+    )
+
+
+def test_a_folder_named_checkpoints_that_is_not_ours_stays(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "pretrained.safetensors").write_text("mine")
+    run = opened(tmp_path)
+    assert run.events == () and run_of(tmp_path) == run.identity.run
+    assert (tmp_path / "checkpoints" / "pretrained.safetensors").exists()
+
+
+def test_an_id_from_a_hostile_directory_leads_nowhere_else(tmp_path):
+    run_dir = tmp_path / "run"
+    adopt(run_dir, "../../outside")
+    checkpoint(run_dir, 5, Identity("..", ".."))
+    assert run_of(run_dir) == ""
+    make_room(run_dir, "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"} and run_of(run_dir) == "new"
+
+
+def _claim_and_write(run_dir, number, gate):
+    gate.wait()
+    claim(run_dir, "new")
+    write_part(folder_of(run_dir, 5), f"own-{number}" if number else "shard-0", {}, Identity("new", "a"))
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_many_writers_of_a_new_run_make_room_once_and_lose_nothing(tmp_path, marked):
+    fork = multiprocessing.get_context("fork")
+    for trial in range(10):
+        run_dir = tmp_path / str(trial)
+        checkpoint(run_dir, 9, Identity("old", "a"))
+        if marked:
+            adopt(run_dir, "old")
+        if trial % 2:  # taken already
+            (run_dir / "earlier-old" / "checkpoints" / "x").mkdir(parents=True)
+        gate = fork.Barrier(4)
+        writers = [fork.Process(target=_claim_and_write, args=(run_dir, number, gate)) for number in range(4)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(60)
+        assert [writer.exitcode for writer in writers] == [0] * 4
+        assert len(list(folder_of(run_dir, 5).glob("*.json"))) == 4 and run_of(run_dir) == "new"
+        moved = run_dir / ("earlier-old-2" if trial % 2 else "earlier-old")
+        assert progress(moved) == (9, "old", "a")
+        assert len(list(run_dir.iterdir())) == 2 + trial % 2
+
+
+def test_a_disk_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    checkpoint(tmp_path, 9, Identity("old", "a"))
+
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(
+        UsageError, match="cannot be moved aside: .*Read-only file system; give another --run-dir"
+    ):
+        opened(tmp_path)
+
+
+def test_recovered_ranks_write_under_a_name_of_their_own_within_the_same_start():
+    ours = Identity("run", "a1")
+    assert ours.after_losing(0) == ours
+    later = ours.after_losing(1).after_losing(3)
+    assert later.attempt == "a1.3" and ours.is_same_start(later.attempt) and later.is_same_start("a1")
+    assert not ours.is_same_start("a2")
