@@ -67,8 +67,9 @@ class Payload(Protocol):
 
 class Message(NamedTuple):
     """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples` in the
-    batch or accepted in all, `loss` of the batch, `finite` of the whole gradient, `stop` no more work, `pull` a push
-    that is to be answered with parameters, `leases` as (epoch, start, count, batch size), `text` a note.
+    batch or accepted in all, `share` that a push has in the mean of its update, `loss` of the batch, `finite` of the
+    whole gradient, `stop` no more work, `pull` a push that is to be answered with parameters, `leases` as (epoch,
+    start, count, batch size), `text` a note.
 
     Checkpoints: `mark` is the accepted samples at which every shard writes the next one (or `ASKS`), `ends` that the
     run ends with it, `cut` the one that this answer belongs to, `batches` how many a worker that joins has done before.
@@ -93,6 +94,7 @@ class Message(NamedTuple):
     batches: int = 0
     heir: bool = False
     park: bool = False
+    share: float = 1.0
 
 
 class Send(NamedTuple):

@@ -54,7 +54,7 @@ class ElasticStore:
         """Nothing to correct: parameters are exchanged."""
         return payload
 
-    def add(self, worker: int, payload: Any, weight: float) -> None:
+    def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
         """Take one worker's parameters; the exchange itself is `apply`."""
         self._gathered.append((worker, payload))
 

@@ -112,7 +112,7 @@ class PeerReplica:
         gradients = [p.grad for p in self.model.parameters if p.grad is not None]
         finite = loss - loss == 0.0 and (not gradients or all_finite(gradients))
         self._move(finite)
-        return Gradient(loss, num_samples, finite)
+        return Gradient(loss, num_samples, finite, num_samples)
 
     @torch.no_grad()
     def _move(self, finite: bool) -> None:

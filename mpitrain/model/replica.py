@@ -24,11 +24,13 @@ Batch = dict[str, torch.Tensor]
 
 
 class Gradient(NamedTuple):
-    """What one batch gave: its mean loss, its samples; `finite` covers the loss and every element of the gradient."""
+    """What one batch gave: its mean loss, its samples; `finite` covers the loss and every element of the gradient;
+    `share`: what it is the mean of, samples as a rule."""
 
     loss: float
     samples: int
     finite: bool
+    share: float
 
 
 def seed_step(seed: int, worker: int, step: int) -> None:
@@ -143,7 +145,7 @@ class Replica:
                 frame.release()
             self._frames = self.model.push_frames()
             finite = self._finite = self.model.gather_gradients(self._frames) and loss - loss == 0.0
-        return Gradient(loss, num_samples, finite)
+        return Gradient(loss, num_samples, finite, num_samples)
 
     def take(self) -> list[Frame] | list[Parcel]:
         """What to push, one frame or message a shard."""

@@ -68,7 +68,9 @@ class ShardStore:
         self.correction = make_correction(damping)
         self._reads: dict[int, deque[Frame]] = {}  # for a correction: what each worker read, the oldest first
         self._gathered: Frame | None = None
-        self._weights: list[float] = []
+        self._weights: list[float] = []  # of what is gathered, times its share
+        self._shares: list[float] = []
+        self._unit = 1.0
 
     def _pool_for(self, wire: str) -> FramePool:
         dtype = wire_dtype(wire, self.pool.dtype)
@@ -106,8 +108,12 @@ class ShardStore:
             self.correction.apply(payload.body, self.live.body, reads[0].body)
         return payload
 
-    def add(self, worker: int, payload: Any, weight: float) -> None:
-        """Gather `weight * gradient`; takes the frame over and releases it when it is done with it."""
+    def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
+        """Gather `weight * share * gradient`; takes the frame over and releases it when it is done with it. Shares are
+        counted in the first one's, so equal ones change no bit."""
+        self._unit = self._unit if self._shares else share or 1.0
+        self._shares.append(share / self._unit)
+        weight *= self._shares[-1]
         self._weights.append(weight)
         if self._gathered is None:
             self._gathered = self._widen(payload)
@@ -122,7 +128,7 @@ class ShardStore:
         payload.release()
 
     def apply(self) -> None:
-        """One optimizer step with the weighted mean of what was gathered."""
+        """One optimizer step with the mean of what was gathered: sum(weight * share * gradient) / sum(share)."""
         gathered, before = self._gathered, self.live.hold()
         assert gathered is not None, "apply without a gradient"
         watching = self.correction is not None and self.correction.watches_updates
@@ -146,21 +152,25 @@ class ShardStore:
             self._reply = None
         self._gathered = None
         self._weights.clear()
+        self._shares.clear()
 
     def _scale(self, gradient: torch.Tensor) -> tuple[float, float]:
         """Make the gathered sum what the optimizer is to see; returns the factors on its learning rate and its weight
         decay."""
-        count, total = len(self._weights), sum(self._weights)
+        count, total, shares = len(self._weights), sum(self._weights), sum(self._shares)
         proportional = isinstance(self.optimizer, torch.optim.SGD)
-        if proportional:
-            factor = total if count == 1 else 1.0 / count  # a single one has not met its weight yet
+        if not total:  # no sample of any of them counts
+            factor = 0.0
+        elif proportional:
+            factor = total / shares if count == 1 else 1.0 / shares  # a single one has not met its weight yet
         else:
             factor = 1.0 if count == 1 else 1.0 / total
         if factor != 1.0:
             gradient.mul_(factor)
-        if self.correction and self.correction.scales:  # it is in the gradient, scaled with it
-            return (1.0 if proportional else total / count), 0.0
-        return (1.0, total / count) if proportional else (total / count, 1.0)
+        rate = total / shares if shares else 1.0
+        if self.correction and self.correction.scales:  # decay is in the gradient, scaled with it
+            return (1.0 if proportional else rate), 0.0
+        return (1.0, rate) if proportional else (rate, 1.0)
 
     def _move_to(self, fresh: Frame) -> None:
         fresh.body.copy_(self.live.body)

@@ -5,7 +5,7 @@ sequence are right (DESIGN 4.11). It is small enough to travel eagerly; what fol
 note's text) has its exact length in it.
 
     magic 4s | kind u8 | finite, stop, pull, ends, heir, park u8 | leases u8 | - |
-    sequence, version, step, samples i64 | mark, cut, batches i64 | loss f64 | payload bytes i64 | text bytes i64 |
+    sequence, version, step, samples i64 | mark, cut, batches i64 | loss, share f64 | payload bytes, text bytes i64 |
     3 x (epoch u32, start i64, count u32, batch size u32) | crc32 u32 | zeros
 """
 
@@ -19,8 +19,8 @@ from mpitrain.errors import WireError
 
 HEADER_BYTES = 160
 MAX_TEXT_BYTES = 1 << 20
-_MAGIC = b"mpt3"
-_FIELDS = struct.Struct("<4sBBBxqqqqqqqdqq" + 3 * "IqII")
+_MAGIC = b"mpt4"
+_FIELDS = struct.Struct("<4sBBBxqqqqqqqddqq" + 3 * "IqII")
 _CHECKSUM = struct.Struct("<I")
 _MAX_LEASES = 3
 assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
@@ -37,7 +37,8 @@ def encode(message: Message, sequence: int) -> bytearray:
     _FIELDS.pack_into(
         header, 0, _MAGIC, message.kind, flags, len(message.leases), sequence,
         message.version, message.step, message.samples, message.mark, message.cut, message.batches,
-        message.loss, payload_bytes, len(message.text.encode()), *leases, *[0] * (4 * _MAX_LEASES - len(leases)),
+        message.loss, message.share, payload_bytes, len(message.text.encode()),
+        *leases, *[0] * (4 * _MAX_LEASES - len(leases)),
     )  # fmt: skip
     _CHECKSUM.pack_into(header, _FIELDS.size, zlib.crc32(memoryview(header)[: _FIELDS.size]))
     return header
@@ -51,7 +52,7 @@ def decode(header: bytearray, sequence: int, source: int) -> tuple[Message, int,
     """
     view = memoryview(header)[: _FIELDS.size]
     (magic, kind, flags, num_leases, got, version, step, samples, *rest) = _FIELDS.unpack(view)
-    mark, cut, batches, loss, payload_bytes, text_bytes, *rest = rest
+    mark, cut, batches, loss, share, payload_bytes, text_bytes, *rest = rest
     (checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
     if magic != _MAGIC or checksum != zlib.crc32(view):
         raise WireError(
@@ -73,6 +74,6 @@ def decode(header: bytearray, sequence: int, source: int) -> tuple[Message, int,
     finite, stop, pull, ends, heir, park = (bool(flags & bit) for bit in (1, 2, 4, 8, 16, 32))
     message = Message(
         Kind(kind), version, step, samples, loss, finite, stop, pull, leases,
-        mark=mark, ends=ends, cut=cut, batches=batches, heir=heir, park=park,
+        mark=mark, ends=ends, cut=cut, batches=batches, heir=heir, park=park, share=share,
     )  # fmt: skip
     return message, payload_bytes, text_bytes

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mpitrain.rules import Dealer, Lease, ServerStrategy
+from mpitrain.rules import Dealer, Lease, PerWorker, ServerStrategy
 
 LEASES_AHEAD = 1  # to read while computing on another; one more for every push that may be in flight
 
@@ -52,7 +52,9 @@ class Deals:
         if self.dealer is None:
             return []
         size = self.rule.batching.size(self.memory, worker, active, self.dealer.batch_size)
-        lease = self.dealer.deal(worker, size, self.rule.push_every)
+        plain = self.rule.batching == PerWorker() and self.rule.push_every == 1
+        together = self.rule.contributors(set(active)) if plain else None
+        lease = self.dealer.deal(worker, size, self.rule.push_every, together or ())
         return [lease] if lease else []
 
     def take_back(self, worker: int) -> None:
@@ -96,6 +98,12 @@ class Deals:
         """What the size of a push makes it weigh, beside its damping."""
         size = self.batch_size * self.rule.push_every
         return self.rule.batching.weight(num_samples, self.num_workers, size) if size else 1.0
+
+    def share(self, told: float) -> float:
+        """What share a push of `told` samples (or what its loss counts) has in the mean of its update: where it is a
+        mean itself, and not the sum of several, or the way that a worker has gone."""
+        is_mean = self.rule.push_every == 1 and self.rule.optimizer == "server"
+        return told if is_mean and not self.rule.batching.measures else 1.0
 
     def num_left_out(self) -> int:
         """Samples left out with incomplete last batches."""

@@ -18,7 +18,9 @@ class Gathering:
     def __init__(self, store: Store):
         self.store = store
         self.max_pending = 0
-        self._pending: dict[tuple[int, int], tuple[Any, float]] = {}  # (worker, step): waits for its turn
+        self._pending: dict[
+            tuple[int, int], tuple[Any, float, float]
+        ] = {}  # (worker, step): waits for its turn
         self._added: set[int] = set()  # workers whose gradients are in the store
 
     @property
@@ -26,9 +28,9 @@ class Gathering:
         """Whether nothing has arrived since the last update."""
         return not self._pending and not self._added
 
-    def take(self, worker: int, step: int, payload: Any, weight: float) -> None:
+    def take(self, worker: int, step: int, payload: Any, weight: float, share: float = 1.0) -> None:
         """One more gradient."""
-        self._pending[worker, step] = (payload, weight)
+        self._pending[worker, step] = (payload, weight, share)
         self.max_pending = max(self.max_pending, len(self._pending))
 
     def add_in_turn(self, due: Set[int] | None) -> None:

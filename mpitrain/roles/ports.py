@@ -15,8 +15,9 @@ from mpitrain.rules.shares import Turn
 class Store(Protocol):
     """A shard of the model with its optimizer, opaque to the role."""
 
-    def add(self, worker: int, payload: Any, weight: float) -> None:
-        """Gather one gradient; the store releases it when it is done with it."""
+    def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
+        """Gather one gradient of `weight`, which has this share (of any unit) in the mean of the update; the store
+        releases it when it is done with it."""
 
     def correct(self, worker: int, payload: Any, num_reads: int) -> Any:
         """Where the damping corrects gradients: this one, on arrival, for what has changed since the read it was
@@ -49,6 +50,9 @@ class Gradient(Protocol):
     def samples(self) -> int: ...
     @property
     def finite(self) -> bool: ...
+    @property
+    def share(self) -> float:
+        """What it is the mean of: samples, or the weight that the loss tells of."""
 
 
 class Replica(Protocol):

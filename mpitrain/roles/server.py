@@ -133,7 +133,7 @@ class Server:
             if self.rule.damping.corrects:
                 payload = self.store.correct(worker, payload, num_reads)
             weight = verdict.weight * self.deals.weight(message.samples)
-            self.gathering.take(worker, message.step, payload, weight)
+            self.gathering.take(worker, message.step, payload, weight, self.deals.share(message.share))
             self._exchanged.update([worker] if self.rule.elastic else [])
             self.gathering.add_in_turn(self.rule.contributors(self.active))
         else:

@@ -202,6 +202,7 @@ class Worker:
                 version=versions[shard],
                 step=self.step,
                 samples=samples,
+                share=sum(gradient.share for gradient in self._unpushed),
                 loss=loss,
                 finite=all(gradient.finite for gradient in self._unpushed),
                 pull=pull,

@@ -13,6 +13,7 @@ a single stretch the leases come in the order of asking.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError
@@ -78,12 +79,21 @@ class Dealer:
         self.returned: list[Lease] = []
         self.kept: dict[int, list[Lease]] = {}  # what each worker had before a restart: dealt to it again
         self.outstanding: dict[int, list[Lease]] = {}
+        self._served: set[int] = set()  # in this round of those who are dealt to together
 
-    def deal(self, worker: int, batch_size: int = 0, num_batches: int = 1) -> Lease | None:
+    def deal(
+        self, worker: int, batch_size: int = 0, num_batches: int = 1, together: Collection[int] = ()
+    ) -> Lease | None:
         """The next lease for `worker`, or None when everything has been dealt; what came back goes out
         first. `batch_size`: instead of the usual one; num_batches: to put into one lease, as far as they go.
+        `together`: workers whose batches make one update, this one among them: of the last round of an epoch, which has
+        no full batch for each, they get equally much (a rest with less than a sample for each is dealt as usual).
         """
         size = batch_size or self.batch_size
+        drop_last = self.drop_last
+        if together:
+            self._share_rest(worker, sorted(together), size)
+            drop_last = drop_last and len(together) * size > self.num_samples  # or whole rounds are left out
         again = self.kept.get(worker) or self.returned
         if again and not self.closed:
             self.outstanding.setdefault(worker, []).append(again.pop(0))
@@ -92,15 +102,15 @@ class Dealer:
             num_batches = min(num_batches, self.num_batches - self.num_dealt)
         if self.closed or num_batches <= 0:
             return None
-        owner = self._stretch_for(worker, size * num_batches, size)
+        owner = self._stretch_for(worker, size * num_batches, size, drop_last)
         while owner is None:
             self.epoch, self.cursor = self.epoch + 1, 0
-            owner = self._stretch_for(worker, size * num_batches, size)
+            owner = self._stretch_for(worker, size * num_batches, size, drop_last)
         if self.num_batches is None and self.epoch >= self.num_epochs:
             return None
         start, end = self.stretches.pop(owner)
         count = min(size * num_batches, end - start)
-        count -= count % size if self.drop_last and count > size else 0
+        count -= count % size if drop_last and count > size else 0
         if start + count < end:
             self.stretches[owner] = start + count, end
         lease = Lease(self.epoch, start, count, size if count > size else 0)
@@ -108,13 +118,13 @@ class Dealer:
         self.outstanding.setdefault(worker, []).append(lease)
         return lease
 
-    def _stretch_for(self, worker: int, unit: int, size: int) -> int | None:
+    def _stretch_for(self, worker: int, unit: int, size: int, drop_last: bool) -> int | None:
         """Whose stretch `worker` is dealt the next `unit` samples from: its own, a new one, or the one with most
         left; None at the end of the epoch.
         """
         self._lengthen(worker, unit)
-        least = min(size, self.num_samples) if self.drop_last else 1
-        if self.drop_last and worker in self.stretches and self._length(worker) < least:
+        least = min(size, self.num_samples) if drop_last else 1
+        if drop_last and worker in self.stretches and self._length(worker) < least:
             self._leave_out(worker)
             self._lengthen(worker, unit)
         if worker in self.stretches and self._length(worker) >= least:
@@ -161,13 +171,46 @@ class Dealer:
         return [(start, end - start) for start, end in joined]
 
     def deal_evenly(self) -> list[Lease]:
-        """One lease for every worker out of all that is left of the epoch, at most `batch_size` each: every run is cut
-        for a number of workers in proportion to its length. Needs a sample for everybody.
+        """One lease for every worker out of all that is left of the epoch, at most `batch_size` each. Needs a sample
+        for everybody.
         """
+        dealt = self._cut_evenly(self.num_workers)
+        for worker, lease in enumerate(dealt):
+            self.outstanding.setdefault(worker, []).append(lease)
+        return dealt
+
+    def _share_rest(self, worker: int, together: list[int], size: int) -> None:
+        """Where a round begins that the epoch has no full batch each for: lay by what each of them gets of the rest."""
+        if worker in self._served:
+            self._served.clear()
+        begins = not self._served
+        self._served.add(worker)
+        if not begins or self.closed or self.returned or any(self.kept.values()):
+            return
+        left, full = sum(count for _, count in self.left()), len(together) * size
+        if not left:
+            self.skip_rest()
+            left = self.num_samples
+        if self.num_batches is None:
+            enough = self.epoch < self.num_epochs
+        else:
+            enough = self.num_dealt + len(together) <= self.num_batches
+        if left >= full or not enough:
+            return
+        if self.drop_last and full <= self.num_samples:
+            self.num_left_out += left
+            self.skip_rest()
+        elif left >= len(together) and not self.drop_last:
+            leases = self._cut_evenly(len(together))
+            self.kept = {one: [lease] for one, lease in zip(together, leases, strict=True)}
+
+    def _cut_evenly(self, num_parts_in_all: int) -> list[Lease]:
+        """All that is left of the epoch, at most `batch_size` each, in so many leases, in order: every run is cut into
+        a number of them in proportion to its length."""
         runs = sorted(self.left(), key=lambda run: -run[1])
-        assert self.num_workers <= sum(count for _, count in runs)
-        num_parts = [1] * min(len(runs), self.num_workers)
-        while sum(num_parts) < self.num_workers:
+        assert num_parts_in_all <= sum(count for _, count in runs)
+        num_parts = [1] * min(len(runs), num_parts_in_all)
+        while sum(num_parts) < num_parts_in_all:
             sizes = [count / parts for (_, count), parts in zip(runs, num_parts)]
             num_parts[sizes.index(max(sizes))] += 1
         dealt, rest = [], runs[len(num_parts) :]
@@ -176,8 +219,6 @@ class Dealer:
             dealt += [Lease(self.epoch, *share_out(start, taken, parts, part)) for part in range(parts)]
             rest += [(start + taken, count - taken)] * (count > taken)
         self._lay_out(sorted(rest))
-        for worker, lease in enumerate(sorted(dealt)):
-            self.outstanding.setdefault(worker, []).append(lease)
         self.num_dealt += len(dealt)
         return sorted(dealt)
 

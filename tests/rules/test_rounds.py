@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mpitrain.roles.deals import Deals
@@ -82,28 +82,64 @@ def test_within_one_window_rounds_are_contiguous_global_batches(
     assert [[lease[1:3] for lease in leases] for leases in drain(rounds)] == expected
 
 
-@given(
-    rounds_per_epoch=st.integers(1, 40),
-    batch_size=st.integers(1, 9),
-    num_workers=st.integers(1, 6),
-    window=st.integers(1, 60),
-)
-def test_they_are_what_a_server_deals_in_lockstep(rounds_per_epoch, batch_size, num_workers, window):
-    """Two epochs, over the calls that a server makes: leases ahead at first, then one with every answer."""
-    num_samples, workers = rounds_per_epoch * batch_size * num_workers, list(range(num_workers))
-    dealer = Dealer(num_samples, 2, batch_size, num_workers=num_workers, window_samples=window)
+@given(**SIZES, drop_last=st.booleans())
+def test_they_are_what_a_server_deals_in_lockstep(num_samples, batch_size, num_workers, window, drop_last):
+    """Two epochs, over the calls that a server makes: leases ahead at first, then one with every answer. The last round
+    of an epoch, too, but for a rest of less than a sample for each, which servers deal and these leave out."""
+    assume(num_samples >= num_workers * batch_size or not drop_last)
+    rounds = Rounds(num_samples, batch_size, num_workers, window, drop_last)
+    found = drain(rounds)
+    left_out = rounds.next_epoch()
+    assume(drop_last or not left_out)
+    found += drain(rounds)
+    workers = list(range(num_workers))
+    dealer = Dealer(num_samples, 2, batch_size, None, drop_last, num_workers, window)
     deals = Deals(Sync(), dealer, num_workers, batch_size)
     deals.first(workers, set(workers))
     dealt = {worker: deals.take(worker, 0, set(workers)) for worker in workers}
-    for _ in range(2 * rounds_per_epoch):
+    for _ in found:
         for worker in workers:
             deals.settle(worker)
             dealt[worker] += deals.take(worker, 1, set(workers))
-    rounds = Rounds(num_samples, batch_size, num_workers, window)
-    found = drain(rounds)
-    assert rounds.next_epoch() == 0
-    found += drain(rounds)
     assert found == [list(leases) for leases in zip(*(dealt[worker] for worker in workers), strict=True)]
+    assert dealer.num_left_out == 2 * left_out
+
+
+@given(**SIZES, num_epochs=st.integers(1, 3), cut=st.integers(0, 40))
+def test_in_lockstep_servers_deal_every_sample_once_over_a_resume_and_with_fewer_workers(
+    num_samples, batch_size, num_workers, window, num_epochs, cut
+):
+    """Whatever the rest is, and whoever is there."""
+    seen = []
+
+    def serve(dealer, workers, limit):
+        while limit and any(give(dealer, worker, workers) for worker in workers):
+            limit -= 1
+
+    def give(dealer, worker, workers):
+        lease = dealer.deal(worker, together=workers)
+        if lease is not None:
+            dealer.settle(worker)
+            seen.extend((lease.epoch, at) for at in range(lease.start, lease.start + lease.num_samples))
+        return lease is not None
+
+    before, after = (
+        Dealer(num_samples, num_epochs, batch_size, num_workers=num_workers, window_samples=window)
+        for _ in "12"
+    )
+    serve(before, range(num_workers), cut)
+    give(before, 0, range(num_workers))  # and in the middle of a round
+    fewer = range(1, num_workers) or range(1)
+    after.restore(json.loads(json.dumps(before.state())), tuple(fewer))
+    serve(after, fewer, -1)
+    assert sorted(seen) == [(epoch, at) for epoch in range(num_epochs) for at in range(num_samples)]
+
+
+@given(num_batches=st.integers(1, 30), batch_size=st.integers(1, 9))
+def test_in_lockstep_a_limit_in_batches_is_exact(num_batches, batch_size):
+    dealer = Dealer(23, 1, batch_size, num_batches, num_workers=3)
+    leases = [dealer.deal(turn % 3, together=(0, 1, 2)) for turn in range(num_batches + 5)]
+    assert sum(lease is not None for lease in leases) == num_batches
 
 
 def test_each_rank_reads_windows_that_nobody_else_reads():

@@ -77,7 +77,7 @@ class _Number:
 
 
 class _Numbers:
-    def add(self, worker, payload, weight):
+    def add(self, worker, payload, weight, share=1.0):
         pass
 
     def apply(self):

@@ -353,3 +353,25 @@ def test_optimizers_that_no_rate_scales_are_not_weighed(rule):
         with pytest.raises(UsageError, match=f"{type(optimizer).__name__} keeps lengths of steps of its own"):
             check_optimizer(optimizer, rule)
         check_optimizer(optimizer, Async(damping=Drop()))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_gradients_of_an_update_are_averaged_by_their_shares(optimizer):
+    """3 samples and 1, weights 1 and 1/2: the mean over the samples of what each is worth, for SGD as a gradient, for
+    Adam as its rate."""
+    mixed, plain = (make_store([1.0], optimizer=optimizer, lr=0.25, weight_decay=0.5) for _ in "12")
+    mixed.add(1, frame(mixed, 8.0), 1.0, 3)
+    mixed.add(2, frame(mixed, 4.0), 0.5, 1)
+    total = 3 * 1.0 + 1 * 0.5
+    plain.add(1, frame(plain, (3 * 8.0 + 0.5 * 4.0) / total), total / 4)
+    for store in (mixed, plain):
+        store.apply()
+    assert values(mixed) == pytest.approx(values(plain), rel=1e-14)
+
+
+def test_an_update_of_which_no_sample_counts_has_no_gradient():
+    store = make_store([1.0], lr=0.25)
+    for worker in (1, 2):
+        store.add(worker, frame(store, 8.0), 1.0, 0)
+    store.apply()
+    assert values(store) == [1.0]

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import mpitrain as mt
+from mpitrain.effects import Kind, Message
 from mpitrain.rules import Backup, SoftSync, Sync
 from mpitrain.virtual import Constant, Exponential, LogNormal, ShiftedExponential
 from tests import toy
@@ -42,6 +43,31 @@ def test_lockstep_is_serial_training_with_the_full_batch_bit_for_bit(tmp_path, n
         options = {"strategy": rule, "workers": num_workers, "compute": Exponential()}
         for name, tensor in trained(tmp_path / str(index), job, **options).items():
             assert torch.equal(tensor, expected[name]), (rule, name)
+
+
+@pytest.mark.parametrize("kind", toy.DYADIC)
+@pytest.mark.parametrize(("num_workers", "num_samples", "batch_size"), [(2, 36, 8), (4, 36, 4), (3, 4, 8)])
+def test_the_last_round_of_an_epoch_is_serial_training_with_what_is_left(
+    tmp_path, num_workers, num_samples, batch_size, kind
+):
+    """4 samples are left: 2 and 2, one each, or 2, 1 and 1, weighed by their number."""
+    changes = toy.DYADIC[kind] | {"data": toy.Memory(num_samples), "epochs": 2 if num_samples == 4 else 1}
+    expected = toy.serial(toy.make_job(**changes, batch_size=num_workers * batch_size), 0)
+    job = toy.make_job(**changes, batch_size=batch_size)
+    for index, rule in enumerate((*lockstep(num_workers), *lockstep(num_workers, servers=2))):
+        options = {"strategy": rule, "workers": num_workers, "compute": Exponential()}
+        for name, tensor in trained(tmp_path / str(index), job, **options).items():
+            assert torch.equal(tensor, expected[name]), (rule, name)
+
+
+def test_softsync_takes_the_mean_over_samples_of_what_makes_its_update():
+    """Batches of 6 and 2 samples, by turns: each weighs as many."""
+    store = NumberStore(rate=0.25)
+    desk = Desk(SoftSync(updates=2), store, (1, 2))
+    for worker, samples, value in ((1, 6, 1.0), (2, 2, 5.0)):
+        payload = Number(value, 0)
+        desk.feed(worker, Message(Kind.PUSH, 0, 0, samples=samples, share=samples, payload=payload))
+    assert store.path == [1.0, 1.0 - 0.25 * (6 * 1.0 + 2 * 5.0) / 8]
 
 
 def test_timing_changes_no_bit_of_lockstep(tmp_path):

@@ -41,7 +41,10 @@ def test_pushes_by_an_identity_change_no_bit(tmp_path, rule):
     coded, trained = simulated(job, dataclasses.replace(rule, push_wire=IDENTITY), tmp_path / "coded")
     assert all(torch.equal(trained[name], tensor) for name, tensor in expected.items())
     assert coded["staleness_histogram"] == plain["staleness_histogram"]
-    assert all(one["codec"]["density"] == pytest.approx(1.0) for one in coded["workers_detail"])
+    densities = [one["codec"]["density"] for one in coded["workers_detail"]]
+    assert max(densities) == pytest.approx(1.0) and min(densities) > 0.0, (
+        "less where a unit has been dropped out"
+    )
 
 
 @pytest.mark.parametrize("rule", (mt.Sync(servers=2), mt.Async(servers=2), mt.StaleSync(bound=1)), ids=str)

@@ -58,16 +58,19 @@ class NumberStore:
         self.updates: list[list[Added]] = []
         self.differences: dict[int, float] = {}
         self._gathered: list[Added] = []
-        self._total = 0.0
+        self._total = self._shares = 0.0
+        self._unit = 1.0
 
-    def add(self, worker: int, payload: Number, weight: float) -> None:
-        self._total += weight * payload.value
+    def add(self, worker: int, payload: Number, weight: float, share: float = 1.0) -> None:
+        self._unit = self._unit if self._gathered else share
+        self._shares = (self._shares if self._gathered else 0.0) + share / self._unit
+        self._total += weight * share / self._unit * payload.value
         self._gathered.append(Added(worker, payload.version, weight, payload.lease))
         payload.release()
 
     def apply(self) -> None:
         if self.share is None:
-            self.value -= self.rate * (self._total / len(self._gathered))
+            self.value -= self.rate * (self._total / self._shares)
         else:
             (one,) = self._gathered
             self.differences[one.worker] = self.share * (self._total - self.value)
@@ -86,6 +89,7 @@ class Gradient(NamedTuple):
     loss: float
     samples: int
     finite: bool
+    share: float
 
 
 class NumberReplica:
@@ -131,7 +135,7 @@ class NumberReplica:
             move = self.rate * slope * finite * self.rule.moves
             self.total[shard] += move if self.rule.optimizer == "worker" else slope
             self.values[shard] -= move
-        return Gradient(0.0, lease.num_samples, finite)
+        return Gradient(0.0, lease.num_samples, finite, lease.num_samples)
 
     def take(self) -> list[Number]:
         first, last = self.covers[0], self.covers[-1]
