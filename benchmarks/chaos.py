@@ -17,6 +17,8 @@ server    4 jobs whose server is killed, with and without ULFM: how soon all ran
 signal    4 jobs told to end by SIGUSR1 to the launcher: how soon they have, with exit code 75, and that the next launch
           goes on from there exactly.
 stop      one of four workers is stopped (SIGSTOP) for 10 s: the others' rate of batches meanwhile over before.
+counting  launches of every strategy, with and without ULFM, of which one to three ranks, servers included, are killed
+          from outside at any moment, start-up included: every sample counted (`chaos_counting.py`).
 accuracy  digits (`mpitrain data pack digits data/digits`) with one of four workers killed a third of the way, against
           undisturbed, both pooled over the seeds; over MPI, or in virtual time with `--virtual`.
 """
@@ -38,6 +40,7 @@ from typing import Any
 
 import torch
 from chaos_allreduce import run_allreduce
+from chaos_counting import run_counting
 from chaos_kills import run_kills
 from chaos_launch import HERE, finish, launch, notes
 from chaos_relaunch import run_server, run_signal, run_writing
@@ -217,7 +220,8 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, default=20, help="of the writing part; a fifth as many of the server part"
     )
-    every = ["files", "writing", "server", "signal", "stop", "accuracy", "kills", "allreduce"]
+    parser.add_argument("--launches", type=int, default=100, help="of the counting part")
+    every = ["files", "writing", "server", "signal", "stop", "counting", "accuracy", "kills", "allreduce"]
     parser.add_argument("--parts", nargs="+", choices=every, default=every)
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked child would wait for threads that it has not got
@@ -231,6 +235,8 @@ def main() -> None:
         run_signal(max(2, options.jobs // 5))
     if "stop" in options.parts:
         run_stop()
+    if "counting" in options.parts:
+        run_counting(options.launches, options.seed)
     if "accuracy" in options.parts:
         for strategy in ("async()",) if options.virtual else ("async()", "allreduce()"):
             run_accuracy(strategy, options.seeds, options.virtual)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,9 @@ class Job:
         tensor_plan: which layers `tensor(parallel=K)` slices: name or pattern (`"layers.*.up"`) to "column"
             (outputs are sliced and stay so), "row" (inputs are sliced, outputs whole) or "gather" (as column,
             outputs put together again).
+        find_unused_parameters: under `allreduce()`: True where the loss leaves out some parameters in some steps, which
+            costs a walk through its graph at every step; None looks at the first step and goes on as if it were True
+            where that leaves some out.
         name: for the run directory; the job file's name if None.
     """
 
@@ -83,6 +87,7 @@ class Job:
     synthetic: Any = None
     stages: Callable[[Any, int], Sequence[Any]] | Sequence[str] | None = None
     tensor_plan: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    find_unused_parameters: bool | None = None
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +112,10 @@ class Job:
             raise UsageError(
                 f"Job: schedule must be a value such as mpitrain.Gradual(epochs=5), got {self.schedule!r}"
             )
+        if self.metrics is not None and not callable(self.metrics):
+            raise UsageError(f"Job: metrics must be callable, got {self.metrics!r}")
+        for key in ("data", "validate", "synthetic"):
+            _check_source(key, getattr(self, key), optional=key != "data")
         read_policy(self.checkpoint_every, self.mtbf_s)
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
@@ -123,6 +132,16 @@ class Job:
         for pattern, way in self.tensor_plan.items():
             if way not in SLICES:
                 raise UsageError(f"Job: tensor_plan {pattern!r}: {way!r}{nearest(str(way), list(SLICES))}")
+
+
+def _check_source(key: str, value: Any, optional: bool) -> None:
+    if (optional and value is None) or (hasattr(value, "scan") and hasattr(value, "reader")):
+        return
+    what = f"{type(value).__module__.split('.')[0]}'s {type(value).__name__}"
+    raise UsageError(
+        f"Job: {key} must be mpitrain.Shards(...) or mpitrain.Synthetic(...), got {what}. Write a dataset into shards "
+        'once, mpitrain.pack(dataset, "data/mine"), and give the job mpitrain.Shards("data/mine/train-*.h5")'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +200,8 @@ class Overrides:
 
 def apply_overrides(job: Job, overrides: Overrides) -> Job:
     """The job with the command line's options in place; `job.strategy` is set afterwards."""
+    from mpitrain.model.user_code import Checked, unwrapped
+
     overrides.check()
     changes: dict[str, Any] = {
         key: value
@@ -201,7 +222,20 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
         changes |= {"data": job.synthetic, "validate": None, "target": {}}
     if overrides.target:
         changes["target"] = dict(read_option(text) for text in overrides.target)
+    changes["loss"] = Checked(unwrapped(job.loss), "loss")
+    if job.metrics is not None:
+        changes["metrics"] = Checked(unwrapped(job.metrics), "metrics")
     return dataclasses.replace(job, **changes)
+
+
+def _explain_fields(path: str, error: TypeError) -> str:
+    """What is wrong with the arguments of a `Job(...)` in the job file at `path`."""
+    known = [field.name for field in dataclasses.fields(Job)]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    text = str(error).removeprefix("Job.__init__() ")
+    unknown = text.split("'")[1] if text.startswith("got an unexpected keyword argument") else ""
+    told = f"Job has no field {unknown!r}{nearest(unknown, known)}" if unknown else f"Job(...) {text}"
+    return f"{path}, line {lines[-1] if lines else '?'}: {told}"
 
 
 def load_job(path: str) -> Job:
@@ -216,6 +250,13 @@ def load_job(path: str) -> Job:
     sys.path.insert(0, str(file.resolve().parent))
     try:
         names = runpy.run_path(str(file), run_name="mpitrain_job")
+    except SyntaxError as error:
+        where = f"{error.filename}, line {error.lineno}"
+        raise UsageError(f"{where}: {error.msg}: {(error.text or '').strip()}") from None
+    except TypeError as error:
+        if "Job.__init__() " not in str(error):
+            raise
+        raise UsageError(_explain_fields(str(file), error)) from None
     finally:
         sys.path.pop(0)
     job = names.get("job")

@@ -29,6 +29,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
+from zlib import crc32
 
 from mpitrain.errors import EXIT_ERROR, AgreedError, GivenUpError, LostRankError, MpitrainError, UsageError
 from mpitrain.mpi.agreement import CalledOffError, agree, revoke
@@ -179,7 +180,8 @@ def report(runtime: "Runtime", error: BaseException) -> None:
     trace = "".join(traceback.format_exception(error))
     summary = f"mpitrain: {runtime.where()}: {type(error).__name__}: {error}"
     plain = isinstance(error, UsageError | LostRankError | GivenUpError) or is_lost_peer(error)
-    _tell(runtime, summary if plain else trace + summary)
+    if not isinstance(error, UsageError) or _is_first(runtime, str(error)):
+        _tell(runtime, summary if plain else trace + summary)
     if runtime.run_dir is None:
         return
     record = {
@@ -199,6 +201,27 @@ def report(runtime: "Runtime", error: BaseException) -> None:
         (folder / f"rank-{runtime.launched_rank}.json").write_text(json.dumps(record, indent=1) + "\n")
     except OSError as failure:  # a full disk must not keep the job alive
         _tell(runtime, f"mpitrain: could not write the error report: {failure}")
+
+
+def forget_reports(run_dir: Path) -> None:
+    """A new start: what the one before has reported is no news any more, should it be met again."""
+    for path in (run_dir / "errors").glob("reported-*"):
+        path.unlink(missing_ok=True)
+
+
+def _is_first(runtime: "Runtime", text: str) -> bool:
+    """Whether no other rank has reported this mistake of the user's, which all ranks tend to meet at once."""
+    if runtime.run_dir is None:
+        return True
+    path = Path(runtime.run_dir) / "errors" / f"reported-{crc32(text.encode()):08x}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("x").close()
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk must not keep the message back
+        return True
+    return True
 
 
 def _tell(runtime: "Runtime", text: str) -> None:

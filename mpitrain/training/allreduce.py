@@ -8,19 +8,25 @@ incomplete last round is shared evenly and weighted so that it, too, is the mean
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from mpitrain.errors import UsageError
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
+from mpitrain.model.user_code import unused_parameters
 from mpitrain.rules.dealing import Lease
 from mpitrain.rules.rounds import Rounds
 from mpitrain.training.cutting import StepCuts
-from mpitrain.training.hooks import CodecHook
+from mpitrain.training.emergency import KeptBuffers
+from mpitrain.training.hooks import CodecHook, reattach
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
@@ -58,6 +64,7 @@ class Trainer:
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
         self.nap = (kept and kept.nap) or Nap(session.straggler(), module.parameters())
         self.hook: CodecHook | None = None
+        self.find_unused = session.job.find_unused_parameters
         self.parallel = self._make_parallel()
         self.gradients = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
         job = session.job
@@ -143,9 +150,59 @@ class Trainer:
 
     def _make_parallel(self) -> Any:
         """The module to call."""
-        parallel = data_parallel(self.module)
+        parallel = self._make_ddp()
         self.hook = attach(parallel, codec_of(self.session.strategy), self.session.job.seed)
         return parallel
+
+    def _make_ddp(self) -> DistributedDataParallel:
+        return data_parallel(self.module, find_unused=bool(self.find_unused))
+
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of a batch. At the first step all ranks look whether it leaves out parameters; if it does on any of
+        them, DDP is made anew, which then looks at every step, and this step is done again."""
+        job = self.session.job
+        if self.find_unused is not None or not self._reduces:
+            return job.loss(self.parallel, batch)
+        before = KeptBuffers(self.module)
+        loss = job.loss(self.parallel, batch)
+        left_out = torch.tensor([len(unused_parameters(self.module, loss))])
+        if self.num_workers > 1:
+            dist.all_reduce(left_out, op=dist.ReduceOp.MAX)
+        self.find_unused = bool(left_out)
+        if not self.find_unused:
+            return loss
+        before.put_back()
+        self.parallel = None
+        del loss
+        gc.collect()  # the hooks of the DDP before hang on the parameters for as long as it lives
+        self.parallel = self._make_ddp()
+        if self.hook is not None:
+            reattach(self.parallel, self.hook)
+        self._seed()
+        return job.loss(self.parallel, batch)
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether this step's backward pass exchanges gradients."""
+        ddp = self.parallel
+        return isinstance(ddp, DistributedDataParallel) and ddp.require_backward_grad_sync
+
+    def _check_all_used(self) -> None:
+        """DDP waits for ever for gradients that do not come, and tells so at the next step only, if there is one."""
+        if self.find_unused or not self._reduces:
+            return
+        named = self.module.named_parameters()
+        left_out = [name for name, one in named if one.requires_grad and one.grad is None]
+        if left_out:
+            more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+            raise UsageError(
+                f"the loss does not depend on {', '.join(left_out[:3])}{more} in this step (rank "
+                f"{self.session.runtime.launched_rank}, step {self.step}), as it did in the first one; say "
+                "Job(find_unused_parameters=True)"
+            )
+
+    def _seed(self) -> None:
+        seed_step(self.session.job.seed, self.rank, self.step)
 
     def _begin_step(self) -> None:
         """Before the forward pass."""
@@ -181,25 +238,26 @@ class Trainer:
 
     def _one_step(self, lease: Lease, count: int) -> None:
         """One batch of this worker's, of a round of `count` samples."""
-        job, runtime = self.session.job, self.session.runtime
+        runtime = self.session.runtime
         runtime.step = self.step
         share = lease.num_samples
         batch = {
             name: tensor.to(self.device, non_blocking=True)
             for name, tensor in self.reader.batch(lease.epoch, lease.start, share).items()
         }
-        seed_step(job.seed, self.rank, self.step)
+        self._seed()
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
         began_s = time.monotonic()
         self.nap.begin()
         self._begin_step()
-        loss = job.loss(self.parallel, batch)
+        loss = self._loss(batch)
         value = float(loss.detach())
         weight = share * self.num_workers / count
         if value - value != 0.0:
             weight = float("nan")  # poisons the reduced gradient, so that every rank sees it
         (loss if weight == 1.0 else loss * weight).backward()
+        self._check_all_used()
         self.compute_s += time.monotonic() - began_s
         self.cuts.guard.begin()
         self._update(value, count)

@@ -190,6 +190,12 @@ class KeptBuffers:
         for name, buffer in self._buffers.items():
             self._kept[name].copy_(buffer)
 
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The module goes on from them."""
+        for name, buffer in self._buffers.items():
+            buffer.copy_(self._kept[name])
+
     def put_into(self, state: dict[str, Any]) -> None:
         """In place of the present ones in a `state_dict`."""
         state.update({name: kept for name, kept in self._kept.items() if name in state})

@@ -184,8 +184,13 @@ def attach_codec(
             f"{codec}: gradients must be float32; {odd[0]} is not. float16() and bfloat16() take any"
         )
     hook = CodecHook(named, codec, group, seed)
-    parallel.register_comm_hook(None, _Call(hook))
+    reattach(parallel, hook)
     return hook
+
+
+def reattach(parallel: DistributedDataParallel, hook: CodecHook) -> None:
+    """Go on with `hook` under another DDP of the same module."""
+    parallel.register_comm_hook(None, _Call(hook))
 
 
 class _Call:

@@ -17,7 +17,6 @@ from mpitrain.training.allreduce import Trainer
 from mpitrain.training.averaging import Averager
 from mpitrain.training.cutting import copied
 from mpitrain.training.lockstep import run_lockstep
-from mpitrain.training.parallel import data_parallel
 from mpitrain.training.recovering import Kept
 from mpitrain.training.session import Session
 
@@ -42,7 +41,7 @@ class AveragingTrainer(Trainer):
 
     def _make_parallel(self) -> Any:
         self.averager = Averager(self.module, self.optimizer, self.strategy)
-        return data_parallel(self.module) if self.strategy.start else self.module
+        return self._make_ddp() if self.strategy.start else self.module
 
     def _begin_step(self) -> None:
         if self.strategy.start:

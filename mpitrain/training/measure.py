@@ -19,6 +19,7 @@ from torch import nn
 from mpitrain.data.ragged import num_samples_in
 from mpitrain.job import Job
 from mpitrain.model.optimizer import set_learning_rate
+from mpitrain.model.user_code import check_made_optimizer, check_module
 from mpitrain.targets import LOSS, check_targets
 
 MODEL_FILE = "model.safetensors"
@@ -42,14 +43,14 @@ def compute_thread(device: torch.device) -> Executor:
 def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The job's module and optimizer, made under the job's seed so that every rank gets the same."""
     torch.manual_seed(job.seed)
-    module = job.model if isinstance(job.model, nn.Module) else job.model()
+    module = check_module(job.model if isinstance(job.model, nn.Module) else job.model())
     module = module.to(device)
     return module, build_optimizer(job, module, lr)
 
 
 def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.optim.Optimizer:
     """A new optimizer of the job for `module`, with `lr` as its rate unless that is None."""
-    optimizer = job.optimizer(module.parameters())
+    optimizer = check_made_optimizer(job.optimizer(module.parameters()))
     if lr is not None:
         set_learning_rate(optimizer, lr)
     return optimizer

@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any
 
 from mpitrain.job import Job
+from mpitrain.model.user_code import unwrapped
 
 
 def options(job: Job) -> dict[str, Any]:
@@ -24,6 +25,7 @@ def options(job: Job) -> dict[str, Any]:
 
 
 def fingerprint(value: Any) -> Any:
+    value = unwrapped(value)
     code = getattr(value, "__code__", None)
     if code is not None:
         return f"{value.__qualname__}@{hashlib.sha256(_code_text(code).encode()).hexdigest()[:12]}"

@@ -25,13 +25,18 @@ def attach(parallel: DistributedDataParallel, codec: Codec, seed: int = 0) -> Co
     return None if codec.is_none else attach_codec(parallel, codec, seed=seed)
 
 
-def data_parallel(module: nn.Module, group: Any = None) -> DistributedDataParallel:
+def data_parallel(module: nn.Module, group: Any = None, find_unused: bool = False) -> DistributedDataParallel:
     """DDP over `group` (default: all ranks) around a module that its ranks already share. Running statistics
     stay the validator's own: they are not used while training, so broadcasting them every step, torch's
-    default, buys nothing."""
+    default, buys nothing. `find_unused`: the loss may leave parameters out."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     renamed = "forward_sync_buffers" in known  # in torch 2.13
     off: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     return DistributedDataParallel(
-        module, process_group=group, init_sync=False, gradient_as_bucket_view=True, **off
+        module,
+        process_group=group,
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused,
+        **off,
     )

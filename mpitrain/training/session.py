@@ -20,6 +20,7 @@ from mpitrain.environment import code_versions, collect, launched_server_nodes
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
+from mpitrain.mpi.ending import forget_reports
 from mpitrain.report import NullReport, Report, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
 from mpitrain.run_directory import RUN_FILE, Identity
@@ -145,6 +146,7 @@ def prepare(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )
     if runtime.rank == 0:
+        forget_reports(run_dir)
         session.open_report()
         text = json.dumps({**collect(runtime), "ranks": environment}, indent=2, sort_keys=True, default=str)
         (run_dir / "env.json").write_text(text + "\n")

@@ -3,12 +3,16 @@ never hangs.
 """
 
 import json
+import runpy
+import shutil
 import sys
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mpitrain.data.write import write_shard
 from tests.ranks import run_ranks
@@ -102,6 +106,72 @@ def test_a_job_file_without_a_job_and_a_missing_one(tmp_path):
     path.write_text("jobs = 3\n")
     run = train(2, str(path), tmp_path)
     assert run.code == 2 and "all ranks: UsageError" in run.stderr and "no 'job'" in run.stderr, str(run)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce()", "async()", "localsgd(period=2)", "decentralized()"])
+def test_a_batch_key_that_does_not_exist_is_told_once(tmp_path, strategy):
+    job = tmp_path / "job.py"
+    job.write_text(
+        "from tests import toy\n"
+        "def loss(model, batch):\n"
+        "    return model(batch['image']).mean()\n"
+        "job = toy.make_job(loss=loss)\n"
+    )
+    for _ in range(2):  # in the same run directory: it is news again
+        run = train(3, str(job), tmp_path, "--strategy", strategy)
+        assert run.code == 2, str(run)
+        assert run.stderr.count("loss asks for 'image'") == 1 and "Traceback" not in run.stderr, str(run)
+        assert f"({job}, line 3), and a batch holds 'x', 'y'" in run.stderr
+
+
+LEAVING_OUT = """
+import torch
+from torch import nn
+import mpitrain as mt
+from tests import toy
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
+        self.head, self.other = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        last = self.calls > 3 and {other} and mt.mpi.runtime.start().rank == 1
+        return (self.other if last else self.head)(self.norm(self.body(x)))
+
+import mpitrain.mpi.runtime
+job = toy.make_job(model=Wide, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), {more})
+"""
+
+
+def test_parameters_that_the_loss_leaves_out_are_found_and_left_alone(tmp_path):
+    """As in plain torch: no gradient, so no weight decay either. BatchNorm sees the first batch once."""
+    job = tmp_path / "job.py"
+    models = {}
+    for name, more in {"found": "", "told": "find_unused_parameters=True"}.items():
+        job.write_text(LEAVING_OUT.format(other=False, more=more))
+        train(2, str(job), tmp_path).check()
+        models[name] = load_file(tmp_path / "run" / "model.safetensors")
+        shutil.rmtree(tmp_path / "run")
+    assert all(torch.equal(tensor, models["told"][name]) for name, tensor in models["found"].items())
+    torch.manual_seed(0)
+    initial = runpy.run_path(str(job))["job"].model().state_dict()
+    assert torch.equal(models["found"]["other.weight"], initial["other.weight"])
+    assert not torch.equal(models["found"]["head.weight"], initial["head.weight"])
+    assert models["found"]["norm.num_batches_tracked"] == 2 * 48 / 12
+
+
+def test_a_step_that_leaves_out_more_than_the_first_is_told_at_once(tmp_path):
+    job = tmp_path / "job.py"
+    job.write_text(LEAVING_OUT.format(other=True, more="find_unused_parameters=False"))
+    run = train(2, str(job), tmp_path)
+    assert run.code == 2 and run.stderr.count("does not depend on other.weight") == 1, str(run)
+    assert "Job(find_unused_parameters=True)" in run.stderr and "Traceback" not in run.stderr
+    job.write_text(LEAVING_OUT.format(other=True, more="find_unused_parameters=True"))
+    train(2, str(job), tmp_path).check()
 
 
 WRONG_INPUT = """

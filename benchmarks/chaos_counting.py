@@ -1,0 +1,186 @@
+"""Part `counting` of `chaos.py`: ranks are killed from outside at any moment, and every sample is counted.
+
+Every launch trains `counting_job.py` by one of the strategies, with one to three servers where it has servers, with and
+without ULFM, under `mpitrain launch`, which may start it again. One to three ranks, servers included, get SIGKILL at
+drawn instants of an undisturbed launch's length, start-up included. What must come out of it is known: weights that
+count every sample once an epoch, or, where a model is split or peers mix parameters, the bits of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from chaos_launch import HERE, finish, launch
+from common import table, write_row
+from safetensors.torch import load_file
+
+JOB = HERE / "counting_job.py"
+NUM_SAMPLES, EPOCHS = 240, 3  # counting_job.py's
+MOST_KILLS = 3
+MARK = "COUNTING_FOLDER"
+
+
+class Setting(NamedTuple):
+    """One way to train: `workers` ranks beside the servers; `check`: what must come out ("rows": every sample in as
+    many updates as there were epochs; "at most": in no more, since the rule drops some; "means": rows are means over
+    workers; "account": the result's own counts; "bits": an undisturbed run's)."""
+
+    strategy: str
+    workers: int
+    check: str = "rows"
+    kind: str = "rows"
+
+    def launched(self, num_servers: int) -> tuple[str, int]:
+        """The strategy's text and the number of ranks."""
+        if "{servers}" not in self.strategy:
+            return self.strategy, self.workers
+        return self.strategy.format(servers=f"servers={num_servers}"), self.workers + num_servers
+
+
+SETTINGS = (
+    Setting("async({servers})", 3),
+    Setting("async(inflight=2,{servers})", 3),
+    Setting("sync({servers})", 3),
+    Setting("backup(spare=1,{servers})", 3, "at most"),
+    Setting("softsync(updates=2,{servers})", 3),
+    Setting("softsync(updates=2,blocking=True,{servers})", 3),
+    Setting("ssp(bound=1,{servers})", 3),
+    Setting("bounded(staleness=1,{servers})", 3),
+    Setting("elastic(push_every=2,{servers})", 3, "account"),
+    Setting("allreduce()", 4),
+    Setting("localsgd(period=3)", 4, "means"),
+    Setting("decentralized()", 3, "bits", "layers"),
+    Setting("sharded()", 2),
+    Setting("pipeline(stages=2)", 2, "bits", "layers"),
+    Setting("tensor(parallel=2)", 2, "bits", "layers"),
+)
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Processes of the job's ranks that are alive, from the moment on that they are Python."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            environment = (path / "environ").read_bytes()
+            stat = (path / "stat").read_text().rsplit(")", 1)[1].split()
+            ours = f"{MARK}={folder}".encode() in environment and b"OMPI_COMM_WORLD_RANK=" in environment
+            if ours and stat[0] != "Z" and b"python" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
+def start(folder: Path, setting: Setting, num_servers: int, level: str) -> Any:
+    """Launch the job in a session of its own."""
+    strategy, ranks = setting.launched(num_servers)
+    env = {MARK: str(folder), "COUNTING_KIND": setting.kind, "OMP_NUM_THREADS": "1"}
+    return launch(folder, ranks, JOB, ["--strategy", strategy, "--watchdog-s", "60"], "", env, level)
+
+
+def one_launch(
+    folder: Path, setting: Setting, num_servers: int, level: str, kills_s: list[float], draw: random.Random
+) -> dict[str, Any]:
+    """Kill a random rank at each of these times after the launch; what came of it."""
+    began_s = time.monotonic()
+    process = start(folder, setting, num_servers, level)
+    killed = 0
+    for at_s in sorted(kills_s):
+        while time.monotonic() - began_s < at_s and process.poll() is None:
+            time.sleep(0.002)
+        if process.poll() is None and (ranks := ranks_of(folder)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(draw.choice(ranks), signal.SIGKILL)
+                killed += 1
+    ended = finish(process)
+    seconds = time.monotonic() - began_s
+    for pid in ranks_of(folder):
+        os.kill(pid, signal.SIGKILL)
+    told = folder / "result.json"
+    return {
+        "ended": ended,
+        "code": process.returncode,
+        "result": json.loads(told.read_text()) if told.exists() else {},
+        "restarts": (folder / "out").read_text().count("; restart "),
+        "kills": killed,
+        "seconds": seconds,
+    }
+
+
+def wrong_rows(setting: Setting, row: dict[str, Any], undisturbed: dict[str, torch.Tensor]) -> list[str]:
+    """What is wrong with a launch that ended well by its own account; empty if nothing is."""
+    model = load_file(row["result"]["model"])
+    if setting.check == "bits":
+        same = all(torch.equal(tensor, undisturbed[name]) for name, tensor in model.items())
+        return [] if same else ["not the bits of an undisturbed run"]
+    if setting.check == "account":
+        return account(row["result"])
+    counts = model["rows"].sum(1)
+    if setting.check == "means":
+        possible = {
+            round(sum(1 / one for one in taken), 4)
+            for taken in itertools.combinations_with_replacement(range(1, setting.workers + 1), EPOCHS)
+        }
+        bad = [float(count) for count in counts if round(float(count), 4) not in possible]
+    else:
+        most = setting.check == "at most"
+        bad = [float(count) for count in counts if count > EPOCHS or (count != EPOCHS and not most)]
+    told = [f"{number} rows of {count:g}" for count, number in sorted(Counter(bad).items())]
+    return told + account(row["result"], dropped=setting.check == "at most")
+
+
+def account(result: dict[str, Any], dropped: bool = False) -> list[str]:
+    """Whether every shard has judged every sample once an epoch."""
+    wrong, whole = [], NUM_SAMPLES * EPOCHS
+    servers = [detail for detail in result["ranks"] if detail.get("role") == "server"]
+    for shard, counts in enumerate(servers):
+        judged = counts["samples_accepted"] + counts["samples_dropped"]
+        if judged != whole or (not dropped and counts["samples_dropped"]):
+            told = f"accepted {counts['samples_accepted']}, dropped {counts['samples_dropped']}"
+            wrong.append(f"shard {shard}: {told} of {whole}")
+    return wrong
+
+
+def run_counting(num_launches: int, seed: int) -> None:
+    """The campaign: settings in turn, levels in turn, servers and kills drawn; one row of results."""
+    rows: list[dict[str, Any]] = []
+    undisturbed: dict[str, tuple[float, dict[str, torch.Tensor]]] = {}
+    for number in range(num_launches):
+        draw = random.Random(f"{seed}/{number}")
+        setting, level = SETTINGS[number % len(SETTINGS)], ("ulfm", "none")[number // len(SETTINGS) % 2]
+        with tempfile.TemporaryDirectory() as scratch:
+            if setting.strategy not in undisturbed:
+                calm = one_launch(Path(scratch) / "calm", setting, 1, "none", [], draw)
+                assert calm["code"] == 0 and not wrong_rows(setting, calm, load_file(calm["result"]["model"]))
+                undisturbed[setting.strategy] = calm["seconds"], load_file(calm["result"]["model"])
+            seconds, model = undisturbed[setting.strategy]
+            num_servers = draw.randint(1, 3)
+            kills_s = [draw.uniform(0, seconds) for _ in range(draw.randint(1, MOST_KILLS))]
+            row = one_launch(Path(scratch) / "run", setting, num_servers, level, kills_s, draw)
+            ended_well = row["ended"] and row["code"] == 0
+            row["wrong"] = wrong_rows(setting, row, model) if ended_well else []
+            output = "" if ended_well else (Path(scratch) / "run" / "out").read_text()[-3000:]
+        told = {"strategy": setting.launched(num_servers)[0], "level": level, "kills_s": kills_s}
+        rows.append(told | {key: value for key, value in row.items() if key != "result"} | {"output": output})
+        print(json.dumps(rows[-1]), flush=True)
+    found = {
+        "launches": len(rows),
+        "kills": sum(row["kills"] for row in rows),
+        "relaunched": sum(row["restarts"] > 0 for row in rows),
+        "hanging": sum(not row["ended"] for row in rows),
+        "failed": sum(row["ended"] and row["code"] != 0 for row in rows),
+        "wrong": sum(bool(row["wrong"]) for row in rows),
+    }
+    write_row("chaos", {"part": "counting", **found, "rows": rows})
+    print(table([tuple(found), tuple(map(str, found.values()))]))

@@ -1,0 +1,126 @@
+"""What a job's own functions make, looked at where it is made: a mistake is told in the job's words, not torch's.
+
+Invariants: nothing here changes what the functions return, and a mistake is a `UsageError`, which every rank that makes
+it raises and one of them prints.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.errors import UsageError
+
+BatchFunction = Callable[[Any, dict[str, torch.Tensor]], Any]
+
+
+class Checked:
+    """A job's function of (model, batch), with the mistakes that its batches show.
+
+    Args:
+        function: the job's own; name: the field of `Job` it stands in.
+
+    Raises:
+        UsageError: when called: the batch has no such array; the loss is no scalar, or has no gradient.
+    """
+
+    def __init__(self, function: BatchFunction, name: str):
+        self.function, self.name = function, name
+
+    def __call__(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        try:
+            value = self.function(model, batch)
+        except KeyError as error:
+            raise _explained(error, self.name, batch) from None
+        if self.name == "loss":
+            _check_loss(value)
+        return value
+
+
+def unwrapped(function: Any) -> Any:
+    """The job's own function."""
+    return function.function if isinstance(function, Checked) else function
+
+
+def _explained(error: KeyError, name: str, batch: dict[str, torch.Tensor]) -> Exception:
+    key = error.args[0] if error.args else None
+    if not isinstance(key, str) or key in batch:
+        return error
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    held = ", ".join(repr(one) for one in batch)
+    return UsageError(
+        f"Job: {name} asks for {key!r} ({frame.filename}, line {frame.lineno}), and a batch holds {held}: the arrays "
+        "of the data, by name"
+    )
+
+
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(
+            f"Job: loss must return a tensor of one number, got {type(value).__name__}; return the mean over the "
+            "batch, without .item()"
+        )
+    if value.numel() != 1:
+        raise UsageError(
+            f"Job: loss must return one number, got a tensor of shape {tuple(value.shape)}; return its mean over the "
+            "batch"
+        )
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise UsageError(
+            "Job: the loss does not depend on any parameter that is trained; compute it from model(...), without "
+            ".detach() or torch.no_grad()"
+        )
+
+
+def check_module(module: Any) -> nn.Module:
+    """The module that a job has made.
+
+    Raises:
+        UsageError: it is none, or has layers with sparse gradients.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"Job: model must make a torch.nn.Module, got {type(module).__name__}")
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise UsageError(
+                f"layer {name or type(layer).__name__!r} is {type(layer).__name__}(sparse=True), and sparse gradients "
+                "travel under no strategy; leave sparse=True out"
+            )
+    return module
+
+
+def check_made_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that a job has made.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    many = isinstance(optimizer, list | tuple) and len(optimizer) > 0
+    got = f"a {type(optimizer).__name__} of {len(optimizer)}" if many else type(optimizer).__name__
+    raise UsageError(
+        f"Job: optimizer must make one torch.optim.Optimizer, got {got}; one optimizer may have several parameter "
+        'groups, each with options of its own: SGD([{"params": a, "lr": 0.1}, {"params": b, "lr": 0.01}])'
+    )
+
+
+def unused_parameters(module: nn.Module, loss: torch.Tensor) -> list[str]:
+    """Names of the trainable parameters that `loss` does not depend on, by its graph. Empty where the graph cannot
+    tell, since a reentrant checkpoint hides what is inside it."""
+    used, seen, todo = set(), set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CheckpointFunction" in node.name():
+            return []
+        if (variable := getattr(node, "variable", None)) is not None:
+            used.add(id(variable))
+        todo.extend(following for following, _ in node.next_functions)
+    return [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in used]
