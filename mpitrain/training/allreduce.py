@@ -196,9 +196,8 @@ class Trainer:
         if left_out:
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
             raise UsageError(
-                f"the loss does not depend on {', '.join(left_out[:3])}{more} in this step (rank "
-                f"{self.session.runtime.launched_rank}, step {self.step}), as it did in the first one; say "
-                "Job(find_unused_parameters=True)"
+                f"the loss does not depend on {', '.join(left_out[:3])}{more} in this step, and allreduce() needs the "
+                "gradient of every parameter; say Job(find_unused_parameters=True)"
             )
 
     def _seed(self) -> None:

@@ -139,8 +139,9 @@ class Wide(nn.Module):
 
     def forward(self, x):
         self.calls += self.training
-        last = self.calls > 3 and {other} and mt.mpi.runtime.start().rank == 1
-        return (self.other if last else self.head)(self.norm(self.body(x)))
+        hidden = self.norm(self.body(x))
+        uses_other = {both} and (self.calls < 3 or mt.mpi.runtime.start().rank == 0)
+        return self.head(hidden) + (self.other(hidden) if uses_other else 0.0)
 
 import mpitrain.mpi.runtime
 job = toy.make_job(model=Wide, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), {more})
@@ -152,7 +153,7 @@ def test_parameters_that_the_loss_leaves_out_are_found_and_left_alone(tmp_path):
     job = tmp_path / "job.py"
     models = {}
     for name, more in {"found": "", "told": "find_unused_parameters=True"}.items():
-        job.write_text(LEAVING_OUT.format(other=False, more=more))
+        job.write_text(LEAVING_OUT.format(both=False, more=more))
         train(2, str(job), tmp_path).check()
         models[name] = load_file(tmp_path / "run" / "model.safetensors")
         shutil.rmtree(tmp_path / "run")
@@ -166,11 +167,12 @@ def test_parameters_that_the_loss_leaves_out_are_found_and_left_alone(tmp_path):
 
 def test_a_step_that_leaves_out_more_than_the_first_is_told_at_once(tmp_path):
     job = tmp_path / "job.py"
-    job.write_text(LEAVING_OUT.format(other=True, more="find_unused_parameters=False"))
+    job.write_text(LEAVING_OUT.format(both=True, more=""))
     run = train(2, str(job), tmp_path)
     assert run.code == 2 and run.stderr.count("does not depend on other.weight") == 1, str(run)
-    assert "Job(find_unused_parameters=True)" in run.stderr and "Traceback" not in run.stderr
-    job.write_text(LEAVING_OUT.format(other=True, more="find_unused_parameters=True"))
+    assert "rank 1 (worker, step 2): UsageError" in run.stderr and "Traceback" not in run.stderr
+    assert "Job(find_unused_parameters=True)" in run.stderr
+    job.write_text(LEAVING_OUT.format(both=True, more="find_unused_parameters=True"))
     train(2, str(job), tmp_path).check()
 
 
