@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from mpitrain import rank_status
 from mpitrain.mpi.register import register_backend_lazily
 
 __version__ = "0.1.0"
@@ -76,6 +77,7 @@ __all__ = sorted(_home)  # noqa: PLE0605
 
 
 register_backend_lazily()  # `import mpitrain` is all that init_process_group("mpi4py") needs
+rank_status.begin()  # the first thing of a rank that its launch hears of
 
 
 def __getattr__(name: str) -> Any:

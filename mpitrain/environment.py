@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,6 +60,10 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "
 _NODE_VARIABLES = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 
+# What MPICH's mpiexec sets for its ranks.
+HYDRA_VARIABLES = ("HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
+
+
 def _first_int(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
     for name in names:
         if environ.get(name, "").isdigit():
@@ -87,6 +92,18 @@ def launched_server_nodes(environ: Mapping[str, str] = os.environ) -> int:
     step spans both components.
     """
     return _first_int(("MPITRAIN_SERVER_NODES",), environ) or 0
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """This node by Slurm's name where Slurm has started this very process, else the host's: Hydra hands mpiexec's whole
+    environment to its ranks, the batch node's name included."""
+    slurm = "" if any(name in environ for name in HYDRA_VARIABLES) else environ.get("SLURMD_NODENAME", "")
+    return slurm or socket.gethostname()
+
+
+def node_key(environ: Mapping[str, str] = os.environ) -> str:
+    """What tells nodes apart: the host's name, and Slurm's too, since one host may be several nodes of a Slurm."""
+    return f"{socket.gethostname()} {environ.get('SLURMD_NODENAME', '')}"
 
 
 def is_rank(environ: Mapping[str, str] = os.environ) -> bool:

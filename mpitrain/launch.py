@@ -1,35 +1,33 @@
-"""`mpitrain launch`: build the launcher's command line, run it, tell how it ended.
+"""`mpitrain launch`: build the launcher's command line, judge how it ended, start it again.
 
 Law of this file: building the command is a pure function of what was found and asked (`launch_command`), so
-that every decision has a test; only `run_launcher` starts a process. The launcher adds nothing a person could
-not type: `mpirun` and `srun` by hand stay equal. Nothing here imports MPI or torch.
+that every decision has a test; `supervision.py` starts the process and watches over it. The launcher adds nothing to
+the command line that a person could not type: `mpirun` and `srun` by hand stay equal. Nothing here imports MPI or
+torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpitrain.environment import launched_nodes
 from mpitrain.errors import (
+    EXIT_ENDED_AT_ONCE,
     EXIT_ERROR,
+    EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PREFLIGHT_FAILED,
     EXIT_REQUEUE,
     EXIT_TARGET_MISSED,
     EXIT_USAGE,
-    MpitrainError,
     UsageError,
 )  # fmt: skip
 from mpitrain.launchers import Launcher
+from mpitrain.supervision import Outcome, Requests
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.
 _HOST_OPTIONS = (
@@ -47,6 +45,13 @@ _HOST_OPTIONS = (
 # Batch systems whose allocation mpirun reads by itself.
 _ALLOCATIONS = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 
+# Open MPI's launcher looks after 300 s, and then for 180 s more, whether a silent host is still there.
+_KEEPALIVE = {
+    "oob_tcp_keepalive_time": "20",
+    "oob_tcp_keepalive_intvl": "5",
+    "oob_tcp_keepalive_probes": "6",
+}
+
 
 @dataclass(frozen=True)
 class _Ask:
@@ -63,11 +68,16 @@ class _Ask:
     @property
     def local(self) -> bool:
         """Whether all ranks run on this host, so that its cores say something."""
-        if self.launcher.flavour == "srun" or any(name in self.environ for name in _ALLOCATIONS):
-            return False
-        if "SLURM_JOB_ID" in self.environ and launched_nodes(self.environ) != 1:
-            return False
-        return not any(word.partition("=")[0] in _HOST_OPTIONS for word in self.host_args)
+        return is_local(self.launcher, self.host_args, self.environ)
+
+
+def is_local(launcher: Launcher, host_args: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether all ranks run on this host."""
+    if launcher.flavour == "srun" or any(name in environ for name in _ALLOCATIONS):
+        return False
+    if "SLURM_JOB_ID" in environ and launched_nodes(environ) != 1:
+        return False
+    return not any(word.partition("=")[0] in _HOST_OPTIONS for word in host_args)
 
 
 def launch_command(
@@ -153,6 +163,7 @@ def _openmpi_options(ask: _Ask, env: Mapping[str, str]) -> list[str]:
     if not ask.local:
         # Open MPI hands its own variables to other hosts and no others.
         known = ("OMP_NUM_THREADS", "HDF5_USE_FILE_LOCKING")
+        options += [word for name, value in _KEEPALIVE.items() for word in ("--prtemca", name, value)]
         names = {*env, *(name for name in ask.environ if name in known or name.startswith("MPITRAIN_"))}
         options += [word for name in sorted(names) for word in ("-x", name)]
     return options
@@ -195,39 +206,6 @@ def _threads(ask: _Ask) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, ask.num_cores // ask.num_ranks))} if ask.local else {}
 
 
-def run_launcher(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run the command with `env` added, hand SIGINT, SIGTERM and SIGUSR1 on, and return its exit code.
-
-    A command that died of signal n returns 128 + n, as in a shell.
-    """
-    child: subprocess.Popen[bytes] | None = None
-    early: list[int] = []
-
-    def hand_on(number: int, _frame: Any) -> None:
-        if number == signal.SIGINT and _terminal_is_ours():
-            return  # the terminal has sent it to mpirun too, and at a second one mpirun skips its clean-up
-        if child is None:
-            early.append(number)
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(number)
-
-    kept = {
-        number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    }
-    try:
-        child = subprocess.Popen(list(command), env={**os.environ, **env})
-        for number in early:
-            child.send_signal(number)
-        code = child.wait()
-    except OSError as error:
-        raise MpitrainError(f"{command[0]} cannot be started: {error}") from error
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
-
-
 def result_mark(run_dir: Path) -> tuple[int, int] | None:
     """What tells one `result.json` from the next, taken before a launch; `None` if there is none.
 
@@ -263,36 +241,37 @@ def completed(run_dir: Path, before: tuple[int, int] | None, code: int, promised
     return int(result.get("exit_code") or code or EXIT_ERROR)
 
 
-# A run that ended so is not started again: it is done, its input is wrong, or it wants another launch later.
-_FINAL = (EXIT_OK, EXIT_USAGE, EXIT_TARGET_MISSED, EXIT_PREFLIGHT_FAILED, EXIT_REQUEUE, 128 + signal.SIGINT)
+# A run that ended so is not started again: it is done, its input is wrong, it wants another launch later, or somebody
+# wanted it to end.
+_FINAL = (
+    EXIT_OK,
+    EXIT_USAGE,
+    EXIT_TARGET_MISSED,
+    EXIT_PREFLIGHT_FAILED,
+    EXIT_REQUEUE,
+    EXIT_INTERRUPTED,
+    EXIT_ENDED_AT_ONCE,
+)
 
 
-def relaunch(once: Callable[[list[str]], int], run_dir: Path, max_restarts: int) -> int:
+def relaunch(
+    once: Callable[[list[str]], Outcome], run_dir: Path, max_restarts: int, requests: Requests
+) -> int:
     """Run `once([])`, and `once(["--resume", "auto"])` after each failure that left a newer checkpoint than the one
-    before; returns the last exit code."""
-    code, mark = once([]), ""
+    before; returns the last exit code. Nothing is started again once a signal has asked for an end: a run that would
+    have been is then one to run again."""
+    outcome, mark = once([]), ""
     for number in range(1, max_restarts + 1):
         newest = max((path.parent.name for path in run_dir.glob("checkpoints/*/shard-0.json")), default="")
-        if code in _FINAL or newest <= mark:
+        if outcome.final or outcome.code in _FINAL or newest <= mark:
             break
+        if requests.stop:
+            return requests.exit_code(EXIT_REQUEUE)
         mark = newest
         print(
-            f"mpitrain: the run ended with exit code {code}; restart {number} of {max_restarts} from the checkpoint "
-            f"at {int(mark)} samples",
+            f"mpitrain: the run ended with exit code {outcome.code}; restart {number} of {max_restarts} from the "
+            f"checkpoint at {int(mark)} samples",
             file=sys.stderr,
         )
-        code = once(["--resume", "auto"])
-    return code
-
-
-def _terminal_is_ours() -> bool:
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
+        outcome = once(["--resume", "auto"])
+    return requests.exit_code(outcome.code)

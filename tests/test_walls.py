@@ -32,7 +32,10 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
     "rules": (GROUND, set()),
     "codecs": (GROUND, {"torch", "numpy"}),
     "roles": (GROUND | {"mpitrain.rules", "mpitrain.effects"}, set()),
-    "mpi": (GROUND | {"mpitrain.effects"}, {"mpi4py", "torch", "numpy"}),
+    "mpi": (
+        GROUND | {"mpitrain.effects", "mpitrain.environment", "mpitrain.processes", "mpitrain.rank_status"},
+        {"mpi4py", "torch", "numpy"},
+    ),
     "virtual": (GROUND | {"mpitrain.effects"}, {"torch"}),
     "model": (GROUND | {"mpitrain.rules", "mpitrain.codecs"}, {"torch", "numpy", "safetensors"}),
     "data": (GROUND, {"torch", "h5py", "numpy", "sklearn", "hdf5plugin", "pyarrow", "PIL"}),
@@ -43,22 +46,22 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
     "console": (GROUND, set()),
     "report": (GROUND | {"mpitrain.console"}, set()),
     "slurm": (GROUND | {"mpitrain.run_directory"}, set()),
-    "launch": (GROUND | {"mpitrain.environment", "mpitrain.launchers", "mpitrain.run_directory"}, set()),
+    "processes": (set(), set()),
+    "rank_status": (GROUND | {"mpitrain.environment", "mpitrain.processes"}, set()),
+    "supervision": (GROUND | {"mpitrain.processes", "mpitrain.rank_status"}, set()),
+    "launch": (
+        GROUND
+        | {"mpitrain.environment", "mpitrain.launchers", "mpitrain.run_directory", "mpitrain.supervision"},
+        set(),
+    ),
     "launchers": (GROUND, set()),
     # The roof composes everything, and still only mpi/ speaks MPI.
     "roof": (ANYTHING, {"torch", "numpy", "h5py", "safetensors", "matplotlib"}),
 }
 # What `mpitrain --help` imports: at module level nothing heavy, neither directly nor through a neighbour.
 LIGHT = {
-    "__init__",
-    "__main__",
-    "cli",
-    "errors",
-    "environment",
-    "launch",
-    "launchers",
-    "mpi.register",
-    "run_directory",
+    *("__init__", "__main__", "cli", "errors", "environment", "processes", "rank_status", "run_directory"),
+    *("launch", "launchers", "supervision", "mpi.register"),
 }
 # Rules and roles own neither a clock nor a thread nor a socket: the worlds do.
 WORLDLY = {

@@ -8,15 +8,17 @@ codes live here; the work lives elsewhere.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from mpitrain import rank_status
 from mpitrain.cli import data, doctor, env, launch, simulate, slurm, train
 from mpitrain.cli.parser import Parser
 from mpitrain.environment import is_rank, launched_rank
-from mpitrain.errors import AgreedError, MpitrainError, UsageError
+from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageError
 
 _DESCRIPTION = """\
 Train PyTorch models over MPI. The job is a Python file, the strategy by which
@@ -31,7 +33,7 @@ examples:
 
 exit codes:
   0 ok   1 error   2 wrong usage   3 target missed   4 preflight failed
-  75 checkpointed, run me again
+  75 ended on request, run me again   130 interrupted   143 ended at once
 
 Every command answers --help with its own options and examples."""
 
@@ -80,5 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mpitrain: error:{where} {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
+        if is_rank():  # die of it: at an orderly exit this rank would wait for the others
+            rank_status.reach(rank_status.ENDED, EXIT_INTERRUPTED)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
         print("mpitrain: interrupted", file=sys.stderr, flush=True)
-        return 130
+        return EXIT_INTERRUPTED

@@ -92,7 +92,8 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
 
 
 def _run_node(arguments: argparse.Namespace) -> int:
-    from mpitrain.doctor.node import Wanted, examine, node_name, write_report
+    from mpitrain.doctor.node import Wanted, examine, write_report
+    from mpitrain.environment import node_name
 
     checks = examine(
         Wanted(

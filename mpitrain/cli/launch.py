@@ -11,11 +11,14 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.parser import did_you_mean, natural, positive
+from mpitrain.cli.parser import did_you_mean, natural, positive, rate
 from mpitrain.environment import is_rank, launched_size, usable_cores
 from mpitrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from mpitrain.supervision import Outcome, Requests
 
 _DESCRIPTION = """\
 Start N ranks of a command with the MPI that belongs to this python: srun inside
@@ -76,6 +79,22 @@ def add_parser(commands: Any) -> None:
         help="start a failed `train` again from its newest checkpoint, at most N times and only while there is "
         "progress (default 3)",
     )
+    parser.add_argument(
+        "--start-timeout-s",
+        type=rate,
+        default=600.0,
+        metavar="S",
+        help="end the launch with exit code 1 when a rank has not begun to train after so long: imports, MPI's start "
+        "and a first look at the data; in a script, not come as far as MPI's start; 0 is never (default 600)",
+    )
+    parser.add_argument(
+        "--host-timeout-s",
+        type=rate,
+        default=120.0,
+        metavar="S",
+        help="end the MPI launcher when nothing was heard of a host for so long, and no other rank gets on; 0 is "
+        "never (default 120)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command line instead of running it")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="what every rank runs")
     parser.set_defaults(run=run_launch)
@@ -83,8 +102,7 @@ def add_parser(commands: Any) -> None:
 
 def run_launch(arguments: argparse.Namespace) -> int:
     """Find the launcher, build the command, run it, and return its exit code, or what the result says."""
-    from mpitrain.launch import completed, launch_command, relaunch, result_mark, run_launcher
-    from mpitrain.launchers import find_launcher
+    from mpitrain.supervision import Requests
 
     if is_rank():
         raise UsageError(
@@ -96,34 +114,102 @@ def run_launch(arguments: argparse.Namespace) -> int:
     if inner and getattr(inner, "dry_run", False):  # the plan of a run needs no ranks
         inner.ranks = inner.ranks or num_ranks
         return int(inner.run(inner))
-    program = _program(words)
-    launcher = find_launcher(arguments.mpi)
-    trains = words[0] == "train"
-    tolerant = arguments.ft != "none"
-    run_dir = _run_dir(words, inner) if trains or tolerant else None
-    extra = {"MPITRAIN_RUN_DIR": str(run_dir)} if run_dir else {}
-    terminal = {} if arguments.dry_run else _terminal()
-    command, env = launch_command(
-        launcher,
-        num_ranks,
-        program,
-        num_cores=usable_cores(),
-        is_root=os.geteuid() == 0,
-        fault_tolerance=arguments.ft,
-        host_args=_split(arguments.host_args),
-        environ={**os.environ, **extra, **terminal},
-    )
-    if arguments.dry_run:
-        print(shell_line(command, env | extra))
-        return 0
+    with Requests() as requests:
+        try:
+            return _Launch(arguments, num_ranks, words, inner, requests).run()
+        except UsageError:
+            if requests.abort:  # what was asked for a moment ago has been interrupted too
+                return requests.abort
+            raise
 
-    def once(more: list[str]) -> int:
+
+class _Launch:
+    """One `mpitrain launch`: the launcher and, if there is one, the run directory; `run` starts it, again if needed."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        num_ranks: int,
+        words: list[str],
+        inner: argparse.Namespace | None,
+        requests: Requests,
+    ):
+        from mpitrain.launch import is_local
+        from mpitrain.launchers import find_launcher
+
+        self.arguments, self.num_ranks, self.requests = arguments, num_ranks, requests
+        self.program = _program(words)
+        self.launcher = find_launcher(arguments.mpi)
+        self.trains, self.tolerant = words[0] == "train", arguments.ft != "none"
+        self.run_dir = _run_dir(words, inner) if self.trains or self.tolerant else None
+        self.host_args = _split(arguments.host_args)
+        self.local = is_local(self.launcher, self.host_args, os.environ)
+
+    def run(self) -> int:
+        """The exit code."""
+        from mpitrain.launch import relaunch
+        from mpitrain.supervision import launch_folder
+
+        if self.arguments.dry_run:
+            print(shell_line(*self._command(None)))
+            return 0
+        with launch_folder(self.run_dir, self.local) as folder:
+
+            def once(more: list[str]) -> Outcome:
+                return self._once(folder, more)
+
+            if self.trains and self.run_dir:
+                return relaunch(once, self.run_dir, self.arguments.max_restarts, self.requests)
+            return self.requests.exit_code(once([]).code)
+
+    def _once(self, folder: Path | None, more: list[str]) -> Outcome:
+        from mpitrain import rank_status
+        from mpitrain.launch import completed, result_mark
+        from mpitrain.supervision import Outcome, Supervisor, Watch, told_by_ranks
+
+        arguments, run_dir = self.arguments, self.run_dir
         before = result_mark(run_dir) if run_dir else None
-        code = run_launcher([*command, *more], env | extra | terminal)
-        judged = run_dir is not None and tolerant
-        return completed(run_dir, before, code, promised=trains) if judged else code  # type: ignore[arg-type]
+        watch = None
+        if folder:
+            rank_status.open_folder(folder, min(10.0, max(0.5, arguments.host_timeout_s / 10)))
+            owed = rank_status.READY if self.trains else rank_status.STARTED
+            watch = Watch(self.num_ranks, owed, arguments.start_timeout_s, arguments.host_timeout_s)
 
-    return relaunch(once, run_dir, arguments.max_restarts) if trains and run_dir else once([])
+        def finished() -> bool:
+            return self.trains and run_dir is not None and result_mark(run_dir) not in (None, before)
+
+        supervisor = Supervisor(
+            self.launcher.flavour, self.requests, folder, watch, finished, trains=self.trains
+        )
+        command, env = self._command(folder)
+        outcome = supervisor.run([*command, *more], env)
+        if outcome.reason:
+            print(f"mpitrain: {outcome.reason}: ended", file=sys.stderr, flush=True)
+        ended_here = self.requests.abort or (outcome.reason and outcome.code)
+        if run_dir and not ended_here and (self.tolerant or outcome.reason):
+            code = completed(run_dir, before, outcome.code, promised=self.trains)
+            outcome = Outcome(code, outcome.reason, outcome.final)
+        return told_by_ranks(folder, outcome)
+
+    def _command(self, folder: Path | None) -> tuple[list[str], dict[str, str]]:
+        """The command line and what it needs in its environment."""
+        from mpitrain import rank_status
+        from mpitrain.launch import launch_command
+
+        extra = {"MPITRAIN_RUN_DIR": str(self.run_dir)} if self.run_dir else {}
+        extra |= {rank_status.VARIABLE: str(folder)} if folder else {}
+        terminal = {} if self.arguments.dry_run else _terminal()
+        command, env = launch_command(
+            self.launcher,
+            self.num_ranks,
+            self.program,
+            num_cores=usable_cores(),
+            is_root=os.geteuid() == 0,
+            fault_tolerance=self.arguments.ft,
+            host_args=self.host_args,
+            environ={**os.environ, **extra, **terminal},
+        )
+        return command, env | extra | terminal
 
 
 def shell_line(command: list[str], env: Mapping[str, str]) -> str:

@@ -199,8 +199,9 @@ def run_train(arguments: argparse.Namespace) -> int:
                 arguments.parser.error(
                     f"{option} describes a --dry-run; a run has the ranks and nodes it is launched with"
                 )
-        from mpitrain.training import train_command
+        from mpitrain.training import signals, train_command
 
+        signals.hear_early()
         return train_command(arguments.job, overrides(arguments))
     if launched_rank() != 0:
         return 0

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from mpitrain.doctor.node import node_name
+from mpitrain.environment import node_name
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
 
 SIZES = (256, 1 << 21)  # numbers: an eager message and a rendezvous one

@@ -12,7 +12,6 @@ import fcntl
 import glob
 import json
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -56,11 +55,6 @@ class Wanted:
     data: str = ""
     min_memory_gib: float = 1.0
     min_free_gib: float = 1.0
-
-
-def node_name() -> str:
-    """By Slurm where it has one for this process, else by the host."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def examine(wanted: Wanted, deadline_s: float = DEADLINE_S) -> list[Check]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.doctor.judge import SLOW, Link, judge, rounds, sharing
-from mpitrain.doctor.node import node_name
+from mpitrain.environment import node_name
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
 
 

@@ -17,6 +17,7 @@ import sys
 
 import mpi4py
 
+from mpitrain import rank_status
 from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm
 
 # A rank has two busy threads, its own computing and MPI's; where cores are scarce, an MPI call that spins in wait for
@@ -32,6 +33,7 @@ if asks_for_heartbeat():  # no memory of a peer is read, and no answer of it is 
     os.environ.setdefault("UCX_RNDV_THRESH", "inf")
 
 if "mpi4py.MPI" not in sys.modules:  # else somebody was faster; `runtime.start` says what that costs
+    rank_status.reach(rank_status.STARTING_MPI)
     mpi4py.rc(initialize=True, threads=True, thread_level="serialized", finalize=False, errors="exception")
 
 from mpi4py import MPI  # after rc, on purpose

@@ -31,7 +31,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 from zlib import crc32
 
-from mpitrain.errors import EXIT_ERROR, AgreedError, GivenUpError, LostRankError, MpitrainError, UsageError
+from mpitrain import processes, rank_status
+from mpitrain.errors import (
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    AgreedError,
+    GivenUpError,
+    LostRankError,
+    MpitrainError,
+    UsageError,
+)
 from mpitrain.mpi.agreement import CalledOffError, agree, revoke
 from mpitrain.mpi.bindings import MPI
 
@@ -42,7 +51,6 @@ _ALARM_S = 10
 _REVOKE_WAIT_S = 1.0
 _DRAIN_S = 2.0
 _ABORT_WAIT_S = 30.0
-_SAME_AGE_S = 60.0
 _ending = threading.Lock()  # held for ever by the first thread that ends the job
 
 
@@ -68,7 +76,9 @@ def install_hooks(runtime: "Runtime") -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    """What the process ends with: the error's own code if it is ours, 1 otherwise."""
+    """What the process ends with: the error's own code if it is ours, 130 after an interrupt, 1 otherwise."""
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
     return error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR
 
 
@@ -96,6 +106,7 @@ def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
         while True:  # another thread of this process is at it and will take us along
             time.sleep(1)
     code = exit_code(error)
+    rank_status.reach(rank_status.ENDED, code)
     if isinstance(error, AgreedError):  # rank 0 has told; all ranks are here, so an orderly end works
         _set_alarm()
         runtime.finish()
@@ -108,7 +119,7 @@ def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
     if runtime.size == 1 and not runtime.lost:
         MPI.Finalize()
         os._exit(code)
-    alone = runtime.expendable and not (is_lost_peer(error) or isinstance(error, UsageError))
+    alone = runtime.expendable and not (is_lost_peer(error) or _ends_all(error))
     if runtime.fault_tolerance == "ulfm" and alone:
         os.kill(os.getpid(), signal.SIGKILL)  # the servers are told, and go on without us
     if runtime.fault_tolerance == "ulfm":
@@ -122,8 +133,15 @@ def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
 def _dies_alone(runtime: "Runtime", error: BaseException) -> bool:
     """Whether the servers will notice and go on without this rank."""
     return isinstance(error, GivenUpError) or (
-        runtime.expendable and runtime.rank != 0 and not isinstance(error, LostRankError | UsageError)
+        runtime.expendable
+        and runtime.rank != 0
+        and not (isinstance(error, LostRankError) or _ends_all(error))
     )
+
+
+def _ends_all(error: BaseException) -> bool:
+    """Whether it is meant for the whole job, also where the others could go on without this rank."""
+    return isinstance(error, UsageError | KeyboardInterrupt) or bool(getattr(error, "ends_all", False))
 
 
 def end_without_some(runtime: "Runtime") -> NoReturn:
@@ -139,10 +157,7 @@ def end_without_some(runtime: "Runtime") -> NoReturn:
             stream.flush()
     if runtime.rank == 0 or runtime.fault_tolerance == "heartbeat":
         for rank in runtime.given_up:  # stopped ones on this host; MPI has no other way to end them
-            pid = runtime.pids[rank]
-            if runtime.nodes[rank] == runtime.nodes[runtime.rank] and _is_our_age(pid):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            processes.send_signal(runtime.processes[rank], signal.SIGKILL)
     if runtime.fault_tolerance == "heartbeat" and not _may_hold_launcher(runtime):
         os._exit(runtime.exit_code)
     if runtime.rank == 0:
@@ -157,18 +172,9 @@ def end_without_some(runtime: "Runtime") -> NoReturn:
 
 def _may_hold_launcher(runtime: "Runtime") -> bool:
     """Whether a rank that was given up may be stopped on a node where nobody is left to end it."""
-    manned = {node for rank, node in enumerate(runtime.nodes) if rank not in runtime.given_up}
-    return any(runtime.nodes[rank] not in manned for rank in runtime.given_up)
-
-
-def _is_our_age(pid: int) -> bool:
-    """Whether this is a process that was started when we were: the number of a dead rank may be somebody else's now."""
-    try:
-        stats = [Path(f"/proc/{each}/stat").read_text() for each in (pid, os.getpid())]
-    except OSError:
-        return False
-    began, our_own = (int(stat.rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK") for stat in stats)
-    return abs(began - our_own) < _SAME_AGE_S
+    place, ranks = processes.place, runtime.processes
+    seen = {place(process) for rank, process in enumerate(ranks) if rank not in runtime.given_up}
+    return any(place(ranks[rank]) not in seen for rank in runtime.given_up)
 
 
 def report(runtime: "Runtime", error: BaseException) -> None:
@@ -180,6 +186,8 @@ def report(runtime: "Runtime", error: BaseException) -> None:
     trace = "".join(traceback.format_exception(error))
     summary = f"mpitrain: {runtime.where()}: {type(error).__name__}: {error}"
     plain = isinstance(error, UsageError | LostRankError | GivenUpError) or is_lost_peer(error)
+    if isinstance(error, KeyboardInterrupt):
+        summary, plain = f"mpitrain: {runtime.where()}: interrupted", True
     if not isinstance(error, UsageError) or _is_first(runtime, str(error)):
         _tell(runtime, summary if plain else trace + summary)
     if runtime.run_dir is None:

@@ -55,7 +55,8 @@ def _become(runtime: Runtime, comm: MPI.Intracomm) -> None:
     before.Free()
     runtime.lost |= {launched for rank, launched in enumerate(runtime.launched) if rank not in kept}
     runtime.launched = [runtime.launched[rank] for rank in kept]
-    runtime.pids = [runtime.pids[rank] for rank in kept]
+    runtime.processes = [runtime.processes[rank] for rank in kept]
+    runtime.hosts = [runtime.hosts[rank] for rank in kept]
     runtime.nodes = node_indices([str(runtime.nodes[rank]) for rank in kept])
     runtime.num_nodes = max(runtime.nodes) + 1
     runtime.comm = runtime.engine.comm = comm

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mpitrain import processes, rank_status
+from mpitrain.environment import node_key
 from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError
 from mpitrain.mpi import ending, exchange, points
 from mpitrain.mpi.bindings import MPI
@@ -26,6 +28,7 @@ from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm, why_no_hea
 
 # Where MPI tells of no death: longest wait for others at a collective, and of rank 0 for a rank's counts in the end.
 PATIENCE_S, LIVING_S = 900.0, 120.0
+WAITS_S = 1.0  # who waits says so again and again
 _runtime: "Runtime | None" = None
 
 
@@ -78,14 +81,14 @@ class Runtime:
         self.engine.on_wait = self.stamp_waiting
         ending.install_hooks(self)
         atexit.register(self.finish)
-        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        told = self.allgather([name, os.getpid()])
-        self.nodes = node_indices([name for name, _ in told])
-        self.pids = [pid for _, pid in told]
+        told = self.allgather([node_key(), socket.gethostname(), processes.identity()])
+        self.nodes = node_indices([key for key, _, _ in told])
+        self.hosts, self.processes = [host for _, host, _ in told], [process for _, _, process in told]
         self.num_nodes = max(self.nodes) + 1
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
         why_not = why_no_heartbeat(self.library) if asks_for_heartbeat() else ""
         self.agree(UsageError(why_not) if why_not else None)
+        self._tell_launch()
 
     @property
     def step(self) -> int:
@@ -112,6 +115,11 @@ class Runtime:
     def stuck_s(self) -> float:
         """Seconds since the last progress or wait for others."""
         return time.monotonic() - max(self._stamp_s, self._waiting_s)
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for others at this moment."""
+        return self.engine.arriving or time.monotonic() - self._waiting_s < WAITS_S
 
     def where(self) -> str:
         """ "rank 2 (worker, step 41)", as far as it is known."""
@@ -212,6 +220,14 @@ class Runtime:
             print(text, file=sys.stderr, flush=True)
         raise AgreedError(text, code)
 
+    def _tell_launch(self) -> None:
+        """MPI is up; from here on the launch hears whether this rank waits and gets on."""
+        reporter = rank_status.begin()
+        if reporter is not None:
+            reporter.observe = lambda: (self.waits, self._stamp_s)
+            reporter.looks = self.local_rank == 0
+            reporter.reach(rank_status.STARTED)
+
     # ---- the end
 
     def dead(self) -> set[int]:
@@ -226,6 +242,7 @@ class Runtime:
         """The orderly end: finish what is under way, wait for every rank, finalize MPI. Safe to call twice."""
         if MPI.Is_finalized() or os.getpid() != self._pid:  # a forked child leaves MPI to its parent
             return
+        rank_status.reach(rank_status.ENDED, self.exit_code)
         if self.given_up or self.lost:
             ending.end_without_some(self)
         for group in list(self.groups):

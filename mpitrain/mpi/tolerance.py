@@ -5,8 +5,9 @@ started yet when this is asked.
 import os
 from collections.abc import Mapping
 
+from mpitrain.environment import HYDRA_VARIABLES
+
 _KIN = ("MPICH", "Intel(R) MPI", "MVAPICH")  # by what the library says of itself
-_HYDRA = ("HYDI_CONTROL_FD", "MPI_LOCALNRANKS")  # what mpiexec sets for its ranks
 
 
 def asks_for_ulfm() -> bool:
@@ -29,7 +30,7 @@ def why_no_heartbeat(library: str, environ: Mapping[str, str] = os.environ) -> s
             f"MPITRAIN_FT=heartbeat needs MPICH or its kin under srun, and this is {library}, which under srun is "
             "`restart`: leave it out; Open MPI 5's own mpirun has `mpitrain launch --ft ulfm`"
         )
-    if "SLURM_PROCID" not in environ or any(name in environ for name in _HYDRA):
+    if "SLURM_PROCID" not in environ or any(name in environ for name in HYDRA_VARIABLES):
         return (
             "MPITRAIN_FT=heartbeat needs srun: MPICH's own mpiexec ends the job when a rank dies. Inside an "
             "allocation: mpitrain launch --ft heartbeat -n N ..."

@@ -55,13 +55,14 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
     """One run from start to finish; an exception other than an agreed one ends the whole job."""
     from mpitrain.mpi.runtime import start
     from mpitrain.training import signals
-    from mpitrain.training.session import prepare
+    from mpitrain.training.session import begin, prepare
     from mpitrain.training.watchdog import Watchdog
 
     runtime = start()
     try:
         session = prepare(runtime, make_job, overrides, job_file)
         with Watchdog(runtime, session, overrides.watchdog_s):
+            begin(runtime)
             return session.finish(_runner(session.strategy)(session))
     except AgreedError:
         raise

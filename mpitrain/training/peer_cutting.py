@@ -50,7 +50,7 @@ def make_cuts(
     runtime = session.runtime
     keeper = make_keeper(session, own_part(runtime.rank), about, lambda: {"replica": replica.state()})
     if _never_meets(rule):
-        signals.uninstall()
+        signals.end_at_once()
         return None, keeper
     parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []
     samples = session.resume.mark if session.resume else 0

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpitrain import rank_status
 from mpitrain.data import Catalogue
 from mpitrain.environment import code_versions, collect, launched_server_nodes
-from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, AgreedError, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.mpi.ending import forget_reports
@@ -156,6 +157,17 @@ def prepare(
             session.report.event(name, **fields)
     signals.install()
     return session
+
+
+def begin(runtime: Any) -> None:
+    """The start-up is over.
+
+    Raises:
+        AgreedError: the launch has asked for an end meanwhile. It may count on no step being made then, and end us.
+    """
+    rank_status.reach(rank_status.READY)
+    if runtime.share(rank_status.stop_requested(now=True)):
+        raise AgreedError("told to end before the first step", EXIT_REQUEUE)
 
 
 def _look_at_data(runtime: Any, source: Any) -> Any:

@@ -1,7 +1,8 @@
-"""SIGUSR1 and SIGTERM ask a run to write a checkpoint and end with exit code 75.
+"""SIGUSR1 and SIGTERM ask a run to write a checkpoint and end with exit code 75; SIGINT ends it with 130.
 
 Law of this file: the handler only sets a flag. Receive loops poll (no rank blocks inside MPI), so it is seen within
-one nap or one batch.
+one nap or one batch. A second SIGTERM or SIGINT is the kernel's affair: it ends this rank at once, whatever it is stuck
+in, and its launcher the others. What the launch asks of all ranks counts as a signal to each (`rank_status.py`).
 """
 
 from __future__ import annotations
@@ -10,20 +11,54 @@ import signal
 import threading
 from typing import Any
 
+from mpitrain import rank_status
+
 _asked = threading.Event()
 _before: dict[int, Any] = {}
 
 
-def install() -> None:
-    """From here on the two signals ask for an orderly end; only the main thread can install them."""
-    _asked.clear()
+def _ask(number: int, _frame: Any) -> None:
+    _asked.set()
+    if number == signal.SIGTERM:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _interrupt(number: int, _frame: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def hear_early() -> None:
+    """From here on the two signals ask for an end, whatever this process is at: for one that is a rank all its life.
+    What is asked before the run begins holds for the run, and what is asked after its end changes nothing."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            _before[number] = signal.signal(number, lambda *_: _asked.set())
+            signal.signal(number, _ask)
+
+
+def install() -> None:
+    """From here on the two signals ask for an orderly end; only the main thread can install them."""
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGUSR1) is not _ask:
+            _asked.clear()  # of an earlier run of this process
+        for number, handler in ((signal.SIGUSR1, _ask), (signal.SIGTERM, _ask), (signal.SIGINT, _interrupt)):
+            if not (number == signal.SIGTERM and _asked.is_set()):
+                _before[number] = signal.signal(number, handler)
+    rank_status.listen(True)
+
+
+def end_at_once() -> None:
+    """In a run that writes no checkpoints the two signals end it as it is."""
+    rank_status.listen(False)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
+        if _asked.is_set():
+            signal.raise_signal(signal.SIGTERM)
 
 
 def uninstall() -> None:
-    """Give the two signals back their meaning: after a run, or in one that writes no checkpoints."""
+    """Give the signals back their meaning, after a run."""
     for number, handler in _before.items():
         signal.signal(number, handler if handler is not None else signal.SIG_DFL)
     _before.clear()
@@ -31,4 +66,4 @@ def uninstall() -> None:
 
 def asked() -> bool:
     """Whether this process has been asked to end."""
-    return _asked.is_set()
+    return _asked.is_set() or rank_status.stop_requested()

@@ -1,0 +1,195 @@
+"""What a rank and its `mpitrain launch` tell each other, through a folder that both see.
+
+    FOLDER/launch.json      how often a rank is to say that it lives
+    FOLDER/rank-3.json      who rank 3 is, how far its start-up has come, its last beat and progress
+    FOLDER/requests/stop    the launch asks all ranks to write a checkpoint and to end
+
+Law of this file: files, no signals and no MPI, so that it works before MPI is up, while it hangs, on every host and
+under every launcher. A rank whose launch has named no folder tells nothing. A folder that cannot be written to ends no
+run. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mpitrain.environment import is_rank, launched_rank
+from mpitrain.processes import identity
+
+VARIABLE = "MPITRAIN_LAUNCH_DIR"
+LOOK_EVERY_S = (
+    0.5  # for a request; rank 0 of each node looks, or everybody as long as nobody knows who that is
+)
+# What a rank is at; in MPI_Init its other threads stand still, so it is silent there and waits all the same.
+IMPORTING, STARTING_MPI, STARTED, READY, ENDED = "importing", "starting MPI", "preparing", "training", "ended"
+_ORDER = (IMPORTING, STARTING_MPI, STARTED, READY, ENDED)
+
+
+@dataclass
+class RankStatus:
+    """What one rank has told.
+
+    Attributes:
+        process: see `processes.identity`.
+        state: one of the constants above.
+        waits: whether it waits for other ranks.
+        beat, progress: change while it lives, and while it gets on.
+        listens: whether it ends in order when it is asked to.
+        code: what it has ended with, once it has.
+    """
+
+    rank: int
+    host: str
+    process: str
+    state: str = IMPORTING
+    waits: bool = False
+    beat: int = 0
+    progress: float = 0.0
+    listens: bool = True
+    code: int | None = None
+
+    @property
+    def stage(self) -> int:
+        """How far it has come."""
+        return _ORDER.index(self.state)
+
+
+class Reporter:
+    """This rank's side: a thread that writes its status and looks for requests."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.folder = folder
+        self.status = RankStatus(rank, socket.gethostname(), identity())
+        self.stop_requested = threading.Event()
+        self.looks = True  # for requests
+        self.observe: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)  # (waits, progress)
+        self._lock = threading.Lock()
+        self._beat_s = float(_read(folder / "launch.json").get("beat_s", 10.0))
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """From here on this rank is heard of."""
+        self._write()
+        threading.Thread(target=self._run, name="mpitrain-status", daemon=True).start()
+
+    def reach(self, state: str, code: int | None = None) -> None:
+        """The rank has come to `state`; told at once."""
+        self.status.state, self.status.code = state, code
+        self._write()
+
+    def look(self) -> None:
+        """Whether the launch asks for something. The folder is listed, because a network file system may remember for
+        a minute that a file was not there."""
+        with contextlib.suppress(OSError):
+            if "stop" in os.listdir(self.folder / "requests"):
+                self.stop_requested.set()
+
+    def _run(self) -> None:
+        silent_s, over = 0.0, threading.Event()
+        while not over.wait(min(LOOK_EVERY_S, self._beat_s)):
+            silent_s += min(LOOK_EVERY_S, self._beat_s)
+            if self.looks and not self.stop_requested.is_set():
+                self.look()
+            if silent_s >= self._beat_s:
+                silent_s = 0.0
+                self._write()
+                self.look()
+
+    def _write(self) -> None:
+        if os.getpid() != self._pid:  # a forked child is no rank
+            return
+        with self._lock, contextlib.suppress(OSError):
+            self.status.beat += 1
+            self.status.waits, self.status.progress = self.observe()
+            path = self.folder / f"rank-{self.status.rank}.json"
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(asdict(self.status)))
+            temporary.replace(path)
+
+
+_reporter: Reporter | None = None
+
+
+def begin() -> Reporter | None:
+    """This process's reporter, if it is a rank of a `mpitrain launch`; its children are none."""
+    global _reporter
+    if _reporter is None and VARIABLE in os.environ and is_rank():
+        _reporter = Reporter(Path(os.environ.pop(VARIABLE)), launched_rank())
+        _reporter.start()
+    return _reporter
+
+
+def reach(state: str, code: int | None = None) -> None:
+    """Tell the launch, if there is one, how far this rank has come."""
+    if _reporter is not None:
+        _reporter.reach(state, code)
+
+
+def listen(listens: bool) -> None:
+    """Tell the launch whether this rank heeds requests."""
+    if _reporter is not None and _reporter.status.listens != listens:
+        _reporter.status.listens = listens
+        _reporter.reach(_reporter.status.state)
+
+
+def stop_requested(now: bool = False) -> bool:
+    """Whether the launch has asked for an end; `now`: look, instead of leaving that to the thread."""
+    if now and _reporter is not None:
+        _reporter.look()
+    return _reporter is not None and _reporter.stop_requested.is_set()
+
+
+# ---- the launch's side
+
+
+def open_folder(folder: Path, beat_s: float) -> None:
+    """An empty folder for the ranks of one start."""
+    remove_folder(folder)
+    (folder / "requests").mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / "launch.json").write_text(json.dumps({"beat_s": beat_s, "process": identity()}))
+
+
+def launched_by(folder: Path) -> str:
+    """The process whose launch has opened the folder."""
+    return str(_read(folder / "launch.json").get("process", ""))
+
+
+def remove_folder(folder: Path) -> None:
+    """Nobody is interested any more."""
+    for path in (*folder.glob("requests/*"), *folder.glob("*.json"), *folder.glob("*.tmp")):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for path in (folder / "requests", folder):
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
+def request_stop(folder: Path) -> None:
+    """Ask all ranks to write a checkpoint and to end."""
+    (folder / "requests" / "stop").touch()
+
+
+def read_all(folder: Path) -> dict[int, RankStatus]:
+    """What ranks have told so far, by rank."""
+    found = {}
+    for path in folder.glob("rank-*.json"):
+        with contextlib.suppress(TypeError, KeyError, ValueError):
+            status = RankStatus(**_read(path))
+            found[status.rank] = status
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}

@@ -1,0 +1,104 @@
+"""Launches that tests send signals to, and whose ranks stand still at a known place (`signalled.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpitrain.checkpoint.parts import newest
+from tests.ranks import ROOT, find_mpi, members
+
+JOB = ROOT / "tests" / "mpi" / "signalled.py"
+DEADLINE_S = 240.0
+
+
+class Started:
+    """Ranks of the job on their way to `phase`, in a session of their own.
+
+    Args:
+        words: for `train`; options: for `launch`.
+        deaf: they stand still there also when they are asked to end; by_mpirun: without `launch`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        phase: str,
+        *words: str,
+        options: Sequence[str] = ("-n", "2"),
+        deaf: bool = False,
+        by_mpirun: bool = False,
+        path: Path = ROOT,
+    ):
+        self.folder, self.run_dir = folder, folder / "run"
+        folder.mkdir(exist_ok=True)
+        train = ["train", str(JOB), "--quiet", "--run-dir", str(self.run_dir), *words]
+        command = [sys.executable, "-m", "mpitrain", "launch", *options, *train]
+        if by_mpirun:
+            _, mpirun = find_mpi()
+            command = [str(mpirun), "--oversubscribe", "-n", "2", sys.executable, "-m", "mpitrain", *train]
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **root, "PYTHONPATH": f"{path}:{ROOT}", "SIGNALLED": str(folder), "PHASE": phase}
+        with open(folder / "out", "ab") as out:
+            self.process = subprocess.Popen(
+                command,
+                env=env | ({"DEAF": "1"} if deaf else {}),
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def wait_until_at(self, *ranks: int) -> list[int]:
+        """Their process numbers, once they stand still there."""
+        paths = [self.folder / f"at-{rank}" for rank in ranks]
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not all(path.exists() for path in paths):
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                self.kill()
+                raise AssertionError(f"ranks {ranks} did not come to {paths}:\n{self.told()}")
+            time.sleep(0.02)
+        return [int(path.read_text()) for path in paths]
+
+    def wait_until_written(self) -> int:
+        """The mark of the periodic checkpoint before the place; a thread writes it."""
+        while not (mark := self.mark()):
+            assert self.process.poll() is None, self.told()
+            time.sleep(0.02)
+        return mark
+
+    def code(self) -> int:
+        """The exit code; nothing of the session may be left then."""
+        try:
+            code = self.process.wait(DEADLINE_S)
+            deadline_s = time.monotonic() + 5
+            while members(self.process.pid) and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            assert members(self.process.pid) == {}, self.told()
+        finally:
+            self.kill()
+        return code
+
+    def kill(self) -> None:
+        """Whatever is left."""
+        for pid in members(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def told(self) -> str:
+        return (self.folder / "out").read_text()
+
+    def mark(self) -> int:
+        """Accepted samples at the newest checkpoint, 0 without one."""
+        found = newest(self.run_dir) if (self.run_dir / "checkpoints").exists() else None
+        return found.mark if found else 0
+
+    def result(self) -> dict[str, object]:
+        path = self.run_dir / "result.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}

@@ -1,0 +1,100 @@
+"""What a signal does is what the table in docs/fault-tolerance.md says, row by row for a sample that fits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.started import Started
+from tests.ranks import find_mpi
+
+INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+NUM_SAMPLES = 100 * 48
+
+
+@pytest.fixture(autouse=True)
+def have_mpi() -> None:
+    find_mpi()
+
+
+def test_term_to_a_launch_that_trains_leaves_a_checkpoint_and_75_and_the_next_goes_on(tmp_path: Path) -> None:
+    run = Started(tmp_path / "a", "training")
+    run.wait_until_at(0, 1)
+    run.process.send_signal(TERM)
+    assert run.code() == 75, run.told()
+    told, mark = run.result(), run.mark()
+    assert (told["status"], told["samples"]) == ("requeue", mark) and 0 < mark < NUM_SAMPLES
+    assert "restart" not in run.told() and list(run.run_dir.glob(".launch-*")) == []
+    again = Started(tmp_path / "a", "training", "--resume", "auto")
+    assert again.code() == 0, again.told()
+    assert (again.result()["resumed_from"], again.result()["samples"]) == (mark, NUM_SAMPLES)
+
+
+def test_int_to_a_launch_that_trains_ends_it_without_a_checkpoint_and_nothing_starts_again(
+    tmp_path: Path,
+) -> None:
+    """There are checkpoints from which it would have been started again."""
+    run = Started(tmp_path / "a", "training", deaf=True)
+    run.wait_until_at(0, 1)
+    before = run.wait_until_written()
+    run.process.send_signal(INT)
+    assert run.code() == 130, run.told()
+    assert run.mark() == before > 0 and run.result() == {} and "restart" not in run.told()
+
+
+def test_a_second_term_to_a_launch_whose_ranks_do_not_listen_ends_it_at_once(tmp_path: Path) -> None:
+    run = Started(tmp_path / "a", "training", deaf=True)
+    run.wait_until_at(0, 1)
+    run.process.send_signal(TERM)
+    while not list(run.run_dir.glob(".launch-*/requests/stop")):
+        time.sleep(0.02)
+    run.process.send_signal(TERM)
+    assert run.code() == 143 and run.result() == {} and "restart" not in run.told(), run.told()
+
+
+def test_term_to_a_launch_whose_ranks_start_ends_it_with_75_before_the_first_step(tmp_path: Path) -> None:
+    run = Started(tmp_path / "a", "preparing", deaf=True)
+    run.wait_until_at(1)
+    run.process.send_signal(TERM)
+    assert run.code() == 75 and run.mark() == 0 and run.result() == {}, run.told()
+    assert "told to end before its first step" in run.told()
+
+
+def test_term_to_a_launch_that_validates_for_the_last_time_lets_it_end(tmp_path: Path) -> None:
+    run = Started(tmp_path / "a", "validating", "--epochs", "1", deaf=True)
+    run.wait_until_at(0)
+    run.process.send_signal(TERM)
+    while not list(run.run_dir.glob(".launch-*/requests/stop")):
+        time.sleep(0.02)
+    (tmp_path / "a" / "go").touch()
+    assert run.code() == 0 and run.result()["samples"] == 48, run.told()
+
+
+def test_int_to_one_rank_ends_all_of_them_with_130(tmp_path: Path) -> None:
+    run = Started(tmp_path / "a", "training", deaf=True)
+    _, pid = run.wait_until_at(0, 1)
+    before = run.wait_until_written()
+    os.kill(pid, INT)
+    assert run.code() == 130 and run.mark() == before > 0, run.told()
+    assert "rank 1 (worker, step 11): interrupted" in run.told() and "Traceback" not in run.told()
+
+
+def test_a_second_term_to_one_rank_ends_all_of_them_with_143(tmp_path: Path) -> None:
+    run = Started(tmp_path / "a", "training", deaf=True)
+    _, pid = run.wait_until_at(0, 1)
+    for _ in range(2):
+        os.kill(pid, TERM)
+        time.sleep(0.5)  # two at once are one
+    assert run.code() == 143 and "restart" not in run.told(), run.told()
+
+
+def test_open_mpis_mpirun_kills_the_ranks_at_term_and_the_periodic_checkpoint_stands(tmp_path: Path) -> None:
+    run = Started(tmp_path / "a", "training", deaf=True, by_mpirun=True)
+    run.wait_until_at(0, 1)
+    before = run.wait_until_written()
+    run.process.send_signal(TERM)
+    assert run.code() == 1 and run.mark() == before > 0 and run.result() == {}, run.told()

@@ -1,0 +1,287 @@
+"""What signals to a launch mean, when a launch is given up, and that it then ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpitrain import rank_status
+from mpitrain.launch import relaunch
+from mpitrain.processes import identity
+from mpitrain.rank_status import ENDED, IMPORTING, READY, STARTED, STARTING_MPI, RankStatus
+from mpitrain.supervision import Outcome, Requests, Supervisor, Watch, launch_folder
+
+INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "abort", "at_once"),
+    [
+        ([], 0, False),
+        ([TERM], 0, False),
+        ([USR1, USR1, USR1], 0, False),
+        ([USR1, TERM], 0, False),  # Slurm's, some minutes before the limit and at the limit
+        ([INT], 130, False),
+        ([INT, INT], 130, True),
+        ([TERM, TERM], 143, True),
+        ([TERM, INT], 130, False),
+        ([INT, TERM], 130, True),
+        ([INT, USR1], 130, False),
+        ([TERM, TERM, INT], 143, True),
+    ],
+)
+def test_signals_to_a_launch(numbers: list[int], abort: int, at_once: bool) -> None:
+    requests = Requests()
+    for number in numbers:
+        requests.hear(number)
+    assert (requests.stop, requests.abort, requests.at_once) == (bool(numbers), abort, at_once)
+
+
+def test_the_callers_signal_handlers_are_given_back() -> None:
+    before = [signal.getsignal(number) for number in (INT, TERM, USR1)]
+    with Requests():
+        assert before != [signal.getsignal(number) for number in (INT, TERM, USR1)]
+    assert before == [signal.getsignal(number) for number in (INT, TERM, USR1)]
+
+
+# ---- nothing is started again
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(INT, 130), (TERM, 75), (USR1, 75)], ids=["INT", "TERM", "USR1"]
+)
+def test_after_a_signal_nothing_is_started_again(tmp_path: Path, number: int, code: int) -> None:
+    """The run fails with a newer checkpoint each time, and a signal comes during its second start."""
+    requests, starts = Requests(), []
+
+    def once(more: list[str]) -> Outcome:
+        starts.append(more)
+        folder = tmp_path / "checkpoints" / f"{len(starts):012d}"
+        folder.mkdir(parents=True)
+        (folder / "shard-0.json").touch()
+        if len(starts) == 2:
+            requests.hear(number)
+        return Outcome(1)
+
+    assert relaunch(once, tmp_path, 9, requests) == code
+    assert starts == [[], ["--resume", "auto"]]
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 4, 75, 130, 143])
+def test_such_an_end_is_final(tmp_path: Path, code: int) -> None:
+    (tmp_path / "checkpoints" / "000000000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "000000000001" / "shard-0.json").touch()
+    assert relaunch(lambda more: Outcome(code if not more else 99), tmp_path, 3, Requests()) == code
+
+
+# ---- when a launch is given up
+
+
+def status(rank: int, state: str = READY, host: str = "a", beat: int = 1, **more: object) -> RankStatus:
+    """Of a rank whose process cannot be seen from here."""
+    return RankStatus(rank, host, "elsewhere:1:1:1", state, beat=beat, **more)  # type: ignore[arg-type]
+
+
+def told(*statuses: RankStatus) -> dict[int, RankStatus]:
+    return {one.rank: one for one in statuses}
+
+
+def watch(num_ranks: int = 3, **options: object) -> Watch:
+    return Watch(num_ranks, **({"owed": READY, "start_timeout_s": 60.0, "host_timeout_s": 20.0} | options))  # type: ignore[arg-type]
+
+
+def after(found: Watch, seconds: int, statuses: dict[int, RankStatus]) -> str:
+    """What `found` says when it has looked every second at ranks that say nothing new."""
+    for second in range(seconds):
+        if why := found.look(float(second), statuses):
+            return why
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("statuses", "names"),
+    [
+        # rank 2 is stopped while it imports, the others wait for it in MPI_Init
+        (
+            told(status(0, STARTING_MPI), status(1, STARTING_MPI), status(2, IMPORTING, host="b")),
+            "rank 2 on host b",
+        ),
+        (
+            told(status(0, STARTING_MPI), status(2, STARTING_MPI)),
+            "rank 1 (nothing was heard of it; the others",
+        ),
+        # rank 1 is busy with the job file, the others wait for it
+        (
+            told(status(0, STARTED, waits=True), status(1, STARTED), status(2, STARTED, waits=True)),
+            "rank 1 on host a (preparing)",
+        ),
+        (told(), "rank 0 (nothing was heard of it"),
+    ],
+)
+def test_who_does_not_begin_to_train_is_named(statuses: dict[int, RankStatus], names: str) -> None:
+    assert after(watch(), 61, statuses) == ""
+    why = after(watch(), 62, statuses)
+    assert why.startswith(names) and "did not begin to train within 60 s (--start-timeout-s)" in why
+    assert after(watch(start_timeout_s=0.0), 999, statuses) == ""
+
+
+def test_who_trains_or_has_left_began_in_time() -> None:
+    ranks = told(status(0), status(1), status(2, ENDED, code=2))
+    assert after(watch(host_timeout_s=0.0), 999, ranks) == ""
+
+
+def test_a_script_owes_nothing_until_it_imports_mpitrain() -> None:
+    assert after(watch(owed=STARTED), 999, {}) == ""
+    assert after(watch(owed=STARTED), 999, told(status(0, STARTING_MPI))).startswith("rank 1")
+
+
+def test_a_rank_that_dies_before_it_trains_is_noticed_where_it_can_be_seen() -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    process = identity(child.pid)
+    ranks = told(status(0, STARTING_MPI), dataclasses.replace(status(1, IMPORTING), process=process))
+    found = watch(2)
+    assert after(found, 10, ranks) == ""
+    child.kill()
+    child.wait()
+    assert found.look(10.0, ranks) == found.look(15.0, ranks) == "", "its launcher may be ending the job"
+    assert found.look(16.0, ranks) == "rank 1 on host a (importing) died before it began to train"
+
+
+def silent(found: Watch, seconds: int, moving: dict[int, RankStatus], dead: dict[int, RankStatus]) -> str:
+    for second in range(seconds):
+        living = {rank: dataclasses.replace(one, beat=second) for rank, one in moving.items()}
+        if why := found.look(float(second), living | dead):
+            return why
+    return ""
+
+
+def test_a_host_of_which_nothing_is_heard_ends_the_launch_and_is_named() -> None:
+    moving, dead = told(status(0)), told(status(1, host="b"), status(2, host="b"))
+    assert silent(watch(), 21, moving, dead) == ""
+    assert silent(watch(), 30, moving, dead).startswith("host b (rank 1, 2) has been silent for 21 s")
+    assert silent(watch(host_timeout_s=0.0), 999, moving, dead) == ""
+    assert silent(watch(2), 999, told(status(0), status(1)), {}) == "", "who lives may wait for long"
+    left = told(status(1, ENDED, host="b"), status(2, ENDED, host="b"))
+    assert silent(watch(), 999, moving, left) == "", "its ranks have ended"
+
+
+def test_a_run_that_goes_on_without_a_host_is_left_alone() -> None:
+    found = watch(2)
+    for second in range(999):
+        moving = told(status(0, beat=second, progress=float(second)))
+        assert found.look(float(second), moving | told(status(1, host="b"))) == ""
+
+
+def test_ranks_that_are_there_and_do_not_stand_still_are_no_silent_host() -> None:
+    """One that cannot say so, such as one in a long call into a library that lets no thread run."""
+    here = dataclasses.replace(status(0), process=identity())
+    assert after(watch(1), 999, told(here)) == ""
+
+
+def test_a_launch_that_was_suspended_gives_its_ranks_their_time_again() -> None:
+    found, ranks = watch(2), told(status(0), status(1, host="b"))
+    assert after(found, 15, ranks) == ""
+    for second in range(3600, 3615):
+        assert found.look(float(second), ranks) == ""
+    assert found.look(3621.0, ranks).startswith("host a")
+
+
+# ---- a launcher that is watched over
+
+CHILD = """
+import signal, sys
+def report(number, _):
+    print(signal.Signals(number).name, flush=True)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, report)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+LAUNCH = """
+import sys
+from mpitrain import supervision
+from mpitrain.supervision import Requests, Supervisor
+supervision.END_GRACE_S = float(sys.argv[1])
+with Requests() as requests:
+    outcome = Supervisor("openmpi", requests).run([sys.executable, "-c", sys.argv[2]], {})
+sys.exit(outcome.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "heard", "code"),
+    [
+        ([USR1, USR1, INT], ["SIGUSR1", "SIGUSR1", "SIGTERM"], 130),  # INT ends, whatever the script does
+        ([INT, INT], ["SIGTERM"], 130),
+        ([TERM], ["SIGTERM"], 143),  # nothing is known of a script that could end in order
+    ],
+    ids=["USR1-USR1-INT", "INT-INT", "TERM"],
+)
+def test_a_script_gets_usr1_and_is_ended_by_the_others(
+    numbers: list[int], heard: list[str], code: int
+) -> None:
+    grace = "600" if numbers == [INT, INT] else "0.5"
+    launch = subprocess.Popen(  # a session of its own has no terminal, so SIGINT is not the terminal's
+        [sys.executable, "-c", LAUNCH, grace, CHILD],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert launch.stdout is not None
+    try:
+        assert launch.stdout.readline() == "ready\n"
+        for number, name in zip(numbers, heard, strict=False):
+            launch.send_signal(number)
+            assert launch.stdout.readline() == f"{name}\n"
+        for number in numbers[len(heard) :]:
+            launch.send_signal(number)
+        assert launch.wait(timeout=60) == code
+    finally:
+        if launch.poll() is None:
+            os.killpg(launch.pid, signal.SIGKILL)
+        launch.stdout.close()
+
+
+def test_the_exit_code_comes_back() -> None:
+    def run(code: str) -> int:
+        return Supervisor("openmpi", Requests()).run(["/bin/sh", "-c", code], {"CODE": "75"}).code
+
+    assert run("exit $CODE") == 75
+    assert run("kill -TERM $$") == 128 + signal.SIGTERM
+
+
+def test_a_launcher_that_does_not_end_after_the_result_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpitrain.supervision.RESULT_GRACE_S", 0.0)
+    outcome = Supervisor("openmpi", Requests(), finished=lambda: True).run(["sleep", "600"], {})
+    assert outcome.code == 0 and outcome.final and "after a complete result" in outcome.reason
+
+
+def test_a_request_before_the_first_step_ends_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpitrain.supervision.UNHEARD_S", 0.0)
+    requests = Requests()
+    with launch_folder(tmp_path, True) as folder:
+        assert folder is not None
+        rank_status.open_folder(folder, 1.0)
+        command = [
+            "/bin/sh",
+            "-c",
+            f"while [ ! -e {folder}/requests/stop ]; do sleep 0.05; done; exec sleep 600",
+        ]
+        supervisor = Supervisor("openmpi", requests, folder, trains=True)
+        monkeypatch.setattr(
+            "mpitrain.supervision.subprocess.Popen",
+            lambda *words, popen=subprocess.Popen, **more: (popen(*words, **more), requests.hear(TERM))[0],
+        )
+        outcome = supervisor.run(command, {})
+    assert (outcome.code, outcome.final) == (75, True) and "before its first step" in outcome.reason
+    assert list(tmp_path.iterdir()) == [], "the folder is gone"
+    assert supervisor.run(["/bin/false"], {}) == Outcome(75, final=True), "nothing is started after a request"
