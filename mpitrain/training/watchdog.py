@@ -2,11 +2,13 @@
 
 Law of this file: a thread of its own that calls neither MPI nor CUDA, so that it works while the main thread is stuck
 in either. Progress is any step, push, answer or validation batch of this rank. To wait for another rank (a warm-up, a
-validation over there) is no hang, for the rank that hangs has a watchdog of its own; but where everybody waits for
-everybody nobody would bark, so who has only waited for `PATIENCE` times as long looks whether the run itself still
-moves, by its metrics file. Every rank that hears the alarm writes its stacks, and its part of an emergency checkpoint,
-before the one that raised it ends the job; the launcher then starts the run again from there. A rank that the others
-go on without (`levels.py`) raises no alarm: it writes its own stacks and dies.
+validation over there) is no hang, for the rank that hangs has a watchdog of its own. One that stands still has none:
+who has waited for long calls the roll (`roll_call.py`), and who does not answer twice is ended by a rank on its host,
+where the others go on without it, or named by the alarm. Where everybody answers and waits for everybody, who has
+waited for `PATIENCE` times as long looks whether the run itself still moves, by its metrics file. Every rank that hears
+the alarm writes its stacks, and its part of an emergency checkpoint, before the one that raised it ends the job; the
+launcher then starts the run again from there. A rank that is stuck itself and that the others go on without
+(`levels.py`) raises no alarm: it writes its own stacks and dies.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,9 +25,12 @@ from typing import Any
 
 from mpitrain.checkpoint import newest
 from mpitrain.errors import CheckpointError, MpitrainError
+from mpitrain.processes import place, send_signal
 from mpitrain.report import METRICS_FILE
+from mpitrain.rules import ServerStrategy
 from mpitrain.training.alarm import Alarm
 from mpitrain.training.emergency import Emergency
+from mpitrain.training.roll_call import RollCall
 
 PATIENCE = 4
 LOOK_EVERY_S = 2.0
@@ -33,7 +40,9 @@ WRITING_S = 60.0  # longest time to wait for an emergency checkpoint
 
 
 class StalledError(MpitrainError):
-    """No progress within the watchdog's time."""
+    """No progress within the watchdog's time; `ends_all`: of the whole run, not of this rank alone."""
+
+    ends_all = False
 
 
 class Watchdog:
@@ -50,12 +59,14 @@ class Watchdog:
         self.metrics = self.run_dir / METRICS_FILE
         self.look_s = min(LOOK_EVERY_S, timeout_s / 4)
         self._over = threading.Event()
+        self._called_s = 0.0  # idle seconds at which the roll was last called
 
     def __enter__(self) -> Watchdog:
         start = self.runtime.share(time.time_ns())
         self.alarm = Alarm(self.run_dir, self.runtime.launched_rank, start)
         if self.timeout_s > 0:
             self.runtime.stamp()
+            self.roll_call = RollCall(self.run_dir, self.runtime.launched_rank, start)
             threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True).start()
         return self
 
@@ -67,8 +78,12 @@ class Watchdog:
         while not self._over.wait(self.look_s):
             if self.runtime.engine.arriving:
                 self.runtime.stamp_waiting()
+            self.roll_call.answer()
             if self._is_stuck():
                 self._bark(heard)
+                return
+            if (silent := self._who_is_silent()) and not self._others_end(silent):
+                self._bark(heard, silent)
                 return
             if not heard and (stuck := self.alarm.rung_by()):
                 heard = True
@@ -81,6 +96,59 @@ class Watchdog:
             return True
         return self.runtime.idle_s() > PATIENCE * self.timeout_s and self._quiet_s() > self.timeout_s
 
+    def _who_is_silent(self) -> set[int]:
+        """Ranks at launch that do not answer, asked after every `timeout_s` in which this one has only waited."""
+        idle_s = self.runtime.idle_s()
+        if idle_s < self._called_s:  # there was progress
+            self._called_s = 0.0
+        if idle_s - self._called_s <= self.timeout_s:
+            return set()
+        self._called_s = idle_s
+        living = set(self.runtime.launched) - self._given_up()
+        patience_s = self.look_s + GRACE_S
+        for _ in range(2):
+            living &= self.roll_call.call(
+                living, patience_s, lambda: self._over.is_set() or self.runtime.idle_s() < idle_s
+            )
+        return living & set(self.runtime.launched)
+
+    def _given_up(self) -> set[int]:
+        return {
+            self.runtime.launched[rank] for rank in self.runtime.given_up if rank < len(self.runtime.launched)
+        }
+
+    def _others_end(self, silent: set[int]) -> bool:
+        """Whether the run goes on without the silent: over servers these give them up; under ULFM whoever is on their
+        host ends them, which MPI then tells everybody."""
+        if isinstance(self.session.strategy, ServerStrategy):
+            roles = self.session.roles
+            return self.runtime.idle_s() < PATIENCE * self.timeout_s and not silent.intersection(
+                roles.servers
+            )
+        if not (self.runtime.fault_tolerance == "ulfm" and self.runtime.recovers):
+            return False
+        left = [
+            process
+            for rank, process in zip(self.runtime.launched, self.runtime.processes)
+            if rank not in silent
+        ]
+        places = {place(process) for process in left}
+        if not all(place(self._process(rank)) in places for rank in silent):
+            return False
+        for rank in silent:
+            if send_signal(self._process(rank), signal.SIGKILL):
+                told = f"{self._named({rank})} stands still and was ended; the others go on"
+                print(f"mpitrain: {self.runtime.where()}: {told}", file=sys.stderr, flush=True)
+        return True
+
+    def _process(self, rank: int) -> str:
+        return str(self.runtime.processes[self.runtime.launched.index(rank)])
+
+    def _named(self, ranks: set[int]) -> str:
+        """ "rank 2 on host n7"."""
+        hosts = dict(zip(self.runtime.launched, self.runtime.hosts))
+        return ", ".join(f"rank {rank} on host {hosts[rank]}" for rank in sorted(ranks))
+
     def _quiet_s(self) -> float:
         """Seconds since the run has last told of anything."""
         try:
@@ -88,23 +156,29 @@ class Watchdog:
         except OSError:
             return math.inf
 
-    def _bark(self, heard: bool) -> None:
-        """Ends the job, whatever the file system does: see mpi/ending.py."""
+    def _bark(self, heard: bool, silent: set[int] | None = None) -> None:
+        """Ends the job, whatever the file system does: see mpi/ending.py. `silent`: who does not answer."""
         what = f"{self.runtime.where()}: no progress for {self.timeout_s:g} s"
+        if silent:
+            what += f", because {self._named(silent)} stands still: it does not answer"
+        is_stuck = self.runtime.stuck_s() > self.timeout_s
         told = "; it dies alone, and the others go on"
         try:
-            if self._dies_alone():
+            if is_stuck and self._dies_alone():
                 self._write_stacks(what)
             else:
                 self.alarm.ring()
                 if not heard:
                     threading.Thread(target=self._write, args=(what,), daemon=True).start()
-                told = self._outcome(
-                    self.alarm.wait(set(self.runtime.launched), self.look_s + GRACE_S, WRITING_S)
-                )
+                answering = set(self.runtime.launched) - (silent or set())
+                told = self._outcome(self.alarm.wait(answering, self.look_s + GRACE_S, WRITING_S))
         except Exception as error:
             told = f"; and what is known could not be written: {type(error).__name__}: {error}"
-        raise StalledError(f"{what} (--watchdog-s); the stacks of its threads: {self.alarm.stacks}{told}")
+        for rank in silent or ():
+            send_signal(self._process(rank), signal.SIGKILL)
+        stalled = StalledError(f"{what} (--watchdog-s); the stacks of its threads: {self.alarm.stacks}{told}")
+        stalled.ends_all = not (is_stuck and self._dies_alone())
+        raise stalled
 
     def _dies_alone(self) -> bool:
         """Whether the others go on without this rank."""

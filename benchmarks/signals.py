@@ -1,0 +1,221 @@
+"""Does a signal do what the table says? INT, TERM and USR1 at random moments to `mpitrain launch`, to Open MPI's mpirun
+and to single ranks, each end compared with its row of docs/fault-tolerance.md.
+
+    python benchmarks/signals.py [--launches 20] [--seed 0] [--ranks 2]
+
+`--launches` of each signal, receivers in turn. The moment is drawn over the length of an undisturbed run, from the
+first process that listens on; what the run was doing just then is read off its folder before and after the signal is
+sent, and either is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chaos_launch import HERE
+from common import table, write_row
+
+from mpitrain import rank_status
+from mpitrain.checkpoint.parts import newest
+
+PAGE = HERE.parent / "docs" / "fault-tolerance.md"
+RECEIVERS = ("launch", "mpirun", "rank")
+SIGNALS = ("INT", "TERM", "USR1")
+DEADLINE_S = 300.0
+PHASES = ("start", "train", "end")
+
+
+class Row(NamedTuple):
+    """One line of the table: what a signal does to ranks in some phase. `checkpoint`: whether one is written for it."""
+
+    receiver: str
+    signals: tuple[str, ...]
+    phases: tuple[str, ...]
+    codes: tuple[int, ...]
+    checkpoint: str
+
+
+def read_table(page: Path = PAGE) -> list[Row]:
+    """The rows of the page's table of signals."""
+    lines = page.read_text().splitlines()
+    head = next(index for index, line in enumerate(lines) if line.startswith("| to "))
+    rows = []
+    for line in lines[head + 2 :]:
+        if not line.startswith("|"):
+            break
+        to, numbers, phases, _, codes, checkpoint = (cell.strip() for cell in line.strip("|").split("|"))
+        rows.append(
+            Row(
+                to.strip("`"),
+                tuple(word.strip() for word in numbers.split(",")),
+                tuple(re.findall(r"start|train|validate|write|end", phases)),
+                tuple(map(int, re.findall(r"\d+", codes))),
+                checkpoint,
+            )
+        )
+    return rows
+
+
+def allowed(rows: list[Row], receiver: str, name: str, phases: set[str]) -> Iterator[Row]:
+    """Rows that hold for this signal in any of these phases."""
+    for row in rows:
+        if row.receiver == receiver and name in row.signals and phases.intersection(row.phases):
+            yield row
+
+
+class Run:
+    """One start of the job. `receiver`: whom the signal is for."""
+
+    def __init__(self, folder: Path, receiver: str, ranks: int):
+        self.run_dir, self.receiver = folder / "run", receiver
+        self.statuses = folder / "statuses"
+        folder.mkdir()
+        train = ["train", str(HERE / "signal_job.py"), "--quiet", "--run-dir", str(self.run_dir)]
+        python = [sys.executable, "-m", "mpitrain"]
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
+            "OMP_NUM_THREADS": "1",
+        }
+        if receiver == "launch":
+            command = [*python, "launch", "-n", str(ranks), *train]
+        else:
+            beside = Path(sys.executable).parent / "mpirun"
+            mpirun = str(beside) if beside.exists() else str(shutil.which("mpirun"))
+            command = [mpirun, "--oversubscribe", "-n", str(ranks), *python, *train]
+            rank_status.open_folder(self.statuses, 0.2)
+            env |= {rank_status.VARIABLE: str(self.statuses)}
+            env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        with open(folder / "out", "w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            )
+
+    def told(self) -> dict[int, rank_status.RankStatus]:
+        """What the ranks have told of themselves."""
+        folders = [self.statuses] if self.receiver != "launch" else list(self.run_dir.glob(".launch-*"))
+        return {} if not folders else rank_status.read_all(folders[0])
+
+    def listens(self) -> bool:
+        """Whether whoever is to get the signal has come so far as to listen to it."""
+        if self.receiver == "launch":
+            return bool(list(self.run_dir.glob(".launch-*/launch.json")))
+        return len(self.told()) > 0
+
+    def phase(self) -> str:
+        """What the ranks are at."""
+        if (self.run_dir / "result.json").exists():
+            return "end"
+        told = self.told()
+        trains = told and any(one.state in (rank_status.READY, rank_status.ENDED) for one in told.values())
+        return "train" if trains else "start"
+
+    def send(self, number: signal.Signals, draw: random.Random) -> None:
+        """To the receiver."""
+        pid = self.process.pid
+        if self.receiver == "rank":
+            pid = int(draw.choice(sorted(self.told().items()))[1].process.split(":")[2])
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+    def code(self) -> int | None:
+        """The exit code; None if it had to be ended."""
+        try:
+            code = self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return None
+        return code if code >= 0 else 128 - code
+
+    def result(self) -> dict[str, Any]:
+        """What the run has left as its result."""
+        path = self.run_dir / "result.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def one_run(
+    folder: Path, receiver: str, name: str, rows: list[Row], draw: random.Random, options: Any
+) -> dict[str, Any]:
+    """Send one signal at a random moment, and compare."""
+    run = Run(folder, receiver, options.ranks)
+    while not run.listens() and run.process.poll() is None:
+        time.sleep(0.01)
+    at_s = draw.uniform(0.0, options.length_s)
+    time.sleep(at_s)
+    before = run.phase()
+    if run.process.poll() is None:
+        run.send(getattr(signal, f"SIG{name}"), draw)
+    time.sleep(0.05)
+    after = run.phase()
+    sent_s = time.monotonic()
+    code = run.code()
+    phases = set(PHASES[PHASES.index(before) : PHASES.index(after) + 1])
+    found = list(
+        allowed(rows, receiver, name, phases | ({"validate", "write"} if "train" in phases else set()))
+    )
+    result = run.result()
+    checkpoint = newest(run.run_dir) if (run.run_dir / "checkpoints").exists() else None
+    written = (
+        result.get("status") == "requeue" and checkpoint is not None and checkpoint.mark == result["samples"]
+    )
+    fits = [
+        row
+        for row in found
+        if code in row.codes and (written or not (code == 75 and row.checkpoint == "yes"))
+    ]
+    return {
+        "receiver": receiver, "signal": name, "at_s": round(at_s, 2), "phases": sorted(phases), "code": code,
+        "written": written, "ended_after_s": round(time.monotonic() - sent_s, 2), "as_told": bool(fits),
+        "started_again": "restart" in (folder / "out").read_text(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--launches", type=int, default=20, help="of each signal")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    rows, draw, ran = read_table(), random.Random(options.seed), []
+    with tempfile.TemporaryDirectory() as scratch:
+        calm = Run(Path(scratch) / "calm", "launch", options.ranks)
+        began_s = time.monotonic()
+        assert calm.code() == 0, (Path(scratch) / "calm" / "out").read_text()
+        options.length_s = time.monotonic() - began_s
+        for name in SIGNALS:
+            for number in range(options.launches):
+                folder = Path(scratch) / f"{name}-{number}"
+                ran.append(one_run(folder, RECEIVERS[number % 3], name, rows, draw, options))
+                print(ran[-1], flush=True)
+                if not ran[-1]["as_told"]:
+                    print((folder / "out").read_text(), flush=True)
+    counts = {
+        "launches": len(ran),
+        "as_told": sum(one["as_told"] for one in ran),
+        "hung": sum(one["code"] is None for one in ran),
+        "started_again": sum(one["started_again"] for one in ran),
+        "longest_to_end_s": max(one["ended_after_s"] for one in ran),
+    }
+    print(table([tuple(counts), tuple(map(str, counts.values()))]), flush=True)
+    write_row("signals", {**counts, "length_s": options.length_s, "rows": ran})
+    sys.exit(0 if counts["as_told"] == len(ran) and not counts["started_again"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A rank that stands still, or dies before MPI is up, is named, and neither its launch nor the healthy ranks hang."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.started import Started
+from tests.ranks import find_mpi, run_ranks
+
+ULFM = ("-n", "3", "--ft", "ulfm", "--max-restarts", "0")
+# What meets rank 1 just before it would start MPI.
+AMBUSH = """
+import os, signal, sys
+
+class Ambush:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mpi4py":
+            os.kill(os.getpid(), signal.{name})
+
+if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+    sys.meta_path.insert(0, Ambush())
+"""
+
+
+@pytest.fixture(autouse=True)
+def have_mpi() -> None:
+    find_mpi()
+
+
+PROGRAM = """
+import mpitrain as mt
+from mpitrain.training import watchdog
+from tests import toy
+
+watchdog.GRACE_S = 2.0
+def train(name, **options):
+    mt.train(toy.make_job(epochs=5, batch_size=4), run_dir=f"{path}/{{name}}", quiet=True, **options)
+
+train("first")  # what is imported on first use may take longer than the watchdog's time
+train("run", inject=["stop(worker=1,at_step=5)"], watchdog_s=6.0)
+"""
+NAMED = f"rank 1 on host {os.uname().nodename} stands still"
+
+
+def test_under_ulfm_a_rank_that_stands_still_is_ended_and_the_healthy_ones_go_on(tmp_path: Path) -> None:
+    run = run_ranks(3, PROGRAM.format(path=tmp_path), mpirun_args=("--with-ft", "ulfm"))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["lost"], result["samples"]) == ("ok", {"1": "died"}, 5 * 48)
+    assert f"{NAMED} and was ended" in run.stderr, run
+
+
+def test_without_fault_tolerance_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path) -> None:
+    run = run_ranks(3, PROGRAM.format(path=tmp_path))
+    assert run.code not in (0, 75) and not (tmp_path / "run" / "result.json").exists(), run
+    assert f"because {NAMED}: it does not answer" in run.stderr, run
+
+
+@pytest.mark.parametrize(
+    ("name", "timeout_s", "why"),
+    [
+        ("SIGKILL", "600", "died before it began to train"),
+        ("SIGSTOP", "15", "did not begin to train within 15 s (--start-timeout-s)"),
+    ],
+)
+def test_under_ulfm_a_rank_that_never_starts_mpi_ends_the_launch_by_name(
+    tmp_path: Path, name: str, timeout_s: str, why: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AMBUSH.format(name=name))
+    run = Started(tmp_path / "a", "nowhere", options=(*ULFM, "--start-timeout-s", timeout_s), path=tmp_path)
+    assert run.code() == 1, run.told()
+    assert f"rank 1 on host {os.uname().nodename} (importing) {why}" in run.told()
