@@ -11,6 +11,8 @@ import sys
 import time
 from typing import Any, TextIO
 
+from mpitrain.errors import printable
+
 
 class Console:
     """Progress and events on one stream; silent if `quiet`."""
@@ -26,6 +28,7 @@ class Console:
         """Redraw the line, or print a dated one; `share` of the run done and seconds left, where known."""
         if self._quiet:
             return
+        text = printable(text)
         if not self.is_terminal:
             self._say(f"{date()} {text}\n")
             return
@@ -43,6 +46,7 @@ class Console:
         if self._quiet:
             return
         self.clear()
+        text = printable(text)
         self._say(f"{text}\n" if self.is_terminal else f"{date()} {text}\n")
 
     def clear(self) -> None:

@@ -80,4 +80,21 @@ class UsageError(MpitrainError, ValueError):
 
 
 class DataError(UsageError):
-    """The data is wrong; names the file, the dataset and the way out."""
+    """The data is wrong; names the file, the dataset and the way out, on one line whatever these are called."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message).replace("\n", "\\n"))
+
+
+def printable(text: str) -> str:
+    """`text` with every character escaped that is no letter, sign or blank, but for line ends: what stands in a file's
+    or a dataset's name must not steer the terminal that shows it. Our own progress line is drawn by `console.py`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each
+        if each == "\n" or each.isprintable()
+        else each.encode("unicode_escape", "surrogatepass").decode()
+        for each in text
+    )

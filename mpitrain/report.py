@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mpitrain.console import Console, date, short
+from mpitrain.folders import make_private
 
 SCHEMA = 1
 METRICS_FILE = "metrics.jsonl"
@@ -129,7 +130,7 @@ class Report:
         if interval_s is None:
             interval_s = 1.0 if self._console.is_terminal else 5.0
         self._interval_s = interval_s
-        self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.run_dir)
         _set_aside(self.run_dir / "result.json")
         self._metrics = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._start_s = clock()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import UsageError
+from mpitrain.folders import make_private
 
 CHECKPOINTS = "checkpoints"
 RUN_ID_FILE = "run-id"
@@ -201,8 +202,7 @@ def adopt(run_dir: Path, run: str) -> None:
     Raises:
         OSError: the disk is full or not writable.
     """
-    folder = run_dir / CHECKPOINTS
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = make_private(run_dir, CHECKPOINTS)
     if _marked(folder) != run:
         beside = folder / f".{RUN_ID_FILE}.{secrets.token_hex(4)}"
         beside.write_text(f"{run}\n")

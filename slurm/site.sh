@@ -26,7 +26,7 @@ CONTAINER=()
 # CONTAINER=(apptainer exec --nv --bind "$PWD" mpitrain.sif)
 
 # 5. Disks. STAGE: packs (folders of `mpitrain data pack`) to copy to each node's own disk before training, where ranks
-# then read them; STAGE_TO: where (expanded on the node).
+# then read them; STAGE_TO: where, expanded on the node, which refuses a $VARIABLE that is not set there.
 STAGE=()
 # STAGE=(data/digits)
 STAGE_TO='$TMPDIR/mpitrain'

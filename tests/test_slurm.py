@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import UsageError
-from mpitrain.slurm import KINDS, Script, may_requeue, render
+from mpitrain.slurm import KINDS, Script, may_requeue, render, render_site
 from mpitrain.slurm.requeue import decide
 from mpitrain.slurm.script import make
 from mpitrain.slurm.status import describe
@@ -140,3 +140,19 @@ def test_a_machine_without_the_packages_says_which(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(cluster.shutil, "which", lambda name: None if name == "slurmctld" else f"/bin/{name}")
     assert "slurmctld missing): apt-get install slurm-wlm munge" in str(cluster.why_not())
+
+
+@pytest.mark.parametrize(
+    "value", ["a\tb", "a\rb", "a'b", 'a"b', "a\\b", "a#b", "$(id)", "`id`", "a\x1b[2J", "a\u2028b"]
+)
+@pytest.mark.parametrize("name", ["partition", "name", "account", "constraint"])
+def test_a_directive_is_one_word_whatever_is_set(value, name):
+    with pytest.raises(UsageError, match=name):
+        make("multi-node", **{name: value})
+
+
+def test_what_a_script_hands_on_is_one_line():
+    with pytest.raises(UsageError, match="options.*without line ends"):
+        make("multi-node", job="a.py", options=("--lr", "1\n#SBATCH --uid=0"))
+    with pytest.raises(UsageError, match="image"):
+        render_site("openmpi", "a\tb")

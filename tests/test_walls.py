@@ -20,13 +20,14 @@ PACKAGE = Path(__file__).parents[1] / "mpitrain"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 
 # The ground that every storey stands on: errors, and the values that print as text. Standard library only.
-GROUND = {"mpitrain.errors", "mpitrain.text"}
+GROUND = {"mpitrain.errors", "mpitrain.text", "mpitrain.folders"}
 ANYTHING = {"mpitrain"}
 # place -> (what of the package it may import besides itself, which third parties)
 WALLS: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
+    "folders": (set(), set()),
     "text": ({"mpitrain.errors"}, set()),
-    "run_directory": ({"mpitrain.errors"}, set()),
+    "run_directory": ({"mpitrain.errors", "mpitrain.folders"}, set()),
     "effects": (set(), set()),
     "inject": (GROUND | {"mpitrain.effects"}, set()),
     "rules": (GROUND, set()),
@@ -60,7 +61,17 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
 }
 # What `mpitrain --help` imports: at module level nothing heavy, neither directly nor through a neighbour.
 LIGHT = {
-    *("__init__", "__main__", "cli", "errors", "environment", "processes", "rank_status", "run_directory"),
+    *(
+        "__init__",
+        "__main__",
+        "cli",
+        "errors",
+        "environment",
+        "folders",
+        "processes",
+        "rank_status",
+        "run_directory",
+    ),
     *("launch", "launchers", "supervision", "mpi.register"),
 }
 # Rules and roles own neither a clock nor a thread nor a socket: the worlds do.

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.folders import make_private
 from mpitrain.run_directory import (
     CHECKPOINTS,
     FIRST_PART,
@@ -145,7 +146,7 @@ def write_part(
     try:
         if len(text) > MAX_RECORD_BYTES or len(payload) > MAX_PART_BYTES:
             raise OSError(errno.EFBIG, f"{len(text)} bytes of JSON, {len(payload)} of tensors")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder.parent.parent, folder.parent.name, folder.name)
         _write(folder / f"{name}.safetensors", payload, disk_full)
         _write(folder / f"{name}.json", text)
         _sync(folder)

@@ -18,7 +18,7 @@ from mpitrain import rank_status
 from mpitrain.cli import data, doctor, env, launch, simulate, slurm, train
 from mpitrain.cli.parser import Parser
 from mpitrain.environment import is_rank, launched_rank
-from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageError
+from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageError, printable
 
 _DESCRIPTION = """\
 Train PyTorch models over MPI. The job is a Python file, the strategy by which
@@ -78,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MpitrainError as error:
         where = f" rank {launched_rank()}:" if is_rank() else ""
         if not isinstance(error, UsageError):
-            traceback.print_exception(error)  # not by sys.excepthook: under MPI that ends the whole job
-        print(f"mpitrain: error:{where} {error}", file=sys.stderr, flush=True)
+            # not by sys.excepthook: under MPI that ends the whole job
+            print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        print(f"mpitrain: error:{where} {printable(str(error))}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         if is_rank():  # die of it: at an orderly exit this rank would wait for the others

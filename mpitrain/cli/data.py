@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.cli.parser import natural, positive
 from mpitrain.environment import is_rank, launched_rank, launched_size
-from mpitrain.errors import EXIT_OK, AgreedError, UsageError
+from mpitrain.errors import EXIT_OK, AgreedError, UsageError, printable
 
 _DESCRIPTION = """\
 Make HDF5 shards from samples, and show what shards hold."""
@@ -76,6 +76,7 @@ def add_parser(commands: Any) -> None:
     info.add_argument(
         "pattern", metavar="PATTERN", help='shards, such as "data/digits/train-*.h5", or a folder'
     )
+    _add_trust(info)
     info.set_defaults(run=run_info)
 
 
@@ -126,6 +127,24 @@ def _add_source_options(group: Any) -> None:
     )
     group.add_argument("--image-size", type=_size, metavar="HxW", help="scale and crop images to this size")
     group.add_argument("--encoded", action="store_true", help="keep images as the bytes of their files")
+    _add_trust(group)
+
+
+def _add_trust(group: Any, sizes: bool = True) -> None:
+    """What files from elsewhere may do."""
+    group.add_argument(
+        "--allow-external",
+        action="store_true",
+        help="read also what lies elsewhere: links out of the folder, HDF5 datasets in other files",
+    )
+    if sizes:
+        group.add_argument(
+            "--max-gib",
+            type=_gib,
+            default=4.0,
+            metavar="G",
+            help="memory that a file may take by what it merely declares (default: 4)",
+        )
 
 
 def _add_stage(actions: Any) -> None:
@@ -134,6 +153,7 @@ def _add_stage(actions: Any) -> None:
     )
     stage.add_argument("source", metavar="PACK", help="folder that `data pack` wrote")
     stage.add_argument("dest", metavar="DEST", help="folder to copy it into; $VARIABLES are this node's")
+    _add_trust(stage, sizes=False)
     stage.set_defaults(run=run_stage)
     check = actions.add_parser(
         "check",
@@ -143,6 +163,7 @@ def _add_stage(actions: Any) -> None:
     )
     check.add_argument("target", metavar="PACK", help="folder that `data pack` wrote, or a pattern of files")
     check.add_argument("--workers", type=positive, metavar="N", help="are there chunks enough for N workers?")
+    _add_trust(check)
     check.set_defaults(run=run_check)
 
 
@@ -154,6 +175,17 @@ def _fraction(text: str) -> float:
         value = -1.0
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
+    return value
+
+
+def _gib(text: str) -> float:
+    """A size above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
     return value
 
 
@@ -197,16 +229,16 @@ def _with_ranks(work: Callable[[argparse.Namespace, Any], int], arguments: argpa
 
 def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
     import sys
-    from pathlib import Path
 
     from mpitrain.console import Console
+    from mpitrain.data.outside import at_home
     from mpitrain.data.pack import PackOptions, pack
     from mpitrain.data.progress import Pace
     from mpitrain.data.sources import SourceOptions, open_source
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
-    directory = Path(arguments.dest).expanduser()
     try:
+        directory = at_home(arguments.dest)
         options = PackOptions(
             arguments.validate,
             arguments.shard_samples,
@@ -215,7 +247,8 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
             arguments.compression,
         )
         chosen = (arguments.arrays, tuple(arguments.variable), arguments.image_size, arguments.encoded)
-        source = open_source(arguments.source, SourceOptions(*chosen))
+        trust = (arguments.allow_external, arguments.max_gib)
+        source = open_source(arguments.source, SourceOptions(*chosen, *trust))
     except Exception as error:
         ranks.agree(error)
         raise
@@ -229,7 +262,7 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
         for split in ("train", "validate"):
             counts = [samples for name, samples in manifest.files.items() if name.startswith(split)]
             shards = f"{len(counts)} shard{'s' * (len(counts) != 1)}"
-            print(f"{directory / split}-*.h5: {sum(counts)} samples in {shards}")
+            print(printable(f"{directory / split}-*.h5: {sum(counts)} samples in {shards}"))
         print("packed" if written else "already packed: nothing to do", flush=True)
         if written and len(manifest.files) < ranks.size:
             idle = ranks.size - len(manifest.files)
@@ -241,14 +274,11 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
 
 def run_stage(arguments: argparse.Namespace) -> int:
     """Copy; prints where the shards are now. srun starts one on each node, so every caller copies."""
-    import os
-    from pathlib import Path
-
+    from mpitrain.data.outside import at_home, expanded
     from mpitrain.data.stage import stage
 
-    dest = Path(os.path.expandvars(arguments.dest)).expanduser()
-    target, copied = stage(Path(arguments.source).expanduser(), dest)
-    print(f"{target}: " + (f"staged, {copied / 2**20:.1f} MiB" if copied else "already there"))
+    target, copied = stage(at_home(arguments.source), expanded(arguments.dest), arguments.allow_external)
+    print(printable(f"{target}: ") + (f"staged, {copied / 2**20:.1f} MiB" if copied else "already there"))
     return EXIT_OK
 
 
@@ -262,21 +292,23 @@ def _check(arguments: argparse.Namespace, ranks: Any) -> int:
 
     from mpitrain.console import Console
     from mpitrain.data.check import check
+    from mpitrain.data.outside import Trust
     from mpitrain.data.progress import Pace
     from mpitrain.errors import DataError
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
     pace = Pace(console, "checking", "shards")
-    found = check(arguments.target, arguments.workers, ranks, pace)
+    trust = Trust(arguments.allow_external, arguments.max_gib)
+    found = check(arguments.target, arguments.workers, ranks, pace, trust)
     console.clear()
     error = DataError("; ".join(found.problems)) if found.problems else None
     ranks.agree(error if ranks.rank == 0 else None)
     if ranks.rank == 0:
         for advice in found.advice:
-            print(f"advice: {advice}")
+            print(printable(f"advice: {advice}"))
         told = "every shard is what was packed" if found.indexed else "every chunk can be read"
         size = f"{found.num_shards} shards, {found.num_samples} samples"
-        print(f"{arguments.target}: {size}: {told}, every value is finite", flush=True)
+        print(printable(f"{arguments.target}: {size}: {told}, every value is finite"), flush=True)
     return EXIT_OK
 
 
@@ -285,7 +317,8 @@ def run_info(arguments: argparse.Namespace) -> int:
     if launched_rank() != 0:
         return EXIT_OK
     from mpitrain.data.info import info
+    from mpitrain.data.outside import Trust
 
-    for line in info(arguments.pattern):
-        print(line)
+    for line in info(arguments.pattern, Trust(arguments.allow_external, arguments.max_gib)):
+        print(printable(line))
     return EXIT_OK

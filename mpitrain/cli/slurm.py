@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.cli.parser import natural
-from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError, printable
 
 _DESCRIPTION = """\
 Batch scripts for Slurm: the templates of slurm/ with your job, nodes and limits
@@ -159,7 +159,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     """Print the state of a run."""
     from mpitrain.slurm import describe
 
-    print(describe(Path(arguments.run_dir)))
+    print(printable(describe(Path(arguments.run_dir))))
     return EXIT_OK
 
 
@@ -168,5 +168,5 @@ def run_may_requeue(arguments: argparse.Namespace) -> int:
     from mpitrain.slurm import may_requeue
 
     answer = may_requeue(Path(arguments.run_dir), arguments.max_restarts)
-    print(f"mpitrain: {'requeue' if answer.again else 'no requeue'}: {answer.reason}", flush=True)
+    print(f"mpitrain: {'requeue' if answer.again else 'no requeue'}: {printable(answer.reason)}", flush=True)
     return EXIT_OK if answer.again else EXIT_ERROR

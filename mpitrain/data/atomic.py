@@ -90,6 +90,12 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+def open_partial(path: Path) -> io.FileIO:
+    """A new file under the hidden name: what was there under it, even a link to somewhere else, is not written to."""
+    partial_of(path).unlink(missing_ok=True)
+    return open(partial_of(path), "x+b", buffering=0)
+
+
 def publish(file: io.FileIO, path: Path) -> None:
     """Give the finished file `partial_of(path)` its name, so that a power cut cannot take it away again."""
     os.fsync(file.fileno())
@@ -106,7 +112,7 @@ def replacing(path: Path) -> Iterator[io.FileIO]:
     """
     with explained(path):
         try:
-            with open(partial_of(path), "w+b", buffering=0) as file:
+            with open_partial(path) as file:
                 yield file
                 publish(file, path)
         finally:

@@ -43,6 +43,12 @@ def slots_for(catalogue: Catalogue, cache_bytes: int = CACHE_BYTES) -> int:
     return min(catalogue.num_chunks, max(window + 1, both_windows))
 
 
+def memory_needed(catalogue: Catalogue) -> int:
+    """What a reader will hold but for its batches, by the catalogue alone: see `Reader.memory_bytes`."""
+    chunks = min(catalogue.num_chunks, slots_for(catalogue)) * catalogue.chunk_bytes
+    return chunks + 80 * catalogue.window_samples + 96 * catalogue.num_chunks
+
+
 class ChunkCache:
     """Gathers samples from chunks of `source`; a chunk among the last `num_slots` used is not read again."""
 

@@ -19,6 +19,7 @@ from mpitrain.data.columns import Array
 from mpitrain.data.files import ShardFiles
 from mpitrain.data.format import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
 from mpitrain.data.manifest import NAME, Manifest, file_sha256, specs_to_json
+from mpitrain.data.outside import CAREFUL, Trust, at_home, check_inside, check_size, root_of
 from mpitrain.data.ranks import ALONE, Ranks
 from mpitrain.errors import DataError
 
@@ -47,12 +48,14 @@ def check(
     num_workers: int | None = None,
     ranks: Ranks = ALONE,
     progress: Callable[[int, int | None], None] = lambda *_: None,
+    trust: Trust = CAREFUL,
 ) -> Findings:
     """Check a pack or files; under several ranks all of them call it, and each reads a part.
 
     Args:
         target: a folder that `data pack` wrote, or a pattern of any HDF5 files.
         num_workers: how many workers will read them.
+        trust: what the files may do.
     Raises:
         DataError: there is no pack, or an unfinished one, or no file.
     """
@@ -60,7 +63,7 @@ def check(
     paths: list[str] = []
     error = None
     try:
-        manifest, paths = _files(target)
+        manifest, paths = _files(target, trust)
     except Exception as failure:
         error = failure
     ranks.agree(error)
@@ -68,10 +71,10 @@ def check(
     found: list[tuple[ShardInfo, dict[str, ArraySpec]] | None] = []
     for number, path in enumerate(paths):
         mine = number % ranks.size == ranks.rank
-        described = _describe(path, manifest, problems if mine else [])
+        described = _describe(path, manifest, problems if mine else [], trust)
         found.append(described)
         if mine and described:
-            problems += _contents(*described)
+            problems += _contents(*described, trust)
         progress(number + 1, len(paths))
     told = [problem for each in ranks.allgather(problems) for problem in each]
     whole = [described for described in found if described]
@@ -85,22 +88,26 @@ def check(
     )
 
 
-def _files(target: str) -> tuple[Manifest | None, list[str]]:
-    folder = Path(target).expanduser()
+def _files(target: str, trust: Trust) -> tuple[Manifest | None, list[str]]:
+    folder = at_home(target)
     if not folder.is_dir():
         paths = sorted(os.path.abspath(path) for path in glob.glob(str(folder)))
         if not paths:
             raise DataError(f"{target}: no such folder or file; give a pack, or a pattern in quotes")
+        if glob.has_magic(str(folder)):
+            check_inside(root_of(str(folder)), paths, trust.allow_external)
         return None, paths
-    manifest = Manifest.read(folder)
+    manifest = Manifest.read(folder, trust.allow_external)
     if manifest is None or not manifest.complete:
         state = "no pack" if manifest is None else "an unfinished pack"
         raise DataError(f"{folder}: {state}; make one with `mpitrain data pack SOURCE {folder}`")
-    return manifest, [str(folder / name) for name in manifest.files]
+    paths = [str(folder / name) for name in manifest.files]
+    check_inside(folder, paths, trust.allow_external)
+    return manifest, paths
 
 
 def _describe(
-    path: str, manifest: Manifest | None, problems: list[str]
+    path: str, manifest: Manifest | None, problems: list[str], trust: Trust
 ) -> tuple[ShardInfo, dict[str, ArraySpec]] | None:
     """What a shard says of itself, compared with the index."""
     if not os.path.exists(path):
@@ -111,7 +118,7 @@ def _describe(
         if manifest and (expected := manifest.sha256.get(name)) and file_sha256(Path(path)) != expected:
             told = f"its SHA-256 is not the one that {NAME} keeps: it has changed since it was packed"
             problems.append(f"{path}: {told}; {PACK_AGAIN}")
-        info, specs = describe_shard(path)
+        info, specs = describe_shard(path, (), trust)
     except OSError as error:
         problems.append(f"{path}: cannot be read ({error.strerror})")
         return None
@@ -135,16 +142,21 @@ def _differing(whole: list[tuple[ShardInfo, dict[str, ArraySpec]]]) -> Iterator[
             yield f"{info.path}: has the arrays {_told(specs)}, {whole[0][0].path} has {_told(whole[0][1])}"
 
 
-def _contents(info: ShardInfo, specs: dict[str, ArraySpec]) -> Iterator[str]:
+def _contents(info: ShardInfo, specs: dict[str, ArraySpec], trust: Trust) -> Iterator[str]:
     """Read a shard's chunks; what is damaged or not finite in them."""
     catalogue = Catalogue((info,), specs, 1)
+    try:
+        check_size(f"{info.path}: a chunk", catalogue.chunk_bytes, trust.max_gib)
+    except DataError as error:
+        yield str(error)
+        return
     into: dict[str, Array] = {}
     for name, spec in specs.items():
         rows = catalogue.chunk_entries[name] if spec.variable else info.chunk_samples
         into[name] = np.empty((rows, *spec.shape), spec.dtype)
         if spec.variable:
             into[name + OFFSETS] = np.empty((info.chunk_samples, 2), np.int64)
-    files, num_told = ShardFiles(catalogue), 0
+    files, num_told = ShardFiles(catalogue, trust), 0
     try:
         for chunk in range(info.num_chunks):
             try:

@@ -17,8 +17,10 @@ from h5py import h5s, h5t
 from numpy.typing import NDArray
 
 from mpitrain.data.catalogue import OFFSETS, Catalogue
+from mpitrain.data.chunk_lengths import ChunkLengths
 from mpitrain.data.format import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
 from mpitrain.data.order import IntArray
+from mpitrain.data.outside import CAREFUL, Trust
 from mpitrain.data.stage import staged
 from mpitrain.errors import DataError
 
@@ -29,7 +31,7 @@ class _OpenShard(NamedTuple):
     """A file and each dataset's handle with its data space; looking them up anew would cost a tenth of a read."""
 
     file: h5py.File
-    datasets: dict[str, tuple[h5py.h5d.DatasetID, h5py.h5s.SpaceID]]
+    datasets: dict[str, tuple[h5py.h5d.DatasetID, h5py.h5s.SpaceID, ChunkLengths]]
 
 
 class _Where(NamedTuple):
@@ -50,8 +52,8 @@ class ShardFiles:
     Not safe for threads: its owner calls it under one lock (h5py has one of its own for all files anyway).
     """
 
-    def __init__(self, catalogue: Catalogue):
-        self._catalogue = catalogue
+    def __init__(self, catalogue: Catalogue, trust: Trust = CAREFUL):
+        self._catalogue, self._trust = catalogue, trust
         self._first_chunk = np.cumsum([0, *(file.num_chunks for file in catalogue.files)])
         self._types = {name: h5t.py_create(np.dtype(spec.dtype)) for name, spec in catalogue.arrays.items()}
         self._variable = [name for name, spec in catalogue.arrays.items() if spec.variable]
@@ -89,7 +91,9 @@ class ShardFiles:
         if not len(into):
             return
         try:
-            dataset, space = shard.datasets[name]
+            dataset, space, lengths = shard.datasets[name]
+            if problem := lengths.check(first, len(into)):
+                raise DataError(f"{where.tell(name)}: {problem}; {PACK_AGAIN}")
             space.select_hyperslab((first,) + (0,) * (into.ndim - 1), into.shape)
             dataset.read(h5s.create_simple(into.shape), space, into, self._types[name])
         except (OSError, RuntimeError) as error:
@@ -105,7 +109,7 @@ class ShardFiles:
         info = self._catalogue.files[index]
         arrays = tuple(self._catalogue.arrays)
         path = staged(info.path)
-        now, specs = describe_shard(path, arrays)
+        now, specs = describe_shard(path, arrays, self._trust)
         if (
             now.num_samples != info.num_samples
             or specs != dict(self._catalogue.arrays)
@@ -124,9 +128,10 @@ class ShardFiles:
             file = open_shard(path, needed)
         if len(self._open) >= MAX_OPEN_FILES:
             self._open.popitem(last=False)[1].file.close()
-        ids = {name: file[name].id for name in self._types}
+        datasets = {name: file[name] for name in self._types}
         self._open[index] = _OpenShard(
-            file, {name: (dataset, dataset.get_space()) for name, dataset in ids.items()}
+            file,
+            {name: (each.id, each.id.get_space(), ChunkLengths(each)) for name, each in datasets.items()},
         )
         return self._open[index]
 
@@ -144,7 +149,7 @@ def _span(spans: IntArray, room: int, name: str, where: _Where) -> tuple[int, in
     """
     edges = spans.reshape(-1)
     begin, count = int(edges[0]), int(edges[-1] - edges[0])
-    if begin < 0 or count > room or (np.diff(edges) < 0).any():
+    if begin < 0 or count > room or (edges[1:] < edges[:-1]).any():
         raise DataError(f"{where.tell(name + OFFSETS)} holds no offsets that rise; {PACK_AGAIN}")
     return begin, count
 

@@ -19,6 +19,7 @@ was found and the way out.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 
@@ -27,6 +28,8 @@ import numpy as np
 
 from mpitrain.data.catalogue import ITEM_BYTES, OFFSETS, ArraySpec, ShardInfo
 from mpitrain.data.filters import check_readable
+from mpitrain.data.links import find
+from mpitrain.data.outside import CAREFUL, Trust, check_regular, check_size, gib
 from mpitrain.errors import DataError
 
 SCHEMA = 1
@@ -35,6 +38,9 @@ SCHEMA_ATTRIBUTE = "mpitrain_schema"
 CHUNK_ATTRIBUTE = "chunk_samples"
 ENTRIES_ATTRIBUTE = "max_chunk_entries"  # of a variable array: what its largest chunk of samples holds
 RUN_BYTES = 1 << 20
+MAX_RATIO = (
+    1 << 17
+)  # zeros compress to a 2^15th at most; what is left is room for chunks that were never written
 CACHE_SLOTS = 521
 MAX_CACHE_BYTES = 64 << 20
 PACK_AGAIN = "pack it again with `mpitrain data pack`, or copy it again from where it is whole"
@@ -48,6 +54,7 @@ def open_shard(path: str, cache_bytes: int = 0) -> h5py.File:
     Raises:
         DataError: missing, unreadable, truncated, or not HDF5.
     """
+    check_regular(path)
     try:
         return h5py.File(
             path, "r", locking=False, rdcc_nbytes=cache_bytes, rdcc_nslots=CACHE_SLOTS, rdcc_w0=1.0
@@ -73,34 +80,49 @@ def open_shard(path: str, cache_bytes: int = 0) -> h5py.File:
         raise DataError(f"{path}: cannot be opened: {_reason(error)}; {PACK_AGAIN}") from error
 
 
-def describe_shard(path: str, arrays: tuple[str, ...] = ()) -> tuple[ShardInfo, dict[str, ArraySpec]]:
+def describe_shard(
+    path: str, arrays: tuple[str, ...] = (), trust: Trust = CAREFUL
+) -> tuple[ShardInfo, dict[str, ArraySpec]]:
     """Count, chunk length and arrays of one shard, without reading samples.
 
     Args:
         arrays: names of the datasets to use; all at the root if empty.
+        trust: whether its datasets' bytes may lie in other files, and what a chunk may take.
     Raises:
         DataError: not a shard, see the law of this file.
     """
     with open_shard(path) as file:
         try:
-            return _describe(path, file, arrays)
-        except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+            return _describe(path, file, arrays, trust)
+        except (
+            OSError,
+            RuntimeError,
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path}: its structure is damaged: {_reason(error)}; {PACK_AGAIN}") from error
 
 
-def _describe(path: str, file: h5py.File, wanted: tuple[str, ...]) -> tuple[ShardInfo, dict[str, ArraySpec]]:
-    schema = file.attrs.get(SCHEMA_ATTRIBUTE)
+def _describe(
+    path: str, file: h5py.File, wanted: tuple[str, ...], trust: Trust
+) -> tuple[ShardInfo, dict[str, ArraySpec]]:
+    schema = _number(path, file, SCHEMA_ATTRIBUTE)
     if schema is not None and schema not in (SCHEMA, VARIABLE_SCHEMA):
         raise DataError(
             f"{path}: has shard schema {schema}, this mpitrain reads up to {VARIABLE_SCHEMA}; update mpitrain or"
             " pack again"
         )
-    datasets = _datasets(path, file, wanted)
+    datasets = _datasets(path, file, wanted, trust.allow_external)
     specs = {name: _spec(path, name, dataset) for name, dataset in datasets.items()}
     variable = [name for name, spec in specs.items() if spec.variable]
     counted = {name: file[name + OFFSETS] if name in variable else datasets[name] for name in specs}
+    for name, dataset in [*datasets.items(), *((name + OFFSETS, counted[name]) for name in variable)]:
+        _check_stored(path, name, dataset, trust)
     lengths = {name: dataset.shape[0] for name, dataset in counted.items()}
     if len(set(lengths.values())) != 1:
         found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -115,32 +137,75 @@ def _describe(path: str, file: h5py.File, wanted: tuple[str, ...]) -> tuple[Shar
     if schema is None:
         chunk_samples = _run_length(datasets, specs)
     else:
-        chunk_samples = int(file.attrs[CHUNK_ATTRIBUTE])
+        chunk_samples = _number(path, file, CHUNK_ATTRIBUTE) or 0
         if chunk_samples < 1:
             raise DataError(
                 f"{path}: attribute {CHUNK_ATTRIBUTE} is {chunk_samples}, expected at least 1; {PACK_AGAIN}"
             )
-    entries = tuple((name, int(datasets[name].attrs[ENTRIES_ATTRIBUTE])) for name in variable)
+    entries = tuple((name, _number(path, datasets[name], ENTRIES_ATTRIBUTE) or 0) for name in variable)
+    for name, most in entries:
+        if not 0 <= most <= datasets[name].shape[0]:
+            raise DataError(
+                f"{path}: attribute {ENTRIES_ATTRIBUTE} of {name!r} is {most}, and it has {datasets[name].shape[0]} "
+                f"entries; {PACK_AGAIN}"
+            )
     return ShardInfo(path, num_samples, min(chunk_samples, num_samples), entries), specs
 
 
-def _datasets(path: str, file: h5py.File, wanted: tuple[str, ...]) -> dict[str, h5py.Dataset]:
-    for name, item in file.items():
-        # h5py passes over what it cannot open; a link may lead nowhere, an array may not
-        if item is None and isinstance(file.get(name, getlink=True), h5py.HardLink):
-            raise DataError(f"{path}: {name!r} cannot be opened: its structure is damaged; {PACK_AGAIN}")
-    there = {name: item for name, item in sorted(file.items()) if isinstance(item, h5py.Dataset)}
-    if not there and not any("/" in name for name in wanted):
-        found = f"groups {', '.join(sorted(file))}" if len(file) else "nothing"
+def _number(path: str, item: h5py.HLObject, name: str) -> int | None:
+    """A whole number that is an attribute; None where there is none."""
+    if name not in item.attrs:
+        return None
+    found = item.attrs.get_id(name)
+    if (
+        found.shape != () or found.dtype.kind not in "iu"
+    ):  # looked at before it is read: it may be of any size
+        raise DataError(
+            f"{path}: attribute {name} is {found.dtype}{found.shape}, expected one number; {PACK_AGAIN}"
+        )
+    return int(item.attrs[name])
+
+
+def _check_stored(path: str, name: str, dataset: h5py.Dataset, trust: Trust) -> None:
+    """Refuse a dataset that declares far more than its file can hold, or chunks that memory cannot."""
+    if dataset.chunks:
+        chunk_bytes = math.prod(dataset.chunks) * dataset.dtype.itemsize
+        check_size(f"{path}: a chunk of dataset {name!r}", chunk_bytes, trust.max_gib)
+    if trust.allow_external:
+        return
+    declared, held = dataset.size * dataset.dtype.itemsize, os.path.getsize(path)
+    stored = declared if dataset.chunks else dataset.id.get_storage_size()
+    if stored not in (0, declared) or declared > MAX_RATIO * held:
+        raise DataError(
+            f"{path}: dataset {name!r} declares {gib(declared)}, and its file holds {gib(held)}; {PACK_AGAIN}"
+        )
+
+
+def _datasets(
+    path: str, file: h5py.File, wanted: tuple[str, ...], allow_external: bool
+) -> dict[str, h5py.Dataset]:
+    names = sorted(file)
+    needed = {*wanted, *(name + OFFSETS for name in wanted)} if wanted else set(names)
+    there: dict[str, h5py.Dataset] = {}
+    for name in [*(name for name in names if name in needed), *(name for name in wanted if "/" in name)]:
+        try:
+            item = find(path, file, name, allow_external)
+        except (KeyError, OSError, RuntimeError) as error:
+            # a link may lead nowhere, an array may not
+            raise DataError(
+                f"{path}: {name!r} cannot be opened: its structure is damaged; {PACK_AGAIN}"
+            ) from error
+        if isinstance(item, h5py.Dataset):
+            there[name] = item
+    if not there and not wanted:
+        found = f"groups {', '.join(names)}" if names else "nothing"
         raise DataError(
             f"{path}: has no datasets at its root (found {found}), expected one per array such as x and y;"
             " datasets in groups are named by their path: arrays=('group/x',)"
         )
-    in_groups = {name: file.get(name) for name in wanted if "/" in name}
-    there |= {name: item for name, item in in_groups.items() if isinstance(item, h5py.Dataset)}
     missing = [name for name in wanted if name not in there]
     if missing:
-        raise DataError(f"{path}: has no dataset {missing[0]!r}; it has {', '.join(there)}")
+        raise DataError(f"{path}: has no dataset {missing[0]!r}; it has {', '.join(names)}")
     chosen = {name: there[name] for name in sorted(wanted)} if wanted else there
     offsets = {name + OFFSETS for name, item in there.items() if ENTRIES_ATTRIBUTE in item.attrs}
     for name in sorted(offsets):

@@ -12,12 +12,13 @@ from mpitrain.data.catalogue import OFFSETS, ArraySpec, Catalogue
 from mpitrain.data.filters import filters_of
 from mpitrain.data.format import open_shard
 from mpitrain.data.manifest import Manifest
+from mpitrain.data.outside import CAREFUL, Trust
 from mpitrain.data.shards import Shards
 
 MAX_FILES = 20
 
 
-def info(pattern: str) -> Iterator[str]:
+def info(pattern: str, trust: Trust = CAREFUL) -> Iterator[str]:
     """Lines about the shards that match, or that a folder holds.
 
     Raises:
@@ -25,7 +26,7 @@ def info(pattern: str) -> Iterator[str]:
     """
     if os.path.isdir(os.path.expanduser(pattern)):
         pattern = os.path.join(glob.escape(pattern), "*.h5")
-    catalogue = Shards(pattern).scan()
+    catalogue = Shards(pattern, allow_external=trust.allow_external, max_gib=trust.max_gib).scan()
     sizes = [os.path.getsize(file.path) for file in catalogue.files]
     for file, size in list(zip(catalogue.files, sizes))[:MAX_FILES]:
         yield f"{file.path}: {file.num_samples} samples, {file.chunk_samples} to a chunk, {size / 2**20:.1f} MiB"
@@ -45,7 +46,7 @@ def info(pattern: str) -> Iterator[str]:
         f" about {catalogue.window_samples} samples and take up to {memory / 2**20:.1f} MiB"
     )
     for folder in sorted({os.path.dirname(file.path) for file in catalogue.files}):
-        if manifest := Manifest.read(Path(folder)):
+        if manifest := Manifest.read(Path(folder), trust.allow_external):
             yield f"index: {folder}: {_recipe(manifest)}"
 
 
@@ -68,5 +69,5 @@ def _recipe(manifest: Manifest) -> str:
         if key not in ("digest", "classes", "shard_schema")
     }
     classes = manifest.recipe.get("classes")
-    told |= {"classes": len(classes)} if classes else {}
+    told |= {"classes": len(classes)} if isinstance(classes, list) else {}
     return ", ".join(f"{key} {value}" for key, value in told.items())

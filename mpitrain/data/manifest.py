@@ -22,6 +22,7 @@ from typing import Any
 
 from mpitrain.data.atomic import partial_of, replacing, sync_directory, write_all
 from mpitrain.data.catalogue import ArraySpec
+from mpitrain.data.outside import check_inside, open_regular, read_json
 from mpitrain.errors import DataError, UsageError
 
 NAME = "mpitrain-pack.json"
@@ -52,18 +53,25 @@ class Manifest:
             write_all(file, json.dumps(asdict(self), indent=1, sort_keys=True).encode() + b"\n")
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest | None:
+    def read(cls, directory: Path, allow_external: bool = False) -> Manifest | None:
         """The directory's manifest, None without one.
 
         Raises:
-            DataError: it is not what `write` wrote.
+            DataError: it is not what `write` wrote, or a link out of the directory that is not allowed.
         """
         path = directory / NAME
         try:
-            fields = json.loads(path.read_bytes())
-            if isinstance(fields, dict) and fields.get("schema", 0) > SCHEMA:
+            if path.is_symlink():
+                check_inside(directory, [path], allow_external)
+            fields = read_json(path)
+            if (
+                isinstance(fields, dict)
+                and isinstance(fields.get("schema"), int)
+                and fields["schema"] > SCHEMA
+            ):
                 found = f"has index schema {fields['schema']}, this mpitrain reads up to {SCHEMA}"
                 raise DataError(f"{path}: {found}; update mpitrain")
+            _check_fields(fields)
             return cls(**fields)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -114,9 +122,43 @@ class Manifest:
 RECEIPT = ".done"  # `.train-00000.h5.done`: that shard is whole, while the pack is not
 
 
+def _check_fields(fields: Any) -> None:
+    """Refuse what `write` never writes; above all names of files that are not shards of this very directory.
+
+    Raises:
+        ValueError: tells what.
+    """
+    expected = {
+        "recipe": dict,
+        "files": dict,
+        "complete": bool,
+        "schema": int,
+        "sha256": dict,
+        "arrays": dict,
+    }
+    expected["splits"] = list
+    if not isinstance(fields, dict) or not {"recipe", "files"} <= set(fields) <= set(expected):
+        raise ValueError("other fields than an index has")
+    for key, value in fields.items():
+        if not isinstance(value, expected[key]):
+            raise ValueError(f"{key!r} is {type(value).__name__}, expected {expected[key].__name__}")
+    for name, samples in fields["files"].items():
+        split = name.rpartition("-")[0]
+        if not split.isidentifier() or not _is_shard_name(name, [split]):
+            raise ValueError(f"{name[:200]!r} is no plain name of a shard, such as train-00000.h5")
+        if type(samples) is not int or samples < 0:
+            raise ValueError(f"{name} is said to have {str(samples)[:40]!r} samples")
+    for name, told in fields.get("sha256", {}).items():
+        if name not in fields["files"] or not re.fullmatch("[0-9a-f]{64}", str(told)):
+            raise ValueError(f"{str(told)[:80]!r} is no SHA-256 of a shard")
+    for split in fields.get("splits", []):
+        if not isinstance(split, str) or not split.isidentifier():
+            raise ValueError(f"{str(split)[:200]!r} is no plain name of a split")
+
+
 def _is_shard_name(name: str, splits: Sequence[str]) -> bool:
     split, _, number = name.rpartition("-")
-    return split in splits and re.fullmatch(r"\d{5,}\.h5", number) is not None
+    return split in splits and re.fullmatch(r"[0-9]{5,}\.h5", number) is not None
 
 
 def shard_name(split: str, number: int) -> str:
@@ -151,21 +193,22 @@ def make_room(directory: Path, splits: Sequence[str] = SPLITS) -> Manifest | Non
 
 def file_sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_against_manifest(pattern: str, found: Sequence[str]) -> None:
+def check_against_manifest(pattern: str, found: Sequence[str], allow_external: bool = False) -> None:
     """Refuse unfinished packs and packs of which a matching shard has gone.
 
     Args:
-        pattern: the glob pattern; found: absolute paths that match it.
+        pattern: the glob pattern; found: absolute paths that match it; allow_external: an index that is a link
+            out of its folder.
     Raises:
         DataError: names the directory or the missing shard.
     """
     beside = os.path.dirname(os.path.abspath(os.path.expanduser(pattern)))
     for directory in sorted({beside, *(os.path.dirname(path) for path in found)}):
-        manifest = Manifest.read(Path(directory))
+        manifest = Manifest.read(Path(directory), allow_external)
         if manifest is None:
             continue
         wanted = fnmatch.filter(manifest.files, os.path.basename(pattern))

@@ -31,6 +31,7 @@ from mpitrain.data.manifest import (
     make_room,
 )
 from mpitrain.data.order import SPLIT, keyed_bits
+from mpitrain.data.outside import at_home, read_json
 from mpitrain.data.plan import PackOptions, Plan
 from mpitrain.data.ranks import ALONE, Ranks
 from mpitrain.data.sources import Source, SourceOptions, Stream, as_source, open_source
@@ -68,7 +69,7 @@ def pack(
         DataError: samples that are none, or unlike each other; a full disk. UsageError: the directory holds
             something else.
     """
-    directory = Path(directory).expanduser()
+    directory = at_home(os.fspath(directory))
     try:
         reading = {
             each.name: settings.pop(each.name) for each in fields(SourceOptions) if each.name in settings
@@ -91,7 +92,7 @@ def _open(samples: Any, name: str | None, options: SourceOptions) -> Source | St
         origin = open_source(os.fspath(samples), options)
         origin.name = name or origin.name
         return origin
-    for option in options.recipe():
+    for option in options.given():
         if option != "variable":
             raise UsageError(f"pack: {option} is for files; give what Python holds as it is to be packed")
     return as_source(samples, name or "Python", options.variable)
@@ -163,7 +164,7 @@ def _kept(directory: Path, names: list[str], known: dict[str, str], key: str) ->
     for name in names:
         path, receipt = directory / name, directory / f".{name}{RECEIPT}"
         try:
-            told = json.loads(receipt.read_bytes())
+            told = read_json(receipt)
             expected = told["sha256"] if told["plan"] == key else known.get(name)
         except (OSError, ValueError, KeyError, TypeError):
             expected = known.get(name)

@@ -16,11 +16,12 @@ import torch
 from torch.utils.data import IterableDataset
 
 from mpitrain.data.batches import ShardBatches, Share, iterate_samples, place
-from mpitrain.data.cache import ChunkCache
+from mpitrain.data.cache import ChunkCache, memory_needed
 from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.files import ShardFiles
 from mpitrain.data.format import describe_shard
 from mpitrain.data.manifest import check_against_manifest
+from mpitrain.data.outside import MAX_GIB, Trust, check_inside, check_size, root_of
 from mpitrain.data.reader import Batch, Reader
 from mpitrain.errors import DataError, UsageError
 
@@ -39,19 +40,26 @@ class Shards(IterableDataset[Batch]):
         window_chunks: chunks that are mixed with each other. More mixes better and takes memory: two windows
             are held.
         arrays: names of the datasets to use; all at the files' root if empty.
+        allow_external: read also what lies elsewhere: files that are links out of the pattern's folder, and datasets
+            whose bytes are in other files (external links and storage, virtual datasets).
+        max_gib: memory that reading may take by what the files declare of their chunks.
     Raises:
-        UsageError: window_chunks below 1.
+        UsageError: window_chunks below 1, or max_gib not above 0.
     """
 
     pattern: str
     window_chunks: int = 8
     arrays: tuple[str, ...] = ()
+    allow_external: bool = False
+    max_gib: float = MAX_GIB
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", os.fspath(self.pattern))
         object.__setattr__(self, "arrays", tuple(self.arrays))
         if self.window_chunks < 1:
             raise UsageError(f"Shards: window_chunks must be at least 1, got {self.window_chunks}")
+        if not self.max_gib > 0:
+            raise UsageError(f"Shards: max_gib must be above 0, got {self.max_gib}")
 
     def scan(self) -> Catalogue:
         """Open every shard and compare; reads no samples.
@@ -60,23 +68,32 @@ class Shards(IterableDataset[Batch]):
             DataError: no shard matches; a shard is missing, unreadable, truncated, empty, not HDF5, or
                 disagrees with the first.
         """
-        paths = sorted(os.path.abspath(path) for path in glob.glob(os.path.expanduser(self.pattern)))
-        check_against_manifest(self.pattern, paths)
+        pattern = os.path.abspath(os.path.expanduser(self.pattern))
+        paths = sorted(glob.glob(pattern))
+        if glob.has_magic(pattern):
+            check_inside(root_of(pattern), paths, self.allow_external)
+        check_against_manifest(self.pattern, paths, self.allow_external)
         if not paths:
             raise DataError(_nothing_matches(self.pattern))
         infos: list[ShardInfo] = []
         expected: dict[str, ArraySpec] = {}
         for path in paths:
-            info, specs = describe_shard(path, self.arrays)
+            info, specs = describe_shard(path, self.arrays, self._trust)
             if infos and specs != expected:
                 raise DataError(f"{path}: {_difference(specs, expected)} as in {infos[0].path}; {_ALIKE}")
             infos.append(info)
             expected = specs
-        return Catalogue(tuple(infos), expected, self.window_chunks)
+        catalogue = Catalogue(tuple(infos), expected, self.window_chunks)
+        check_size(f"{self.pattern}: reading", memory_needed(catalogue), self.max_gib)
+        return catalogue
+
+    @property
+    def _trust(self) -> Trust:
+        return Trust(self.allow_external, self.max_gib)
 
     def reader(self, catalogue: Catalogue, seed: int) -> Reader:
         """A reader of the shards that `scan` found, here or on another rank; close it after use."""
-        return Reader(catalogue, seed, ChunkCache(catalogue, ShardFiles(catalogue)))
+        return Reader(catalogue, seed, ChunkCache(catalogue, ShardFiles(catalogue, self._trust)))
 
     def batches(
         self,

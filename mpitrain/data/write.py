@@ -15,7 +15,7 @@ from types import TracebackType
 import h5py
 import numpy as np
 
-from mpitrain.data.atomic import Sink, explained, partial_of, publish
+from mpitrain.data.atomic import Sink, explained, open_partial, partial_of, publish
 from mpitrain.data.catalogue import OFFSETS
 from mpitrain.data.columns import (
     Array,
@@ -64,7 +64,7 @@ class ShardFile:
         self._num_pending = 0
         self._max_entries: dict[str, int] = {}
         with explained(path):
-            self._file = open(partial_of(path), "w+b", buffering=0)  # noqa: SIM115 - closed by close and abandon
+            self._file = open_partial(path)  # closed by close and abandon
         self._sink = Sink(self._file)
         # HDF5's own tables have checksums from layout v110 on; in the earliest, a flipped bit in an array's description
         # is read as other numbers. HDF5 1.10 and everything after it can read this one.

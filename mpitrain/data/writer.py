@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +27,7 @@ from mpitrain.data.filters import Compression
 from mpitrain.data.format import RUN_BYTES
 from mpitrain.data.manifest import Manifest, file_sha256, make_room, shard_name, specs_to_json
 from mpitrain.data.order import IntArray
+from mpitrain.data.outside import at_home
 from mpitrain.data.ranks import ALONE, Ranks
 from mpitrain.data.write import ShardFile
 from mpitrain.errors import UsageError
@@ -138,7 +138,7 @@ class ShardWriter:
                 raise UsageError(f"ShardWriter: {name} must be at least 1, got {value}")
         if isinstance(variable, str):
             raise UsageError(f"ShardWriter: variable is a tuple of names, such as ({variable!r},)")
-        self.directory = Path(directory).expanduser()
+        self.directory = at_home(os.fspath(directory))
         self.num_samples = 0
         self._shard_samples, self._chunk_samples = shard_samples, chunk_samples
         self._compression = Compression.parse(compression)

@@ -40,7 +40,9 @@ from mpitrain.errors import (
     LostRankError,
     MpitrainError,
     UsageError,
+    printable,
 )
+from mpitrain.folders import make_private
 from mpitrain.mpi.agreement import CalledOffError, agree, revoke
 from mpitrain.mpi.bindings import MPI
 
@@ -204,8 +206,7 @@ def report(runtime: "Runtime", error: BaseException) -> None:
         "traceback": trace,
     }
     try:
-        folder = Path(runtime.run_dir) / "errors"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_private(Path(runtime.run_dir), "errors")
         (folder / f"rank-{runtime.launched_rank}.json").write_text(json.dumps(record, indent=1) + "\n")
     except OSError as failure:  # a full disk must not keep the job alive
         _tell(runtime, f"mpitrain: could not write the error report: {failure}")
@@ -221,10 +222,9 @@ def _is_first(runtime: "Runtime", text: str) -> bool:
     """Whether no other rank has reported this mistake of the user's, which all ranks tend to meet at once."""
     if runtime.run_dir is None:
         return True
-    path = Path(runtime.run_dir) / "errors" / f"reported-{crc32(text.encode()):08x}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("x").close()
+        folder = make_private(Path(runtime.run_dir), "errors")
+        (folder / f"reported-{crc32(text.encode()):08x}").open("x").close()
     except FileExistsError:
         return False
     except OSError:  # a full disk must not keep the message back
@@ -237,9 +237,9 @@ def _tell(runtime: "Runtime", text: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the pipe's reader is gone, or the stream is closed
             stream.flush()
-    data = "".join(f"[rank {runtime.launched_rank}] {line}\n" for line in text.splitlines()).encode(
-        errors="replace"
-    )
+    data = "".join(
+        f"[rank {runtime.launched_rank}] {line}\n" for line in printable(text).splitlines()
+    ).encode(errors="replace")
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(2, data) :]

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from mpitrain import processes, rank_status
 from mpitrain.environment import node_key
-from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError
+from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError, printable
 from mpitrain.mpi import ending, exchange, points
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine import Engine
@@ -217,7 +217,7 @@ class Runtime:
     def _leave_together(self, lines: list[str], code: int) -> NoReturn:
         text = "\n".join(lines)
         if self.rank == 0:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
         raise AgreedError(text, code)
 
     def _tell_launch(self) -> None:

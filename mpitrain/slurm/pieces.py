@@ -16,7 +16,7 @@ MPITRAIN=("${CONTAINER[@]}" mpitrain)
 
 RUN_DIR = """\
 RUN_DIR=${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID} # the same after a requeue, which keeps the job id
-mkdir -p "$RUN_DIR"
+(umask 077 && mkdir -p "$RUN_DIR") # for its owner alone
 """
 
 NODES = """\

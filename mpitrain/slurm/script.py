@@ -16,6 +16,8 @@ from mpitrain.errors import UsageError
 from mpitrain.slurm import pieces
 from mpitrain.text import nearest
 
+_NO_WORD = r"""[\s"'`#$\\]"""  # what sbatch would not take for a part of a directive's word
+
 _BASE = (pieces.NODES, pieces.SIGNALS, pieces.EACH, pieces.CHECK_NODES, pieces.PLACE, pieces.LAUNCH)
 
 
@@ -134,10 +136,13 @@ class Script:
             raise UsageError(f"no kind of script {self.kind!r}{nearest(self.kind, list(KINDS))}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, str) and (
-                "\n" in value or (field.name not in ("job", "sweep") and " " in value)
-            ):
-                raise UsageError(f"{field.name}={value!r}: one word, without blanks or line ends")
+            words = value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ()
+            if not all(word.isprintable() for word in words):
+                raise UsageError(f"{field.name}={value!r}: without line ends, tabs and the like")
+            if isinstance(value, str) and field.name not in ("job", "sweep") and re.search(_NO_WORD, value):
+                raise UsageError(
+                    f"{field.name}={value!r}: one word, without blanks, quotes, #, $ and backslashes"
+                )
         if self.kind == "hetjob" and "hetjob" in self.name:
             raise UsageError(
                 'name: sbatch takes a directive with "hetjob" in it for the border between components'

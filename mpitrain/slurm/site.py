@@ -59,7 +59,7 @@ _TEXT = """\
 {container}
 
 # 5. Disks. STAGE: packs (folders of `mpitrain data pack`) to copy to each node's own disk before training, where ranks
-# then read them; STAGE_TO: where (expanded on the node).
+# then read them; STAGE_TO: where, expanded on the node, which refuses a $VARIABLE that is not set there.
 STAGE=()
 # STAGE=(data/digits)
 STAGE_TO='$TMPDIR/mpitrain'
@@ -84,8 +84,8 @@ def render_site(launcher: str = "openmpi", image: str = "") -> str:
     """
     if launcher not in LAUNCHERS:
         raise UsageError(f"no launcher {launcher!r}{nearest(launcher, list(LAUNCHERS))}")
-    if "\n" in image:
-        raise UsageError(f"image={image!r}: a path without line ends")
+    if not image.isprintable():
+        raise UsageError(f"image={image!r}: a path without line ends, tabs and the like")
     chosen = LAUNCHERS[launcher]
     ways = [(name == launcher, f"{way.line} # {way.whose}") for name, way in LAUNCHERS.items()]
     binds = [(name == chosen.bind, f"{line} # {name}") for name, line in _BIND.items()]

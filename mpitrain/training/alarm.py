@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.folders import make_private
+
 FOLDER = "stacks"
 LOOK_EVERY_S = 0.05
 
@@ -43,7 +45,7 @@ class Alarm:
 
     def ring(self) -> None:
         """This rank makes no progress."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.run_dir, FOLDER, self.folder.name)
         (self.folder / f"by-{self.rank}").touch()
 
     def rung_by(self) -> list[int]:

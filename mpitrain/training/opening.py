@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from mpitrain.checkpoint import Checkpoint
 from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, mark_of, survey
 from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.folders import make_private
 from mpitrain.job import Job, Overrides
 from mpitrain.report import default_run_dir
 from mpitrain.run_directory import Identity, adopt, make_room, new_run_id, run_of
@@ -64,7 +65,7 @@ def _make_run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:
     if runtime.rank == 0:
         path = Path(overrides.run_dir) if overrides.run_dir else default_run_dir(job.name or "job")
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path)
         except OSError as error:
             raise UsageError(
                 f"cannot make the run directory {path}: {error}; choose another with --run-dir"

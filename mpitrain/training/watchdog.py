@@ -25,6 +25,7 @@ from typing import Any
 
 from mpitrain.checkpoint import newest
 from mpitrain.errors import CheckpointError, MpitrainError
+from mpitrain.folders import make_private
 from mpitrain.processes import place, send_signal
 from mpitrain.report import METRICS_FILE
 from mpitrain.rules import ServerStrategy
@@ -225,7 +226,7 @@ class Watchdog:
             self.alarm.end(why_not)
 
     def _write_stacks(self, head: str) -> None:
-        self.alarm.stacks.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self.alarm.run_dir, self.alarm.stacks.parent.name)
         with open(self.alarm.stacks, "w", encoding="utf-8") as file:
             file.write(f"{head}\n\n")
             file.flush()

@@ -6,7 +6,8 @@ import pytest
 
 import mpitrain as mt
 from mpitrain.cli import main
-from mpitrain.data.stage import damaged, stage, staged
+from mpitrain.data.check import check
+from mpitrain.data.stage import stage, staged
 from mpitrain.errors import DataError
 
 
@@ -39,11 +40,11 @@ def test_a_damaged_copy_is_made_anew_and_a_damaged_original_is_refused(packed, t
     target, _ = stage(packed, tmp_path / "local")
     shard = sorted(target.glob("train-*.h5"))[1]
     flip(shard)
-    assert [shard.name in problem for problem in damaged(target)] == [True]
-    assert stage(packed, tmp_path / "local")[1] > 0 and not list(damaged(target))
+    assert [shard.name in problem for problem in check(str(target)).problems] != []
+    assert stage(packed, tmp_path / "local")[1] > 0 and not check(str(target)).problems
     flip(packed / shard.name)
     shutil.rmtree(target)
-    with pytest.raises(DataError, match=f"{shard.name}: its SHA-256.*check that one"):
+    with pytest.raises(DataError, match=f"{shard.name}: its SHA-256.*copy it again from where it is whole"):
         stage(packed, tmp_path / "local")
     assert list((tmp_path / "local").iterdir()) == []
 

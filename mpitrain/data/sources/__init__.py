@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from mpitrain.data.columns import Columns, check_columns
+from mpitrain.data.outside import at_home, check_inside, root_of
 from mpitrain.data.sources import examples
 from mpitrain.data.sources.base import ArraySource, Selection, Source, SourceOptions
 from mpitrain.data.sources.files import load_npz, npy_source, npz_source
@@ -20,11 +21,12 @@ EXAMPLES = {"digits": examples.digits, "topics": examples.topics}
 KINDS = {".npy": "npy", ".npz": "npz", ".csv": "CSV", ".csv.gz": "CSV", ".parquet": "Parquet", ".tar": "tar"}
 KINDS |= dict.fromkeys((".h5", ".hdf5", ".hdf", ".he5"), "HDF5")
 # What of `SourceOptions` each kind of source takes.
-TAKES: dict[str, tuple[str, ...]] = dict.fromkeys(("example", *KINDS.values()), ("arrays",))
+TAKES: dict[str, tuple[str, ...]] = dict.fromkeys(KINDS.values(), ("arrays", "allow_external", "max_gib"))
 TAKES |= {
+    "example": ("arrays",),
     "Python": ("variable",),
-    "images": ("image_size", "encoded"),
-    "tar": ("arrays", "variable", "image_size", "encoded"),
+    "images": ("image_size", "encoded", "allow_external", "max_gib"),
+    "tar": ("arrays", "variable", "image_size", "encoded", "allow_external", "max_gib"),
 }
 EXPECTED = (
     "give `digits`, `topics`, a file that ends in .npy, .npz, .csv, .parquet, .tar or .h5 (several: a pattern in"
@@ -55,8 +57,8 @@ def open_source(text: str, options: SourceOptions | None = None) -> Source | Str
         DataError: what is there holds no samples.
     """
     options = options or SourceOptions()
-    kind, paths = _kind(text)
-    for name in options.recipe():
+    kind, paths = _kind(text, options.allow_external)
+    for name in options.given():
         if name not in TAKES[kind]:
             raise UsageError(
                 f"--{name.replace('_', '-')}: a source such as {text!r} ({kind}) does not take it"
@@ -66,13 +68,13 @@ def open_source(text: str, options: SourceOptions | None = None) -> Source | Str
     return source
 
 
-def _kind(text: str) -> tuple[str, list[Path]]:
+def _kind(text: str, allow_external: bool) -> tuple[str, list[Path]]:
     """What `text` means, one of `TAKES`, and its files."""
     if text in EXAMPLES:
         return "example", []
     if looks_like_python(text) and not os.path.exists(text):
         return "Python", []
-    paths = _there(text)
+    paths = _there(text, allow_external)
     if len(paths) == 1 and paths[0].is_dir():
         return "images", paths
     endings = {next((kind for kind in KINDS if path.name.lower().endswith(kind)), "") for path in paths}
@@ -105,15 +107,19 @@ def _open(kind: str, text: str, paths: list[Path], options: SourceOptions) -> So
     if kind == "HDF5":
         from mpitrain.data.sources.hdf5 import Hdf5Source
 
-        return Hdf5Source(os.path.expanduser(text), text, options)
+        return Hdf5Source(str(at_home(text)), text, options)
     from mpitrain.data.sources.tables import ParquetSource, csv_source
 
     return csv_source(paths, text, options) if kind == "CSV" else ParquetSource(paths, text, options)
 
 
-def _there(text: str) -> list[Path]:
-    """The files of a path or pattern, by name."""
-    path = Path(text).expanduser()
+def _there(text: str, allow_external: bool = False) -> list[Path]:
+    """The files of a path or pattern, by name.
+
+    Raises:
+        UsageError: there are none. DataError: one that a pattern matches is a link out of the pattern's folder.
+    """
+    path = at_home(text)
     if path.exists():
         return [path]
     found = sorted(Path(match) for match in glob.glob(str(path)))
@@ -121,6 +127,7 @@ def _there(text: str) -> list[Path]:
         known = text.lower().endswith(tuple(KINDS)) or os.sep in text
         why = f"no such file (looked in {Path.cwd()})" if known else f"unknown source: {EXPECTED}"
         raise UsageError(f"{text}: {why}")
+    check_inside(root_of(str(path)), found, allow_external)
     return found
 
 

@@ -27,6 +27,7 @@ from mpitrain.data.columns import (
     take,
 )
 from mpitrain.data.order import SPLIT, IntArray, Order, permutation
+from mpitrain.data.outside import MAX_GIB, Trust
 from mpitrain.errors import DataError, UsageError
 
 MIXED_BYTES = 4 << 30  # a source up to this size is permuted as a whole, a larger one in blocks
@@ -42,17 +43,39 @@ class SourceOptions:
         variable: names of arrays whose samples differ in length (Python sources; files tell by themselves).
         image_size: (height, width) that images are scaled and cropped to; None: all have the same already.
         encoded: keep images as the bytes of their files.
+        allow_external: read also what lies elsewhere: links out of the folder, datasets in other HDF5 files.
+        max_gib: memory that a file may take by what it merely declares.
     """
 
     arrays: str | None = None
     variable: tuple[str, ...] = ()
     image_size: tuple[int, int] | None = None
     encoded: bool = False
+    allow_external: bool = False
+    max_gib: float = MAX_GIB
+
+    def __post_init__(self) -> None:
+        if not self.max_gib > 0:
+            raise UsageError(f"--max-gib must be above 0, got {self.max_gib}")
+
+    @property
+    def trust(self) -> Trust:
+        """What the files may do."""
+        return Trust(self.allow_external, self.max_gib)
 
     def recipe(self) -> dict[str, Any]:
         """What the index holds of them: all that is not usual."""
-        told = {"arrays": self.arrays, "variable": list(self.variable), "image_size": self.image_size}
-        return {name: value for name, value in (told | {"encoded": self.encoded}).items() if value}
+        told: dict[str, Any] = {"arrays": self.arrays, "variable": list(self.variable)}
+        told |= {
+            "image_size": self.image_size,
+            "encoded": self.encoded,
+            "allow_external": self.allow_external,
+        }
+        return {name: value for name, value in told.items() if value}
+
+    def given(self) -> list[str]:
+        """Names of all that are not usual."""
+        return [*self.recipe(), *(["max_gib"] if self.max_gib != MAX_GIB else [])]
 
 
 class Source:

@@ -26,10 +26,10 @@ class Hdf5Source(Source):
         self.name, self._selection = name, Selection(options.arrays)
         pattern = pattern if glob.has_magic(pattern) else glob.escape(pattern)
         named = tuple(self._selection.named) if "*" not in self._selection.named else ()
-        catalogue = Shards(pattern, arrays=named).scan()
+        catalogue = Shards(pattern, 8, named, *options.trust).scan()
         names = tuple(self._selection.wanted(list(catalogue.arrays)))
         window = max(2, WINDOW_BYTES // catalogue.chunk_bytes)
-        self._shards = Shards(pattern, window, names)
+        self._shards = Shards(pattern, window, names, *options.trust)
         self._catalogue = self._shards.scan()
         self.num_samples, self.sample_bytes = self._catalogue.num_samples, self._catalogue.sample_bytes
 

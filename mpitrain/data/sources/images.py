@@ -15,10 +15,12 @@ import numpy as np
 
 from mpitrain.data.columns import Array, Column, Columns, Ragged, sample_bytes
 from mpitrain.data.order import IntArray
+from mpitrain.data.outside import check_inside, check_regular, check_size, open_regular, reading
 from mpitrain.data.sources.base import Source, SourceOptions, file_fingerprint
 from mpitrain.errors import DataError, UsageError
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")  # Pillow would start Ghostscript for an EPS
 PROBES = 64
 
 
@@ -32,12 +34,11 @@ class ImageFolder(Source):
 
     def __init__(self, folder: Path, name: str, options: SourceOptions):
         self.name, self._options = name, options
-        self._folder, self.classes = (
-            folder,
-            sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()),
-        )
+        self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
         self._files = [
-            (path, label) for label, entry in enumerate(self.classes) for path in _images_in(folder / entry)
+            (path, label)
+            for label, entry in enumerate(self.classes)
+            for path in _images_in(folder, folder / entry, options.allow_external)
         ]
         self.num_samples = len(self._files)
         if not self._files:
@@ -60,13 +61,31 @@ class ImageFolder(Source):
         return {"classes": self.classes}
 
 
-def _images_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if is_image(path.name) and path.is_file())
+def _images_in(root: Path, folder: Path, allow_external: bool) -> list[Path]:
+    """The images below a class's folder; folders that are links below it are not entered.
+
+    Raises:
+        DataError: one leads out of `root`, which is not allowed, or nowhere.
+    """
+    check_inside(root, [folder] if folder.is_symlink() else [], allow_external)
+    found = []
+    for place, _, names in os.walk(folder):
+        for name in filter(is_image, names):
+            path = Path(place, name)
+            if path.is_symlink():
+                check_inside(root, [path], allow_external)
+                if not path.exists():
+                    raise DataError(f"{path}: is a link that leads nowhere; remove it")
+            check_regular(path)
+            if not path.is_dir():
+                found.append(path)
+    return sorted(found)
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -79,28 +98,35 @@ def images_column(files: list[bytes], names: list[str], options: SourceOptions) 
     """
     if options.encoded:
         return Ragged.of([np.frombuffer(content, dtype=np.uint8) for content in files])
-    images = [_decode(content, name, options.image_size) for content, name in zip(files, names)]
-    for image, name in zip(images, names):
-        if image.shape != images[0].shape:
+    images: list[Array] = []
+    for content, name in zip(files, names):
+        images.append(_decode(content, name, options, len(files)))
+        if images[-1].shape != images[0].shape:
             raise DataError(
-                f"{name}: is {image.shape[1]} x {image.shape[2]} pixels, {names[0]} is {images[0].shape[1]} x"
+                f"{name}: is {images[-1].shape[1]} x {images[-1].shape[2]} pixels, {names[0]} is {images[0].shape[1]} x"
                 f" {images[0].shape[2]}; give --image-size HEIGHTxWIDTH, or keep the files' bytes with --encoded"
             )
     return np.stack(images)
 
 
-def _decode(content: bytes, name: str, size: tuple[int, int] | None) -> Array:
+def _decode(content: bytes, name: str, options: SourceOptions, together: int) -> Array:
+    """One image as an array; `together`: how many will be held at once."""
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise UsageError(
             f"decoding images needs Pillow, which is not here ({error}): pip install 'mpitrain[images]'"
         ) from error
-    try:
-        with Image.open(io.BytesIO(content)) as opened:
+    size = options.image_size
+    with reading(name, "decoded as an image", "remove or replace it"):
+        with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
+            held, one = opened.width * opened.height * 3, 1 if size else together
+            check_size(
+                f"{name}: {one} image(s) of {opened.height} x {opened.width} pixels",
+                one * held,
+                options.max_gib,
+            )
             image = opened.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{name}: cannot be decoded as an image ({error}); remove or replace it") from error
-    if size:
-        image = ImageOps.fit(image, (size[1], size[0]), Image.Resampling.BILINEAR)
-    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+        if size:
+            image = ImageOps.fit(image, (size[1], size[0]), Image.Resampling.BILINEAR)
+        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))

@@ -18,13 +18,16 @@ import numpy as np
 
 from mpitrain.data.columns import Column, Columns, Ragged, check_columns, sample_bytes
 from mpitrain.data.order import IntArray
+from mpitrain.data.outside import Trust, open_regular, reading
 from mpitrain.data.sources.base import Selection, Source, SourceOptions, file_fingerprint
+from mpitrain.data.sources.files import read_npy
 from mpitrain.data.sources.images import images_column, is_image
 from mpitrain.errors import DataError, UsageError
 
 NUMBERS = ("cls", "index", "id")
 PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
 MAX_OPEN, PROBES = 32, 64
+MAX_HEADER_BYTES = 1 << 20
 Place = tuple[int, int, int]  # archive, offset, bytes
 
 
@@ -69,7 +72,7 @@ class TarSource(Source):
             return np.array([_number(content, name) for content, name in zip(contents, names)])
         if last != "npy":
             return Ragged.of([np.frombuffer(content, dtype=np.uint8) for content in contents])
-        arrays = [_npy(content, name) for content, name in zip(contents, names)]
+        arrays = [_npy(content, name, self._options.trust) for content, name in zip(contents, names)]
         if last in self._options.variable or ending in self._options.variable:
             return Ragged.of(arrays)
         for array, name in zip(arrays, names):
@@ -102,23 +105,47 @@ def _first(parts: dict[str, Place]) -> Place:
     return next(iter(parts.values()))
 
 
+class _Headers:
+    """An archive's file of which only headers are read: no longer ones than these need be."""
+
+    def __init__(self, file: io.BufferedReader):
+        self._file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MAX_HEADER_BYTES:
+            raise ValueError(f"it declares a header of {size} bytes")
+        return self._file.read(size)
+
+
 def _index(number: int, path: Path) -> list[tuple[str, dict[str, Place]]]:
     """(key, ending -> place) of each sample of an archive, in its order."""
     samples: list[tuple[str, dict[str, Place]]] = []
-    try:
-        with tarfile.open(path, "r:") as archive:
+    with (
+        reading(str(path), "read as an uncompressed tar file", "unpack it, or write it anew"),
+        open_regular(path) as file,
+    ):
+        end = os.fstat(file.fileno()).st_size
+        headers: Any = _Headers(file)
+        with tarfile.open(fileobj=headers, mode="r:") as archive:
             for member in archive:
-                folder, _, file = member.name.rpartition("/")
-                stem, dot, ending = file.partition(".")
+                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
+                folder, _, name = member.name.rpartition("/")
+                stem, dot, ending = name.partition(".")
                 key = f"{folder}/{stem}" if folder else stem
                 if not member.isfile() or not dot or not stem:
                     continue
+                if member.issparse() or member.size < 0 or member.offset_data + member.size > end:
+                    told = (
+                        "is sparse"
+                        if member.issparse()
+                        else f"declares {member.size} bytes and the archive has {end}"
+                    )
+                    raise DataError(
+                        f"{path}: {member.name!r} {told}: truncated or forged; copy it again, or write it anew"
+                    )
                 if not samples or samples[-1][0] != key:
                     samples.append((key, {}))
                 samples[-1][1][ending] = number, member.offset_data, member.size
-                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read as an uncompressed tar file ({error})") from error
     return samples
 
 
@@ -129,8 +156,6 @@ def _number(content: bytes, name: str) -> int:
         raise DataError(f"{name}: is {content[:40]!r}, expected a whole number") from error
 
 
-def _npy(content: bytes, name: str) -> Any:
-    try:
-        return np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise DataError(f"{name}: cannot be read as .npy ({error})") from error
+def _npy(content: bytes, name: str, trust: Trust) -> Any:
+    with reading(name, "read as .npy", "write it with numpy.save"):
+        return read_npy(io.BytesIO(content), name, len(content), trust)

@@ -1,0 +1,39 @@
+"""A run's folders are for its owner alone, whoever makes them."""
+
+import stat
+
+import torch
+
+from mpitrain.checkpoint.parts import folder_of, write_part
+from mpitrain.folders import make_private
+from mpitrain.report import Report
+from mpitrain.run_directory import Identity
+from mpitrain.training.alarm import Alarm
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_run_directory_that_was_moved_away_comes_back_closed(tmp_path):
+    """Whatever is written next makes it anew."""
+    for number, write in enumerate(
+        (
+            lambda run: write_part(
+                folder_of(run, 5), "worker-0", {"w": torch.zeros(2)}, Identity("run", "attempt")
+            ),
+            lambda run: Alarm(run, 0, 1).ring(),
+            lambda run: Report(run, 10, quiet=True).close(),
+        )
+    ):
+        run = tmp_path / "runs" / str(number)
+        write(run)
+        made = [run, *(path for path in run.rglob("*") if path.is_dir())]
+        assert {mode(path) for path in made} == {0o700}, made
+
+
+def test_what_is_there_keeps_its_permissions(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o750)
+    before = mode(tmp_path / "run")
+    make_private(tmp_path / "run", "errors")
+    assert mode(tmp_path / "run") == before and mode(tmp_path / "run" / "errors") == 0o700
