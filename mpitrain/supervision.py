@@ -210,7 +210,10 @@ class Supervisor:
             child = subprocess.Popen(list(command), env={**os.environ, **env})
         except OSError as error:
             raise MpitrainError(f"{command[0]} cannot be started: {error}") from error
-        return self._watch_over(child)
+        outcome = self._watch_over(child)
+        for status in (rank_status.read_all(self.folder) if self.folder else {}).values():
+            send_signal(status.process, signal.SIGKILL)  # one that its launcher has left behind
+        return outcome
 
     def _watch_over(self, child: subprocess.Popen[bytes]) -> Outcome:
         asked_s = result_s = None

@@ -305,6 +305,29 @@ def test_under_ulfm_only_a_new_result_that_says_ok_is_success(
     assert completed(tmp_path, before, 0) == 1
 
 
+LOSES = """#!/bin/sh
+case $1 in --version) echo 'mpirun (Open MPI) 5.0.11'; exit;; esac
+exit 0
+"""
+
+
+def test_a_run_without_a_result_has_not_ended_well_whatever_its_launcher_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Open MPI's mpirun ends with 0 when it has lost a host."""
+    from mpitrain.cli import main
+
+    (tmp_path / "mpirun").write_text(LOSES)
+    (tmp_path / "mpirun").chmod(0o755)
+    (tmp_path / "job.py").touch()
+    monkeypatch.setattr(
+        "mpitrain.launchers.find_launcher", lambda wanted: Launcher("openmpi", str(tmp_path / "mpirun"))
+    )
+    words = ["launch", "-n", "2", "train", str(tmp_path / "job.py"), "--run-dir", str(tmp_path / "run")]
+    assert main(words) == 1
+    assert "it did not come to its end" in capsys.readouterr().err
+
+
 # ---- the command, end to end
 
 

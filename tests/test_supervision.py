@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -261,6 +262,17 @@ def test_a_launcher_that_does_not_end_after_the_result_is_ended(monkeypatch: pyt
     monkeypatch.setattr("mpitrain.supervision.RESULT_GRACE_S", 0.0)
     outcome = Supervisor("openmpi", Requests(), finished=lambda: True).run(["sleep", "600"], {})
     assert outcome.code == 0 and outcome.final and "after a complete result" in outcome.reason
+
+
+def test_a_rank_that_its_launcher_has_left_behind_is_ended(tmp_path: Path) -> None:
+    left = subprocess.Popen(["sleep", "600"])
+    with launch_folder(tmp_path, True) as folder:
+        assert folder is not None
+        rank_status.open_folder(folder, 1.0)
+        status = dataclasses.asdict(RankStatus(0, "here", identity(left.pid), READY))
+        (folder / "rank-0.json").write_text(json.dumps(status))
+        assert Supervisor("openmpi", Requests(), folder).run(["/bin/true"], {}).code == 0
+    assert left.wait(60) == -signal.SIGKILL
 
 
 def test_a_request_before_the_first_step_ends_the_ranks(

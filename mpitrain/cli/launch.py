@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.parser import did_you_mean, natural, positive, rate
 from mpitrain.environment import is_rank, launched_size, usable_cores
-from mpitrain.errors import UsageError
+from mpitrain.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from mpitrain.supervision import Outcome, Requests
@@ -186,7 +186,9 @@ class _Launch:
         if outcome.reason:
             print(f"mpitrain: {outcome.reason}: ended", file=sys.stderr, flush=True)
         ended_here = self.requests.abort or (outcome.reason and outcome.code)
-        if run_dir and not ended_here and (self.tolerant or outcome.reason):
+        # Open MPI's mpirun ends with 0 when it has lost a host: only a result proves that a run came to its end
+        doubtful = self.tolerant or bool(outcome.reason) or (self.trains and outcome.code == EXIT_OK)
+        if run_dir and not ended_here and doubtful:
             code = completed(run_dir, before, outcome.code, promised=self.trains)
             outcome = Outcome(code, outcome.reason, outcome.final)
         return told_by_ranks(folder, outcome)
