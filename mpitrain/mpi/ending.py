@@ -79,9 +79,22 @@ def install_hooks(runtime: "Runtime") -> None:
 
 def exit_code(error: BaseException) -> int:
     """What the process ends with: the error's own code if it is ours, 130 after an interrupt, 1 otherwise."""
-    if isinstance(error, KeyboardInterrupt):
+    if is_interrupt(error):
         return EXIT_INTERRUPTED
     return error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """True if this rank got SIGINT: what is in C++ at that moment, such as torch's backward pass, raises another error,
+    which keeps the interrupt's name or has it as its context."""
+    seen: list[BaseException] = []
+    told: BaseException | None = error
+    while told is not None and told not in seen:
+        if isinstance(told, KeyboardInterrupt) or "KeyboardInterrupt" in str(told):
+            return True
+        seen.append(told)
+        told = told.__cause__ or told.__context__
+    return False
 
 
 def is_dead_peer(error: BaseException) -> bool:
@@ -143,7 +156,7 @@ def _dies_alone(runtime: "Runtime", error: BaseException) -> bool:
 
 def _ends_all(error: BaseException) -> bool:
     """Whether it is meant for the whole job, also where the others could go on without this rank."""
-    return isinstance(error, UsageError | KeyboardInterrupt) or bool(getattr(error, "ends_all", False))
+    return isinstance(error, UsageError) or is_interrupt(error) or bool(getattr(error, "ends_all", False))
 
 
 def end_without_some(runtime: "Runtime") -> NoReturn:
@@ -188,7 +201,7 @@ def report(runtime: "Runtime", error: BaseException) -> None:
     trace = "".join(traceback.format_exception(error))
     summary = f"mpitrain: {runtime.where()}: {type(error).__name__}: {error}"
     plain = isinstance(error, UsageError | LostRankError | GivenUpError) or is_lost_peer(error)
-    if isinstance(error, KeyboardInterrupt):
+    if is_interrupt(error):
         summary, plain = f"mpitrain: {runtime.where()}: interrupted", True
     if not isinstance(error, UsageError) or _is_first(runtime, str(error)):
         _tell(runtime, summary if plain else trace + summary)

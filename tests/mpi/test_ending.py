@@ -164,3 +164,24 @@ def test_under_mpich_too():
     result = run_ranks(3, START + "if rt.rank == 2:\n    planted(Seven('gone'))\n" + WAIT, mpi="mpich")
     assert result.code != 0, result
     assert re.search(r"mpitrain: rank 2 \(worker, step 41\): Seven: gone", result.stderr), result
+
+
+def test_an_interrupt_is_one_whatever_error_it_comes_out_as():
+    """In the middle of C++ code it is not raised as what it is."""
+    code = """
+from mpitrain.mpi.ending import exit_code
+try:
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        raise SystemError("returned a result with an exception set")
+except SystemError as error:
+    assert exit_code(error) == 130
+assert exit_code(RuntimeError("KeyboardInterrupt: <EMPTY MESSAGE>")) == 130
+assert exit_code(RuntimeError("another")) == 1 and exit_code(Seven("ours")) == 7
+if rt.rank == 1:
+    planted(KeyboardInterrupt())
+"""
+    result = run_ranks(2, START + code + WAIT)
+    assert result.code == 130, result
+    assert said(result, 1) == "mpitrain: rank 1 (worker, step 41): interrupted", result
