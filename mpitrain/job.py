@@ -25,6 +25,7 @@ from mpitrain.text import nearest, parse
 if TYPE_CHECKING:
     import torch
 
+METRICS_ARE = "mean over batches"  # said in results, where a job has metrics of its own
 ON_NONFINITE = ("stop", "skip")
 SLICES = ("column", "row", "gather")
 
@@ -35,11 +36,16 @@ class Job:
 
     Args:
         model: makes the module (called on every rank under the job's seed), or the module itself.
-        loss: `loss(model, batch) -> scalar tensor`, the mean over the batch; a batch is a dict of tensors.
+        loss: `loss(model, batch) -> scalar tensor`, the mean over the batch; a batch is a dict of tensors. The mean of
+            a step is that over its samples. Where the loss divides by something else (class weights, `ignore_index`),
+            each rank's own mean would count alike whatever its batch weighs: return `(sum, weight)`, and the step takes
+            the sum of all over the weight of all, exactly as one process with the whole batch.
         optimizer: makes the torch optimizer from the parameters. Its rate multiplies the mean gradient and is
             never scaled behind your back.
         data: training samples (`Shards` or `Synthetic`); validate: samples to validate on, or None.
-        metrics: `metrics(model, batch) -> {name: mean over the batch}`; the loss is always measured.
+        metrics: `metrics(model, batch) -> {name: mean over the batch}`; the loss is always measured. What is reported
+            is the mean over batches of at least 256 samples, by their samples: right for what is a mean over samples,
+            such as accuracy, and not the whole set's value of an AUC, an F1 or a correlation.
         epochs: passes over the data; batch_size: samples per worker and step.
         strategy: how workers agree; `AllReduce()` if None.
         schedule: factor on the learning rate by progress in samples, such as `Gradual(epochs=5)`; None is

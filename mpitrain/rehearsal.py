@@ -14,7 +14,7 @@ from typing import Any
 from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler, check_workers
-from mpitrain.job import Job, Overrides
+from mpitrain.job import METRICS_ARE, Job, Overrides
 from mpitrain.report import Report, default_run_dir
 from mpitrain.targets import missed_targets
 from mpitrain.training.measure import MODEL_FILE
@@ -64,7 +64,8 @@ class Rehearsal:
         job = self.job
         failure = ", ".join(missed_targets(job.target, metrics).values())
         return {
-            **metrics, "metrics": metrics, "failure": failure, "status": "fail" if failure else "ok",
+            **metrics, "metrics": metrics, "metrics_are": METRICS_ARE if job.metrics else "",
+            "failure": failure, "status": "fail" if failure else "ok",
             "exit_code": EXIT_TARGET_MISSED if failure else EXIT_OK,
             "strategy": str(job.strategy), "strategy_python": repr(job.strategy), "workers": self.number,
             "servers": 0, "nodes": 1, "virtual": True, "seed": job.seed, "batch_size": job.batch_size,

@@ -19,7 +19,7 @@ from mpitrain.averaging_simulation import simulate_averaging
 from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import SILENT, Straggler, check_workers
-from mpitrain.job import Job, Overrides, apply_overrides, load_job
+from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides, load_job
 from mpitrain.model import FlatModel, Replica, local_steps
 from mpitrain.model.assemble import check_optimizer, flat_model, push_coder, shard_store
 from mpitrain.peer_simulation import simulate_peers
@@ -264,6 +264,7 @@ class _Simulation:
             **counts,
             **metrics,
             "metrics": metrics,
+            "metrics_are": METRICS_ARE if self.job.metrics else "",
             "samples_per_second": samples / world.now_s if world.now_s else 0.0,
             "samples": samples,
             "steps": counts["version"],

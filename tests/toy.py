@@ -11,6 +11,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
+from mpitrain.model.loss import read_loss
 from mpitrain.model.replica import seed_step
 
 
@@ -109,9 +110,8 @@ def serial(job, worker=0):
         for start in range(0, job.data.num_samples, job.batch_size):
             seed_step(job.seed, worker, step)
             optimizer.zero_grad(set_to_none=True)
-            job.loss(
-                module, reader.batch(epoch, start, min(job.batch_size, job.data.num_samples - start))
-            ).backward()
+            batch = reader.batch(epoch, start, min(job.batch_size, job.data.num_samples - start))
+            read_loss(job.loss(module, batch)).mean.backward()
             optimizer.step()
             step += 1
     return module.state_dict()
@@ -146,6 +146,36 @@ def linear_loss(model, batch):
 
 def dyadic_sgd(parameters):
     return torch.optim.SGD(parameters, lr=2.0**-4, momentum=0.5)
+
+
+def _weights(batch):
+    """Few samples of each batch count, and not equally many."""
+    return (batch["x"][:, 0] > 0.4).float() * (1 + (batch["x"][:, 1] > 0).float())
+
+
+def weighted_loss(model, batch):
+    """As class weights and `ignore_index` do: a sum, and what to divide it by."""
+    weights = _weights(batch)
+    return (weights * ((model(batch["x"]) - batch["y"]) ** 2).squeeze(1)).sum(), weights.sum()
+
+
+def own_weighted_loss(model, batch):
+    """The same, divided by each rank for itself."""
+    total, weight = weighted_loss(model, batch)
+    return total / weight.clamp_min(1.0)
+
+
+def nothing(model, batch):
+    """Metrics of a job's own."""
+    return {"nothing": 0.0}
+
+
+def smooth():
+    """Without dropout, so that the batch of several ranks is one rank's."""
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+WEIGHTED = {"model": smooth, "loss": weighted_loss, "epochs": 2, "data": Memory(52)}
 
 
 DYADIC = {

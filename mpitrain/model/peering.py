@@ -21,6 +21,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.compression import check_optimizer, make_encoder, make_layout_of
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.frame import Frame, FramePool, Parcel
+from mpitrain.model.loss import read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import Batch, Gradient, seed_step
 from mpitrain.rules import Lease, Schedule
@@ -99,7 +100,7 @@ class PeerReplica:
         self.model.module.train()
         for parameter in self.model.parameters:
             parameter.grad = None
-        loss = self.loss(self.model.module, batch)
+        loss = read_loss(self.loss(self.model.module, batch)).mean
         (loss if turn.weight == 1.0 else loss * turn.weight).backward()
         if self.schedule is not None and self.epoch_samples:
             self._rates.set(self.schedule.factor(turn.samples_before / self.epoch_samples, turn.num_active))

@@ -17,6 +17,7 @@ import torch
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.frame import Frame, Parcel
 from mpitrain.model.local import LocalSteps
+from mpitrain.model.loss import read_loss
 from mpitrain.model.pushing import PushCoder
 from mpitrain.model.replying import ReplyReader
 
@@ -43,7 +44,7 @@ class Replica:
     """One worker's model and data.
 
     Args:
-        model: the flat model; loss: `loss(module, batch) -> scalar tensor`, the mean over the batch.
+        model: the flat model; loss: `loss(module, batch)` as in `Job`.
         fetch: `fetch(epoch, start, count) -> batch`; prefetch: the same arguments, a hint.
         seed, worker: key of the randomness; the worker's number among the workers, whatever its rank is.
         measure: returns the validation metrics of the module, or nothing.
@@ -128,13 +129,13 @@ class Replica:
         self.model.module.train()
         for parameter in self.model.parameters:
             parameter.grad = None
-        loss = self.loss(self.model.module, batch)
-        loss.backward()
-        gradient = self.collect(float(loss.detach()), lease.num_samples)
+        loss = read_loss(self.loss(self.model.module, batch))
+        (mean := loss.mean).backward()
+        gradient = self.collect(float(mean.detach()), lease.num_samples, loss.weight)
         self._leave()
         return gradient
 
-    def collect(self, loss: float, num_samples: int) -> Gradient:
+    def collect(self, loss: float, num_samples: int, share: float | None = None) -> Gradient:
         """Take up the gradients that backward left on the parameters: into frames, or into a step of this worker's
         own."""
         if self.local is not None:
@@ -145,7 +146,7 @@ class Replica:
                 frame.release()
             self._frames = self.model.push_frames()
             finite = self._finite = self.model.gather_gradients(self._frames) and loss - loss == 0.0
-        return Gradient(loss, num_samples, finite, num_samples)
+        return Gradient(loss, num_samples, finite, num_samples if share is None else share)
 
     def take(self) -> list[Frame] | list[Parcel]:
         """What to push, one frame or message a shard."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mpitrain.errors import UsageError
+from mpitrain.model.loss import read_loss
 
 BatchFunction = Callable[[Any, dict[str, torch.Tensor]], Any]
 
@@ -25,7 +26,8 @@ class Checked:
         function: the job's own; name: the field of `Job` it stands in.
 
     Raises:
-        UsageError: when called: the batch has no such array; the loss is no scalar, or has no gradient.
+        UsageError: when called: the batch has no such array; the loss is no scalar (nor such a sum with its weight), or
+            has no gradient.
     """
 
     def __init__(self, function: BatchFunction, name: str):
@@ -58,7 +60,8 @@ def _explained(error: KeyError, name: str, batch: dict[str, torch.Tensor]) -> Ex
     )
 
 
-def _check_loss(value: Any) -> None:
+def _check_loss(returned: Any) -> None:
+    value = read_loss(returned).total
     if not isinstance(value, torch.Tensor):
         raise UsageError(
             f"Job: loss must return a tensor of one number, got {type(value).__name__}; return the mean over the "

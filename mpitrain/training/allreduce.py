@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.errors import UsageError
 from mpitrain.model.flat import all_finite, trainable
+from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.model.user_code import unused_parameters
@@ -34,7 +35,7 @@ from mpitrain.training.measure import (
     num_warmup,
     save_model,
 )
-from mpitrain.training.parallel import attach, codec_of, data_parallel
+from mpitrain.training.parallel import attach, codec_of, data_parallel, weight_among_all
 from mpitrain.training.recovering import Kept
 from mpitrain.training.session import Session
 from mpitrain.training.straggling import Nap
@@ -157,15 +158,15 @@ class Trainer:
     def _make_ddp(self) -> DistributedDataParallel:
         return data_parallel(self.module, find_unused=bool(self.find_unused))
 
-    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _loss(self, batch: dict[str, torch.Tensor]) -> BatchLoss:
         """The loss of a batch. At the first step all ranks look whether it leaves out parameters; if it does on any of
         them, DDP is made anew, which then looks at every step, and this step is done again."""
         job = self.session.job
         if self.find_unused is not None or not self._reduces:
-            return job.loss(self.parallel, batch)
+            return read_loss(job.loss(self.parallel, batch))
         before = KeptBuffers(self.module)
-        loss = job.loss(self.parallel, batch)
-        left_out = torch.tensor([len(unused_parameters(self.module, loss))])
+        loss = read_loss(job.loss(self.parallel, batch))
+        left_out = torch.tensor([len(unused_parameters(self.module, loss.total))])
         if self.num_workers > 1:
             dist.all_reduce(left_out, op=dist.ReduceOp.MAX)
         self.find_unused = bool(left_out)
@@ -179,7 +180,7 @@ class Trainer:
         if self.hook is not None:
             reattach(self.parallel, self.hook)
         self._seed()
-        return job.loss(self.parallel, batch)
+        return read_loss(job.loss(self.parallel, batch))
 
     @property
     def _reduces(self) -> bool:
@@ -207,6 +208,11 @@ class Trainer:
         """Before the forward pass."""
         if self.hook is not None and self.session.runtime.recovers:
             self._own_before = self.hook.state()
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the step under way takes the mean over the ranks."""
+        return True
 
     def _may_be_cut(self) -> bool:
         """Whether all ranks hold the same, so that a checkpoint may be written after this step."""
@@ -250,9 +256,12 @@ class Trainer:
         began_s = time.monotonic()
         self.nap.begin()
         self._begin_step()
-        loss = self._loss(batch)
+        returned = self._loss(batch)
+        loss = returned.mean
         value = float(loss.detach())
         weight = share * self.num_workers / count
+        if returned.weight is not None and self.averages_gradients:
+            loss, weight = returned.total, weight_among_all(returned.weight)
         if value - value != 0.0:
             weight = float("nan")  # poisons the reduced gradient, so that every rank sees it
         (loss if weight == 1.0 else loss * weight).backward()

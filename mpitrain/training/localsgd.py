@@ -48,6 +48,10 @@ class AveragingTrainer(Trainer):
             self.parallel.require_backward_grad_sync = self.averager.averages_gradients
         self.averager.begin_step()
 
+    @property
+    def averages_gradients(self) -> bool:
+        return self.averager.averages_gradients
+
     def _update(self, value: float, count: int) -> None:
         if self.averager.averages_gradients:
             super()._update(value, count)

@@ -18,6 +18,7 @@ from torch import nn
 
 from mpitrain.data.ragged import num_samples_in
 from mpitrain.job import Job
+from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import set_learning_rate
 from mpitrain.model.user_code import check_made_optimizer, check_module
 from mpitrain.targets import LOSS, check_targets
@@ -70,15 +71,15 @@ def make_measure(
     device: torch.device,
     on_batch: Callable[[], None] = lambda: None,
 ) -> Callable[[], dict[str, float]]:
-    """A function that measures `module` on the whole validation set: `validation_loss` and the job's
-    metrics, means over the samples. `on_batch` hears of every batch (a watchdog that is to see progress).
+    """A function that measures `module` on the whole validation set: `validation_loss`, the mean over its samples, and
+    the job's metrics, the mean over batches by their samples. `on_batch` hears of every batch (a watchdog that is to
+    see progress).
 
     What it returns raises UsageError if a target of the job is of a metric that is not measured.
     """
 
     def measure() -> dict[str, float]:
-        sums: dict[str, float] = {}
-        num_samples = 0
+        tally = Tally()
         was_training = module.training
         module.eval()
         with torch.no_grad():
@@ -90,12 +91,11 @@ def make_measure(
                     **(job.metrics(module, batch) if job.metrics else {}),
                 }
                 for name, mean in means.items():
-                    sums[name] = sums.get(name, 0.0) + float(mean) * count
-                num_samples += count
+                    tally.add(name, mean, count)
                 on_batch()
         module.train(was_training)
-        check_targets(job.target, sums)
-        return {name: total / num_samples for name, total in sums.items()}
+        check_targets(job.target, tally.sums)
+        return tally.means()
 
     return measure
 

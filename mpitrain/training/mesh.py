@@ -15,8 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from mpitrain.data.ragged import num_samples_in
+from mpitrain.model.loss import Tally, read_loss
 from mpitrain.rules import Grid
 from mpitrain.targets import LOSS
+from mpitrain.training.parallel import weight_among_all
 from mpitrain.training.pieces import local, whole_tensor
 from mpitrain.training.session import Session
 from mpitrain.training.split import Batch, SplitRun
@@ -34,9 +36,12 @@ class MeshRun(SplitRun):
     def compute(self, batch: Batch | None, count: int, weight: float) -> float:
         assert batch is not None
         self.module.train()
-        loss = self.session.job.loss(self.module, batch)
+        returned = read_loss(self.session.job.loss(self.module, batch))
+        loss = mean = returned.mean
+        if returned.weight is not None:
+            loss, weight = returned.total, weight_among_all(returned.weight)
         (loss if weight == 1.0 else loss * weight).backward()
-        return float(loss.detach())
+        return float(mean.detach())
 
     def gradients(self) -> list[torch.Tensor]:
         return [local(p.grad) for p in self.module.parameters() if p.grad is not None]
@@ -44,19 +49,16 @@ class MeshRun(SplitRun):
     def measure(self) -> dict[str, float]:
         job = self.session.job
         self.module.eval()
-        sums: dict[str, float] = {}
-        num_samples = 0
+        tally = Tally()
         with torch.no_grad(), job.validate.reader(self.session.validation, job.seed) as reader:
             for own, counts in self._rounds(reader.sequential(max(256, job.batch_size))):
                 batch = self._on_device(own)
                 means = {LOSS: job.loss(self.module, batch)}
                 means |= job.metrics(self.module, batch) if job.metrics else {}
                 if counts and self.tells:
-                    count = num_samples_in(batch)
-                    num_samples += count
                     for name, mean in means.items():
-                        sums[name] = sums.get(name, 0.0) + float(mean) * count
-        return self.sum_up(sums, num_samples)
+                        tally.add(name, mean, num_samples_in(batch))
+        return self.sum_up(tally)
 
     def _rounds(self, batches: Any) -> Any:
         """(batch, whether it is this rank's to count), equally many on all ranks: each share takes every

@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,3 +42,11 @@ def data_parallel(module: nn.Module, group: Any = None, find_unused: bool = Fals
         find_unused_parameters=find_unused,
         **off,
     )
+
+
+def weight_among_all(weight: float) -> float:
+    """What makes the mean over all ranks of their losses' sums the sum of all over all their weights; collective, and
+    every rank has to call it: all losses are weighted, or none is."""
+    total = torch.tensor([weight], dtype=torch.float64)
+    dist.all_reduce(total)
+    return dist.get_world_size() / float(total) if total else 0.0

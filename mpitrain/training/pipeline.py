@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from mpitrain.data.catalogue import OFFSETS
 from mpitrain.data.ragged import num_samples_in
 from mpitrain.errors import UsageError
+from mpitrain.model.loss import Tally
 from mpitrain.model.stages import Stage, keep_only, split_stages
 from mpitrain.mpi.process_group import default_group
 from mpitrain.rules import Grid, Pipeline
@@ -154,6 +155,11 @@ class PipelineRun(SplitRun):
     def _loss(self, output: Any, index: torch.Tensor) -> torch.Tensor:
         """The weighted loss of one microbatch; torch hands its number where it would hand the target."""
         loss = with_output(self.session.job.loss, output, self.microbatches[int(index)])
+        if isinstance(loss, tuple):
+            raise UsageError(
+                "pipeline: the loss returned (sum, weight), and a microbatch goes backward before the weight of the "
+                "others is known; return the mean over the batch, or take allreduce() or sharded()"
+            )
         return loss if self.weight == 1.0 else loss * self.weight
 
     def gradients(self) -> list[torch.Tensor]:
@@ -162,8 +168,7 @@ class PipelineRun(SplitRun):
     def measure(self) -> dict[str, float]:
         """Every pipeline validates its share of the batches."""
         job = self.session.job
-        sums: dict[str, float] = {}
-        num_samples = 0
+        tally = Tally()
         self.module.eval()
         with torch.no_grad(), job.validate.reader(self.session.validation, job.seed) as reader:
             for number, batch in enumerate(reader.sequential(max(256, job.batch_size))):
@@ -175,12 +180,10 @@ class PipelineRun(SplitRun):
                     continue
                 means = {LOSS: with_output(job.loss, output, batch)}
                 means |= with_output(job.metrics, output, batch) if job.metrics else {}
-                count = num_samples_in(batch)
-                num_samples += count
                 for name, mean in means.items():
-                    sums[name] = sums.get(name, 0.0) + float(mean) * count
+                    tally.add(name, mean, num_samples_in(batch))
         self.relay.finish()
-        return self.sum_up(sums, num_samples)
+        return self.sum_up(tally)
 
     def gather(self) -> dict[str, torch.Tensor]:
         held = self.stage.module.state_dict()

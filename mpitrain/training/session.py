@@ -20,7 +20,7 @@ from mpitrain.data import Catalogue
 from mpitrain.environment import code_versions, collect, launched_server_nodes
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, AgreedError, UsageError
 from mpitrain.inject import Straggler
-from mpitrain.job import Job, Overrides, apply_overrides
+from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides
 from mpitrain.mpi.ending import forget_reports
 from mpitrain.report import NullReport, Report, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
@@ -248,6 +248,7 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
     result = {
         **merged,
         **merged["metrics"],
+        "metrics_are": METRICS_ARE if session.job.metrics else "",
         "strategy": str(session.strategy),
         "strategy_python": repr(session.strategy),
         "workers": len(session.roles.workers),

@@ -18,6 +18,7 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.model.flat import all_finite
+from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.rules import Grid, Split
@@ -201,16 +202,13 @@ class SplitRun:
             self.meter.event("validation", epoch=epoch, samples=self.samples, **self.measure())
             self.meter.pause(time.monotonic() - began_s)
 
-    def sum_up(self, sums: dict[str, float], num_samples: int) -> dict[str, float]:
-        """Means over all samples from every rank's sums of a validation; collective."""
-        total: dict[str, float] = {}
-        count = 0
-        for theirs, number in self.session.runtime.allgather([sums, num_samples]):
-            count += number
-            for name, value in theirs.items():
-                total[name] = total.get(name, 0.0) + value
-        attempt(self.session.runtime, lambda: check_targets(self.session.job.target, total))
-        return {name: value / count for name, value in total.items()}
+    def sum_up(self, own: Tally) -> dict[str, float]:
+        """Means over all samples of a validation, of which each rank has added up its own; collective."""
+        tally = Tally()
+        for sums in self.session.runtime.allgather(own.sums):
+            tally.merge(sums)
+        attempt(self.session.runtime, lambda: check_targets(self.session.job.target, tally.sums))
+        return tally.means()
 
     def _outcome(self) -> dict[str, Any]:
         self.cuts.keeper.wait()

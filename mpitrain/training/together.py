@@ -16,6 +16,7 @@ from torch import nn
 
 from mpitrain.job import Job
 from mpitrain.model.flat import all_finite, trainable
+from mpitrain.model.loss import read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.rules.averaging import LocalSGD
@@ -71,7 +72,7 @@ class LocalReplica:
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
         self.averager.begin_step()
-        loss = self.job.loss(self.module, batch)
+        loss = read_loss(self.job.loss(self.module, batch)).mean
         value = self._loss = float(loss.detach())
         weight = turn.weight if value - value == 0.0 else float("nan")
         (loss if weight == 1.0 else loss * weight).backward()

@@ -47,6 +47,10 @@ def allreduce():
         train(f"allreduce-{{index}}", mt.AllReduce(), **changes, epochs=1, batch_size=16 // size)
     if size == 2:
         train("dropout", mt.AllReduce())
+    data = toy.Memory(52)
+    train("weighted", mt.AllReduce(), **toy.WEIGHTED, validate=data, batch_size=16 // size, metrics=toy.nothing)
+    if size == 2:
+        train("weighted-sharded", mt.Sharded(), **toy.WEIGHTED, validate=data, batch_size=8)
 
 
 def lockstep(servers):
@@ -298,6 +302,21 @@ def test_synchronous_rules_are_one_rank_with_the_full_batch(launched, workers, s
             assert result["steps"] == 3 and result["accepted"] == 3 * workers
             assert result["late"] == result["dropped"] == result["staleness_max"] == 0
         assert result_of(path / f"ssp-{index}")["steps"] == 3 * workers
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "weighted"), (4, "weighted"), (2, "weighted-sharded")])
+def test_a_loss_that_tells_its_weight_is_divided_by_the_weight_of_all_ranks(launched, ranks, name):
+    """As one rank does with the whole batch, to rounding; so is what validation says of it."""
+    one, many = launched(1)[0] / "weighted", launched(ranks)[0] / name
+    expected, trained = (load_file(path / "model.safetensors") for path in (one, many))
+    for key, tensor in expected.items():
+        torch.testing.assert_close(trained[key], tensor, rtol=1e-5, atol=1e-6)
+    result, whole = result_of(many), toy.Memory(52).reader(None, 0).batch(0, 0, 52)
+    module = toy.smooth()
+    module.load_state_dict(trained)
+    total, weight = toy.weighted_loss(module, whole)
+    assert result["validation_loss"] == pytest.approx(float(total / weight), rel=1e-5)
+    assert result["metrics_are"] == ("" if name == "weighted-sharded" else "mean over batches")
 
 
 @pytest.mark.parametrize("servers", [1, 2])

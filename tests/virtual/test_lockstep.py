@@ -60,6 +60,19 @@ def test_the_last_round_of_an_epoch_is_serial_training_with_what_is_left(
             assert torch.equal(tensor, expected[name]), (rule, name)
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_loss_that_tells_its_weight_is_divided_by_the_weight_of_all(tmp_path, servers):
+    """sync() of 4 is one process with the whole batch; where each divides for itself, it is not."""
+    expected = toy.serial(toy.make_job(**toy.WEIGHTED, batch_size=16), 0)
+    job = toy.make_job(**toy.WEIGHTED, batch_size=4)
+    for index, rule in enumerate(lockstep(4, servers)):
+        for name, tensor in trained(tmp_path / str(index), job, strategy=rule, workers=4).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+    apart = toy.make_job(**toy.WEIGHTED | {"loss": toy.own_weighted_loss}, batch_size=4)
+    away = trained(tmp_path / "apart", apart, strategy=Sync(servers=servers), workers=4)
+    assert max((away[name] - expected[name]).abs().max() for name in expected) > 1e-3
+
+
 def test_softsync_takes_the_mean_over_samples_of_what_makes_its_update():
     """Batches of 6 and 2 samples, by turns: each weighs as many."""
     store = NumberStore(rate=0.25)
