@@ -30,12 +30,13 @@ BY_HAND = {
     "collectives",
     "compression",
     "hosts",
+    "signals",
     "tolerance_cost",
 }  # take minutes, or root
 
 HELPERS = {
     "common", "chaos_allreduce", "chaos_campaign", "chaos_job", "chaos_kills", "chaos_launch", "chaos_relaunch",
-    "counted_job", "relaunch_job", "tolerance_job",
+    "counted_job", "relaunch_job", "signal_job", "tolerance_job",
 }  # fmt: skip
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.mpi.started import Started
-from tests.ranks import find_mpi
+from tests.ranks import ROOT, find_mpi
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 NUM_SAMPLES = 100 * 48
@@ -19,6 +21,48 @@ NUM_SAMPLES = 100 * 48
 @pytest.fixture(autouse=True)
 def have_mpi() -> None:
     find_mpi()
+
+
+@pytest.fixture
+def told_codes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], set[int]]:
+    """Exit codes that the documentation's table allows for (receiver, signal, phase)."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    signals = importlib.import_module("signals")
+    rows = signals.read_table()
+    return lambda to, name, phase: {
+        code for row in signals.allowed(rows, to, name, {phase}) for code in row.codes
+    }
+
+
+@pytest.mark.parametrize(
+    ("to", "name", "phase", "codes"),
+    [
+        ("launch", "TERM", "train", {75, 0, 3}),
+        ("launch", "USR1", "train", {75, 0, 3}),
+        ("launch", "INT", "train", {130}),
+        ("launch", "second TERM", "train", {143}),
+        ("launch", "second INT", "start", {130}),
+        ("launch", "TERM", "start", {75}),
+        ("launch", "TERM", "validate", {75, 0, 3}),
+        ("rank", "INT", "train", {130}),
+        ("rank", "second TERM", "train", {143}),
+        ("mpirun", "TERM", "train", {1}),
+    ],
+)
+def test_the_table_says_what_the_tests_below_see(
+    told_codes: Callable[[str, str, str], set[int]], to: str, name: str, phase: str, codes: set[int]
+) -> None:
+    assert told_codes(to, name, phase) == codes
+
+
+def test_every_signal_has_a_row_for_every_receiver_and_phase_and_a_code_of_the_list(
+    told_codes: Callable[[str, str, str], set[int]],
+) -> None:
+    for to in ("launch", "rank", "mpirun"):
+        for name in ("INT", "TERM", "USR1"):
+            for phase in ("start", "train", "validate", "write", "end"):
+                codes = told_codes(to, name, phase)
+                assert codes and codes <= {0, 1, 2, 3, 4, 75, 130, 143}, (to, name, phase)
 
 
 def test_term_to_a_launch_that_trains_leaves_a_checkpoint_and_75_and_the_next_goes_on(tmp_path: Path) -> None:
