@@ -69,7 +69,7 @@ class Message(NamedTuple):
     """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples` in the
     batch or accepted in all, `share` that a push has in the mean of its update, `loss` of the batch, `finite` of the
     whole gradient, `stop` no more work, `pull` a push that is to be answered with parameters, `leases` as (epoch,
-    start, count, batch size), `text` a note.
+    start, count, batch size): dealt with an answer, or the one that a push was made of; `text` a note.
 
     Checkpoints: `mark` is the accepted samples at which every shard writes the next one (or `ASKS`), `ends` that the
     run ends with it, `cut` the one that this answer belongs to, `batches` how many a worker that joins has done before.

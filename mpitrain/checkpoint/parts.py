@@ -98,6 +98,11 @@ class Checkpoint(NamedTuple):
         """How many shards it was written from."""
         return sum(name.startswith("shard-") for name in self.parts)
 
+    def servers(self) -> list[dict[str, Any]]:
+        """What the servers of these shards had counted, without the tensors."""
+        names = [f"shard-{shard}" for shard in range(self.shards())]
+        return [read_numbers(self.folder, name, "role", self.identity) for name in names]
+
 
 class OtherSchemaError(UsageError, CheckpointError):
     """A checkpoint that another version of mpitrain has written."""
@@ -295,6 +300,29 @@ def read_part(folder: Path, name: str, identity: Identity | None = None) -> Any:
     try:
         return join(record["state"], load(payload))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder / name} cannot be read: {type(error).__name__}: {error!s:.200}"
+        ) from error
+
+
+class _NoTensors(dict[str, Any]):
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+def read_numbers(folder: Path, name: str, key: str, identity: Identity) -> Any:
+    """What a part of the run and attempt `identity` holds under `key`, without its tensors, which stay on disk.
+
+    Raises:
+        CheckpointError: not there, damaged, of another schema, or not of that start.
+    """
+    from mpitrain.checkpoint.tree import join
+
+    record = _read_record(folder, name)
+    _check_identity(folder, name, record, identity)
+    try:
+        return join(record["state"], _NoTensors())[key]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{folder / name} cannot be read: {type(error).__name__}: {error!s:.200}"
         ) from error

@@ -54,6 +54,10 @@ class ElasticStore:
         """Nothing to correct: parameters are exchanged."""
         return payload
 
+    def mask(self, payload: Any, spans: list[tuple[int, int]]) -> Any:
+        """All of it: an exchange may be made again."""
+        return payload
+
     def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
         """Take one worker's parameters; the exchange itself is `apply`."""
         self._gathered.append((worker, payload))

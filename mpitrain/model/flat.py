@@ -11,6 +11,7 @@ storage of its own and is copied.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,11 @@ class Layout:
     def num_shards(self) -> int:
         """One a server."""
         return len(self.cuts) - 1
+
+    def cut_into(self, num_shards: int) -> Layout:
+        """The same vector in another number of shards."""
+        total = self.cuts[-1]
+        return dataclasses.replace(self, cuts=tuple(total * i // num_shards for i in range(num_shards + 1)))
 
     def size(self, shard: int) -> int:
         """Elements of a shard."""

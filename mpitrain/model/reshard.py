@@ -28,11 +28,7 @@ def reshard(states: Sequence[dict[str, Any]], layout: Layout, shard: int) -> dic
 
 def _optimizer(states: Sequence[dict[str, Any]], layout: Layout, shard: int) -> dict[str, Any]:
     """Old slices of a group, joined and cut: slice k of a shard is its k-th group that has a part there."""
-    total = layout.cuts[-1]
-    old = Layout(
-        layout.names, layout.shapes, layout.starts, layout.group_ends,
-        tuple(total * i // len(states) for i in range(len(states) + 1)), layout.dtype,
-    )  # fmt: skip
+    old = layout.cut_into(len(states))
     pieces: dict[int, list[dict[str, Any]]] = {}
     options: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     for index, state in enumerate(states):

@@ -108,6 +108,13 @@ class ShardStore:
             self.correction.apply(payload.body, self.live.body, reads[0].body)
         return payload
 
+    def mask(self, payload: Any, spans: list[tuple[int, int]]) -> Frame:
+        """The gradient with zeros in `spans`, [start, end) of the shard; takes the frame over."""
+        payload = self._widen(payload)
+        for start, end in spans:
+            payload.body[start:end].zero_()
+        return payload
+
     def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
         """Gather `weight * share * gradient`; takes the frame over and releases it when it is done with it. Shares are
         counted in the first one's, so equal ones change no bit."""

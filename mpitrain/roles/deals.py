@@ -2,7 +2,9 @@
 
 Law of this file: leases are dealt in rank order before anybody asks, then one for every push that comes in, so
 that who trains on what in lockstep is no matter of timing. Only the dealing server has a dealer; what a gradient
-weighs for its size, every server says alike.
+weighs for its size, every server says alike. With several servers a lease that was pushed here stays in question until
+its worker is known to have been answered by all of them: should it be lost before that, the lease is dealt again, and
+the shards that have judged it do not judge it twice.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Deals:
         self.memory: dict[str, Any] = {}  # the batching's
         self._answered_s: dict[int, float] = {}
         self._dealt: dict[int, list[Lease]] = {}  # to workers that have not been answered yet
+        self._unconfirmed: dict[int, list[Lease]] = {}  # pushed here, and perhaps not to every other shard
 
     def first(self, workers: list[int], active: Collection[int]) -> None:
         """Deal the first leases of `workers`, every round one run of the order."""
@@ -62,6 +65,7 @@ class Deals:
         self._dealt.pop(worker, None)
         if self.dealer:
             self.dealer.take_back(worker)
+            self.dealer.give_back(self._unconfirmed.pop(worker, []))
 
     def has_nothing(self, worker: int) -> bool:
         """Whether `worker` would have nothing to compute on."""
@@ -71,13 +75,26 @@ class Deals:
         """How many leases have come back and wait to be dealt again."""
         return len(self.dealer.returned) if self.dealer and not self.dealer.closed else 0
 
-    def outstanding(self) -> bool:
-        """Whether anything that has been dealt is not settled: somebody has it, or it has come back."""
-        return self.dealer is not None and (any(self.dealer.outstanding.values()) or self.waiting() > 0)
+    def outstanding(self, but_for: int | None = None) -> bool:
+        """Whether anything that has been dealt is not settled: somebody has it, or has not confirmed it (other than
+        `but_for`), or it has come back."""
+        if self.dealer is None:
+            return False
+        unconfirmed = any(leases for worker, leases in self._unconfirmed.items() if worker != but_for)
+        return any(self.dealer.outstanding.values()) or unconfirmed or self.waiting() > 0
 
     def settle(self, worker: int) -> Lease | None:
-        """`worker` has pushed what it made of its oldest lease."""
-        return self.dealer.settle(worker) if self.dealer else None
+        """`worker` has pushed here what it made of its oldest lease."""
+        if self.dealer is None:
+            return None
+        lease = self.dealer.settle(worker)
+        if self.rule.servers > 1:
+            self._unconfirmed.setdefault(worker, []).append(lease)
+        return lease
+
+    def confirm(self, worker: int) -> None:
+        """Every shard has answered all that `worker` has pushed."""
+        self._unconfirmed.pop(worker, None)
 
     def close(self) -> None:
         """Deal nothing more."""

@@ -22,6 +22,7 @@ class Gathering:
             tuple[int, int], tuple[Any, float, float]
         ] = {}  # (worker, step): waits for its turn
         self._added: set[int] = set()  # workers whose gradients are in the store
+        self._without: set[int] = set()  # workers that have pushed nothing to add
 
     @property
     def empty(self) -> bool:
@@ -33,13 +34,17 @@ class Gathering:
         self._pending[worker, step] = (payload, weight, share)
         self.max_pending = max(self.max_pending, len(self._pending))
 
+    def pass_over(self, worker: int) -> None:
+        """`worker` has pushed, and there is nothing of it to add."""
+        self._without.add(worker)
+
     def add_in_turn(self, due: Set[int] | None) -> None:
         """Hand the store, in rank order, those gradients before which no other can come: `due` are the workers that
         contribute to this update, None where that is not known."""
         if due is None:
             return
         for key in sorted(self._pending):
-            if any(other < key[0] and other not in self._added for other in due):
+            if any(other < key[0] for other in due - self._added - self._without):
                 break
             self.store.add(key[0], *self._pending.pop(key))
             self._added.add(key[0])
@@ -51,3 +56,4 @@ class Gathering:
     def clear(self) -> None:
         """The update has been made."""
         self._added.clear()
+        self._without.clear()

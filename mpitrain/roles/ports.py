@@ -23,6 +23,9 @@ class Store(Protocol):
         """Where the damping corrects gradients: this one, on arrival, for what has changed since the read it was
         computed on, the oldest of the worker's newest `num_reads`."""
 
+    def mask(self, payload: Any, spans: list[tuple[int, int]]) -> Any:
+        """A gradient that is zero in `spans`, [start, end) of this shard's numbers; takes it over."""
+
     def apply(self) -> None:
         """Take one optimizer step with the mean of what has been gathered."""
 

@@ -5,23 +5,35 @@ gradients wait to be added, and hands them to the rule; the rule owns nothing. G
 added in rank order, never in order of arrival, so the bits depend on the set of gradients alone. Every read
 it sends out and every push it takes in goes through the ledger, so the counts add up by construction. The
 lowest server also deals the batches.
+
+Exactly once: leases are dealt at least once, and judged idempotently. A push names its lease, every shard remembers
+which it has judged (with its checkpoints, too), and one that comes again is an arrival like any other to the rule, so
+rounds stay what they are on all shards, but nothing of it is added or counted. A worker goes on only when all shards
+have answered, so its next message tells the dealing server that they have; a lease of which that was never told is
+dealt again when its worker is lost. After a restart the shards may have been cut at different pushes: then whatever
+not all of them have judged is dealt again (`Dealer.rejoin`). An elastic push carries parameters, not a gradient: it is
+exchanged again, which conserves what both sides hold, and not counted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv, Role, Send
+from mpitrain.errors import WireError
 from mpitrain.roles.cuts import Cuts
 from mpitrain.roles.deals import Deals
 from mpitrain.roles.gathering import Gathering
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.ports import Keeper, Report, Store
-from mpitrain.rules import Dealer, Ledger, Push, Schedule, ServerStrategy, Verdict
+from mpitrain.roles.recut import judged_by
+from mpitrain.rules import Dealer, Judged, Lease, Ledger, Push, Schedule, ServerStrategy, Verdict
+from mpitrain.rules.judged import in_any
 
 Steps = Generator[Effect, Any, None]
+CONFIRMING = (Kind.PUSH, Kind.PULL, Kind.IDLE, Kind.DONE)  # sent when every shard has answered all pushes before
 
 
 class Server:
@@ -49,6 +61,8 @@ class Server:
         self.cuts = Cuts(keeper, dealer is not None)
         self.applied_samples = 0  # in updates so far: the progress that the schedule follows
         self.ledger = Ledger()
+        self.judged = Judged(epoch_samples)
+        self.pieces: list[tuple[int, int, Judged]] = []  # [start, end) of a shard cut anew, with what it had judged
         self.gathering = Gathering(store)
         self.present = set(workers)  # will push, or wait for the warm-up to end
         self.active = set(rule.warmup.first(workers))  # take part now
@@ -87,6 +101,8 @@ class Server:
     def _take(self, source: int, message: Message) -> Steps:
         if message.kind not in self._answers or source not in self.workers:
             raise out_of_turn(source, message, f"a server of workers {self.workers}")
+        if message.kind in CONFIRMING:
+            self.deals.confirm(source)
         yield from self._answers[message.kind](source, message)
 
     def _on_join(self, worker: int, message: Message) -> Steps:
@@ -102,6 +118,7 @@ class Server:
 
     def _on_pull(self, worker: int, message: Message) -> Steps:
         """The model without a gradient: what was read before goes unused from here on."""
+        self._next_step[worker] = message.step  # after a restart this shard may have been cut at another
         self.ledger.leave(worker)
         yield from self._release(worker, 0)
 
@@ -115,21 +132,26 @@ class Server:
         self.cuts.hear(message, self.ledger.samples_accepted)
         if not message.pull:
             self._keeps.add(worker)
-        lease = self.deals.settle(worker)
+        lease = self._lease_of(worker, message)
+        again = lease is not None and not self.judged.add(lease)
         now_s = yield Now()
         self.deals.pushed(worker, message.samples, now_s)
         if not message.finite or message.version < self.ledger.oldest_read(worker):
-            yield from self._refuse(worker, message, payload)
+            yield from self._refuse(worker, message, payload, again)
             yield from self._end_warmup()
             return
         push = Push(worker, message.step, message.version, self.ledger.version, now_s, self.held, self.active)
         verdict = self.rule.on_push(self.memory, push)
         num_reads = len(self.ledger.reads[worker])
         size, told, late, keep = payload.num_bytes, payload.statistics(), verdict.late, not message.pull
-        told["staleness"] = self.ledger.push(
-            worker, message.samples, size, verdict.weight, late=late, keep=keep
-        )
-        if verdict.weight > 0:
+        if again:
+            self.ledger.repeat(worker, size, keep)
+        else:
+            told["staleness"] = self.ledger.push(
+                worker, message.samples, size, verdict.weight, late=late, keep=keep
+            )
+        if verdict.weight > 0 and (self.rule.elastic or not again):
+            payload = self._mask(payload, lease)
             if self.rule.damping.corrects:
                 payload = self.store.correct(worker, payload, num_reads)
             weight = verdict.weight * self.deals.weight(message.samples)
@@ -138,22 +160,39 @@ class Server:
             self.gathering.add_in_turn(self.rule.contributors(self.active))
         else:
             payload.release()
+            if verdict.weight > 0:
+                self.gathering.pass_over(worker)
         yield from self._carry_out(verdict)
         if self.failure or self.cuts.ended:
             yield from self._send_off()
-        epoch = lease.epoch + 1 if lease else 1
-        samples, version = self.ledger.samples_accepted, self.ledger.version
-        self.report.progress(samples, version, epoch, message.loss, worker=worker, **told)
+        if not again:
+            epoch = lease.epoch + 1 if lease else 1
+            samples, version = self.ledger.samples_accepted, self.ledger.version
+            self.report.progress(samples, version, epoch, message.loss, worker=worker, **told)
         yield from self._end_warmup()
+
+    def _lease_of(self, worker: int, message: Message) -> Lease | None:
+        """What a push was made of; None where workers bring their own data."""
+        lease = Lease._make(message.leases[0]) if message.leases else None
+        settled = self.deals.settle(worker)
+        if settled is not None and settled != lease:
+            raise WireError(f"rank {worker} pushes {lease}, step {message.step}, where {settled} was due")
+        return lease
+
+    def _mask(self, payload: Payload, lease: Lease | None) -> Payload:
+        """A push without what pieces of this shard had judged before they were put together."""
+        spans = [(low, high) for low, high, judged in self.pieces if lease and judged.has(lease)]
+        return self.store.mask(payload, spans) if spans else payload
 
     def _carry_out(self, verdict: Verdict) -> Steps:
         if verdict.flush:
             self.gathering.add_all()
-            if self.schedule is not None and self.epoch_samples:
-                progress = self.applied_samples / self.epoch_samples
-                self.store.set_rate(self.schedule.factor(progress, len(self.workers)))
-            self.applied_samples = self.ledger.samples_accepted
-            yield Compute(self.store.apply, "apply")
+            if not self.gathering.empty:  # or else all of it had been judged before: a version like the last
+                if self.schedule is not None and self.epoch_samples:
+                    progress = self.applied_samples / self.epoch_samples
+                    self.store.set_rate(self.schedule.factor(progress, len(self.workers)))
+                self.applied_samples = self.ledger.samples_accepted
+                yield Compute(self.store.apply, "apply")
             self.gathering.clear()
             self.ledger.update()
             self.cuts.look(self.ledger.samples_accepted)
@@ -172,7 +211,7 @@ class Server:
         if self.cuts.ended:
             self.deals.close()
 
-    def _refuse(self, worker: int, message: Message, payload: Payload) -> Steps:
+    def _refuse(self, worker: int, message: Message, payload: Payload, again: bool) -> Steps:
         """A gradient that was stopped when it was already under way, or a NaN or infinite one: that is never applied;
         counted, and under "stop" the end of the run."""
         if message.version < self.ledger.oldest_read(worker):
@@ -181,7 +220,10 @@ class Server:
             yield from self._release(worker, 1)
             return
         keep = worker in self._keeps
-        self.ledger.push(worker, message.samples, payload.num_bytes, weight=0.0, finite=False, keep=keep)
+        if again:
+            self.ledger.repeat(worker, payload.num_bytes, keep)
+        else:
+            self.ledger.push(worker, message.samples, payload.num_bytes, weight=0.0, finite=False, keep=keep)
         payload.release()
         if self.on_nonfinite != "stop":
             yield from self._release(worker, 1)
@@ -284,6 +326,8 @@ class Server:
             "num_batches": {str(worker): count for worker, count in self._num_batches.items()},
             "failure": self.failure,
             "applied_samples": self.applied_samples,
+            "judged": self.judged.state(),
+            "pieces": [[low, high, judged.state()] for low, high, judged in self.pieces],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -292,6 +336,10 @@ class Server:
         """
         self.failure, self.applied_samples = state["failure"], state["applied_samples"]
         self.ledger.restore(state["ledger"])
+        self.judged = Judged.of(state["judged"], self.epoch_samples)
+        pieces = [(low, high, Judged.of(piece, self.epoch_samples)) for low, high, piece in state["pieces"]]
+        more = any(in_any([self.judged, piece]) != self.judged for _, _, piece in pieces)
+        self.pieces = pieces if more else []
         self.deals.restore(state["deals"], self.workers)
         pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
         if self.rule.warmup.is_over(pushed, self.epoch_samples):
@@ -304,3 +352,8 @@ class Server:
             self._next_step = {int(worker): step for worker, step in state["next_step"].items()}
             self._num_batches = {int(worker): count for worker, count in state["num_batches"].items()}
         self.cuts.last = self.ledger.samples_accepted
+
+    def rejoin(self, states: Sequence[dict[str, Any]]) -> None:
+        """After `restore`: what the shards were cut at, this dealing server's own first; they may differ."""
+        assert self.deals.dealer is not None, "only the dealing server deals again"
+        self.deals.dealer.rejoin(judged_by(states, self.epoch_samples))

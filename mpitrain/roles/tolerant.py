@@ -160,6 +160,7 @@ class TolerantServer(Server):
             yield from super()._on_join(worker, message)
             return
         self.parked.discard(worker)
+        self._next_step[worker] = message.step
         self.rule.on_join(self.memory, worker, self.active)
         self.active.add(worker)
         self.deals.top_up(worker, 1, self.active)
@@ -251,7 +252,7 @@ class TolerantServer(Server):
 
     def _about(self, worker: int) -> dict[str, Any]:
         heir = worker == self.attendance.validator != min(self.workers)
-        stays = not self._over and self.deals.has_nothing(worker) and self.deals.outstanding()
+        stays = not self._over and self.deals.has_nothing(worker) and self.deals.outstanding(but_for=worker)
         return {**super()._about(worker), "heir": heir, "park": stays}
 
     def summary(self) -> dict[str, Any]:

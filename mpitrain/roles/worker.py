@@ -67,7 +67,7 @@ class Worker:
         self.batch_size, self.keeper, self.deliver = batch_size, keeper, deliver
         self.mark = self._cut = 0
         self.ends = False
-        self.batches: deque[tuple[Lease, bool]] = deque()  # with: is it the last of its lease
+        self.batches: deque[tuple[Lease, Lease | None]] = deque()  # with its lease, if it is the last of that
         self.versions = [0] * len(roles.servers)
         self.step = self.samples = self.num_batches = self.progress = 0
         self.stopped = False
@@ -84,7 +84,7 @@ class Worker:
         self._joined = True
         epoch = self.batches[0][0].epoch if self.batches else 0
         while not self.stopped and (self.batches or not self.leased):
-            lease, last = self._next_batch() if self.leased else (None, False)
+            lease, last = self._next_batch() if self.leased else (None, None)
             if lease and lease.epoch > epoch:
                 yield from self._validate(epoch)
                 epoch = lease.epoch
@@ -124,7 +124,7 @@ class Worker:
         self.step, self.samples, self.num_batches = state["step"], state["samples"], state["num_batches"]
         self._since_pull = state["since_pull"]
 
-    def _next_batch(self) -> tuple[Lease, bool]:
+    def _next_batch(self) -> tuple[Lease, Lease | None]:
         batch = self.batches.popleft()
         self._num_prefetched = max(0, self._num_prefetched - 1)
         self._look_ahead()
@@ -151,7 +151,7 @@ class Worker:
             yield from self._tell_all(Kind.JOIN)
             yield from self.collect(Kind.REPLY)
 
-    def _one_batch(self, lease: Lease | None, last: bool, epoch: int) -> Generator[Effect, Any, bool]:
+    def _one_batch(self, lease: Lease | None, last: Lease | None, epoch: int) -> Generator[Effect, Any, bool]:
         started_s = yield Now()
         gradient = yield Compute(
             lambda: self.replica.gradient(lease, self.num_batches),
@@ -176,7 +176,7 @@ class Worker:
         self.num_batches, self._since_pull = self.num_batches + 1, self._since_pull + 1
         self.samples += gradient.samples
         if last or (not self.leased and len(self._unpushed) == self.push_every):
-            yield from self._push()
+            yield from self._push(last)
         elif self._since_pull >= self.pull_every != self.push_every:
             self._since_pull = 0
             yield from self._tell_all(Kind.PULL)
@@ -186,9 +186,10 @@ class Worker:
         self.report.progress(self.progress, self.versions[0], epoch + 1, gradient.loss)
         return True
 
-    def _push(self) -> Generator[Effect, Any, None]:
-        """Hand in what has been computed since the last push. It names the versions that the oldest answer still
-        in use brought: an answer that is waited for first belongs to the batches after this one."""
+    def _push(self, lease: Lease | None = None) -> Generator[Effect, Any, None]:
+        """Hand in what has been computed since the last push, all of `lease`. It names the versions that the oldest
+        answer still in use brought: an answer that is waited for first belongs to the batches after this one. It goes
+        out when every shard has answered all pushes before it, which so are confirmed."""
         versions, payloads = tuple(self.versions), self.replica.take()
         yield from self._await_answer()
         samples = sum(gradient.samples for gradient in self._unpushed)
@@ -210,6 +211,7 @@ class Worker:
                 mark=ASKS if asks else self.mark,
                 ends=self.ends,
                 batches=len(self._unpushed),
+                leases=(lease,) if lease else (),
             )
             yield Send(server, message)
         self._unpushed.clear()
@@ -265,7 +267,7 @@ class Worker:
             self._asks = True
         for lease in map(Lease._make, message.leases):
             pieces = lease.batches()
-            self.batches.extend((piece, piece is pieces[-1]) for piece in pieces)
+            self.batches.extend((piece, lease if piece is pieces[-1] else None) for piece in pieces)
         self._look_ahead()
         if message.kind == Kind.DIFFERENCE:
             if message.payload is None:

@@ -24,6 +24,7 @@ from mpitrain.rules.dealing import Dealer, Lease
 from mpitrain.rules.decentralized import Decentralized
 from mpitrain.rules.elastic import Elastic
 from mpitrain.rules.grid import Grid, arrange
+from mpitrain.rules.judged import Judged
 from mpitrain.rules.ledger import Ledger
 from mpitrain.rules.lockstep import Backup, Sync
 from mpitrain.rules.pipeline import Pipeline
@@ -39,7 +40,7 @@ from mpitrain.rules.warmup import Warmup
 __all__ = [
     "AllReduce", "Async", "Average", "BFloat16", "Backup", "Batching", "BySpeed", "Codec",
     "ConstantRate", "Cosine", "Damping", "Dealer", "Decay", "Decentralized", "DelayCompensated",
-    "DiLoCo", "Drop", "EightBit", "Elastic", "Float16", "GapAware", "Gradual", "Grid", "Inverse", "Keep",
+    "DiLoCo", "Drop", "EightBit", "Elastic", "Float16", "GapAware", "Gradual", "Grid", "Inverse", "Judged", "Keep",
     "Lease", "Ledger", "LocalSGD", "OneBit", "Outer", "PerRound", "PerWorker", "Pipeline", "Power",
     "PowerSGD", "Push", "QSGD", "Roles", "Schedule", "ServerStrategy", "Sharded", "SlowMo", "SoftSync",
     "Split", "StaleSync", "Strategy", "Sync", "TensorParallel", "Threshold", "TopK", "Uncompressed",

@@ -13,8 +13,10 @@ a single stretch the leases come in the order of asking.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
+
+from mpitrain.rules.judged import Judged, in_any, torn, without
 
 from mpitrain.errors import CheckpointError
 
@@ -80,6 +82,7 @@ class Dealer:
         self.kept: dict[int, list[Lease]] = {}  # what each worker had before a restart: dealt to it again
         self.outstanding: dict[int, list[Lease]] = {}
         self._served: set[int] = set()  # in this round of those who are dealt to together
+        self.taken: dict[int, list[tuple[int, int]]] = {}  # of later epochs: was dealt before a restart
 
     def deal(
         self, worker: int, batch_size: int = 0, num_batches: int = 1, together: Collection[int] = ()
@@ -104,7 +107,7 @@ class Dealer:
             return None
         owner = self._stretch_for(worker, size * num_batches, size, drop_last)
         while owner is None:
-            self.epoch, self.cursor = self.epoch + 1, 0
+            self._next_epoch()
             owner = self._stretch_for(worker, size * num_batches, size, drop_last)
         if self.num_batches is None and self.epoch >= self.num_epochs:
             return None
@@ -237,7 +240,51 @@ class Dealer:
     def skip_rest(self) -> None:
         """Deal nothing more of this epoch."""
         self._lay_out([])
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
         self.epoch, self.cursor = self.epoch + 1, 0
+        self._leave_to_others(self.taken.pop(self.epoch, []))
+
+    def _leave_to_others(self, taken: list[tuple[int, int]]) -> None:
+        """Of what this epoch has left, `taken` is not dealt from here."""
+        stretches, self.stretches = self.stretches, {}
+        for owner, stretch in stretches.items():
+            *others, last = without([stretch], taken) or [(0, 0)]
+            self.stretches |= {owner: last} if last[1] else {}
+            self._open(others)
+        runs = without([(self.cursor, self.num_samples)], taken)
+        self.cursor = self.num_samples
+        if runs and runs[-1][1] == self.num_samples:
+            self.cursor = runs.pop()[0]
+        self._open(runs)
+
+    def _open(self, runs: list[tuple[int, int]]) -> None:
+        """Stretches of nobody's."""
+        for run in runs:
+            self.stretches[min([0, *self.stretches]) - 1] = run
+
+    def rejoin(self, judged: Sequence[Judged]) -> None:
+        """After `restore` from a checkpoint whose shards were cut at different pushes: what some have judged and others
+        have not is dealt before anything else, in leases of which every shard has judged all or nothing.
+
+        Args:
+            judged: by each shard, this dealer's own first.
+        """
+        found = torn(judged)
+        held = [lease for leases in (*self.kept.values(), self.returned) for lease in leases]
+        for epoch, start, end in found:
+            again = sorted((one.start, one.start + one.num_samples) for one in held if one.epoch == epoch)
+            for low, high in without([(start, end)], again):
+                leases = Lease(epoch, low, high - low, self.batch_size).batches()
+                self.returned += leases
+                ahead = not without([(low, high)], judged[0].runs(epoch)) == []
+                self.num_dealt += len(leases) if ahead else 0
+        self.returned.sort()
+        anywhere = in_any(judged)
+        self._leave_to_others(anywhere.runs(self.epoch))
+        later = {epoch for epoch, _, _ in found if epoch > self.epoch}
+        self.taken |= {epoch: anywhere.runs(epoch) for epoch in later}
 
     def settle(self, worker: int) -> Lease:
         """`worker` has handed in the gradient of its oldest lease."""
@@ -246,6 +293,10 @@ class Dealer:
     def take_back(self, worker: int) -> None:
         """`worker` will hand in nothing more: its leases are dealt again, earliest first."""
         self.returned = sorted(self.returned + self.kept.pop(worker, []) + self.outstanding.pop(worker, []))
+
+    def give_back(self, leases: list[Lease]) -> None:
+        """They have been settled, and are to be dealt again all the same."""
+        self.returned = sorted(self.returned + leases)
 
     def close(self) -> None:
         """Deal nothing more."""
@@ -261,6 +312,7 @@ class Dealer:
             "closed": self.closed,
             "stretches": [[worker, *stretch] for worker, stretch in self.stretches.items()],
             "returned": [list(lease) for lease in self.returned],
+            "taken": [[epoch, [list(run) for run in runs]] for epoch, runs in sorted(self.taken.items())],
             "outstanding": [
                 [
                     worker,
@@ -288,6 +340,7 @@ class Dealer:
         self.epoch, self.cursor, self.num_dealt = state["epoch"], state["cursor"], state["num_dealt"]
         self.num_left_out, self.closed = state["num_left_out"], state["closed"]
         self.returned, self.outstanding = [Lease(*lease) for lease in state["returned"]], {}
+        self.taken = {epoch: [(start, end) for start, end in runs] for epoch, runs in state["taken"]}
         self.kept = {}
         for worker, leases in state["outstanding"]:
             held = [Lease(*lease) for lease in leases]

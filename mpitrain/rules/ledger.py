@@ -15,6 +15,7 @@ differ has lost or doubled a gradient.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -26,6 +27,7 @@ class Ledger:
     def __init__(self) -> None:
         self.version = 0
         self.accepted = self.dropped = self.nonfinite = self.late = 0
+        self.repeated = 0  # pushes of what had been judged before: answered, and nothing else
         self.versions_skipped = 0  # by workers that read a later one: versions, no gradients
         self.samples_accepted = self.samples_dropped = 0
         self.pushed_bytes = self.replied_bytes = 0
@@ -77,6 +79,17 @@ class Ledger:
             self.late += finite and late
             self.dropped += finite and not late
         return staleness
+
+    def repeat(self, worker: int, num_bytes: int, keep: bool = False) -> None:
+        """A push of what this shard has judged before: its read goes unused."""
+        staleness = self.version - self.reads[worker][0]
+        if keep:
+            self._left_in_flight += staleness
+        else:
+            self._take(worker)
+        self._tau_lost += staleness
+        self.pushed_bytes += num_bytes
+        self.repeated += 1
 
     def update(self) -> None:
         """What was gathered has been applied: a new version."""
@@ -135,6 +148,7 @@ class Ledger:
             "versions_skipped": self.versions_skipped,
             "samples_accepted": self.samples_accepted,
             "samples_dropped": self.samples_dropped,
+            "repeated": self.repeated,
             "pushed_bytes": self.pushed_bytes,
             "replied_bytes": self.replied_bytes,
             "staleness_mean": self.staleness_mean(),
@@ -157,3 +171,20 @@ class Ledger:
         self.staleness = Counter({int(tau): count for tau, count in state["staleness"].items()})
         self.reads = {int(worker): list(versions) for worker, versions in state["reads"].items()}
         self._last_read = {int(worker): version for worker, version in state["_last_read"].items()}
+
+
+def disagreement(shards: Sequence[dict[str, Any]]) -> str:
+    """Why these summaries cannot be those of one run, in which every shard judges every push once; empty if they can.
+    Where nothing is discarded all shards have accepted the same."""
+    discards = any(one["late"] or one["dropped"] or one["nonfinite"] for one in shards)
+    counts = [one["samples_accepted"] + one["samples_dropped"] * discards for one in shards]
+    if len(set(counts)) < 2:
+        return ""
+    told = ", ".join(
+        f"shard {number} has accepted {one['samples_accepted']} samples and discarded {one['samples_dropped']}"
+        for number, one in enumerate(shards)
+    )
+    return (
+        f"the shards do not agree on what they were trained on: {told}. The model is not to be trusted; this is a defect "
+        "of mpitrain: please report it, and go on from an earlier checkpoint with one server"
+    )

@@ -29,20 +29,18 @@ def _check_lockstep(rule: ServerStrategy) -> None:
         )
 
 
-def _on_push(memory: dict[str, Any], push: Push, quorum: int) -> Verdict:
+def _on_push(push: Push, quorum: int) -> Verdict:
     if push.read < push.version:
         return Verdict(0.0, False, (push.worker,), late=True)
-    memory["gathered"] += 1
-    if memory["gathered"] < quorum:
+    # whoever waits has pushed for this version; one that has, and died, does not stand in for those that live
+    if len(push.held & push.active) < quorum:
         return Verdict(1.0, False, ())
-    memory["gathered"] = 0
     return Verdict(1.0, True, tuple(sorted(push.held)))
 
 
-def _on_leave(memory: dict[str, Any], held: Set[int], quorum: int) -> Verdict:
-    if not 0 < quorum <= memory["gathered"]:
+def _on_leave(held: Set[int], active: Set[int], quorum: int) -> Verdict:
+    if not 0 < quorum <= len(held & active):
         return NOTHING
-    memory["gathered"] = 0
     return Verdict(0.0, True, tuple(sorted(held)))
 
 
@@ -58,13 +56,13 @@ class Sync(ServerStrategy):
         _check_lockstep(self)
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
-        return {"gathered": 0}
+        return {}
 
     def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
-        return _on_push(memory, push, len(push.active))
+        return _on_push(push, len(push.active))
 
     def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
-        return _on_leave(memory, held, len(active))
+        return _on_leave(held, active, len(active))
 
     def num_contributors(self, num_workers: int) -> int:
         return num_workers
@@ -113,16 +111,16 @@ class Backup(ServerStrategy):
             raise UsageError(f"backup: spare={self.spare} of {num_workers} workers leaves none to wait for")
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
-        return {"gathered": 0}
+        return {}
 
     def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
-        verdict = _on_push(memory, push, self._quorum(push.active))
+        verdict = _on_push(push, self._quorum(push.active))
         if verdict.flush and self.stragglers == "abort":
             return verdict._replace(restart=tuple(sorted(push.active - push.held)))
         return verdict
 
     def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
-        verdict = _on_leave(memory, held, self._quorum(active))
+        verdict = _on_leave(held, active, self._quorum(active))
         if verdict.flush and self.stragglers == "abort":
             return verdict._replace(restart=tuple(sorted(active - held)))
         return verdict

@@ -29,6 +29,7 @@ from mpitrain.model import (
 from mpitrain.model.flat import Layout, make_layout
 from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, TolerantServer, Worker
+from mpitrain.roles.recut import recut
 from mpitrain.roles.tolerant import NOT_FINITE
 from mpitrain.rules import Dealer, ServerStrategy
 from mpitrain.training.carrying import carry, heartbeat_s
@@ -174,16 +175,21 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
 
 
 def restore_shard(resume: Resume | None, server: Server, store: Any, layout: Layout, shard: int) -> None:
-    """This shard's part, or, with another number of servers, all parts cut anew; counts then are those of the first."""
+    """This shard's part, or, with another number of servers, all parts cut anew; counts then are those of the first. The
+    dealing server looks at all parts, for shards are cut at pushes of their own."""
     if resume is None:
         return
     if resume.shards() == layout.num_shards:
         mine = read_own_part(resume, f"shard-{shard}")
     else:
         states = [read_own_part(resume, f"shard-{index}") for index in range(resume.shards())]
-        mine = {**states[0], "store": reshard([state["store"] for state in states], layout, shard)}
+        before, (low, high) = layout.cut_into(len(states)).cuts, layout.cuts[shard : shard + 2]
+        role = recut([state["role"] for state in states], before, low, high, server.epoch_samples)
+        mine = {"role": role, "store": reshard([state["store"] for state in states], layout, shard)}
     store.restore(mine["store"])
     server.restore(mine["role"])
+    if server.deals.dealer is not None:
+        server.rejoin(resume.servers())
 
 
 def _work(

@@ -243,6 +243,9 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
     )
     missed = missed_targets(session.job.target, merged["metrics"])
     requeue = any(outcome.get("requeue") for outcome in gathered) and not failures
+    shards = [outcome["detail"] for outcome in gathered if outcome["detail"].get("role") == "server"]
+    if not failures and not requeue and (differs := disagreement(shards)):
+        failures = [differs]
     missed = {} if requeue else missed
     code = EXIT_ERROR if failures else EXIT_TARGET_MISSED if missed else EXIT_REQUEUE if requeue else EXIT_OK
     result = {

@@ -286,7 +286,11 @@ class Play:
         return self.returned[0]
 
     def leases(self) -> list[Lease]:
-        return [push.lease for push in self.trace.pushes]
+        """What the dealing server has judged; one that is pushed again is only answered."""
+        leases = [push.lease for push in self.trace.pushes]
+        first = list(dict.fromkeys(leases))
+        assert len(leases) - len(first) == self.trace.server.ledger.repeated
+        return first
 
 
 def quadratic(curvature: float) -> Callable[[float, Lease], float]:
