@@ -26,7 +26,17 @@ from mpitrain.peer_simulation import simulate_peers
 from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
 from mpitrain.roles import TolerantServer, Worker
-from mpitrain.rules import Dealer, Decentralized, LocalSGD, PerWorker, Roles, ServerStrategy, Strategy, assign
+from mpitrain.rules import (
+    Dealer,
+    Decentralized,
+    LocalSGD,
+    PerWorker,
+    Roles,
+    ServerStrategy,
+    Strategy,
+    assign,
+    disagreement,
+)
 from mpitrain.targets import missed_targets
 from mpitrain.text import names, parse, registered
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
@@ -251,6 +261,7 @@ class _Simulation:
     ) -> dict[str, Any]:
         counts = dict(returned[self.roles.dealer])
         failure = counts.pop("failure") or ("" if delivered else NOBODY_LEFT)
+        failure = failure or disagreement([returned[rank] for rank in self.roles.servers])
         metrics = delivered.get("metrics", {})
         identical = None
         if self.replay is not None and delivered:

@@ -33,7 +33,12 @@ from mpitrain.rules import Dealer, Judged, Lease, Ledger, Push, Schedule, Server
 from mpitrain.rules.judged import in_any
 
 Steps = Generator[Effect, Any, None]
-CONFIRMING = (Kind.PUSH, Kind.PULL, Kind.IDLE, Kind.DONE)  # sent when every shard has answered all pushes before
+CONFIRMING = (
+    Kind.PUSH,
+    Kind.PULL,
+    Kind.IDLE,
+    Kind.DONE,
+)  # sent when every shard has answered all pushes before
 
 
 class Server:
@@ -62,7 +67,9 @@ class Server:
         self.applied_samples = 0  # in updates so far: the progress that the schedule follows
         self.ledger = Ledger()
         self.judged = Judged(epoch_samples)
-        self.pieces: list[tuple[int, int, Judged]] = []  # [start, end) of a shard cut anew, with what it had judged
+        self.pieces: list[
+            tuple[int, int, Judged]
+        ] = []  # [start, end) of a shard cut anew, with what it had judged
         self.gathering = Gathering(store)
         self.present = set(workers)  # will push, or wait for the warm-up to end
         self.active = set(rule.warmup.first(workers))  # take part now

@@ -25,7 +25,7 @@ from mpitrain.rules.decentralized import Decentralized
 from mpitrain.rules.elastic import Elastic
 from mpitrain.rules.grid import Grid, arrange
 from mpitrain.rules.judged import Judged
-from mpitrain.rules.ledger import Ledger
+from mpitrain.rules.ledger import Ledger, disagreement
 from mpitrain.rules.lockstep import Backup, Sync
 from mpitrain.rules.pipeline import Pipeline
 from mpitrain.rules.placement import Roles, allot, assign
@@ -44,5 +44,5 @@ __all__ = [
     "Lease", "Ledger", "LocalSGD", "OneBit", "Outer", "PerRound", "PerWorker", "Pipeline", "Power",
     "PowerSGD", "Push", "QSGD", "Roles", "Schedule", "ServerStrategy", "Sharded", "SlowMo", "SoftSync",
     "Split", "StaleSync", "Strategy", "Sync", "TensorParallel", "Threshold", "TopK", "Uncompressed",
-    "Verdict", "Warmup", "allot", "arrange", "assign",
+    "Verdict", "Warmup", "allot", "arrange", "assign", "disagreement",
 ]  # fmt: skip

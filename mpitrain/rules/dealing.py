@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from mpitrain.rules.judged import Judged, in_any, torn, without
-
 from mpitrain.errors import CheckpointError
+from mpitrain.rules.judged import Judged, in_any, torn, without
 
 MAX_WINDOWS = 16  # of a stretch: neighbours share the window they meet in, so about 1/16 is read twice
 
@@ -155,7 +154,10 @@ class Dealer:
         return end - start
 
     def _leave_out(self, owner: int) -> None:
-        self.num_left_out += self._length(owner)
+        if (
+            self.num_batches is not None or self.epoch < self.num_epochs
+        ):  # it asks once more behind the last one
+            self.num_left_out += self._length(owner)
         del self.stretches[owner]
 
     def left(self) -> list[tuple[int, int]]:
@@ -272,14 +274,16 @@ class Dealer:
             judged: by each shard, this dealer's own first.
         """
         found = torn(judged)
+        if not found:
+            return
         held = [lease for leases in (*self.kept.values(), self.returned) for lease in leases]
         for epoch, start, end in found:
             again = sorted((one.start, one.start + one.num_samples) for one in held if one.epoch == epoch)
             for low, high in without([(start, end)], again):
                 leases = Lease(epoch, low, high - low, self.batch_size).batches()
                 self.returned += leases
-                ahead = not without([(low, high)], judged[0].runs(epoch)) == []
-                self.num_dealt += len(leases) if ahead else 0
+                if without([(low, high)], judged[0].runs(epoch)):  # not dealt from here yet
+                    self.num_dealt += len(leases)
         self.returned.sort()
         anywhere = in_any(judged)
         self._leave_to_others(anywhere.runs(self.epoch))

@@ -27,7 +27,9 @@ class Judged:
     def __init__(self, epoch_samples: int = 0):
         self.epoch_samples = epoch_samples
         self.num_complete = 0  # epochs, from the first on
-        self._runs: dict[int, list[tuple[int, int]]] = {}  # by epoch: [start, end) in order, apart from each other
+        self._runs: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # by epoch: [start, end) in order, apart from each other
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Judged) and self.state() == other.state()
@@ -60,7 +62,9 @@ class Judged:
         if lease.epoch < self.num_complete:
             return True
         found = [run for run in self._runs.get(lease.epoch, []) if run[0] < end and start < run[1]]
-        assert not found or (found[0][0] <= start and end <= found[0][1]), f"{lease} was judged in part: {found}"
+        assert not found or (found[0][0] <= start and end <= found[0][1]), (
+            f"{lease} was judged in part: {found}"
+        )
         return bool(found)
 
     def add(self, lease: Lease) -> bool:
@@ -94,7 +98,9 @@ class Judged:
         """What `state` returned."""
         made = cls(epoch_samples)
         made.num_complete = state["complete"]
-        made._runs = {int(epoch): [(start, end) for start, end in runs] for epoch, runs in state["runs"].items()}
+        made._runs = {
+            int(epoch): [(start, end) for start, end in runs] for epoch, runs in state["runs"].items()
+        }
         return made
 
 

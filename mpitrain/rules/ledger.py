@@ -185,6 +185,6 @@ def disagreement(shards: Sequence[dict[str, Any]]) -> str:
         for number, one in enumerate(shards)
     )
     return (
-        f"the shards do not agree on what they were trained on: {told}. The model is not to be trusted; this is a defect "
-        "of mpitrain: please report it, and go on from an earlier checkpoint with one server"
+        f"the shards do not agree on what they were trained on: {told}. The model is not to be trusted; this is a "
+        "defect of mpitrain: please report it, and go on from an earlier checkpoint with servers=1"
     )

@@ -49,7 +49,7 @@ from mpitrain.training.standing import shard_writer, worker_writer
 
 # What the dealing server's shard tells of the whole run; every shard's own counts are under "ranks".
 _SHOWN = (
-    "accepted", "late", "dropped", "nonfinite", "versions_skipped", "samples_dropped", "samples_left_out",
+    "accepted", "repeated", "late", "dropped", "nonfinite", "versions_skipped", "samples_dropped", "samples_left_out",
     "staleness_mean", "staleness_max", "staleness_histogram", "staleness_identity", "pushed_bytes", "replied_bytes",
     "lost",
 )  # fmt: skip
@@ -175,8 +175,8 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
 
 
 def restore_shard(resume: Resume | None, server: Server, store: Any, layout: Layout, shard: int) -> None:
-    """This shard's part, or, with another number of servers, all parts cut anew; counts then are those of the first. The
-    dealing server looks at all parts, for shards are cut at pushes of their own."""
+    """This shard's part, or, with another number of servers, all parts cut anew; counts then are those of the first.
+    The dealing server looks at all parts, for shards are cut at pushes of their own."""
     if resume is None:
         return
     if resume.shards() == layout.num_shards:

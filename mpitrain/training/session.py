@@ -23,7 +23,7 @@ from mpitrain.inject import Straggler
 from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides
 from mpitrain.mpi.ending import forget_reports
 from mpitrain.report import NullReport, Report, write_json
-from mpitrain.rules import Roles, ServerStrategy, Strategy, assign
+from mpitrain.rules import Roles, ServerStrategy, Strategy, assign, disagreement
 from mpitrain.run_directory import RUN_FILE, Identity
 from mpitrain.targets import missed_targets
 from mpitrain.training import signals

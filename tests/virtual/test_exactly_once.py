@@ -5,19 +5,17 @@ killed before every message that they send, so also between a push to one shard 
 told to end at every moment, and one that is killed goes on from every checkpoint that it has completed.
 """
 
-import copy
 import json
 from collections import Counter
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain import rules
 from mpitrain.effects import Break, Send
 from mpitrain.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
-from mpitrain.rules import Dealer, Elastic, Judged, assign
+from mpitrain.rules import Dealer, Elastic, assign
 from mpitrain.virtual import Constant, VirtualWorld
 from tests.virtual.course import COURSE, on_servers
 from tests.virtual.worlds import NumberReplica, NumberStore, Shuffled, by_batch
@@ -96,12 +94,20 @@ class Ended:
 
 
 def run(
-    rule, workers=WORKERS, kills=(), resume=None, every=0, ends_s=float("inf"), seed=0, most_s=0.4, batches=None, batch=BATCH,
+    rule,
+    workers=WORKERS,
+    kills=(),
+    resume=None,
+    every=0,
+    ends_s=float("inf"),
+    seed=0,
+    batches=None,
+    batch=BATCH,
     drop_last=False,
-):  # fmt: skip
+):
     """`kills`: (worker's index, number of its message); `resume`: the parts of a checkpoint."""
     roles = assign((0,) * (rule.servers + workers), rule.servers)
-    world = VirtualWorld(Constant(1.0, 0.3), Shuffled(seed, most_s), seed, roles.workers)
+    world = VirtualWorld(Constant(1.0, 0.3), Shuffled(seed, 0.4), seed, roles.workers)
     servers, stores, processes, disk = [], [], {}, Disk()
     for shard in roles.servers:
         dealer = Dealer(SAMPLES, EPOCHS, batch, batches, drop_last, workers, 2) if shard == 0 else None
@@ -182,3 +188,38 @@ def test_a_killed_run_goes_on_from_any_of_its_checkpoints(row):
         for number, parts in enumerate(ended.disk.complete(rule.servers)):
             workers = WORKERS if "all" in row or number % 2 else WORKERS + 1
             check(row, run(rule, workers, resume=parts, seed=number))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    row=st.sampled_from(sorted(COURSE)),
+    servers=st.integers(1, 3),
+    limits=st.sampled_from([(1, None, False), (2, None, True), (2, 7, False), (3, None, False)]),
+    starts=st.lists(
+        st.tuples(
+            st.integers(2, 4),
+            st.floats(0.5, 8.0),
+            st.none() | st.tuples(st.integers(0, 1), st.integers(0, 30)),
+        ),
+        max_size=3,
+    ),
+    seed=st.integers(0, 99),
+)
+def test_stopped_killed_and_started_again_with_others_all_shards_agree(row, servers, limits, starts, seed):
+    """However often, with other numbers of workers, in larger batches, up to a number of batches, and without the last
+    incomplete batch."""
+    batch, batches, drop_last = limits
+    rule, parts = on_servers(COURSE[row](2), servers, 2), None
+    sizes = {"batch": batch, "batches": batches, "drop_last": drop_last}
+    for workers, ends_s, kill in starts:
+        kills = () if kill is None or rule.servers == 1 else (kill,)
+        ended = run(rule, workers, kills, parts, 3, ends_s, seed, **sizes)
+        complete = ended.disk.complete(rule.servers)
+        parts = complete[seed % len(complete)] if complete else parts
+    ended = run(rule, 2, resume=parts, seed=seed, **sizes)
+    whole = EPOCHS * SAMPLES - ended.servers[0].deals.num_left_out()
+    if batches is not None:
+        whole = ended.servers[0].judged.num_samples()
+        assert ended.servers[0].deals.dealer.num_dealt == batches
+    check(row, ended, whole)
+    assert all(server.judged == ended.servers[0].judged for server in ended.servers)

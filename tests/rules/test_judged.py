@@ -1,0 +1,87 @@
+"""The set of what a shard has judged, against a plain set; and what a dealer makes of several that differ."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpitrain.rules import Dealer, Judged, Lease
+from mpitrain.rules.judged import in_all, in_any, torn
+
+SAMPLES, EPOCHS = 12, 3
+
+
+def plain(judged):
+    return {(epoch, i) for epoch, start, end in judged.all_runs() for i in range(start, end)}
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, EPOCHS - 1), st.integers(0, SAMPLES), st.integers(0, SAMPLES)), max_size=30
+    )
+)
+def test_it_is_a_set(runs):
+    judged, model = Judged(SAMPLES), set()
+    for epoch, start, end in runs:
+        judged.put(epoch, start, end)
+        model |= {(epoch, i) for i in range(start, end)}
+        assert plain(judged) == model and judged.num_samples() == len(model)
+    again = Judged.of(json.loads(json.dumps(judged.state())), SAMPLES)
+    assert again == judged == judged.copy()
+    for epoch, first in ((epoch, first) for epoch in range(EPOCHS) for first in range(SAMPLES)):
+        assert judged.has(Lease(epoch, first, 1)) == ((epoch, first) in model)
+
+
+def test_complete_epochs_are_one_number_and_a_lease_is_judged_whole():
+    judged = Judged(SAMPLES)
+    assert all(judged.add(Lease(epoch, start, 3)) for epoch in range(100) for start in (9, 0, 6, 3))
+    assert judged.state() == {"complete": 100, "runs": {}}
+    assert (
+        judged.add(Lease(100, 3, 3)) and not judged.add(Lease(100, 3, 3)) and not judged.add(Lease(7, 0, 3))
+    )
+    with pytest.raises(AssertionError, match="in part"):
+        judged.add(Lease(100, 4, 3))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_dealer_deals_again_what_not_every_shard_has_judged_in_leases_of_one_fate(data):
+    """Whatever each shard has judged of what was dealt, up to a moment of its own."""
+    dealer = Dealer(SAMPLES, EPOCHS, 2, num_workers=2, window_samples=4)
+    dealt = [dealer.deal(data.draw(st.integers(0, 1))) for _ in range(data.draw(st.integers(1, 16)))]
+    cut = data.draw(st.integers(0, len(dealt)))  # the moment of the dealer's own shard
+    own = [lease for lease in dealt[:cut] if data.draw(st.booleans())]
+    before = Dealer(SAMPLES, EPOCHS, 2, num_workers=2, window_samples=4)
+    replay = Dealer(SAMPLES, EPOCHS, 2, num_workers=2, window_samples=4)
+    for lease in dealt[:cut]:
+        worker = next(w for w, held in dealer.outstanding.items() if lease in held)
+        assert replay.deal(worker) == lease
+        if lease in own:
+            replay.outstanding[worker].remove(lease)
+    before.restore(json.loads(json.dumps(replay.state())), (0, 1))
+    shards = [own] + [
+        [one for one in dealt if data.draw(st.booleans())] for _ in range(data.draw(st.integers(0, 2)))
+    ]
+    sets = []
+    for leases in shards:
+        sets.append(Judged(SAMPLES))
+        for lease in leases:
+            sets[-1].add(lease)
+    plains = [plain(one) for one in sets]
+    assert plain(in_all(sets)) == set.intersection(*plains) and plain(in_any(sets)) == set.union(*plains)
+    apart = {(epoch, i) for epoch, start, end in torn(sets) for i in range(start, end)}
+    assert apart == set.union(*plains) - set.intersection(*plains)
+    before.rejoin(sets)
+    again = Dealer(SAMPLES, EPOCHS, 2, num_workers=3, window_samples=4)  # once more, with another worker
+    again.restore(json.loads(json.dumps(before.state())), (0, 1, 2))
+    seen = []
+    asks = itertools.cycle(range(3))
+    while (lease := next((got for _ in range(3) if (got := again.deal(next(asks)))), None)) is not None:
+        seen += [(lease.epoch, i) for i in range(lease.start, lease.start + lease.num_samples)]
+        for one in sets:
+            one.add(lease)
+    assert len(seen) == len(set(seen))
+    assert all(one.num_samples() == SAMPLES * EPOCHS for one in sets)
+    assert set(seen) >= {(e, i) for e in range(EPOCHS) for i in range(SAMPLES)} - set.intersection(*plains)

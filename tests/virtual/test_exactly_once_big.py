@@ -1,0 +1,225 @@
+"""Every shard judges every push exactly once, whatever dies, is told to end or is started again between two shards.
+
+A store counts how often each sample was added to it, which does not depend on what its server counts. Workers are
+killed before every message that they send, so also between a push to one shard and the same push to the next; a run is
+told to end at every moment, and one that is killed goes on from every checkpoint that it has completed.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpitrain.effects import Break, Send
+from mpitrain.report import NullReport
+from mpitrain.roles import TolerantServer, Worker
+from mpitrain.rules import Dealer, Elastic, assign
+from mpitrain.virtual import Constant, VirtualWorld
+from tests.virtual.course import COURSE, on_servers
+from tests.virtual.worlds import NumberReplica, NumberStore, Shuffled, by_batch
+
+WORKERS, SAMPLES, BATCH, EPOCHS = 3, 11, 1, 2
+DISCARDING = ("backup", "drop")
+
+
+class CountingStore(NumberStore):
+    """Counts every sample of every gradient added."""
+
+    def __init__(self, rule, num_workers):
+        share = rule.share(num_workers) if isinstance(rule, Elastic) else None
+        super().__init__(1.0 if rule.optimizer == "worker" else 0.25, share=share)
+        self.rows = Counter()
+
+    def add(self, worker, payload, weight):
+        lease = payload.lease
+        self.rows.update((lease.epoch, lease.start + i) for i in range(lease.num_samples))
+        super().add(worker, payload, weight)
+
+
+class Disk:
+    """Checkpoints by mark: of each part, the role's state as JSON brings it back, and the store's."""
+
+    def __init__(self):
+        self.marks = {}
+
+    def complete(self, num_shards):
+        return [parts for parts in self.marks.values() if len(parts) == num_shards]
+
+
+class Keeper:
+    """Writes in no time; `asked` from virtual second `ends_s` on."""
+
+    writers = ()
+
+    def __init__(self, disk, shard, store, world, every, ends_s):
+        self.disk, self.shard, self.store, self.world = disk, shard, store, world
+        self.every, self.ends_s = every, ends_s
+
+    def next_mark(self, samples):
+        return self.every * (samples // self.every + 1) if self.every else 0
+
+    def asked(self):
+        return self.world.now_s >= self.ends_s
+
+    def save(self, mark, role_state, parts):
+        store = (self.store.value, Counter(self.store.rows))
+        self.disk.marks.setdefault(mark, {})[self.shard] = (json.dumps(role_state), store)
+
+
+def killed(role, at):
+    """`role`, killed before its message number `at`."""
+    answer, sent = None, 0
+    while True:
+        try:
+            effect = role.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(effect, Send):
+            if sent == at:
+                yield Break("kill")
+            sent += 1
+        answer = yield effect
+
+
+class Ended:
+    """What a run left: its servers and stores, by shard, what each rank returned, and what is on disk."""
+
+    def __init__(self, servers, stores, returned, disk):
+        self.servers, self.stores, self.returned, self.disk = servers, stores, returned, disk
+
+    def died(self):
+        return any(one.get("broken") for one in self.returned.values())
+
+
+def run(
+    rule,
+    workers=WORKERS,
+    kills=(),
+    resume=None,
+    every=0,
+    ends_s=float("inf"),
+    seed=0,
+    batches=None,
+    batch=BATCH,
+    drop_last=False,
+):
+    """`kills`: (worker's index, number of its message); `resume`: the parts of a checkpoint."""
+    roles = assign((0,) * (rule.servers + workers), rule.servers)
+    world = VirtualWorld(Constant(1.0, 0.3), Shuffled(seed, 0.4), seed, roles.workers)
+    servers, stores, processes, disk = [], [], {}, Disk()
+    for shard in roles.servers:
+        dealer = Dealer(SAMPLES, EPOCHS, batch, batches, drop_last, workers, 2) if shard == 0 else None
+        store = CountingStore(rule, workers)
+        keeper = Keeper(disk, shard, store, world, every, ends_s)
+        server = TolerantServer(
+            rule, store, roles.workers, NullReport(), dealer, "stop", SAMPLES, batch_size=batch, keeper=keeper,
+            delivers=True, floor_s=float("inf"),
+        )  # fmt: skip
+        if resume is not None:
+            text, (store.value, rows) = resume[shard]
+            store.rows = Counter(rows)
+            server.restore(json.loads(text))
+        servers.append(server)
+        stores.append(store)
+        processes[shard] = server.run()
+    if resume is not None:
+        servers[0].rejoin([json.loads(resume[shard][0]) for shard in roles.servers])
+    for index, rank in enumerate(roles.workers):
+        replica = NumberReplica(rule, 0.25, by_batch, frozenset())
+        worker = Worker(
+            rank, roles, replica, NullReport(), wants_final=rank == roles.validator, push_every=rule.push_every,
+            pull_every=rule.pulls, inflight=rule.inflight, deliver=dict,
+        )  # fmt: skip
+        processes[rank] = killed(worker.run(), dict(kills).get(index, -1))
+    return Ended(servers, stores, world.run(processes), disk)
+
+
+def check(name, ended, samples=EPOCHS * SAMPLES):
+    """Every shard has judged every sample once, and, where nothing is discarded, added it once."""
+    for server, store in zip(ended.servers, ended.stores):
+        counts = server.summary()
+        assert counts["failure"] == ""
+        assert counts["samples_accepted"] + counts["samples_dropped"] == samples, (name, counts)
+        left, right = counts["staleness_identity"]
+        assert left == right
+        assert server.judged.num_samples() == samples
+        if not isinstance(server.rule, Elastic):  # which exchanges parameters again
+            assert set(store.rows.values()) <= {1}, (name, store.rows)
+            assert len(store.rows) == counts["samples_accepted"]
+        if not any(word in name for word in DISCARDING):
+            assert counts["samples_dropped"] == 0 and len(store.rows) == samples
+
+
+SEVERAL = sorted(row for row in COURSE if on_servers(COURSE[row](WORKERS), 2, WORKERS).servers == 2)
+
+
+@pytest.mark.parametrize("row", SEVERAL)
+def test_a_worker_killed_before_any_of_its_messages_leaves_no_push_half_judged(row):
+    for servers in (2, 3):
+        rule = on_servers(COURSE[row](WORKERS), servers, WORKERS)
+        for index in (0, 2):
+            at, died = 0, True
+            while died:
+                ended = run(rule, kills=((index, at),), seed=at)
+                check(row, ended)
+                at, died = at + 1, ended.died()
+            assert at > 5 * servers
+
+
+@pytest.mark.parametrize("row", sorted(COURSE))
+def test_a_run_told_to_end_at_any_moment_goes_on_where_no_shard_has_judged(row):
+    for servers in (1, 2, 3):
+        rule = on_servers(COURSE[row](WORKERS), servers, WORKERS)
+        for moment in range(1, 16, 2):
+            ended = run(rule, ends_s=0.7 * moment, seed=moment)
+            parts = ended.disk.complete(rule.servers)
+            check(row, run(rule, resume=parts[-1] if parts else None, seed=moment + 1))
+
+
+@pytest.mark.parametrize("row", sorted(COURSE))
+def test_a_killed_run_goes_on_from_any_of_its_checkpoints(row):
+    """With as many workers or with others, and after the death of a worker."""
+    for servers in (1, 2, 3):
+        rule = on_servers(COURSE[row](WORKERS), servers, WORKERS)
+        ended = run(rule, every=3, seed=servers, kills=((1, 4 + 3 * servers),) * (servers > 1))
+        assert len(ended.disk.complete(rule.servers)) >= 2
+        for number, parts in enumerate(ended.disk.complete(rule.servers)):
+            workers = WORKERS if "all" in row or number % 2 else WORKERS + 1
+            check(row, run(rule, workers, resume=parts, seed=number))
+
+
+@settings(max_examples=4000, deadline=None)
+@given(
+    row=st.sampled_from(sorted(COURSE)),
+    servers=st.integers(1, 3),
+    limits=st.sampled_from([(1, None, False), (2, None, True), (2, 7, False), (3, None, False)]),
+    starts=st.lists(
+        st.tuples(
+            st.integers(2, 4),
+            st.floats(0.5, 8.0),
+            st.none() | st.tuples(st.integers(0, 1), st.integers(0, 30)),
+        ),
+        max_size=3,
+    ),
+    seed=st.integers(0, 99),
+)
+def test_stopped_killed_and_started_again_with_others_all_shards_agree(row, servers, limits, starts, seed):
+    """However often, with other numbers of workers, in larger batches, up to a number of batches, and without the last
+    incomplete batch."""
+    batch, batches, drop_last = limits
+    rule, parts = on_servers(COURSE[row](2), servers, 2), None
+    sizes = {"batch": batch, "batches": batches, "drop_last": drop_last}
+    for workers, ends_s, kill in starts:
+        kills = () if kill is None or rule.servers == 1 else (kill,)
+        ended = run(rule, workers, kills, parts, 3, ends_s, seed, **sizes)
+        complete = ended.disk.complete(rule.servers)
+        parts = complete[seed % len(complete)] if complete else parts
+    ended = run(rule, 2, resume=parts, seed=seed, **sizes)
+    whole = EPOCHS * SAMPLES - ended.servers[0].deals.num_left_out()
+    if batches is not None:
+        whole = ended.servers[0].judged.num_samples()
+        assert ended.servers[0].deals.dealer.num_dealt == batches
+    check(row, ended, whole)
+    assert all(server.judged == ended.servers[0].judged for server in ended.servers)
