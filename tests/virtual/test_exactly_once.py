@@ -32,10 +32,10 @@ class CountingStore(NumberStore):
         super().__init__(1.0 if rule.optimizer == "worker" else 0.25, share=share)
         self.rows = Counter()
 
-    def add(self, worker, payload, weight):
+    def add(self, worker, payload, weight, share=1.0):
         lease = payload.lease
         self.rows.update((lease.epoch, lease.start + i) for i in range(lease.num_samples))
-        super().add(worker, payload, weight)
+        super().add(worker, payload, weight, share)
 
 
 class Disk:
