@@ -5,6 +5,8 @@
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
 #   make chaos              kill workers and writers at random and count what is lost, half an hour
 #                                                                    (options: make chaos ARGS="--kills 20")
+#   make hostile            read files made to do harm, and good ones with random damage, some minutes
+#                                                                    (options: make hostile ARGS="--seeds 50")
 #   make slurm              a shell inside a three-node Slurm on this machine (Debian packages slurm-wlm, munge, libpmix2)
 #
 # They need Python 3.11 and what `pip` can reach; MPI comes as a wheel. Everything lands in .venv (and .venv-mpich for
@@ -22,7 +24,7 @@ ARGS ?=
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test chaos slurm lint format clean
+.PHONY: help train test chaos hostile slurm lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +40,9 @@ test: lint $(VENV_MPICH)/.installed
 chaos: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits
 	$(VENV)/bin/python benchmarks/chaos.py $(ARGS)
+
+hostile: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.hostile.campaign $(ARGS)
 
 slurm: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import EXIT_OK, UsageError
+from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.planning_codecs import allreduced, message_sizes, pushed
 from mpitrain.planning_peers import averaging, peers
@@ -67,7 +67,7 @@ def dry_run_command(
     `mpirun --hostfile` read it.
     """
     job = apply_overrides(load_job(path), overrides)
-    print(describe(job, overrides, num_ranks, num_nodes, machine))
+    print(printable(describe(job, overrides, num_ranks, num_nodes, machine)))
     if hosts_file:
         assert machine is not None and job.strategy is not None
         lines = "".join(f"{machine.hosts[node]}\n" for node in machine.nodes(job.strategy))

@@ -26,12 +26,14 @@ def describe(run_dir: Path) -> str:
         raise UsageError(f"no run directory {run_dir}")
     result = _json(run_dir / "result.json")
     environment = _json(run_dir / "env.json")
-    job = environment.get("slurm", {}).get("SLURM_JOB_ID", "")
+    job = _job_of(environment)
     slurm = ask_slurm(job) if job else {}
     lines = [_state(run_dir, result, slurm)]
     if job:
         told = (
-            f"{slurm['JobState']}, {slurm.get('Reason', '')}" if slurm else "Slurm does not know it any more"
+            f"{slurm.get('JobState')}, {slurm.get('Reason', '')}"
+            if slurm
+            else "Slurm does not know it any more"
         )
         lines.append(f"job         {job}: {told}")
     if (samples := progress(run_dir)) >= 0:
@@ -58,7 +60,12 @@ def _state(run_dir: Path, result: dict[str, Any], slurm: dict[str, str]) -> str:
     if waiting:
         return f"{run_dir}: waiting in the queue"
     if result:
-        figures = "".join(f" {name}={value:.4g}" for name, value in result.get("metrics", {}).items())
+        metrics = result.get("metrics")
+        figures = "".join(
+            f" {name}={value:.4g}"
+            for name, value in (metrics if isinstance(metrics, dict) else {}).items()
+            if isinstance(value, int | float)
+        )
         return f"{run_dir}: ended with status={result.get('status')}, exit code {result.get('exit_code')}{figures}"
     return f"{run_dir}: no result: the run has not come to its end"
 
@@ -79,14 +86,21 @@ def ask_slurm(job: str) -> dict[str, str]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found
+    return found if isinstance(found, dict) else {}
+
+
+def _job_of(environment: dict[str, Any]) -> str:
+    """The job's number, which scontrol is asked about; "" for what is none."""
+    told = environment.get("slurm")
+    job = told.get("SLURM_JOB_ID") if isinstance(told, dict) else None
+    return job if isinstance(job, str) and re.fullmatch("[0-9]{1,20}", job) else ""
 
 
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").split()
-    except OSError:
+    except (OSError, ValueError):
         return []

@@ -173,7 +173,7 @@ def file_fingerprint(paths: Iterable[str | os.PathLike[str]]) -> str:
         except OSError as error:
             raise DataError(f"{path}: cannot be looked at ({error.strerror})") from error
         name = os.path.basename(os.fspath(path))
-        digest.update(f"{name} {status.st_size} {status.st_mtime_ns};".encode())
+        digest.update(f"{name} {status.st_size} {status.st_mtime_ns};".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
