@@ -103,7 +103,8 @@ class DelayCompensated(Damping):
 class GapAware(Damping):
     """g <- (g + decay * w_now) / (1 + |w_now - w_read| / C), elementwise, C the running mean length of one update's
     steps (Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", ICLR 2020): what has moved far since the
-    read counts less. `decay` is C's memory."""
+    read counts less. `decay` is C's memory. Each shard has a C of its own, so the number of servers changes the
+    result."""
 
     corrects: ClassVar[bool] = True
     scales: ClassVar[bool] = True

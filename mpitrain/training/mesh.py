@@ -20,8 +20,9 @@ from mpitrain.rules import Grid
 from mpitrain.targets import LOSS
 from mpitrain.training.parallel import weight_among_all
 from mpitrain.training.pieces import local, whole_tensor
-from mpitrain.training.session import Session
+from mpitrain.training.session import Session, attempt
 from mpitrain.training.split import Batch, SplitRun
+from mpitrain.training.whole_matrices import check_muon, whole_matrices
 
 
 class MeshRun(SplitRun):
@@ -32,6 +33,19 @@ class MeshRun(SplitRun):
     ):
         super().__init__(session, grid, share, tells, device)
         self.module = module
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """As `SplitRun.use`.
+
+        Raises:
+            UsageError: on all ranks, a Muon that cannot be kept to whole matrices.
+        """
+        attempt(self.session.runtime, lambda: check_muon(optimizer))
+        super().use(optimizer)
+
+    def step_optimizer(self) -> None:
+        with whole_matrices(self.optimizer):
+            super().step_optimizer()
 
     def compute(self, batch: Batch | None, count: int, weight: float) -> float:
         assert batch is not None

@@ -95,6 +95,10 @@ class SplitRun:
         """Step with this optimizer, which holds this rank's parameters."""
         self.optimizer, self.rates = optimizer, Rates(optimizer)
 
+    def step_optimizer(self) -> None:
+        """One step with the gradients that are there."""
+        self.optimizer.step()
+
     @property
     def reads(self) -> bool:
         """Whether this rank needs the samples."""
@@ -168,7 +172,7 @@ class SplitRun:
             if job.schedule is not None:
                 progress = self.samples / self.session.catalogue.num_samples
                 self.rates.set(job.schedule.factor(progress, self.num_shares))
-            self.optimizer.step()
+            self.step_optimizer()
             self.samples += count
         else:
             self._refuse(value)

@@ -44,6 +44,11 @@ def loss(model, batch):
     return ((model(batch["x"].double()) - batch["y"].double()) ** 2).mean()
 
 
+def muon(parameters):
+    """torch's, of the matrices among them."""
+    return torch.optim.Muon([one for one in parameters if one.ndim == 2], lr=0.01)
+
+
 def deep_job():
     plan = {"body.0": "gather", "body.1": "column", "last": "row"}
     return toy.make_job(
@@ -131,6 +136,7 @@ RUNS = {
         "no-plan": (T(), {"tensor_plan": {}}),
         "wrong-plan": (T(), {"tensor_plan": {"layers.*": "row"}}),
         "odd-plan": (T(), {"tensor_plan": {"first": "row"}}),
+        "muon-sharded": (S(), {"batch_size": BATCH // 2, "optimizer": muon}),
         "norm-plan": (T(), {"tensor_plan": {"norm": "row"}}),
     },
     4: {
