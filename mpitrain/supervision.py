@@ -117,7 +117,12 @@ class Watch:
     def _why_not_started(self, now_s: float, told: Mapping[int, RankStatus]) -> str:
         owed = RankStatus(-1, "", "", self.owed).stage
         late = [rank for rank in range(self.num_ranks) if rank not in told or told[rank].stage < owed]
-        if not late or (self.owed != READY and not told):  # a script that never asks mpitrain for anything
+        if self.owed != READY and not any(
+            one.stage >= RankStatus(-1, "", "", STARTING_MPI).stage for one in told.values()
+        ):
+            self._began_s = now_s  # a script owes nothing before one of its ranks waits in MPI for the others
+            return ""
+        if not late:
             return ""
         gone = {rank for rank in late if rank in told and is_gone(told[rank].process)}
         self._gone_s = {rank: self._gone_s.get(rank, now_s) for rank in gone}

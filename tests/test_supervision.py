@@ -137,9 +137,14 @@ def test_who_trains_or_has_left_began_in_time() -> None:
     assert after(watch(host_timeout_s=0.0), 999, ranks) == ""
 
 
-def test_a_script_owes_nothing_until_it_imports_mpitrain() -> None:
-    assert after(watch(owed=STARTED), 999, {}) == ""
-    assert after(watch(owed=STARTED), 999, told(status(0, STARTING_MPI))).startswith("rank 1")
+def test_a_script_owes_nothing_until_one_of_its_ranks_starts_mpi() -> None:
+    found = watch(owed=STARTED)
+    assert after(found, 999, {}) == ""
+    gone = dataclasses.replace(status(1, IMPORTING), process=identity().rsplit(":", 1)[0] + ":1")
+    assert after(watch(owed=STARTED), 999, told(status(0, IMPORTING), gone)) == "", "it needs no MPI"
+    waits = told(status(0, STARTING_MPI))
+    assert [found.look(999.0 + second, waits) for second in range(60)] == [""] * 60
+    assert found.look(1060.0, waits).startswith("rank 1")
 
 
 def test_a_rank_that_dies_before_it_trains_is_noticed_where_it_can_be_seen() -> None:
