@@ -1,0 +1,67 @@
+"""Shards put together from pieces of others that had judged different pushes: every number takes every lease once."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpitrain.roles.recut import judged_by, recut
+from mpitrain.rules import Dealer, Judged
+
+NUMBERS, SAMPLES = 12, 8  # of the model, and of one epoch
+
+
+def cuts_of(num_shards):
+    return [NUMBERS * i // num_shards for i in range(num_shards + 1)]
+
+
+def fresh():
+    ledger = {"samples_accepted": 0, "samples_dropped": 0}
+    return {"judged": Judged(SAMPLES).state(), "pieces": [], "ledger": ledger, "applied_samples": 0}
+
+
+class Shard:
+    """What a server does with a push: counted once, and added where no piece has it."""
+
+    def __init__(self, state, low, taken):
+        self.state, self.low, self.taken = state, low, taken
+        self.judged = Judged.of(state["judged"], SAMPLES)
+        self.pieces = [(start, end, Judged.of(piece, SAMPLES)) for start, end, piece in state["pieces"]]
+
+    def push(self, lease, size):
+        if not self.judged.add(lease):
+            return
+        self.state["judged"] = self.judged.state()
+        self.state["ledger"]["samples_accepted"] += lease.num_samples
+        masked = {i for start, end, piece in self.pieces if piece.has(lease) for i in range(start, end)}
+        for number in set(range(size)) - masked:
+            self.taken[self.low + number].append(lease)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_however_often_it_is_cut_anew_every_number_takes_every_sample_once(data):
+    taken = [[] for _ in range(NUMBERS)]
+    num_shards = data.draw(st.integers(1, 4))
+    states = [fresh() for _ in range(num_shards)]
+    dealer = Dealer(SAMPLES, 1, 2)
+    for last in [False] * data.draw(st.integers(1, 3)) + [True]:
+        before, num_shards = cuts_of(num_shards), data.draw(st.integers(1, 4))
+        cuts, position = cuts_of(num_shards), dealer.state()
+        dealer = Dealer(SAMPLES, 1, 2)
+        dealer.restore(position)
+        dealer.rejoin(judged_by(states, SAMPLES))
+        states = [recut(states, before, low, high, SAMPLES) for low, high in zip(cuts, cuts[1:])]
+        shards = [Shard(state, low, taken) for state, low in zip(states, cuts)]
+        while (lease := dealer.deal(0)) is not None and (last or data.draw(st.integers(0, 3))):
+            for number, shard in enumerate(shards):
+                if last or data.draw(st.booleans()):
+                    shard.push(lease, cuts[number + 1] - cuts[number])
+            if Judged.of(states[0]["judged"], SAMPLES).has(lease):  # the dealing server has it
+                dealer.settle(0)
+            else:
+                dealer.take_back(0)
+                break
+        dealer.take_back(0)
+    for leases in taken:
+        samples = sorted(i for lease in leases for i in range(lease.start, lease.start + lease.num_samples))
+        assert samples == list(range(SAMPLES))
+    assert [state["ledger"]["samples_accepted"] for state in states] == [SAMPLES] * num_shards
