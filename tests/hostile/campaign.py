@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=400, help="damages of each kind of file")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args()
+    sys.argv[0] = "tests/hostile/campaign.py"  # in the row, wherever this is
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from common import write_row
 
