@@ -158,7 +158,7 @@ def one_run(
     at_s = draw.uniform(0.0, options.length_s)
     time.sleep(at_s)
     before = run.phase()
-    if run.process.poll() is None:
+    if sent := run.process.poll() is None:
         run.send(getattr(signal, f"SIG{name}"), draw)
     time.sleep(0.05)
     after = run.phase()
@@ -179,7 +179,8 @@ def one_run(
         if code in row.codes and (written or not (code == 75 and row.checkpoint == "yes"))
     ]
     return {
-        "receiver": receiver, "signal": name, "at_s": round(at_s, 2), "phases": sorted(phases), "code": code,
+        "receiver": receiver, "signal": name, "sent": sent, "at_s": round(at_s, 2), "phases": sorted(phases),
+        "code": code,
         "written": written, "ended_after_s": round(time.monotonic() - sent_s, 2), "as_told": bool(fits),
         "started_again": "restart" in (folder / "out").read_text(),
     }  # fmt: skip
@@ -195,13 +196,19 @@ def main() -> None:
     rows, draw, ran = read_table(), random.Random(options.seed), []
     with tempfile.TemporaryDirectory() as scratch:
         calm = Run(Path(scratch) / "calm", "launch", options.ranks)
+        while not calm.listens():
+            time.sleep(0.01)
         began_s = time.monotonic()
         assert calm.code() == 0, (Path(scratch) / "calm" / "out").read_text()
         options.length_s = time.monotonic() - began_s
         for name in SIGNALS:
             for number in range(options.launches):
-                folder = Path(scratch) / f"{name}-{number}"
-                ran.append(one_run(folder, RECEIVERS[number % 3], name, rows, draw, options))
+                folder, sent = Path(scratch) / f"{name}-{number}", False
+                while not sent:  # a run that had ended before its moment came is done again
+                    shutil.rmtree(folder, ignore_errors=True)
+                    found = one_run(folder, RECEIVERS[number % 3], name, rows, draw, options)
+                    sent = found.pop("sent")
+                ran.append(found)
                 print(ran[-1], flush=True)
                 if not ran[-1]["as_told"]:
                     print((folder / "out").read_text(), flush=True)
