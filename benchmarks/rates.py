@@ -1,26 +1,31 @@
-"""Which remedy for stale gradients reaches the digits target soonest, and at how many learning rates?
+"""How well do the remedies for stale gradients end, and how soon are they there, each at the rate that suits it best?
 
-    python benchmarks/rates.py [--workers 16 32] [--seeds 3] [--exponents -5 6] [--epochs 20]
+    python benchmarks/rates.py [--workers 16] [--seeds 5] [--epochs 20] [--rounds 16] [--speeds equal unequal]
 
-Virtual time, one process, no MPI: 16 and 32 virtual workers with seeded times of computing, an ideal network,
-the job of `jobs/digits.py` with its own optimizer. Five ways to use one server, each swept over the same grid
-of learning rates, factor 2 apart, around the job's own rate:
+Virtual time, one process, no MPI: virtual workers with seeded times of computing, an ideal network, a network of one
+hidden layer on handwritten digits, SGD with momentum 0.9 at a constant rate. A worker's batch is 128 samples over the
+number of workers (mu times lambda constant, as in Zhang et al., IJCAI 2016), one server. Five ways:
 
+    sync                the mean of all N gradients of one version
     async               every gradient on arrival, in full
     async inverse       every gradient on arrival, worth 1/tau
     softsync            the mean of S = workers / 4 gradients, in full
-    softsync inverse    the mean of S gradients, each worth 1/tau: the combination of Zhang et al., IJCAI 2016
-    async matched       async at the grid's rates / (N - 1)
+    softsync inverse    the mean of S gradients, each worth 1/tau: the combination of Zhang et al.
 
-The last is the control. Softsync with 1/tau moves the model by rate / (S * tau) a gradient, tau is
-(N - 1) / S in the mean (`reference/algorithms.md` section 4), so its effective rate is rate / (N - 1), and so
-is that of async with 1/tau; what either gains beyond plain async at *that* rate is not merely a smaller step.
+Speeds are equal (every gradient's time is drawn from one law), or unequal: a quarter of the workers, never the one
+that validates, takes five times as long.
 
-A rate works when every seed reaches the target within the job's own number of epochs; when one misses it, no
-further seed is run, and a run that is below half of the goal after half of its samples is broken off. The
-target is looked at every quarter of an epoch, on the parameters that the first worker then holds. A way is
-judged at its best rate (median of the seeds), and by the range of those that work: no single favourable rate.
-Virtual results do not depend on the machine's load.
+Which rates are tried follows from what is found, so no grid favours anybody. From a common rate a way goes up and
+down by factors of 2, two seeds each, until the best rate lies between two worse ones on either side; then the best
+and its neighbours get all seeds. That is done for two aims, and each is judged at its own best rate by the median
+over the seeds, with their range:
+
+    final loss    the validation loss of the model after the last update
+    samples       where the first of four marks in a row with at least 95 % of the validation samples right lies; marks
+                  are a quarter of an epoch apart, on the parameters that the first worker then holds
+
+A rate at which every seed gets there "works"; how many do is not told, for that is a property of the grid. A run that
+is not finite has no final loss. Virtual results do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -38,36 +44,30 @@ from pathlib import Path
 
 import torch
 from common import machine, table, write_row
+from torch import nn
 
 import mpitrain as mt
 from mpitrain.data.pack import PackOptions, pack
 from mpitrain.data.sources import load_source
-from mpitrain.job import load_job
 from mpitrain.simulation import simulate
-from mpitrain.targets import read_target
 from mpitrain.text import parse
-from mpitrain.training.measure import build
 
-PARTS, SPLIT = 4, 4
-COMPUTE = "shifted_exponential(0.5, 0.5)"
-BEST = "softsync inverse"
-MATCHED = "async matched"
+PARTS, SPLIT, BATCH, MARKS, GOAL = 4, 4, 128, 4, 0.95
+COMPUTE, SLOWER = "shifted_exponential(0.5, 0.5)", 5
+FIRST_SEEDS, WORSE = 2, 2  # seeds of a rate that is only tried, and worse rates that end the search
+MIDDLE = 0.05  # the rate where every search begins
 
 
 def ways(num_workers):
-    """Strategy of each contestant, and the factor on the grid's rates."""
+    """Strategy of each contestant."""
     updates = max(1, num_workers // SPLIT)
     return {
-        "async": ("async()", 1.0),
-        "async inverse": ("async(damping=inverse())", 1.0),
-        "softsync": (f"softsync(updates={updates})", 1.0),
-        BEST: (f"softsync(updates={updates}, damping=inverse())", 1.0),
-        MATCHED: ("async()", 1.0 / (num_workers - 1)),
+        "sync": "sync()",
+        "async": "async()",
+        "async inverse": "async(damping=inverse())",
+        "softsync": f"softsync(updates={updates})",
+        "softsync inverse": f"softsync(updates={updates},damping=inverse())",
     }
-
-
-class Settled(Exception):
-    """The target was met at the validation before, or is out of reach: this run teaches nothing more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,133 +125,201 @@ def everything(source):
         return next(iter(reader.sequential(source.scan().num_samples)))
 
 
-def digits(folder, num_epochs):
-    """The main job on shards of ours, validated every quarter of an epoch."""
-    job = load_job(str(Path(__file__).parents[1] / "jobs" / "digits.py"))
+def perceptron():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
+
+
+def cross_entropy(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def accuracy(model, batch):
+    return {"accuracy": (model(batch["x"]).argmax(dim=1) == batch["y"]).float().mean()}
+
+
+def digits(folder, num_epochs, batch_size):
+    """The job, validated every quarter of an epoch."""
     train, validate = (mt.Shards(f"{folder}/digits/{name}-*.h5") for name in ("train", "validate"))
-    part = train.scan().num_samples // PARTS // job.batch_size * job.batch_size
-    return dataclasses.replace(
-        job, data=Parts(train, part), validate=Whole(validate), epochs=num_epochs * PARTS
-    )
-
-
-def settling(job):
-    """The job, breaking itself off as soon as its end is known: at the validation after the one that settled it,
-    which is on record by then.
-    """
-    target, marks = read_target(*next(iter(job.target.items()))), []
-
-    def metrics(model, batch):
-        hopeless = len(marks) >= job.epochs / 2 and max(marks) < target.bound / 2
-        if marks and (target.met(marks[-1]) or hopeless):
-            raise Settled
-        found = job.metrics(model, batch)
-        marks.append(float(found[target.metric]))
-        return found
-
-    return dataclasses.replace(job, metrics=metrics)
-
-
-def run(job, strategy, num_workers, rate, seed, folder):
-    """One run: where it reached the target (None: it did not), and the best that it saw."""
-    target, folder = read_target(*next(iter(job.target.items()))), Path(tempfile.mkdtemp(dir=folder))
-    name = target.metric
-    with contextlib.suppress(Settled), contextlib.redirect_stdout(io.StringIO()):
-        simulate(
-            settling(dataclasses.replace(job, seed=seed)), parse(strategy, "strategy"), num_workers,
-            parse(COMPUTE, "compute"), lr=rate, run_dir=str(folder), quiet=True,
-        )  # fmt: skip
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    marks = [row for row in rows if name in row]
-    hit = next((row for row in marks if target.met(row[name])), None)
-    found = {"seed": seed, "best": max((row[name] for row in marks), default=0.0)}
-    return found | {"samples": hit and hit["samples"], "virtual_s": hit and hit["virtual_s"]}
-
-
-def sweep(job, strategy, num_workers, rates, options, folder):
-    """Runs by rate; a rate whose run missed the target gets no further seed."""
-    found = {}
-    for rate in rates:
-        found[rate] = []
-        for seed in range(options.seeds):
-            found[rate].append(run(job, strategy, num_workers, rate, seed, folder))
-            if found[rate][-1]["samples"] is None:
-                break
-    return found
-
-
-def judge(found, own_rate):
-    """The best rate of a sweep with its figures, and the range of the rates that work."""
-    works = [rate for rate, runs in found.items() if all(run["samples"] is not None for run in runs)]
-    judged = {"works": [rate / own_rate for rate in works], "num_rates": len(found)}
-    if not works:
-        return judged
-    best = min(works, key=lambda rate: statistics.median(run["virtual_s"] for run in found[rate]))
-    return judged | {"best_rate": best / own_rate, "runs": found[best]}
-
-
-def line_of(name, judged):
-    """A row of the table, at most 80 columns with its neighbours."""
-    if not judged["works"]:
-        return (name, "-", "missed", "-", "-", f"0/{judged['num_rates']}", "-")
-    samples, virtual_s = ([run[key] for run in judged["runs"]] for key in ("samples", "virtual_s"))
-    low, high = min(judged["works"]), max(judged["works"])
-    return (
-        name, f"x{judged['best_rate']:.3g}", f"{statistics.median(samples):.0f}",
-        f"{min(samples)}-{max(samples)}", f"{statistics.median(virtual_s):.1f}",
-        f"{len(judged['works'])}/{judged['num_rates']}", f"x{low:.3g}-{high:.3g}",
+    part = train.scan().num_samples // PARTS // batch_size * batch_size
+    return mt.Job(
+        model=perceptron, loss=cross_entropy, optimizer=functools.partial(torch.optim.SGD, lr=MIDDLE, momentum=0.9),
+        data=Parts(train, part), validate=Whole(validate), metrics=accuracy, epochs=num_epochs * PARTS,
+        batch_size=batch_size,
     )  # fmt: skip
 
 
-def contest(job, own_rate, num_workers, options, folder):
-    """Every way over its grid; prints the table and writes the row."""
-    low, high = options.exponents
-    grid = [own_rate * 2.0**exponent for exponent in range(low, high + 1)]
-    lines = [("way", "rate", "samples", "min-max", "virtual s", "works", "range")]
-    row = {
-        "workers": num_workers,
-        "own_rate": own_rate,
-        "grid": [rate / own_rate for rate in grid],
-        "ways": {},
+def there(marks):
+    """Samples at the first of `MARKS` marks in a row that reach the goal; infinite if there are none."""
+    good = [row["accuracy"] >= GOAL for row in marks]
+    hits = (at for at in range(len(marks) - MARKS + 1) if all(good[at : at + MARKS]))
+    return next((marks[at]["samples"] for at in hits), math.inf)
+
+
+def run(job, strategy, num_workers, rate, seed, slow, folder):
+    """One run: its final loss, and how many samples it took to be there."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = simulate(
+            dataclasses.replace(job, seed=seed), parse(strategy, "strategy"), num_workers, parse(COMPUTE, "compute"),
+            lr=rate, run_dir=str(folder), quiet=True, inject=slow,
+        )  # fmt: skip
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    marks = [row for row in rows if "accuracy" in row]
+    finite = result["status"] == "ok" and math.isfinite(result["validation_loss"])
+    return {
+        "seed": seed,
+        "loss": result["validation_loss"] if finite else math.inf,
+        "accuracy": result["accuracy"] if finite else 0.0,
+        "samples": there(marks) if finite else math.inf,
+        "staleness": result["staleness_mean"],
+        "virtual_s": result["virtual_s"],
     }
-    began_s = time.process_time()
-    for name, (strategy, factor) in ways(num_workers).items():
-        found = sweep(job, strategy, num_workers, [rate * factor for rate in grid], options, folder)
-        judged = judge(found, own_rate)
-        lines.append(line_of(name, judged))
+
+
+class Search:
+    """One way's runs by exponent: the rate is `MIDDLE` times 2 to the exponent."""
+
+    def __init__(self, one_run, num_seeds, most_rates):
+        self.one_run, self.num_seeds, self.most_rates = one_run, num_seeds, most_rates
+        self.runs = {}
+
+    def ensure(self, exponent, num_seeds):
+        """At least so many seeds at this rate."""
+        found = self.runs.setdefault(exponent, [])
+        while len(found) < min(num_seeds, self.num_seeds):
+            found.append(self.one_run(MIDDLE * 2.0**exponent, len(found)))
+
+    def middle(self, exponent, aim):
+        """The median over the seeds there are."""
+        return statistics.median(run[aim] for run in self.runs[exponent])
+
+    def best(self, aim, least_seeds=1):
+        """The best exponent for an aim among those with so many seeds; None where no run got there."""
+        tried = [exponent for exponent, runs in self.runs.items() if len(runs) >= least_seeds]
+        best = min(tried, key=lambda exponent: (self.middle(exponent, aim), exponent))
+        return best if math.isfinite(self.middle(best, aim)) else None
+
+    def bracket(self, aim):
+        """Go up and down until the best rate has worse ones on either side."""
+        while len(self.runs) < self.most_rates:
+            best = self.best(aim)
+            low, high = min(self.runs), max(self.runs)
+            if best is None:  # a loss tells where to look; without one, lower rates may be finite
+                wanted = low - 1 if aim == "loss" else None
+            elif best - low < WORSE:
+                wanted = low - 1
+            else:
+                wanted = high + 1 if high - best < WORSE else None
+            if wanted is None:
+                return
+            self.ensure(wanted, FIRST_SEEDS)
+
+    def settle(self, aim):
+        """All seeds for the best rate and its neighbours, until the best of those is not an outer one."""
+        while (best := self.best(aim)) is not None:
+            near = [one for one in (best - 1, best, best + 1) if one in self.runs]
+            if all(len(self.runs[one]) >= self.num_seeds for one in near):
+                return
+            for one in near:
+                self.ensure(one, self.num_seeds)
+
+    def search(self):
+        self.ensure(0, FIRST_SEEDS)
+        for aim in ("loss", "samples"):
+            self.bracket(aim)
+        for aim in ("loss", "samples"):
+            self.settle(aim)
+
+    def judged(self, aim):
+        """The best rate for an aim, with the median and range over all seeds there; empty where none got there."""
+        best = self.best(aim, self.num_seeds)
+        if best is None:
+            return {}
+        values = sorted(run[aim] for run in self.runs[best])
+        there = [value for value in values if math.isfinite(value)]
+        return {
+            "rate": MIDDLE * 2.0**best, "median": statistics.median(values), "range": [there[0], there[-1]],
+            "missed": len(values) - len(there),
+        }  # fmt: skip
+
+
+def cells(judged, digits):
+    """Rate, median and range, as text."""
+    if not judged:
+        return ("-", "missed", "-")
+    low, high = judged["range"]
+    missed = f" ({judged['missed']} missed)" if judged["missed"] else ""
+    span = f"{low:.{digits}f}-{high:.{digits}f}{missed}"
+    return (f"{judged['rate']:.3g}", f"{judged['median']:.{digits}f}", span)
+
+
+def contest(job, num_workers, speeds, options, folder):
+    """Every way with these speeds; prints the table and writes the row."""
+    slow = num_workers // 4 if speeds == "unequal" else 0
+    injected = [f"slow(worker={index},factor={SLOWER})" for index in range(num_workers - slow, num_workers)]
+    lines = [("way", "rate", "final loss", "min-max", "rate", "samples", "min-max")]
+    found, began_s = {}, time.process_time()
+    for name, strategy in ways(num_workers).items():
+        one_run = functools.partial(_run_at, job, strategy, num_workers, injected, folder)
+        search = Search(one_run, options.seeds, options.rounds)
+        search.search()
+        judged = {aim: search.judged(aim) for aim in ("loss", "samples")}
+        lines.append((name, *cells(judged["loss"], 4), *cells(judged["samples"], 0)))
+        sweep = [
+            {"rate": MIDDLE * 2.0**exponent, "runs": [_plain(run) for run in runs]}
+            for exponent, runs in sorted(search.runs.items())
+        ]
+        edges = (min(search.runs), max(search.runs))
+        inside = {aim: best is not None and edges[0] < best < edges[1] for aim, best in _bests(search)}
+        found[name] = {"strategy": strategy, **judged, "inside": inside, "sweep": sweep}
         print(
-            f"{num_workers} workers, {name}: works at {len(judged['works'])} of {len(grid)} rates", flush=True
+            f"{speeds} speeds, {name}: {len(sweep)} rates, {time.process_time() - began_s:.0f} s", flush=True
         )
-        sweeps = [{"rate": rate / own_rate, "runs": runs} for rate, runs in found.items()]
-        row["ways"][name] = {"strategy": strategy, **judged, "sweep": sweeps}
     budget = job.epochs * job.data.num_samples
     print(
-        f"\n{num_workers} virtual workers, {options.seeds} seed(s), at most {budget} samples a run;\n"
-        f"rates as multiples of the job's own ({own_rate:g}), samples and virtual s to the target"
+        f"\n{num_workers} virtual workers, {speeds} speeds, {options.seeds} seed(s), {budget} samples a run,\n"
+        f"{job.batch_size} a batch; medians, smallest and largest"
     )
     print(table(lines))
-    spent_s = time.process_time() - began_s
-    settings = {"seeds": options.seeds, "epochs": options.epochs, "compute": COMPUTE, "cpu_s": spent_s}
-    print(f"written to {write_row('rates', row | settings | {'target': dict(job.target)})}\n", flush=True)
+    row = {
+        "workers": num_workers, "speeds": speeds, "seeds": options.seeds, "epochs": options.epochs,
+        "batch": job.batch_size, "compute": COMPUTE, "inject": injected, "budget": budget,
+        "goal": {"accuracy": GOAL, "marks": MARKS},
+        "ways": found, "cpu_s": time.process_time() - began_s,
+    }  # fmt: skip
+    print(f"written to {write_row('rates', row)}\n", flush=True)
+
+
+def _bests(search):
+    return [(aim, search.best(aim, search.num_seeds)) for aim in ("loss", "samples")]
+
+
+def _plain(run):
+    """JSON knows no infinity."""
+    return {key: None if value == math.inf else value for key, value in run.items()}
+
+
+def _run_at(job, strategy, num_workers, injected, folder, rate, seed):
+    return run(job, strategy, num_workers, rate, seed, injected, folder)
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, nargs="+", default=[16, 32])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--exponents", type=int, nargs=2, default=[-5, 6], help="of 2, first and last")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=16, help="rates that a way may try")
+    parser.add_argument("--speeds", nargs="+", default=["equal", "unequal"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="rates-") as folder:
         pack(load_source("digits"), Path(folder) / "digits", PackOptions(0.2), "digits")
-        job = digits(folder, options.epochs)
-        own_rate = build(job, None, torch.device("cpu"))[1].param_groups[0]["lr"]
+        job = digits(folder, options.epochs, max(1, BATCH // options.workers))
         print(f"{machine()['cpu']}, one thread; compute {COMPUTE}", flush=True)
-        for num_workers in options.workers:
-            contest(job, own_rate, num_workers, options, folder)
+        for speeds in options.speeds:
+            contest(job, options.workers, speeds, options, folder)
 
 
 if __name__ == "__main__":
