@@ -19,6 +19,7 @@ _home = {
     "Async": "mpitrain.rules",
     "Average": "mpitrain.rules",
     "Backup": "mpitrain.rules",
+    "Bounded": "mpitrain.rules",
     "BySpeed": "mpitrain.rules",
     "ConstantRate": "mpitrain.rules",
     "Cosine": "mpitrain.rules",

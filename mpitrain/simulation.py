@@ -26,6 +26,7 @@ from mpitrain.peer_simulation import simulate_peers
 from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
 from mpitrain.roles import TolerantServer, Worker
+from mpitrain.roles.attendance import SIGNS_S
 from mpitrain.rules import (
     Dealer,
     Decentralized,
@@ -158,6 +159,7 @@ class _Simulation:
         num_servers = self.strategy.num_servers()
         self.roles: Roles = assign((0,) * (num_workers + num_servers), num_servers)
         check_workers(options.injections, num_workers)
+        self.silence = any(isinstance(one, SILENT) for one in options.injections)  # somebody falls silent
         self.stragglers = [Straggler(options.injections, i, job.seed) for i in range(num_workers)]
         self.catalogue = job.data.scan()
         if self.catalogue.num_samples < num_workers:
@@ -204,8 +206,9 @@ class _Simulation:
                 )
                 for shard in range(len(self.roles.servers))
             ]  # fmt: skip
-            silent = any(isinstance(one, SILENT) for one in self.options.injections)
-            for server in () if silent else servers:  # virtual seconds have no scale: nobody is too late
+            for server in (
+                () if self.silence else servers
+            ):  # virtual seconds have no scale: nobody is too late
                 server.attendance.least_silence_s = math.inf
             replicas = {rank: self._replica(rank, model, reader, measure) for rank in self.roles.workers}
             roles = {
@@ -248,6 +251,7 @@ class _Simulation:
             push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
             batch_size=0 if strategy.batching == PerWorker() else self.job.batch_size,
             deliver=lambda: self._deliver(replica),
+            signs_s=SIGNS_S if strategy.holds_apart and self.silence else 0.0,
         )  # fmt: skip
         return self.stragglers[self.roles.workers.index(rank)].wrap(worker.run())
 

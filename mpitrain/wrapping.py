@@ -22,6 +22,7 @@ from mpitrain.effects import Kind
 from mpitrain.errors import EXIT_ERROR, UsageError
 from mpitrain.report import NullReport
 from mpitrain.roles import Save, SavingServer, Worker
+from mpitrain.roles.attendance import SIGNS_S
 from mpitrain.rules import AllReduce, Decentralized, LocalSGD, Roles, ServerStrategy, Strategy
 
 if TYPE_CHECKING:
@@ -204,6 +205,7 @@ def _join(
     worker = Worker(
         runtime.rank, roles, replica, NullReport(), leased=False,
         push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
+        signs_s=SIGNS_S if strategy.holds_apart else 0.0,
     )  # fmt: skip
     attempt(runtime, lambda: restore_worker(found, worker, replica, index, len(roles.workers)))
     remote = RemoteOptimizer(runtime, optimizer, strategy, replica, worker, world)

@@ -23,6 +23,7 @@ strategies:
   async(servers=1)     a server that applies each gradient on arrival
   softsync(updates=2)  a server that applies the mean of any two
   ssp(bound=3)         async, nobody more than 3 ahead of the slowest
+  bounded(staleness=3) async, no gradient ever more than 3 versions old
   elastic(push_every=10)  workers on their own parameters, tied to a centre
   server strategies take servers=N, warmup=warmup(1, epochs=2) and damping= one
   of inverse(), drop(limit=9), power(0.5), delay_compensated(0.04), gap_aware();

@@ -14,6 +14,7 @@ LEAST_SILENCE_S = 3.0
 FIRST_SILENCE_S = MID_SILENCE_S = 60.0
 AWAY_SILENCE_S = 900.0
 PATIENCE = 8.0
+SIGNS_S = 1.0  # how often a worker says that it waits, where one server may hold it that another has let go
 
 
 class Attendance:
@@ -28,6 +29,7 @@ class Attendance:
         self._answered_s: dict[int, float] = {}
         self._longest_s: dict[int, float] = {}
         self._away: set[int] = set()  # they validate
+        self._waiting: set[int] = set()  # have said last that they wait for an answer
         self._longest_away_s: dict[int, float] = {}
         self._began_s: float | None = None
 
@@ -39,6 +41,7 @@ class Attendance:
             gaps[worker] = max(gaps.get(worker, 0.0), self.silence_s(worker, now_s))
         self._heard_s[worker] = now_s
         self._away.discard(worker)
+        self._waiting.discard(worker)
 
     def goes_away(self, worker: int) -> None:
         """Its next message comes after a validation."""
@@ -47,6 +50,15 @@ class Attendance:
     def answered(self, worker: int, now_s: float) -> None:
         """It has been told to go on, perhaps after it was held for long, or has said that it waits."""
         self._answered_s[worker] = now_s
+
+    def says_it_waits(self, worker: int, now_s: float) -> None:
+        """A sign of life: it waits for an answer, perhaps another server's."""
+        self._answered_s[worker] = now_s
+        self._waiting.add(worker)
+
+    def waits(self, worker: int, now_s: float) -> bool:
+        """Whether it has just said so."""
+        return worker in self._waiting and self.silence_s(worker, now_s) <= 5 * SIGNS_S
 
     def silence_s(self, worker: int, now_s: float) -> float:
         """How long ago the last word of either side was."""

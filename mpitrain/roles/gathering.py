@@ -49,8 +49,14 @@ class Gathering:
             self.store.add(key[0], *self._pending.pop(key))
             self._added.add(key[0])
 
-    def add_all(self) -> None:
-        """Nothing more comes: hand the store what is left."""
+    def add_all(self, sums: bool = False) -> None:
+        """Nothing more comes: hand the store what is left; `sums`: so that the mean it applies is the sum of all."""
+        if sums:
+            assert not self._added, "a sum is known when all have come"
+            number = len(self._pending)
+            self._pending = {
+                key: (payload, weight * number) for key, (payload, weight) in self._pending.items()
+            }
         self.add_in_turn(frozenset())
 
     def clear(self) -> None:

@@ -26,10 +26,13 @@ class Pulse:
     Args:
         rank: its own; servers: all.
         timeout_s: a server that has not answered for so long is dead; 0 asks nobody and waits for ever.
+        signs_s: how often to say that it waits where nobody is judged by the answer: to a server that has let it go
+            while another one holds it, it would seem to be silent. 0: never.
     """
 
-    def __init__(self, rank: int, servers: tuple[int, ...], timeout_s: float = 0.0):
+    def __init__(self, rank: int, servers: tuple[int, ...], timeout_s: float = 0.0, signs_s: float = 0.0):
         self.rank, self.servers, self.timeout_s = rank, servers, timeout_s
+        self.every_s = timeout_s / QUESTIONS or signs_s
         self._last_s = 0.0
         self._late = False  # was silent for so long itself that it may have been given up
 
@@ -42,12 +45,12 @@ class Pulse:
             LostRankError: a server is dead.
             GivenUpError: the servers have gone on without this worker, and left.
         """
-        if not self.timeout_s:
+        if not self.every_s:
             return (yield Recv())
         unanswered = dict.fromkeys(awaited, 0)
         self._hurry((yield Now()))
         while True:
-            arrived = yield Recv(self.timeout_s / QUESTIONS)
+            arrived = yield Recv(self.every_s)
             self._hurry((yield Now()))
             if arrived is None:
                 self._judge(unanswered)
@@ -66,6 +69,8 @@ class Pulse:
         self._last_s = now_s
 
     def _judge(self, unanswered: dict[int, int]) -> None:
+        if not self.timeout_s:
+            return
         dead = [server for server, number in unanswered.items() if number >= QUESTIONS]
         if dead and self._late:
             raise GivenUpError(

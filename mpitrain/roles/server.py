@@ -147,7 +147,9 @@ class Server:
             yield from self._refuse(worker, message, payload, again)
             yield from self._end_warmup()
             return
-        push = Push(worker, message.step, message.version, self.ledger.version, now_s, self.held, self.active)
+        push = Push(
+            worker, message.step, message.version, self.ledger.version, now_s, self.held, self.active, self.ledger.reads
+        )  # fmt: skip
         verdict = self.rule.on_push(self.memory, push)
         num_reads = len(self.ledger.reads[worker])
         size, told, late, keep = payload.num_bytes, payload.statistics(), verdict.late, not message.pull
@@ -193,7 +195,7 @@ class Server:
 
     def _carry_out(self, verdict: Verdict) -> Steps:
         if verdict.flush:
-            self.gathering.add_all()
+            self.gathering.add_all(self.rule.sums)
             if not self.gathering.empty:  # or else all of it had been judged before: a version like the last
                 if self.schedule is not None and self.epoch_samples:
                     progress = self.applied_samples / self.epoch_samples
@@ -225,6 +227,7 @@ class Server:
             self.ledger.overtaken(worker, message.samples, payload.num_bytes)
             payload.release()
             yield from self._release(worker, 1)
+            yield from self._reconsider()
             return
         keep = worker in self._keeps
         if again:
@@ -234,6 +237,7 @@ class Server:
         payload.release()
         if self.on_nonfinite != "stop":
             yield from self._release(worker, 1)
+            yield from self._reconsider()
             return
         if not self.failure:
             self.failure = (
@@ -304,12 +308,22 @@ class Server:
         self.ledger.leave(worker)
         if message.stop:
             self._want_final.append(worker)
-        self.gathering.add_in_turn(self.rule.contributors(self.active))
-        yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))
+        yield from self._go_on_without(worker)
         if not self.active:
             if not self.gathering.empty:  # too few for an update of their own, but nothing is lost
                 yield from self._carry_out(Verdict(0.0, True, ()))
             yield from self._open_lobby()  # the data ended before the warm-up did
+
+    def _go_on_without(self, worker: int) -> Steps:
+        """`worker` takes part no more: who waits for it waits no longer."""
+        self.gathering.add_in_turn(self.rule.contributors(self.active))
+        yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))
+        yield from self._reconsider()
+
+    def _reconsider(self) -> Steps:
+        """A read has ended without a push that counts."""
+        now = self.ledger.version, self.ledger.reads
+        yield from self._carry_out(self.rule.on_read_ended(self.memory, *now, self.held, self.active))
 
     def _on_note(self, worker: int, message: Message) -> Steps:
         self.report.event(**json.loads(message.text))

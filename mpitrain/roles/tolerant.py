@@ -152,8 +152,7 @@ class TolerantServer(Server):
         self.parked.add(worker)
         self.active.discard(worker)
         self.ledger.leave(worker)
-        self.gathering.add_in_turn(self.rule.contributors(self.active))
-        yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))
+        yield from self._go_on_without(worker)
 
     def _on_join(self, worker: int, message: Message) -> Steps:
         if worker not in self.parked:
@@ -189,6 +188,7 @@ class TolerantServer(Server):
     def _look_for_silence(self, now_s: float) -> Steps:
         """Whoever still works while all others wait, or have left, and has been silent for too long is given up."""
         waiting = self.parked | self.held | self._lobby
+        waiting |= {worker for worker in self.present if self.attendance.waits(worker, now_s)}
         working = self.present - waiting
         others = waiting or len(self.present) + len(self.attendance.lost) < len(self.workers)
         if (
@@ -240,8 +240,7 @@ class TolerantServer(Server):
         silence = {"silence_s": round(silence_s, 3)} if how == SILENT else {}
         self.report.event("worker lost", rank=worker, how=how, version=self.ledger.version, **silence)
         if was_active:
-            self.gathering.add_in_turn(self.rule.contributors(self.active))
-            yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))
+            yield from self._go_on_without(worker)
         if not self.present and len(self.attendance.lost) == len(self.workers):
             told = f"has sent {MOST_NONFINITE} gradients in a row that are not finite"
             told = told if how == NOT_FINITE else how

@@ -49,7 +49,7 @@ class Vigil:
             return None
         source, message = arrived
         if message.kind == Kind.ALIVE and source not in self.attendance.lost:
-            self.attendance.answered(source, self.now_s)
+            self.attendance.says_it_waits(source, self.now_s)
             yield Send(source, Message(Kind.ALIVE))
             return None
         if message.kind != Kind.LOST and source not in self.attendance.lost:

@@ -40,7 +40,7 @@ class Worker:
         keeper: writes this worker's part of a checkpoint.
         deliver: saves and measures the final model, if that falls to this worker, and returns what there is to tell;
             None where nobody is to.
-        heartbeat_s: as in `Pulse`.
+        heartbeat_s, signs_s: as in `Pulse`.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class Worker:
         keeper: Keeper | None = None,
         deliver: Deliver | None = None,
         heartbeat_s: float = 0.0,
+        signs_s: float = 0.0,
     ):
-        self.pulse = Pulse(rank, roles.servers, heartbeat_s)
+        self.pulse = Pulse(rank, roles.servers, heartbeat_s, signs_s)
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
         self.leased, self.wants_final = leased, wants_final
         self.validates = rank == roles.validator

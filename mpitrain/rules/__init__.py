@@ -7,6 +7,7 @@ from mpitrain.rules.asynchronous import Async
 from mpitrain.rules.averaging import Average, DiLoCo, LocalSGD, Outer, SlowMo
 from mpitrain.rules.base import Push, ServerStrategy, Strategy, Verdict
 from mpitrain.rules.batching import Batching, BySpeed, PerRound, PerWorker
+from mpitrain.rules.bounded import Bounded
 from mpitrain.rules.compression import (
     QSGD,
     BFloat16,
@@ -38,7 +39,7 @@ from mpitrain.rules.tensor import TensorParallel
 from mpitrain.rules.warmup import Warmup
 
 __all__ = [
-    "AllReduce", "Async", "Average", "BFloat16", "Backup", "Batching", "BySpeed", "Codec",
+    "AllReduce", "Async", "Average", "BFloat16", "Backup", "Batching", "Bounded", "BySpeed", "Codec",
     "ConstantRate", "Cosine", "Damping", "Dealer", "Decay", "Decentralized", "DelayCompensated",
     "DiLoCo", "Drop", "EightBit", "Elastic", "Float16", "GapAware", "Gradual", "Grid", "Inverse", "Judged", "Keep",
     "Lease", "Ledger", "LocalSGD", "OneBit", "Outer", "PerRound", "PerWorker", "Pipeline", "Power",

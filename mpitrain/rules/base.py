@@ -5,14 +5,15 @@ JSON-able dict that the role owns and hands in; it never touches a tensor, a clo
 and it never asks which world it is in.
 
 A server role asks `on_push` once per arriving push. The verdict says how much the gradient weighs (0 drops
-it), whether what has been gathered is applied now (a new version, with the mean of what was gathered), and
+it), whether what has been gathered is applied now (a new version, with its mean, or its sum), and
 which of the waiting workers may read the model and go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from mpitrain.errors import UsageError
@@ -29,7 +30,8 @@ class Push(NamedTuple):
 
     worker: who computed it; step: the worker's own count of pushes, from 0; read: the version it was computed
     on; version: the shard's version now; now_s: the world's clock in seconds; held: workers waiting for an
-    answer, the pusher included; active: workers that take part now, the pusher included.
+    answer, the pusher included; active: workers that take part now, the pusher included; reads: the versions that
+    each worker computes on, the oldest first, the one that this push ends still among them.
     """
 
     worker: int
@@ -39,12 +41,13 @@ class Push(NamedTuple):
     now_s: float
     held: Set[int]
     active: Set[int]
+    reads: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class Verdict(NamedTuple):
-    """The answer to a push, or to a worker's leaving.
+    """The answer to a push, to a worker's leaving, or to the end of a read.
 
-    weight of the gradient (0 drops it); flush: apply the mean of what was gathered, a new version; release:
+    weight of the gradient (0 drops it); flush: apply what was gathered, a new version; release:
     who reads the model and goes on; late: it was dropped because its version is over, not for its staleness;
     restart: who is told to drop what it computes and to read the model (virtual time only).
     """
@@ -143,6 +146,7 @@ class ServerStrategy(Strategy):
     placement: str = "spread"
 
     elastic: ClassVar[bool] = False  # whether a push carries parameters and is answered with a difference
+    sums: ClassVar[bool] = False  # whether an update is the weighted sum of what was gathered, not its mean
 
     @property
     def family(self) -> str:
@@ -223,6 +227,11 @@ class ServerStrategy(Strategy):
         """Whether workers change their parameters between reads."""
         return self.optimizer == "worker" or self.push_every > 1 or self.pulls > 1
 
+    @property
+    def holds_apart(self) -> bool:
+        """Whether one shard may hold a worker for as long as a third one computes, that another has let go."""
+        return False
+
     def num_servers(self) -> int:
         return self.servers
 
@@ -245,6 +254,18 @@ class ServerStrategy(Strategy):
         """`worker` will push no more; `held` and `active` are those that remain. The verdict's weight means
         nothing.
         """
+        return NOTHING
+
+    def on_read_ended(
+        self,
+        memory: dict[str, Any],
+        version: int,
+        reads: Mapping[int, Sequence[int]],
+        held: Set[int],
+        active: Set[int],
+    ) -> Verdict:
+        """Somebody's read has ended without a push that counts (it has left, or its gradient is not finite);
+        `reads` are what is left. The verdict's weight means nothing."""
         return NOTHING
 
     def contributors(self, active: Set[int]) -> Set[int] | None:

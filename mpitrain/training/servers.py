@@ -29,6 +29,7 @@ from mpitrain.model import (
 from mpitrain.model.flat import Layout, make_layout
 from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, TolerantServer, Worker
+from mpitrain.roles.attendance import SIGNS_S
 from mpitrain.roles.recut import recut
 from mpitrain.roles.tolerant import NOT_FINITE
 from mpitrain.rules import Dealer, ServerStrategy
@@ -218,7 +219,7 @@ def _work(
             runtime.rank, roles, replica, session.report, wants_final=validates,
             push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
             deliver=lambda: finish_model(session, replica),
-            heartbeat_s=heartbeat_s(session),
+            heartbeat_s=heartbeat_s(session), signs_s=SIGNS_S if strategy.holds_apart else 0.0,
         )  # fmt: skip
         keeper = make_keeper(
             session, f"worker-{index}", about(session, model.layout), lambda: {"replica": replica.state()}

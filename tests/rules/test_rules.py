@@ -52,6 +52,10 @@ class Desk:
             self.reads[worker] = self.version
         else:
             self._carry_out(self._leave(worker) if what == "leave" else self._push(worker))
+            if what == "leave" and self.gathered:
+                reads = {other: (read,) for other, read in self.reads.items()}
+                seen = (self.version, reads, set(self.held), set(self.active))
+                self._carry_out(self.rule.on_read_ended(self.memory, *seen))
         assert not self.active or self.active - self.held, "everybody is held"
 
     def _leave(self, worker):
@@ -60,10 +64,11 @@ class Desk:
         return self.rule.on_leave(self.memory, worker, set(self.held), set(self.active))
 
     def _push(self, worker):
+        reads = {other: (read,) for other, read in self.reads.items()}
         read = self.reads.pop(worker)
         self.held.add(worker)
         self.clock[worker] += 1
-        push = Push(worker, 0, read, self.version, 0.0, set(self.held), set(self.active))
+        push = Push(worker, 0, read, self.version, 0.0, set(self.held), set(self.active), reads)
         verdict = self.rule.on_push(self.memory, push)
         self.verdicts.append((self.version - read, verdict))
         if verdict.weight > 0:
@@ -180,13 +185,16 @@ def take(rule, shard, worker, horizon):
     memory, lags = json.loads(shard.memory), list(shard.lags)
     coming, active, held = list(shard.coming), set(shard.active), set(shard.held)
     what, coming[worker] = coming[worker], ""
+    reads = reads_of(lags)
     lag, lags[worker] = lags[worker], None
     if what == "leave":
         active.discard(worker)
         verdict = rule.on_leave(memory, worker, set(held), set(active))
+        if not verdict.flush and not verdict.release:
+            verdict = rule.on_read_ended(memory, 9, reads_of(lags), set(held), set(active))
     else:
         held.add(worker)
-        verdict = rule.on_push(memory, Push(worker, 0, 9 - lag, 9, 0.0, set(held), set(active)))
+        verdict = rule.on_push(memory, Push(worker, 0, 9 - lag, 9, 0.0, set(held), set(active), reads))
     if verdict.flush:
         lags = [None if lag is None else min(lag + 1, horizon) for lag in lags]
     for other in verdict.release:
@@ -198,8 +206,14 @@ def take(rule, shard, worker, horizon):
     return Shard(text, tuple(lags), tuple(coming), frozenset(active), frozenset(held))
 
 
-def explore(rule, num_workers, num_shards, most=10**6):
-    """Walk every interleaving of arrivals; returns how many states there are and those in which all wait."""
+def reads_of(lags):
+    """Versions that are being computed on, where the present one is 9."""
+    return {worker: (9 - lag,) for worker, lag in enumerate(lags) if lag is not None}
+
+
+def explore(rule, num_workers, num_shards, most=10**6, check=lambda shard: None):
+    """Walk every interleaving of arrivals; returns how many states there are and those in which all wait. `check` sees
+    every shard after every message."""
     workers = tuple(range(num_workers))
     fresh = Shard(
         json.dumps(rule.start(workers)),
@@ -208,7 +222,7 @@ def explore(rule, num_workers, num_shards, most=10**6):
         frozenset(workers),
         frozenset(),
     )
-    horizon = 1 + getattr(rule.damping, "limit", 0)
+    horizon = 1 + max(getattr(rule.damping, "limit", 0), getattr(rule, "staleness", 0))
     start = (fresh,) * num_shards
     seen, todo, stuck = {start}, [start], []
     while todo:
@@ -221,6 +235,7 @@ def explore(rule, num_workers, num_shards, most=10**6):
             for at, shard in enumerate(shards):
                 if shard.coming[worker]:
                     new = take(rule, shard, worker, horizon)
+                    check(new)
                     following.append((*shards[:at], new, *shards[at + 1 :]))
         if not following and any(shard.active for shard in shards):
             stuck.append(shards)

@@ -42,6 +42,12 @@ COURSE: dict[str, Callable[[int], ServerStrategy]] = {
     "async, two in flight, pushes of two": lambda n: rules.Async(inflight=2, push_every=2),
     "async, per round": lambda n: rules.Async(batching=rules.PerRound()),
     "sync, by speed": lambda n: rules.Sync(batching=rules.BySpeed()),
+    "bounded": lambda n: rules.Bounded(staleness=1),
+    "bounded, rounds": lambda n: rules.Bounded(staleness=0),
+    "bounded, two in flight": lambda n: rules.Bounded(staleness=2, inflight=2),
+    "bounded, pushes of two, drop": lambda n: rules.Bounded(
+        staleness=2, push_every=2, damping=rules.Drop(limit=1)
+    ),
     "elastic": lambda n: rules.Elastic(push_every=2),
     "ssp, rounds": lambda n: rules.StaleSync(bound=0, damping=rules.Power(1.0)),
 }
@@ -50,4 +56,5 @@ COURSE: dict[str, Callable[[int], ServerStrategy]] = {
 def on_servers(rule: ServerStrategy, num_servers: int, num_workers: int) -> ServerStrategy:
     """The rule over that many servers, or over one where it refuses several."""
     waits = isinstance(rule, rules.SoftSync) and rule.blocking and rule.updates < num_workers
+    waits |= isinstance(rule, rules.Bounded) and rule.inflight == 2
     return rule if waits or "abort" in str(rule) else replace(rule, servers=num_servers)

@@ -18,6 +18,7 @@ from mpitrain.effects import Compute, Kind, Message, Recv, Send
 from mpitrain.inject import Injection, Pause, Slow, Straggler
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, TolerantServer, Worker
+from mpitrain.roles.attendance import SIGNS_S
 from mpitrain.rules import Dealer, Elastic, Lease, ServerStrategy, assign
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
@@ -360,6 +361,7 @@ def play(
             rank, roles, replica, NullReport(), wants_final=rank == roles.validator,
             push_every=rule.push_every, pull_every=rule.pulls, inflight=rule.inflight,
             deliver=functools.partial(told_by, rank, replica) if delivers else None, heartbeat_s=heartbeat_s or 0.0,
+            signs_s=SIGNS_S if rule.holds_apart and least_silence_s < float("inf") else 0.0,
         )  # fmt: skip
         processes[rank] = Straggler(injected, index, seed).wrap(worker.run())
     returned = world.run(processes)

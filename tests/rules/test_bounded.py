@@ -1,0 +1,58 @@
+"""Bounded staleness by itself: every interleaving of small worlds, with the bound looked at after every message."""
+
+import pytest
+
+from mpitrain.errors import UsageError
+from mpitrain.rules import Bounded, Drop, Inverse, Push
+from tests.rules.test_rules import explore
+
+WORLDS = [(workers, 1, bound) for workers in (1, 2, 3, 4) for bound in (0, 1, 2, 3)]
+WORLDS += [(5, 1, 0), (5, 1, 1), (2, 2, 0), (2, 2, 1), (2, 2, 2), (3, 2, 0), (3, 2, 1), (2, 3, 0), (2, 3, 1)]
+
+
+@pytest.mark.parametrize(("num_workers", "num_shards", "staleness"), WORLDS)
+def test_no_interleaving_makes_a_read_too_old_or_anybody_wait_for_ever(num_workers, num_shards, staleness):
+    oldest = set()
+
+    def check(shard):
+        oldest.add(max((lag for lag in shard.lags if lag is not None), default=0))
+
+    rule = Bounded(staleness=staleness, servers=num_shards)
+    num_states, stuck = explore(rule, num_workers, num_shards, check=check)
+    assert not stuck and num_states > num_workers
+    assert max(oldest) == (staleness if num_workers > 1 else 0), "never more, and the bound is used"
+
+
+def push(reads, version, held=(), worker=0, rule=None, active=(0, 1, 2)):
+    rule = rule or Bounded(staleness=2)
+    memory = rule.start(active) | {"waiting": len(held)}
+    read = reads[worker][0]
+    return rule.on_push(memory, Push(worker, 0, read, version, 0.0, {worker, *held}, set(active), reads))
+
+
+def test_a_push_waits_exactly_when_its_update_alone_would_carry_a_read_beyond_the_bound():
+    assert push({0: (5,), 1: (5,), 2: (6,)}, 6).release == (0,)
+    assert push({0: (6,), 1: (5,), 2: (4,)}, 6) == (1.0, False, (), False, ())
+    assert push({0: (4,), 2: (5,)}, 6, held=(1,)) == (1.0, True, (0, 1), False, ())
+
+
+def test_a_dropped_gradient_waits_for_nothing_and_frees_those_it_was_waited_for():
+    rule = Bounded(staleness=4, damping=Drop(limit=1))
+    assert push({0: (1,), 1: (5,), 2: (5,)}, 5, rule=rule) == (0.0, False, (0,), False, ())
+    assert push({0: (1,), 1: (5,)}, 5, held=(2,), rule=rule) == (0.0, True, (0, 2), False, ())
+    assert push({0: (1,), 1: (3,)}, 5, rule=Bounded(staleness=4, damping=Inverse())).weight == 0.25
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"staleness": -1}, "at least 0, got -1"),
+        ({"staleness": 0, "inflight": 2}, "at least 1 with inflight=2"),
+        ({"inflight": 2, "servers": 2}, "needs servers=1"),
+        ({"push_every": 2, "pull_every": 1}, "leave pull_every out"),
+        ({"pull_every": 2}, "leave pull_every out"),
+    ],
+)
+def test_what_could_wait_for_ever_is_refused(changes, said):
+    with pytest.raises(UsageError, match=said):
+        Bounded(**changes)
