@@ -101,7 +101,7 @@ def parse(text: str, kind: str) -> Value:
     except (SyntaxError, ValueError, tokenize.TokenError) as error:
         example = f"{names(kind)[0]}(...)" if names(kind) else "name(...)"
         raise UsageError(f"cannot read {kind} text {text!r}: expected something like {example}") from error
-    value = _build(tree, text)
+    value = _build(tree, text, kind)
     if not isinstance(value, Value) or value.kind != kind:
         raise UsageError(f"{text!r} is not a {kind}{nearest(getattr(value, 'name', ''), names(kind))}")
     return value
@@ -119,14 +119,17 @@ def _free_keywords(text: str) -> str:
     return tokenize.untokenize(tokens).strip()
 
 
-def _build(node: ast.expr, text: str) -> Any:
-    if isinstance(node, ast.Name):
-        return _make(node.id, [], [], text)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        if any(keyword.arg is None for keyword in node.keywords):
-            raise UsageError(f"cannot read {text!r}: ** is not allowed")
-        keywords = [(str(keyword.arg), _build(keyword.value, text)) for keyword in node.keywords]
-        return _make(node.func.id, [_build(argument, text) for argument in node.args], keywords, text)
+def _build(node: ast.expr, text: str, kind: str, field: dataclasses.Field[Any] | None = None) -> Any:
+    """What stands at `node`: a value of `kind`, or, in a `field`, what that holds."""
+    if isinstance(node, ast.Name) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        bare = isinstance(node, ast.Name)
+        name = node.id if isinstance(node, ast.Name) else node.func.id  # type: ignore[attr-defined]
+        cls = _registry.get(name[:-1] if name[:-1] in _KEYWORDS else name)
+        if field is not None and (cls is None or not kind):
+            raise UsageError(_not_for(field, kind, name, bare, text))
+        if cls is None:
+            raise UsageError(f"unknown name {name!r} in {text!r}{nearest(name, names(kind))}")
+        return _make(cls, [], [], text) if bare else _make(cls, node.args, node.keywords, text)  # type: ignore
     try:
         return ast.literal_eval(node)
     except ValueError as error:
@@ -135,22 +138,36 @@ def _build(node: ast.expr, text: str) -> Any:
         ) from error
 
 
-def _make(name: str, positional: list[Any], keywords: list[tuple[str, Any]], text: str) -> Value:
-    cls = _registry.get(name[:-1] if name[:-1] in _KEYWORDS else name)
-    if cls is None:
-        raise UsageError(f"unknown name {name!r} in {text!r}{nearest(name, sorted(_registry))}")
-    fields = [field.name for field in dataclasses.fields(cls)]
+def _not_for(field: dataclasses.Field[Any], kind: str, name: str, bare: bool, text: str) -> str:
+    """Why a name cannot stand in a field: mostly its quotes are missing."""
+    options = str(field.type).replace(" ", "").split("|")
+    unknown = f"unknown name {name!r} in {text!r}"
+    quoted = f'{field.name}="{name}"'
+    if kind:
+        words = f". A word is written in quotes: {quoted}" if bare and field.metadata.get("words") else ""
+        return unknown + nearest(name, names(kind)) + words
+    if bare and "str" in options:
+        return f"{unknown}: {field.name} is a word, which is written in quotes: {quoted}"
+    if bare and "bool" in options and name.lower() in ("true", "false"):
+        return f"{unknown}: write {field.name}={name.capitalize()}"
+    return f"{unknown}: {field.name} must be {' or '.join(options)}"
+
+
+def _make(cls: type[Value], positional: list[ast.expr], keywords: list[ast.keyword], text: str) -> Value:
+    if any(keyword.arg is None for keyword in keywords):
+        raise UsageError(f"cannot read {text!r}: ** is not allowed")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     if len(positional) > len(fields):
         raise UsageError(
             f"{cls.name} takes at most {len(fields)} arguments ({', '.join(fields)}), got {len(positional)}"
         )
-    arguments = dict(zip(fields, positional, strict=False))
-    for key, value in keywords:
+    arguments: dict[str, Any] = {}
+    for key, node in [*zip(fields, positional), *((str(keyword.arg), keyword.value) for keyword in keywords)]:
         if key not in fields:
-            raise UsageError(f"{cls.name} has no argument {key!r}{nearest(key, fields)}")
+            raise UsageError(f"{cls.name} has no argument {key!r}{nearest(key, list(fields))}")
         if key in arguments:
             raise UsageError(f"{cls.name}: argument {key!r} is given twice")
-        arguments[key] = value
+        arguments[key] = _build(node, text, fields[key].metadata.get("kind", ""), fields[key])
     missing = [
         f.name
         for f in dataclasses.fields(cls)

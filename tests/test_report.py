@@ -54,6 +54,10 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_a_rehearsal_says_that_its_seconds_are_virtual():
+    assert fom_line(RESULT | {"virtual": True}) == fom_line(RESULT).replace(" schema=", " virtual=1 schema=")
+
+
 def test_fom_line_is_the_published_one() -> None:
     assert fom_line(RESULT) == (
         "FOM samples_per_second=1234.5 unit=samples/s status=ok strategy=async(servers=1) "

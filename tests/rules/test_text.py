@@ -70,6 +70,12 @@ def test_accepted_spellings(text, value):
     [
         ("asinc(servers=1)", "did you mean 'async'"),
         ("async(server=1)", "did you mean 'servers'"),
+        ("decentralized(topology=ring)", 'written in quotes: topology="ring"'),
+        ("backup(1, stragglers=abort)", 'stragglers="abort"'),
+        ("decentralized(topology=tensor)", 'topology="tensor"'),
+        ("async(push_wire=full)", 'push_wire="full"'),
+        ("softsync(blocking=true)", "write blocking=True"),
+        ("async(servers=two)", "servers must be int"),
         ("async(servers=1, servers=2)", "given twice"),
         ("async(1, servers=2)", "given twice"),
         (
@@ -105,6 +111,21 @@ def test_nothing_is_evaluated(tmp_path):
         with pytest.raises(UsageError):
             parse(text, "strategy")
     assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "there"),
+    [
+        ("asinc()", "strategy", "strategy"),
+        ("async(damping=invers())", "strategy", "damping"),
+        ("async(push_wire=treshold())", "strategy", "codec"),
+        ("by_sped()", "batching", "batching"),
+    ],
+)
+def test_an_unknown_name_lists_the_names_of_its_own_kind_only(text, kind, there):
+    with pytest.raises(UsageError) as caught:
+        parse(text, kind)
+    assert str(caught.value).endswith(f"Known: {', '.join(names(there))}")
 
 
 def test_the_list_of_strategies_is_in_the_answer():
