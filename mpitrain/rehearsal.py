@@ -48,6 +48,7 @@ class Rehearsal:
         self.world = VirtualWorld(compute, network, job.seed)
         num_steps = math.ceil(planned / (job.batch_size * number))
         self.log = VirtualLog(report, self.world, num_steps, options.quiet)
+        self.log.warn_if_short(math.ceil(planned / job.batch_size), number)
         self.stragglers = [Straggler(options.injections, index, job.seed) for index in range(number)]
         self.started_s = time.monotonic()
 

@@ -184,6 +184,8 @@ class _Simulation:
         report = Report(self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs)
         num_pushes = math.ceil(planned / (job.batch_size * self.strategy.push_every))
         log = VirtualLog(report, world, num_pushes, self.options.quiet)
+        if self.replay is None:
+            log.warn_if_short(math.ceil(planned / job.batch_size), self.num_workers)
         dealer = Dealer(
             self.catalogue.num_samples, job.epochs, job.batch_size, num_batches, job.drop_last,
             len(self.roles.workers), self.catalogue.window_samples,

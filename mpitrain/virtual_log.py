@@ -13,6 +13,8 @@ from mpitrain.report import Report
 from mpitrain.training.session import say_end
 from mpitrain.virtual import VirtualWorld
 
+FEWEST_BATCHES = 10  # for each worker
+
 
 class VirtualLog:
     """Loss against virtual time: the mean loss of each twentieth of the run, and at the end the staleness
@@ -37,6 +39,17 @@ class VirtualLog:
     def event(self, name: str, **fields: Any) -> None:
         """A validation or another note."""
         self.report.event(name, virtual_s=self.world.now_s, **fields)
+
+    def warn_if_short(self, num_batches: int, num_workers: int) -> None:
+        """Say so where a run has too few batches for its seconds to mean what those of a long one do."""
+        each = num_batches / num_workers
+        if each < FEWEST_BATCHES:
+            self.event(
+                "few batches",
+                warning=f"{num_batches} batches are {each:.1f} for each of {num_workers} workers: with fewer than "
+                f"{FEWEST_BATCHES}, beginning and end weigh more than the middle, and samples per second say little "
+                "about a long run. Raise --epochs or --steps, or lower --workers",
+            )
 
     def finish(self, result: dict[str, Any]) -> None:
         """Print the curve and the histogram, write `result.json`, print the FOM line."""

@@ -95,6 +95,18 @@ class _Quiet:
         pass
 
 
+def test_few_batches_for_each_worker_are_told(tmp_path, capsys):
+    def told(workers, strategy):
+        job = toy.make_job(data=toy.Memory(40), batch_size=2, epochs=1)
+        mt.simulate(job, strategy, workers, run_dir=str(tmp_path / f"{workers}-{strategy.name}"))
+        printed = capsys.readouterr()
+        assert " virtual=1 " in printed.out
+        return "20 batches are 6.7 for each of 3 workers" in printed.err
+
+    for strategy in (mt.Async(), mt.LocalSGD(period=2), mt.Decentralized()):
+        assert told(3, strategy) and not told(2, strategy)
+
+
 def test_round_robin_staleness_is_workers_less_one(tmp_path):
     result = run(tmp_path, toy.make_job(epochs=6), strategy=mt.Async(), workers=4, compute=Constant(1.0, 0.0))
     histogram = result["staleness_histogram"]
