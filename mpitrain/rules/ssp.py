@@ -3,9 +3,9 @@
     w <- w - eta * c(tau) * g on every push; worker p may start its clock c only if c <= min over q of c_q + s
 
 Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. max -
-min of the clocks never exceeds s + 1; s = 0 advances in rounds. What is bounded are clocks, not staleness (`bounded` bounds that), and every push is an update, so a round of N moves
-the model N times as far as `sync` at the same rate. A worker that leaves takes its clock with it,
-and one that joins starts at the slowest clock.
+min of the clocks never exceeds s + 1; s = 0 advances in rounds. What is bounded are clocks, not staleness (`bounded`
+bounds that), and every push is an update, so a round of N moves the model N times as far as `sync` at the same rate. A
+worker that leaves takes its clock with it, and one that joins starts at the slowest clock.
 """
 
 from __future__ import annotations
