@@ -1,8 +1,8 @@
 """JSON between ranks: a few small objects at start-up and at the end, never a gradient.
 
 The law of this file: **no pickle on the wire**. A pickled message can run code on the rank that receives it
-(`reference/reliability.md`, 2i), so objects travel as JSON bytes through uppercase buffer calls, and mpi4py's
-lowercase calls, should anybody use them, are given the same JSON pair.
+(`reference/reliability.md`, 2i), so objects travel as JSON bytes through uppercase buffer calls. mpi4py's lowercase
+calls, which pickle, are the user's own affair: we neither make them nor change them.
 """
 
 import json
@@ -23,11 +23,6 @@ def to_bytes(value: Any) -> bytes:
 def from_bytes(data: Any) -> Any:
     """The object that `to_bytes` wrote; `data` is anything with the buffer protocol."""
     return json.loads(bytes(data))
-
-
-def forbid_pickle() -> None:
-    """Give mpi4py's lowercase calls JSON in place of pickle."""
-    MPI.pickle.__init__(to_bytes, from_bytes)  # type: ignore[misc]  # mpi4py's documented way to swap it
 
 
 def share(comm: "MPI.Comm", value: Any, root: int = 0) -> Any:

@@ -76,7 +76,6 @@ class Runtime:
         self.thread_level = _thread_level()
         self.fault_tolerance = fault_tolerance()
         self._patience_s = PATIENCE_S if self.fault_tolerance == "heartbeat" else None
-        exchange.forbid_pickle()
         self.engine: Engine = Engine(self.comm, tolerant=self.fault_tolerance == "ulfm")
         self.engine.on_wait = self.stamp_waiting
         ending.install_hooks(self)
