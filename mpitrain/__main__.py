@@ -1,6 +1,10 @@
 """`python -m mpitrain`: what `mpitrain launch` starts, for it needs no script on the PATH of every host."""
 
+import signal
 import sys
+
+if sys.argv[1:2] == ["train"] and "--dry-run" not in sys.argv:  # as `main` does, before anything is imported
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
 
 from mpitrain.cli import main
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from mpitrain.errors import NonFiniteError, UsageError
+from mpitrain.delegating import DelegatingOptimizer
+from mpitrain.errors import LostRankError, NonFiniteError, UsageError
 from mpitrain.model.flat import all_finite
+from mpitrain.model.optimizer import check_closure
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from mpitrain.training.averaging import Averager
 
 
-class AveragedOptimizer(Optimizer):
+class AveragedOptimizer(DelegatingOptimizer):
     """The user's optimizer, with its groups and state, and the averager that follows its steps.
 
     Args:
@@ -30,10 +32,8 @@ class AveragedOptimizer(Optimizer):
     """
 
     def __init__(self, runtime: Any, optimizer: Optimizer, averager: Averager, parallel: Any = None):
-        self.__dict__.update(
-            optimizer.__dict__
-        )  # the same groups and state: zero_grad and schedulers find them
-        self._runtime, self._inner, self._averager, self._parallel = runtime, optimizer, averager, parallel
+        super().__init__(optimizer, str(averager.strategy))
+        self._runtime, self._averager, self._parallel = runtime, averager, parallel
         self._num_steps = self._skipped = 0
 
     def step(self, closure: Any = None) -> Any:
@@ -48,7 +48,7 @@ class AveragedOptimizer(Optimizer):
         alone = not self._averager.averages_gradients
         self._averager.begin_step()
         if not gradients or all_finite(gradients):
-            self._inner.step()
+            self.own_step()
         elif alone:
             self._skipped += 1
         else:  # the same on every rank: it was averaged
@@ -61,7 +61,15 @@ class AveragedOptimizer(Optimizer):
         return loss
 
     def _average(self) -> None:
-        rows = self._averager.tell(self._skipped)
+        rows = self._averager.tell(self._skipped, self._num_steps)
+        steps = rows[:, 1].tolist()
+        if len(set(steps)) > 1:  # before anything is averaged that does not belong together
+            told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(steps))
+            raise LostRankError(
+                f"{self._runtime.where()}: the workers meet after different numbers of steps ({told}): give every "
+                "worker equally many batches, and let none end by itself (by sys.exit, say, or by mpitrain.finish)"
+            )
+        rows = rows[:, :1]
         self._averager.average()
         if rows.any():
             whose = ", ".join(f"rank {rank}" for rank, row in enumerate(rows.tolist()) if row[0])
@@ -77,7 +85,7 @@ class AveragedOptimizer(Optimizer):
     def own_state(self) -> dict[str, Any]:
         """This worker's, with the model's: workers may be apart."""
         counts = {"num_steps": self._num_steps, "skipped": self._skipped}
-        held = {"module": self._averager.module.state_dict(), "optimizer": self._inner.state_dict()}
+        held = {"module": self._averager.module.state_dict(), "optimizer": self.inner.state_dict()}
         return held | {"averager": self._averager.state(), "counts": counts}
 
     def restore_counts(self, state: dict[str, Any]) -> None:
@@ -101,10 +109,12 @@ def join_averaged(
     from mpitrain.training.cutting import own_part
     from mpitrain.training.measure import share_module
     from mpitrain.training.parallel import data_parallel
+    from mpitrain.training.session import attempt
 
     if strategy.unit != "steps":
         raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')
     runtime.role = "worker"
+    attempt(runtime, lambda: check_closure(optimizer, str(strategy)))
     runtime.compare({"strategy": str(strategy)})
     about = about_loop(strategy, model, runtime.size)
     run = look(runtime, resume, about, same_number=True)

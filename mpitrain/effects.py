@@ -46,6 +46,7 @@ class Kind(enum.IntEnum):
     SAVE = 19  # worker -> server: when all have come here, write the checkpoint at `mark`, then send me the model
     ALIVE = 20  # worker -> server: I wait for an answer; are you there? server -> worker: I am
     AWAY = 21  # worker -> server: I validate before my next push, for as long as it takes
+    LAST = 22  # peer -> peers: I have taken my last step; `step` is how many I took
 
 
 ASKS = -1  # in place of a message's `mark`: its sender was told to end, and asks for a checkpoint
@@ -69,7 +70,8 @@ class Message(NamedTuple):
     """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples` in the
     batch or accepted in all, `share` that a push has in the mean of its update, `loss` of the batch, `finite` of the
     whole gradient, `stop` no more work, `pull` a push that is to be answered with parameters, `leases` as (epoch,
-    start, count, batch size): dealt with an answer, or the one that a push was made of; `text` a note.
+    start, count, batch size): dealt with an answer, or the one that a push was made of; `text` a note, or, of a push,
+    the options of the optimizer that came with the gradient.
 
     Checkpoints: `mark` is the accepted samples at which every shard writes the next one (or `ASKS`), `ends` that the
     run ends with it, `cut` the one that this answer belongs to, `batches` how many a worker that joins has done before.

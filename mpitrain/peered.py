@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from mpitrain.delegating import DelegatingOptimizer
 from mpitrain.errors import UsageError
 from mpitrain.rules import Decentralized
 
@@ -22,14 +23,13 @@ if TYPE_CHECKING:
     from mpitrain.saving import Resumed, Saver
 
 
-class PeerOptimizer(Optimizer):
+class PeerOptimizer(DelegatingOptimizer):
     """The user's optimizer, with its groups and state; `step()` also exchanges with the other peers."""
 
-    def __init__(self, optimizer: Optimizer, replica: Any, role: Any, world: Any):
-        self.__dict__.update(
-            optimizer.__dict__
-        )  # the same groups and state: zero_grad and schedulers find them
+    def __init__(self, optimizer: Optimizer, strategy: str, replica: Any, role: Any, world: Any):
+        super().__init__(optimizer, strategy)
         self._replica, self._role, self._world = replica, role, world
+        self._num_steps = 0
         self._active = world.advance(role, None) is not None
         atexit.register(self.finish)
 
@@ -44,6 +44,8 @@ class PeerOptimizer(Optimizer):
         loss = closure() if closure is not None else None
         if not self._active:
             raise UsageError("step() after finish(): this peer has met the others for the last time")
+        self._num_steps += 1
+        self._world.on_step(self._num_steps)  # a peer that is alone sends nothing, and still makes progress
         gradient = self._replica.collect(float(loss) if loss is not None else 0.0, 1)
         self._active = self._world.advance(self._role, gradient) is not None
         self._replica.show()
@@ -109,15 +111,18 @@ def join_peers(
         functools.partial(setattr, runtime, "step"),
     )
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
-    return PeerOptimizer(optimizer, replica, peer.run(), world), saver, loop_state(found, part, part)
+    wrapped = PeerOptimizer(optimizer, str(strategy), replica, peer.run(), world)
+    return wrapped, saver, loop_state(found, part, part)
 
 
 def _replica(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Decentralized) -> PeerReplica:
     from mpitrain.model.flat import FlatModel
+    from mpitrain.model.optimizer import check_closure
     from mpitrain.model.peering import PeerReplica
 
     if strategy.warmup.epochs:
         raise UsageError(f"{strategy}: a warm-up is counted in epochs, which only `train` knows, not `wrap`")
+    check_closure(optimizer, str(strategy))
     flat = FlatModel(model, optimizer, 1)
     return PeerReplica(
         flat, optimizer, strategy, runtime.size, runtime.rank, _not_ours, _not_ours, _not_ours, 0

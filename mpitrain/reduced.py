@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from mpitrain.errors import UsageError
 from mpitrain.saving import Resumed, Saver, about_loop, lockstep_saver, look, loop_state
 from mpitrain.training.cutting import own_part
 
@@ -45,6 +46,7 @@ def join_reduced(
     init_default_group(runtime)
     parallel = data_parallel(model)
     hook = attach(parallel, strategy.codec)
+    _watch_steps(runtime, model, optimizer)
     part = own_part(runtime.rank)
     if found is not None:
         if part in found.parts:
@@ -62,3 +64,26 @@ def join_reduced(
 
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
     return parallel, saver, loop_state(found, part, "shard-0")
+
+
+def _watch_steps(runtime: Any, model: nn.Module, optimizer: Optimizer) -> None:
+    """A step is progress, and updates nothing whose gradients are not averaged."""
+    averaged = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    num_groups = len(optimizer.param_groups)
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups[num_groups:]:
+            if any(
+                parameter.requires_grad and id(parameter) not in averaged for parameter in group["params"]
+            ):
+                raise UsageError(
+                    "a parameter group that was added after mpitrain.wrap holds parameters whose gradients are not "
+                    "averaged, for they were frozen, or not in the model, at that time: let them require gradients "
+                    "before mpitrain.wrap, and add the group then or later"
+                )
+
+    def count(*_: Any) -> None:
+        runtime.step += 1
+
+    optimizer.register_step_pre_hook(check)
+    optimizer.register_step_post_hook(count)

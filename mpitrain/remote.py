@@ -8,16 +8,18 @@ from __future__ import annotations
 import atexit
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
+from mpitrain.delegating import DelegatingOptimizer
 from mpitrain.errors import NonFiniteError, UsageError
 from mpitrain.roles import Save
 from mpitrain.rules import ServerStrategy
 
 
-class RemoteOptimizer(Optimizer):
-    """An optimizer whose state lives on the servers: `step()` pushes gradients and brings back
-    parameters.
+class RemoteOptimizer(DelegatingOptimizer):
+    """An optimizer whose state lives on the servers: `step()` pushes gradients, with the options of the groups where
+    they have changed, and brings back parameters.
     """
 
     def __init__(
@@ -29,12 +31,10 @@ class RemoteOptimizer(Optimizer):
         worker: Any,
         world: Any,
     ):
-        # the same groups and parameters, so that zero_grad and schedulers find them
-        self.__dict__.update(optimizer.__dict__)
+        super().__init__(optimizer, str(strategy))
         self.roles = worker.roles
-        self._runtime, self._strategy, self._replica = runtime, strategy, replica
+        self._runtime, self._replica = runtime, replica
         self._worker, self._world = worker, world
-        self._options = _options(optimizer)
         self._role = worker.run()
         self._active = world.advance(self._role, None) is not None
         atexit.register(self._leave)
@@ -46,19 +46,46 @@ class RemoteOptimizer(Optimizer):
         Raises:
             NonFiniteError: the gradient holds a NaN or an infinity; it was not applied and the run is
                 over.
-            UsageError: an option of a parameter group was changed: the servers would not see it.
+            UsageError: a step hook changes parameters, or an option was changed that cannot travel.
         """
-        loss = closure() if closure is not None else None
-        if self._strategy.optimizer == "server" and _options(self) != self._options:
-            raise UsageError(
-                "a learning rate or other option was changed on a worker; under a server "
-                "strategy the servers hold them"
-            )
         if not self._active:
             raise UsageError("step() after finish(): this worker has left the servers")
+        self._runtime.stamp()  # between two pushes, too
+        remote = self._replica.remote
+        if remote is not None:
+            remote.hooks.before(closure)
+        loss = _evaluate(closure)
         gradient = self._replica.collect(float(loss) if loss is not None else 0.0, 1)
         self._go_on(gradient)
+        if remote is not None:
+            remote.hooks.after(closure)
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of a worker's own optimizer.
+
+        Raises:
+            UsageError: it lives on the servers.
+        """
+        if self._replica.remote is not None:
+            raise UsageError(
+                f"state_dict(): under {self.strategy} the optimizer's state is on the servers; mpitrain.save writes "
+                "it, and mpitrain.wrap(..., resume=...) brings it back"
+            )
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into a worker's own optimizer.
+
+        Raises:
+            UsageError: it lives on the servers.
+        """
+        if self._replica.remote is not None:
+            raise UsageError(
+                f"load_state_dict(): under {self.strategy} the optimizer's state is on the servers; load it before "
+                "mpitrain.wrap, which takes it along, or resume what mpitrain.save wrote"
+            )
+        super().load_state_dict(state_dict)
 
     def _go_on(self, answer: Any) -> None:
         """Hand the role what it has asked for; returns when it asks again."""
@@ -73,7 +100,10 @@ class RemoteOptimizer(Optimizer):
         if not self._active:
             raise UsageError("save() after finish(): this worker has left the servers")
         self._go_on(order)
-        return {"role": self._worker.state(), "replica": self._replica.state()}
+        return {
+            "role": self._worker.state(),
+            "replica": self._replica.state(),
+        }
 
     def finish(self) -> None:
         """Push no more; wait for the others and take the final parameters."""
@@ -87,7 +117,8 @@ class RemoteOptimizer(Optimizer):
             self._runtime.given_up |= self._runtime.dead()  # the end is not to wait for them
 
 
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
+def _evaluate(closure: Any) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -21,7 +21,7 @@ from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import SILENT, Straggler, check_workers
 from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides, load_job
 from mpitrain.model import FlatModel, Replica, local_steps
-from mpitrain.model.assemble import check_optimizer, flat_model, push_coder, shard_store
+from mpitrain.model.assemble import check_optimizer, flat_model, push_coder, remote_steps, shard_store
 from mpitrain.peer_simulation import simulate_peers
 from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
@@ -221,6 +221,7 @@ class _Simulation:
                 roles | {rank: self._worker(rank, replica) for rank, replica in replicas.items()}
             )
         for rank, replica in replicas.items():
+            replica.finish()
             returned[rank] |= {"codec": replica.statistics()} if replica.coder else {}
         delivered = servers[0].delivered
         result = self._result(returned, delivered, log, time.monotonic() - started_s, world)
@@ -243,7 +244,7 @@ class _Simulation:
         coder = push_coder(model, self.strategy, self.num_workers, number, self.job.seed)
         return Replica(
             model, self.job.loss, reader.batch, _no_prefetch, self.job.seed, number, measure, shared=True, local=local,
-            coder=coder,
+            coder=coder, remote=remote_steps(model, optimizer, self.strategy),
         )  # fmt: skip
 
     def _worker(self, rank: int, replica: Replica) -> Role:

@@ -9,12 +9,14 @@ the worker role turned inside out: where the role asks for a gradient the user's
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import json
 import math
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -41,6 +43,7 @@ class _Wrapped:
     optimizer: Any
     saver: Any
     resumed: Any
+    watchdog: Any = None
 
 
 _wrapped: _Wrapped | None = None
@@ -51,6 +54,7 @@ def wrap(
     optimizer: Optimizer,
     strategy: Strategy | None = None,
     resume: str | os.PathLike[str] | None = None,
+    watchdog_s: float = 1800.0,
 ) -> tuple[Any, Any]:
     """Make a model and its optimizer train together with those of all other ranks.
 
@@ -60,19 +64,25 @@ def wrap(
         strategy: `AllReduce()` if None; server strategies take their server ranks out of the world.
         resume: a directory given to `save`: go on from the newest checkpoint there that verifies, or from the
             beginning where there is none; `resumed()` tells which.
+        watchdog_s: end the job when a rank neither steps nor waits for others for so long, with the stacks of all
+            ranks under `resume`, or else under `runs/`; it must exceed the longest time between two steps, a
+            validation of your own included. 0 is never; `finish()` ends the watch.
 
     Returns:
-        On workers, the model and optimizer to go on with. Under a server strategy the optimizer lives on the
-        servers: `step()` pushes the gradients and brings the new parameters, and its options stay as they
-            were at this call. Under `LocalSGD` `step()` averages when it is due, under `Decentralized` it
-            exchanges with the other peers; take equally many steps on all workers.
+        On workers, the model and optimizer to go on with. The latter stands for yours and shares its groups and hooks,
+        so schedulers and whatever else holds yours may be made before or after. Under a server strategy the servers
+        take its steps: `step()` pushes the gradients, with the rates and other options of the groups where you have
+        changed them, and brings the new parameters; state that it has at this call goes along. Under `LocalSGD`
+        `step()` averages when it is due, under `Decentralized` it exchanges with the other peers; take equally many
+        steps on all workers.
 
     Under ULFM (`mpitrain launch --ft ulfm`) a server strategy goes on without a worker that dies; what it would have
     taken of the data is your loop's affair, since nothing but the loop knows it. Otherwise a death ends the job.
 
     Raises:
         UsageError (AgreedError under MPI): an optimizer or dtype that a server cannot hold, too few ranks, or
-        a second `wrap`.
+            a second `wrap`.
+        LostRankError (from `step()` under `LocalSGD` and `Decentralized`): a rank has left its loop early.
     """
     global _wrapped
     from mpitrain.mpi.runtime import start
@@ -81,27 +91,54 @@ def wrap(
     runtime = start()
     if _wrapped is not None:
         raise UsageError("mpitrain.wrap was called before in this process; one model per run")
+    watchdog = _watch(runtime, strategy, resume, watchdog_s)
+    model, _wrapped = _join_all(runtime, model, optimizer, strategy, resume)
+    _wrapped.watchdog = watchdog
+    return model, optimizer if _wrapped.optimizer is None else _wrapped.optimizer
+
+
+def _join_all(
+    runtime: Any, model: Any, optimizer: Optimizer, strategy: Strategy, resume: Any
+) -> tuple[Any, _Wrapped]:
+    """The model to go on with, and what this process has joined, by the family of the strategy."""
     everybody = Roles((), tuple(range(runtime.size)))
-    joined: Any = optimizer
+    joined: Any = None
     if isinstance(strategy, AllReduce):
         from mpitrain.reduced import join_reduced
 
         model, *saving = join_reduced(runtime, model, optimizer, strategy, resume)
-        _wrapped = _Wrapped(everybody, runtime.rank, None, *saving)
     elif isinstance(strategy, LocalSGD):
         from mpitrain.averaged import join_averaged
 
         model, joined, *saving = join_averaged(runtime, model, optimizer, strategy, resume)
-        _wrapped = _Wrapped(everybody, runtime.rank, joined, *saving)
     elif isinstance(strategy, Decentralized):
         from mpitrain.peered import join_peers
 
         joined, *saving = join_peers(runtime, model, optimizer, strategy, resume)
-        _wrapped = _Wrapped(everybody, runtime.rank, joined, *saving)
     else:
         joined, *saving = _join(runtime, model, optimizer, strategy, resume)
-        _wrapped = _Wrapped(joined.roles, runtime.rank, joined, *saving)
-    return model, joined
+        everybody = joined.roles
+    return model, _Wrapped(everybody, runtime.rank, joined, *saving)
+
+
+def _watch(runtime: Any, strategy: Strategy, resume: str | os.PathLike[str] | None, timeout_s: float) -> Any:
+    """Collective: from here on every rank owes progress."""
+    from mpitrain.report import default_run_dir
+    from mpitrain.training.session import assign_roles, attempt
+    from mpitrain.training.watchdog import LoopWatchdog
+
+    def check() -> Roles:
+        if not 0 <= timeout_s < math.inf:
+            raise UsageError(f"wrap: watchdog_s must be finite and at least 0 (0 is never), got {timeout_s}")
+        return assign_roles(runtime, strategy, own_loop=True)
+
+    roles = attempt(runtime, check)
+    runtime.compare({"watchdog_s": timeout_s})
+    folder = resume or default_run_dir(Path(sys.argv[0] or "loop").stem or "loop")
+    run_dir = Path(runtime.share(str(Path(folder).resolve())))
+    watchdog = LoopWatchdog(runtime, run_dir, strategy, roles, timeout_s)
+    atexit.register(watchdog.__exit__)  # what is done after the loop's end owes no progress
+    return watchdog.__enter__()
 
 
 def worker_index() -> int:
@@ -122,6 +159,8 @@ def finish() -> None:
     """
     if _current().optimizer is not None:
         _current().optimizer.finish()
+    if _current().watchdog is not None:
+        _current().watchdog.__exit__()
 
 
 def save(run_dir: str | os.PathLike[str], step: int, state: Any = None, keep: int = 2) -> None:
@@ -161,7 +200,7 @@ def _join(
     runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strategy, resume: Any
 ) -> tuple[Any, Saver, Resumed | None]:
     """Set up the roles; on a server, serve and leave."""
-    from mpitrain.model import Replica, check_optimizer, flat_model, local_steps, push_coder
+    from mpitrain.model import Replica, check_optimizer, flat_model, local_steps, push_coder, remote_steps
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.remote import RemoteOptimizer
     from mpitrain.saving import Saver, about_loop, look, loop_state
@@ -177,20 +216,16 @@ def _join(
     attempt(runtime, lambda: check_optimizer(optimizer, strategy))
     flat = attempt(runtime, lambda: flat_model(model, optimizer, strategy))
     local = attempt(runtime, lambda: local_steps(flat, optimizer, strategy))
-    runtime.compare(
-        {
-            "strategy": str(strategy),
-            "parameters": [f"{n} {s}" for n, s in zip(flat.layout.names, flat.layout.shapes, strict=True)],
-        }
-    )
+    runtime.compare(attempt(runtime, lambda: _start_of(strategy, flat, optimizer)))
     about = about_loop(strategy, model, len(roles.workers)) | {"servers": len(roles.servers)}
     run = look(runtime, resume, about, same_number=False)
     found = run.found
     share_module(runtime, model)
     flat.refresh()
 
+    store = attempt(runtime, lambda: _store(runtime, flat, optimizer, strategy, roles))
     if runtime.role == "server":
-        _serve(runtime, flat, optimizer, strategy, roles, about, run)
+        _serve(runtime, flat, store, strategy, roles, about, run)
 
     def frame_for(source: int, kind: Kind) -> Any:
         return flat.frame_for(roles.servers.index(source), kind == Kind.FINAL)
@@ -201,7 +236,10 @@ def _join(
         _poll_in_backward(flat.parameters, runtime.engine)
     index = roles.workers.index(runtime.rank)
     coder = push_coder(flat, strategy, len(roles.workers), index, 0)
-    replica = Replica(flat, _no_loss, _no_fetch, _no_fetch, 0, index, local=local, coder=coder)
+    replica = Replica(
+        flat, _no_loss, _no_fetch, _no_fetch, 0, index, local=local, coder=coder,
+        remote=remote_steps(flat, optimizer, strategy),
+    )  # fmt: skip
     worker = Worker(
         runtime.rank, roles, replica, NullReport(), leased=False,
         push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
@@ -217,19 +255,44 @@ def _join(
     return remote, saver, loop_state(found, saver.part, "worker-0")
 
 
-def _serve(
-    runtime: Any, flat: Any, optimizer: Optimizer, strategy: ServerStrategy, roles: Roles, about: dict[str, Any],
-    run: Any,
-) -> NoReturn:  # fmt: skip
-    """Until all workers have left or are lost; then leave the process."""
+def _start_of(strategy: ServerStrategy, flat: Any, optimizer: Optimizer) -> dict[str, Any]:
+    """What all ranks must begin with alike."""
+    from mpitrain.model.group_options import read_groups
+    from mpitrain.model.optimizer_state import state_digest
+
+    return {
+        "strategy": str(strategy),
+        "parameters": [f"{n} {s}" for n, s in zip(flat.layout.names, flat.layout.shapes, strict=True)],
+        "options of the optimizer": read_groups(optimizer),
+        "state of the optimizer": state_digest(optimizer, flat.parameters),
+    }
+
+
+def _store(runtime: Any, flat: Any, optimizer: Optimizer, strategy: ServerStrategy, roles: Roles) -> Any:
+    """The shard of a server; None on workers."""
     from mpitrain.model import shard_store
+
+    if runtime.role != "server":
+        return None
+    return shard_store(flat, roles.servers.index(runtime.rank), optimizer, strategy, len(roles.workers))
+
+
+def _serve(
+    runtime: Any,
+    flat: Any,
+    store: Any,
+    strategy: ServerStrategy,
+    roles: Roles,
+    about: dict[str, Any],
+    run: Any,
+) -> NoReturn:
+    """Until all workers have left or are lost; then leave the process."""
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.saving import write_shard
     from mpitrain.training.servers import restore_shard
     from mpitrain.training.session import attempt
 
     shard = roles.servers.index(runtime.rank)
-    store = shard_store(flat, shard, optimizer, strategy, len(roles.workers))
     write = write_shard(run, f"shard-{shard}", about, roles.workers, store)
     server = SavingServer(strategy, store, roles.workers, NullReport(), write=write)
     server.attendance.least_silence_s = math.inf  # how long a loop that is not ours may take, nobody knows
@@ -252,8 +315,10 @@ def _poll_in_backward(parameters: list[Any], engine: Any) -> None:
     """Drive MPI whenever a gradient is ready: the push before travels while this batch is computed. Only on the
     thread that owns MPI (a GPU's backward runs on another)."""
 
+    owner = threading.get_ident()
+
     def poll(parameter: Any) -> None:
-        if engine.owns_mpi:
+        if threading.get_ident() == owner and engine.owns_mpi:
             engine.poll()
 
     for parameter in parameters:

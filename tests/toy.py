@@ -85,6 +85,22 @@ def two_groups(parameters):
     )
 
 
+def hooked(parameters):
+    """What people attach: clipping before the step, a scheduler after it."""
+    parameters = list(parameters)
+    optimizer = torch.optim.SGD(
+        [{"params": parameters[1:]}, {"params": parameters[:1], "lr": 0.02}], lr=0.05, momentum=0.9
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+    def clip(*_):
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
+
+
 def make_job(**changes):
     return mt.Job(
         **{

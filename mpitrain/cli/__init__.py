@@ -70,7 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     A user's mistake is one line on stderr. Other errors show where they came from; those that nobody raised
     on purpose pass through to the interpreter, and under MPI to the runtime's hook, which ends the job.
     """
-    arguments = parse(sys.argv[1:] if argv is None else argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if is_rank() and argv[:1] == ["train"] and "--dry-run" not in argv:
+        # until `run_train` hears them: a signal that comes meanwhile waits, in place of ending the rank
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
+    arguments = parse(argv)
     try:
         return int(arguments.run(arguments))
     except AgreedError as error:

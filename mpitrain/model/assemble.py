@@ -12,9 +12,12 @@ from mpitrain.errors import UsageError
 from mpitrain.model.compression import check_optimizer as check_momentum
 from mpitrain.model.elastic import ElasticStore
 from mpitrain.model.flat import FlatModel
-from mpitrain.model.optimizer import check_elementwise, check_weighable
+from mpitrain.model.optimizer import check_closure, check_elementwise, check_weighable
+from mpitrain.model.optimizer_state import state_slices
 from mpitrain.model.pushing import PushCoder
+from mpitrain.model.remote_steps import RemoteSteps
 from mpitrain.model.shard import ShardStore
+from mpitrain.model.step_hooks import check_step
 from mpitrain.rules import Elastic, ServerStrategy
 
 
@@ -32,17 +35,24 @@ def check_optimizer(optimizer: Optimizer, strategy: ServerStrategy) -> None:
     """Refuse an optimizer that this strategy's servers would have to run and cannot, or that its codecs cannot serve.
 
     Raises:
-        UsageError: it is not elementwise, or its steps cannot be weighed; codecs for parameters that are not float32;
-            momentum twice.
+        UsageError: it is not elementwise, needs a closure, its step was replaced, or its steps cannot be weighed;
+            codecs for parameters that are not float32; momentum twice.
     """
+    check_closure(optimizer, str(strategy))
     if strategy.optimizer == "server":
         check_elementwise(optimizer)
         check_weighable(optimizer, strategy)
+        check_step(optimizer)
     for codec in (strategy.push_codec, strategy.reply_codec):
         dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
         if not codec.is_none and (odd := dtypes - {torch.float32}):
             raise UsageError(f"{codec}: a codec takes float32 parameters, these are {odd.pop()}")
     check_momentum(strategy.push_codec, optimizer)
+
+
+def remote_steps(model: FlatModel, optimizer: Optimizer, strategy: ServerStrategy) -> RemoteSteps | None:
+    """What stays on a worker of an optimizer that servers run; None where workers run it."""
+    return RemoteSteps(optimizer, model.parameters) if strategy.optimizer == "server" else None
 
 
 def push_coder(
@@ -58,12 +68,18 @@ def push_coder(
 def shard_store(
     model: FlatModel, shard: int, optimizer: Optimizer, strategy: ServerStrategy, num_workers: int
 ) -> ShardStore | ElasticStore:
-    """One server's shard of `model`, starting from the parameters it holds. Where workers keep their own
-    optimizer the server adds what they push: w <- w - mean of it."""
+    """One server's shard of `model`, starting from the parameters it holds and the state of `optimizer`, where it has
+    any. Where workers keep their own optimizer the server adds what they push: w <- w - mean of it."""
     initial, wires = model.frames[shard].body, (strategy.push_numbers, strategy.reply_numbers)
     if strategy.elastic:
         return ElasticStore(model.layout, shard, initial, cast(Elastic, strategy).share(num_workers), *wires)
     if strategy.optimizer == "worker":
         optimizer = SGD([{"params": group["params"]} for group in optimizer.param_groups], lr=1.0)
     codecs = (strategy.push_codec, strategy.reply_codec)
-    return ShardStore(model.layout, shard, initial, optimizer, strategy.damping, *wires, *codecs)
+    store = ShardStore(model.layout, shard, initial, optimizer, strategy.damping, *wires, *codecs)
+    store.begin_with(
+        state_slices(
+            optimizer, model.parameters, model.layout.pieces(shard), model.layout.group_slices(shard)
+        )
+    )
+    return store

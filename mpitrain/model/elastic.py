@@ -50,6 +50,9 @@ class ElasticStore:
         """An empty frame for arriving parameters."""
         return self.arrivals.take()
 
+    def hear_options(self, text: str) -> None:
+        """Workers hold the optimizers."""
+
     def correct(self, worker: int, payload: Any, num_reads: int) -> Any:
         """Nothing to correct: parameters are exchanged."""
         return payload

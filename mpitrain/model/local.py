@@ -4,7 +4,8 @@ Law of this file: the worker's parameters move by one optimizer step a batch, an
 has happened since the last push:
 
     "update"      sum over the batches of (w before - w after): the server subtracts it
-    "gradient"    sum over the batches of g; in between w <- w - lr g, so the server's optimizer is plain SGD's kin
+    "gradient"    sum over the batches of g; in between w <- w - lr g, so the server's optimizer is plain SGD's kin;
+                  where the rate changes in between, sum of (lr / lr0) g, applied at lr0, the first that is not 0
     "parameters"  w itself as it was before the last step, for an elastic exchange: step and exchange start from the
                   same w (algorithm 1 of Zhang, Choromanska and LeCun 2015)
 
@@ -21,6 +22,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.frame import Frame, FramePool
 from mpitrain.model.optimizer import Rates
+from mpitrain.model.step_hooks import without_global_hooks
 from mpitrain.rules import Schedule, ServerStrategy
 
 
@@ -32,6 +34,7 @@ class LocalSteps:
         optimizer: that moves them; its state stays here for the whole run, also when parameters are read anew.
         pushes: "update", "gradient" or "parameters".
         schedule: factor on the rates, by accepted samples; epoch_samples: in an epoch; num_workers: of the run.
+        source: the optimizer whose rates these steps follow, where they are "gradient" steps beside a server's.
     """
 
     def __init__(
@@ -42,8 +45,12 @@ class LocalSteps:
         schedule: Schedule | None = None,
         epoch_samples: int = 0,
         num_workers: int = 1,
+        source: Optimizer | None = None,
     ):
         self.model, self.optimizer, self.pushes = model, optimizer, pushes
+        self._own_step = optimizer.step  # `wrap` lets the user's optimizer step the servers from here on
+        self.source = source
+        self._pushed_rates: list[float] = []
         self.schedule, self.epoch_samples, self.num_workers = schedule, epoch_samples, num_workers
         self._rates = Rates(optimizer)
         layout = model.layout
@@ -65,7 +72,7 @@ class LocalSteps:
         before = [pool.take() for pool in self._pools]
         for frame, now in zip(before, self.model.current(), strict=True):
             frame.body.copy_(now.body)
-        self.optimizer.step()
+        self._own_step()
         if self.pushes == "parameters":
             self._drop()
             self._moved = before
@@ -75,14 +82,45 @@ class LocalSteps:
         self._gather(before)
         return True
 
+    @property
+    def rates(self) -> list[float] | None:
+        """At which a server is to apply the next push, by group; None where that is the optimizer's affair."""
+        return list(self._pushed_rates) if self.source is not None and self.schedule is None else None
+
+    def _follow_rates(self, gradients: list[Frame]) -> None:
+        """Step at the source's rates, and make what is pushed worth as much at the rates of the push."""
+        if self.source is None or self.schedule is not None:
+            return
+        now = [float(group["lr"]) for group in self.source.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, now, strict=True):
+            group["lr"] = rate
+        if self._moved is None:
+            self._pushed_rates = now
+            return
+        for index, rate in enumerate(now):
+            first = self._pushed_rates[index]
+            if not first and rate:  # what came before has moved nothing
+                self._pushed_rates[index] = rate
+                self._scale_group(self._moved, index, 0.0)
+            elif rate != first:
+                self._scale_group(gradients, index, rate / first)
+
+    def _scale_group(self, frames: list[Frame], group: int, factor: float) -> None:
+        for shard, frame in enumerate(frames):
+            for index, start, stop in self.model.layout.group_slices(shard):
+                if index == group:
+                    frame.body[start:stop].mul_(factor)
+
     def _step_on_gradient(self) -> bool:
         gradients = [pool.take() for pool in self._pools]
         if not self.model.gather_gradients(gradients):
             for frame in gradients:
                 frame.release()
             return False
+        self._follow_rates(gradients)
         self._gather(gradients)
-        self.optimizer.step()
+        with without_global_hooks():  # they have run around the step that servers take
+            self._own_step()
         return True
 
     def _gather(self, frames: list[Frame]) -> None:
@@ -136,6 +174,7 @@ def local_steps(
     """
     if not strategy.moves:
         return None
+    source = None
     pushes = "parameters" if strategy.elastic else "update" if strategy.optimizer == "worker" else "gradient"
     if pushes == "gradient":
         if not isinstance(optimizer, SGD):
@@ -143,6 +182,7 @@ def local_steps(
                 f"{strategy}: between two reads the worker moves by plain SGD steps, which makes no sense beside a "
                 f'server that runs {type(optimizer).__name__}; use optimizer="worker"'
             )
+        source = optimizer
         groups = [{"params": group["params"], "lr": group["lr"]} for group in optimizer.param_groups]
         optimizer = SGD(groups, lr=0.0)
-    return LocalSteps(model, optimizer, pushes, schedule, epoch_samples, num_workers)
+    return LocalSteps(model, optimizer, pushes, schedule, epoch_samples, num_workers, source)

@@ -89,6 +89,21 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def check_closure(optimizer: Optimizer, strategy: str) -> None:
+    """Refuse an optimizer that evaluates the loss by itself, several times a step.
+
+    Raises:
+        UsageError: its `step` demands a closure.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} evaluates the loss several times a step (its step demands a closure), and "
+            f"{strategy} exchanges one gradient a step; use strategy allreduce with a loop of your own, or another "
+            "optimizer"
+        )
+
+
 class Rates:
     """The options that an optimizer's parameter groups began with: a schedule's factor is applied to their rates, and a
     run that is resumed with other options takes these, while it keeps the optimizer's state.

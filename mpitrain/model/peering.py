@@ -63,6 +63,7 @@ class PeerReplica:
         self.measure, self.shared = measure, shared
         self.schedule, self.epoch_samples = schedule, epoch_samples
         self._rates = Rates(optimizer)
+        self._own_step = optimizer.step  # `wrap` lets the user's optimizer step the peers from here on
         self.encoder = self._make_encoder(number)
         layout = model.layout
         self._layout = make_layout_of(zip(layout.names, layout.shapes, strict=True))
@@ -122,7 +123,7 @@ class PeerReplica:
         if not self.rule.mixes:
             self._delta.copy_(now)
         if finite:
-            self.optimizer.step()
+            self._own_step()
             self.model.refresh()
         if not self.rule.mixes:
             before = self._delta.clone()

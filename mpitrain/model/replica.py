@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpitrain.model.flat import FlatModel
+from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.frame import Frame, Parcel
 from mpitrain.model.local import LocalSteps
 from mpitrain.model.loss import read_loss
 from mpitrain.model.pushing import PushCoder
+from mpitrain.model.remote_steps import RemoteSteps
 from mpitrain.model.replying import ReplyReader
 
 Batch = dict[str, torch.Tensor]
@@ -26,12 +27,13 @@ Batch = dict[str, torch.Tensor]
 
 class Gradient(NamedTuple):
     """What one batch gave: its mean loss, its samples; `finite` covers the loss and every element of the gradient;
-    `share`: what it is the mean of, samples as a rule."""
+    `share`: what it is the mean of, samples as a rule; `options`: what the servers are told of the optimizer's."""
 
     loss: float
     samples: int
     finite: bool
     share: float
+    options: str = ""
 
 
 def seed_step(seed: int, worker: int, step: int) -> None:
@@ -51,6 +53,7 @@ class Replica:
         shared: other replicas use the same module in between.
         local: steps of its own between reads, where the strategy asks for them.
         coder: makes messages of what is pushed.
+        remote: the job's optimizer, where servers take its steps: its hooks act here, its options travel.
     """
 
     def __init__(
@@ -65,12 +68,14 @@ class Replica:
         shared: bool = False,
         local: LocalSteps | None = None,
         coder: PushCoder | None = None,
+        remote: RemoteSteps | None = None,
     ):
         self.model, self.loss, self.fetch, self._prefetch = model, loss, fetch, prefetch
         self.seed, self.worker, self.measure, self.shared = seed, worker, measure, shared
-        self.local, self.coder = local, coder
+        self.local, self.coder, self.remote = local, coder, remote
         self._reader = ReplyReader(model.layout) if model.replies_coded else None
         self._finite = True  # all that the next push is made of
+        self._stepped = False  # hooks have run before a step, and not yet after it
         self._frames: list[Frame] | None = None  # the gradient to be pushed
         self._pulled: list[Frame | None] = [None] * model.layout.num_shards
         buffers = [buffer for buffer in model.module.buffers() if buffer is not None] if shared else []
@@ -121,6 +126,7 @@ class Replica:
     def gradient(self, lease: Any, step: int) -> Gradient:
         """Forward and backward over the lease's batch, on the parameters loaded last."""
         self._enter()
+        self._after_step(broken_off=self._frames is not None)
         batch = {
             name: tensor.to(self.model.device, non_blocking=True)
             for name, tensor in self.fetch(lease.epoch, lease.start, lease.num_samples).items()
@@ -131,9 +137,30 @@ class Replica:
             parameter.grad = None
         loss = read_loss(self.loss(self.model.module, batch))
         (mean := loss.mean).backward()
-        gradient = self.collect(float(mean.detach()), lease.num_samples, loss.weight)
+        value = float(mean.detach())
+        if self.remote is not None and self.remote.hooks and self._may_step(value):
+            self.remote.hooks.before()
+            self._stepped = True
+        gradient = self.collect(value, lease.num_samples, loss.weight)
         self._leave()
         return gradient
+
+    def _may_step(self, loss: float) -> bool:
+        """Hooks of a step that is not taken do not run."""
+        gradients = [p.grad for p in self.model.parameters if p.grad is not None]
+        return loss - loss == 0.0 and (not gradients or all_finite(gradients))
+
+    def _after_step(self, broken_off: bool = False) -> None:
+        """The hooks after the step before, once its answer is here."""
+        stepped, self._stepped = self._stepped, False
+        if stepped and not broken_off and self.remote is not None:
+            self.remote.hooks.after()
+
+    def finish(self) -> None:
+        """After the last answer."""
+        if self._stepped:
+            self._enter()
+            self._after_step()
 
     def collect(self, loss: float, num_samples: int, share: float | None = None) -> Gradient:
         """Take up the gradients that backward left on the parameters: into frames, or into a step of this worker's
@@ -146,7 +173,8 @@ class Replica:
                 frame.release()
             self._frames = self.model.push_frames()
             finite = self._finite = self.model.gather_gradients(self._frames) and loss - loss == 0.0
-        return Gradient(loss, num_samples, finite, num_samples if share is None else share)
+        told = self.remote.text(self.local.rates if self.local else None) if self.remote is not None else ""
+        return Gradient(loss, num_samples, finite, num_samples if share is None else share, told)
 
     def take(self) -> list[Frame] | list[Parcel]:
         """What to push, one frame or message a shard."""
@@ -200,6 +228,7 @@ class Replica:
             "buffers": [buffer.detach().clone() for buffer in buffers],
             "local": _copied(self.local.state()) if self.local else None,
             "coder": self.coder.state() if self.coder else None,
+            "remote": _copied(self.remote.state()) if self.remote else None,
         }
 
     @torch.no_grad()
@@ -210,6 +239,8 @@ class Replica:
             buffer.copy_(saved)
         if self.local is not None and state["local"] is not None:
             self.local.restore(state["local"])
+        if self.remote is not None:
+            self.remote.restore(state.get("remote"))
 
 
 def _copied(tree: Any) -> Any:

@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 from mpitrain.model.correction import make_correction
 from mpitrain.model.flat import Layout
 from mpitrain.model.frame import Frame, FramePool, Parcel, wire_dtype
+from mpitrain.model.group_options import FollowedOptions
 from mpitrain.model.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
 from mpitrain.model.pushing import PushDecoder
 from mpitrain.model.replying import ReplyCoder
+from mpitrain.model.step_hooks import without_global_hooks
 from mpitrain.rules import Codec, Damping, Keep, Uncompressed
 
 
@@ -65,12 +67,20 @@ class ShardStore:
         groups = [group for group, _, _ in layout.group_slices(shard)]
         self.optimizer = rebuild(prototype, list(zip(groups, self._parameters, strict=True)))
         self._rates = Rates(self.optimizer)
+        self._options = FollowedOptions(self.optimizer, groups)
+        self._factor: float | None = None  # of the job's schedule, where there is one
         self.correction = make_correction(damping)
         self._reads: dict[int, deque[Frame]] = {}  # for a correction: what each worker read, the oldest first
         self._gathered: Frame | None = None
         self._weights: list[float] = []  # of what is gathered, times its share
         self._shares: list[float] = []
         self._unit = 1.0
+
+    def begin_with(self, states: list[dict[str, Any]]) -> None:
+        """Start from this state of the optimizer, one a slice of the shard; empty where there is none."""
+        for parameter, state in zip(self._parameters, states, strict=True):
+            if state:
+                self.optimizer.state[parameter] = state
 
     def _pool_for(self, wire: str) -> FramePool:
         dtype = wire_dtype(wire, self.pool.dtype)
@@ -115,6 +125,10 @@ class ShardStore:
             payload.body[start:end].zero_()
         return payload
 
+    def hear_options(self, text: str) -> None:
+        """The options that came with the gradient to be gathered next."""
+        self._options.hear(text)
+
     def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
         """Gather `weight * share * gradient`; takes the frame over and releases it when it is done with it. Shares are
         counted in the first one's, so equal ones change no bit."""
@@ -141,11 +155,14 @@ class ShardStore:
         watching = self.correction is not None and self.correction.watches_updates
         if self.live.users > 2 or watching:
             self._move_to(self.pool.take())
+        self._options.apply(len(self._weights))
+        if self._factor is not None:  # the job's own schedule has the last word, as it has without servers
+            self._rates.set(self._factor)
         rate, decay = self._scale(gathered.body)
         for parameter, (start, stop) in zip(self._parameters, self._slices, strict=True):
             parameter.grad = gathered.body[start:stop]
         try:
-            with scaled(self.optimizer, rate, decay):
+            with scaled(self.optimizer, rate, decay), without_global_hooks():
                 self.optimizer.step()
         finally:
             for parameter in self._parameters:
@@ -188,6 +205,7 @@ class ShardStore:
 
     def set_rate(self, factor: float) -> None:
         """Learning rates become `factor` times what they were at first."""
+        self._factor = factor
         self._rates.set(factor)
 
     def statistics(self) -> dict[str, float]:

@@ -202,7 +202,7 @@ class MpiWorld:
             message, payload_bytes, text_bytes = decode(peer.header, peer.num_received, peer.rank)
             peer.num_received += 1
             if text_bytes:
-                self._receive_text(peer, message, text_bytes)
+                self._receive_text(peer, message, text_bytes, payload_bytes)
             elif payload_bytes:
                 self._receive_payload(peer, message, payload_bytes)
             else:
@@ -210,10 +210,19 @@ class MpiWorld:
         except WireError as error:
             self._error = self._error or error
 
-    def _receive_text(self, peer: _Peer, message: Message, num_bytes: int) -> None:
+    def _receive_text(self, peer: _Peer, message: Message, num_bytes: int, payload_bytes: int) -> None:
+        """The text, and then the payload, where there is one too."""
         text = bytearray(num_bytes)
+
+        def unpack() -> Message | None:
+            told = message._replace(text=text.decode())
+            if not payload_bytes:
+                return told
+            self._receive_payload(peer, told, payload_bytes)
+            return None
+
         op = self.engine.irecv(text, peer.rank, PAYLOAD_TAG)
-        op.then(lambda op: self._checked(peer, op, num_bytes, lambda: message._replace(text=text.decode())))
+        op.then(lambda op: self._checked(peer, op, num_bytes, unpack))
 
     def _receive_payload(self, peer: _Peer, message: Message, num_bytes: int) -> None:
         frame = self.frame_for(peer.rank, message.kind)
@@ -236,13 +245,14 @@ class MpiWorld:
             lambda op: self._checked(peer, op, num_bytes, unpack)
         )
 
-    def _checked(self, peer: _Peer, op: Op, num_bytes: int, unpack: Callable[[], Message]) -> None:
+    def _checked(self, peer: _Peer, op: Op, num_bytes: int, unpack: Callable[[], Message | None]) -> None:
         error = op.error
         if error is None and op.status_bytes != num_bytes:
             error = WireError(f"rank {peer.rank} announced {num_bytes} bytes and sent {op.status_bytes}")
         if error is None:
             try:
-                self._arrived(peer, unpack())
+                if (message := unpack()) is not None:
+                    self._arrived(peer, message)
                 return
             except WireError as failure:
                 error = failure

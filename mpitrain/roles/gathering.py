@@ -19,7 +19,7 @@ class Gathering:
         self.store = store
         self.max_pending = 0
         self._pending: dict[
-            tuple[int, int], tuple[Any, float, float]
+            tuple[int, int], tuple[Any, float, float, str]
         ] = {}  # (worker, step): waits for its turn
         self._added: set[int] = set()  # workers whose gradients are in the store
         self._without: set[int] = set()  # workers that have pushed nothing to add
@@ -29,9 +29,11 @@ class Gathering:
         """Whether nothing has arrived since the last update."""
         return not self._pending and not self._added
 
-    def take(self, worker: int, step: int, payload: Any, weight: float, share: float = 1.0) -> None:
-        """One more gradient."""
-        self._pending[worker, step] = (payload, weight, share)
+    def take(
+        self, worker: int, step: int, payload: Any, weight: float, share: float = 1.0, options: str = ""
+    ) -> None:
+        """One more gradient; `options`: what came with it of the optimizer's."""
+        self._pending[worker, step] = (payload, weight, share, options)
         self.max_pending = max(self.max_pending, len(self._pending))
 
     def pass_over(self, worker: int) -> None:
@@ -46,7 +48,10 @@ class Gathering:
         for key in sorted(self._pending):
             if any(other < key[0] for other in due - self._added - self._without):
                 break
-            self.store.add(key[0], *self._pending.pop(key))
+            payload, weight, share, options = self._pending.pop(key)
+            if options:
+                self.store.hear_options(options)
+            self.store.add(key[0], payload, weight, share)
             self._added.add(key[0])
 
     def add_all(self, sums: bool = False) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from typing import Any
 
 from mpitrain.effects import ASKS, Compute, Effect, Kind, Message, Now, Recv, Role, Send
-from mpitrain.errors import NonFiniteError
+from mpitrain.errors import LostRankError, NonFiniteError
 from mpitrain.roles.peer_cuts import PeerCuts
 from mpitrain.roles.ports import PeerReplica, Report
 from mpitrain.rules import topology
@@ -60,9 +60,11 @@ class Peer:
         self.lead_max = 0
         self.drift = self.drift_max = self.compute_s = self.wait_s = 0.0
         self.digest = ""
+        self._is_stepping = self._has_left = False
         self._since_meeting = 0  # messages to each receiver since then
         self._heard: dict[int, int] = {}  # messages from each sender since then
         self._waiting: deque[tuple[int, Message]] = deque()  # arrived, and not yet their turn
+        self._left: dict[int, int] = {}  # who has taken the last step, and how many
 
     def run(self) -> Role:
         """Train to the end of the course; returns this peer's counts."""
@@ -75,10 +77,11 @@ class Peer:
             if turn.epoch > epoch:
                 yield from self._validate(epoch, turn.samples_before)
                 epoch = turn.epoch
-            self.step = turn.step
+            self.step, self._is_stepping = turn.step, False
             if turn.lease is not None:
                 loss = yield from self._step(turn)
                 if loss is None:
+                    yield from self._leave()
                     break
                 told = (turn.samples_before + turn.num_samples, turn.step + 1, turn.epoch + 1, loss)
                 self.report.progress(*told, drift=self.drift, **dict[str, Any](self.replica.statistics()))
@@ -138,6 +141,8 @@ class Peer:
         gradient = yield Compute(lambda: self.replica.step(turn), interruptible=False)
         if gradient is None:  # whoever brings the data has no more
             return None
+        self._is_stepping = True
+        self._compare_steps()
         computed_s = yield Now()
         self.compute_s += computed_s - began_s
         if not gradient.finite:
@@ -159,6 +164,25 @@ class Peer:
             self.replica.mix(self.rank, weights, self.rule.mixing_rate)
         self.wait_s += (yield Now()) - computed_s
         return float(gradient.loss)
+
+    def _leave(self) -> Answers:
+        """Tell whoever may wait for this peer that it takes no further step; all are to have taken equally many."""
+        for peer in self.rule.contacts(self.rank, self.number):
+            yield Send(peer, Message(Kind.LAST, step=self.step))
+        self._has_left = True
+        self._compare_steps()
+
+    def _compare_steps(self) -> None:
+        """Nobody waits for somebody who has left: a step, or an end, that the others do not share is told at once."""
+        for peer, steps in sorted(self._left.items()):
+            mine = self.step + self._is_stepping
+            if mine > steps or (self._has_left and mine != steps):
+                goes_on = "has left, too, after" if self._has_left else "is at"
+                raise LostRankError(
+                    f"rank {peer} has left the loop after {steps} step(s), and rank {self.rank} (peer) {goes_on} step "
+                    f"{mine}: peers wait for one another, so give every worker equally many batches, and let none end "
+                    "by itself (by sys.exit, say, or an early mpitrain.finish)"
+                )
 
     def _refuse(self, loss: float) -> None:
         self.nonfinite += 1
@@ -215,6 +239,9 @@ class Peer:
         source, message = arrived
         if message.kind == Kind.UPDATE:
             self.lead_max = max(self.lead_max, message.step - self.step)
+        elif message.kind == Kind.LAST:
+            self._left[source] = message.step
+            self._compare_steps()
         return source, message
 
     # ---- a meeting

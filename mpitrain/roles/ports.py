@@ -19,6 +19,9 @@ class Store(Protocol):
         """Gather one gradient of `weight`, which has this share (of any unit) in the mean of the update; the store
         releases it when it is done with it."""
 
+    def hear_options(self, text: str) -> None:
+        """What came with the gradient that is added next: options of the optimizer that its worker has changed."""
+
     def correct(self, worker: int, payload: Any, num_reads: int) -> Any:
         """Where the damping corrects gradients: this one, on arrival, for what has changed since the read it was
         computed on, the oldest of the worker's newest `num_reads`."""
@@ -56,6 +59,10 @@ class Gradient(Protocol):
     @property
     def share(self) -> float:
         """What it is the mean of: samples, or the weight that the loss tells of."""
+
+    @property
+    def options(self) -> str:
+        """What a server's optimizer is to be told with it; empty where nothing has changed."""
 
 
 class Replica(Protocol):

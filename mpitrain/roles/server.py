@@ -164,7 +164,8 @@ class Server:
             if self.rule.damping.corrects:
                 payload = self.store.correct(worker, payload, num_reads)
             weight = verdict.weight * self.deals.weight(message.samples)
-            self.gathering.take(worker, message.step, payload, weight, self.deals.share(message.share))
+            share = self.deals.share(message.share)
+            self.gathering.take(worker, message.step, payload, weight, share, message.text)
             self._exchanged.update([worker] if self.rule.elastic else [])
             self.gathering.add_in_turn(self.rule.contributors(self.active))
         else:

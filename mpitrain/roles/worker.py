@@ -213,6 +213,7 @@ class Worker:
                 ends=self.ends,
                 batches=len(self._unpushed),
                 leases=(lease,) if lease else (),
+                text=self._unpushed[-1].options,
             )
             yield Send(server, message)
         self._unpushed.clear()

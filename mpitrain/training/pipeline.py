@@ -21,6 +21,7 @@ from mpitrain.data.ragged import num_samples_in
 from mpitrain.errors import UsageError
 from mpitrain.model.loss import Tally
 from mpitrain.model.stages import Stage, keep_only, split_stages
+from mpitrain.model.step_hooks import check_whole
 from mpitrain.mpi.process_group import default_group
 from mpitrain.rules import Grid, Pipeline
 from mpitrain.targets import LOSS
@@ -50,6 +51,8 @@ def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], lis
     host, keeps its stage and forgets the rest."""
     runtime, job = session.runtime, session.job
     module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, torch.device("cpu")))
+    if grid.num_parts > 1:
+        attempt(runtime, lambda: check_whole(optimizer, str(session.strategy)))
     parameters = compare_parameters(runtime, module)
     stages = attempt(runtime, lambda: split_stages(module, grid.num_parts, job.stages))
     share_module(runtime, module)

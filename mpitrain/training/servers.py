@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from mpitrain.checkpoint import Keeper
 from mpitrain.effects import Kind
@@ -23,10 +24,12 @@ from mpitrain.model import (
     flat_model,
     local_steps,
     push_coder,
+    remote_steps,
     reshard,
     shard_store,
 )  # fmt: skip
 from mpitrain.model.flat import Layout, make_layout
+from mpitrain.model.step_hooks import StepHooks
 from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.roles.attendance import SIGNS_S
@@ -77,11 +80,11 @@ def run_servers(session: Session) -> dict[str, Any]:
     return (
         _serve(session, model, optimizer)
         if session.role == "server"
-        else _work(session, model, local, device)
+        else _work(session, model, local, optimizer, device)
     )
 
 
-def _local_steps(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer) -> LocalSteps | None:
+def _local_steps(session: Session, model: FlatModel, optimizer: Optimizer) -> LocalSteps | None:
     num_samples, num_workers = session.catalogue.num_samples, len(session.roles.workers)
     schedule = session.job.schedule
     return local_steps(model, optimizer, server_strategy(session), schedule, num_samples, num_workers)
@@ -136,7 +139,7 @@ def make_server(
     )
 
 
-def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _serve(session: Session, model: FlatModel, optimizer: Optimizer) -> dict[str, Any]:
     runtime, roles = session.runtime, session.roles
     shard = roles.servers.index(runtime.rank)
     strategy = server_strategy(session)
@@ -145,7 +148,8 @@ def _serve(session: Session, model: FlatModel, optimizer: torch.optim.Optimizer)
     resume = session.resume
     meter = Meter(session.report, num_warmup(num_pushes), resume.mark if resume else 0)
     # workers with state of their own: the validator's buffers, and everybody's optimizer or residual where there is one
-    own = strategy.optimizer == "worker" or not strategy.push_codec.is_none
+    # (or hooks, which may change its options)
+    own = strategy.optimizer == "worker" or not strategy.push_codec.is_none or bool(StepHooks(optimizer, ()))
     writers = roles.workers if own else (roles.validator,)
     keeper = make_keeper(
         session, f"shard-{shard}", about(session, model.layout), lambda: {"store": store.state()}, writers
@@ -194,7 +198,7 @@ def restore_shard(resume: Resume | None, server: Server, store: Any, layout: Lay
 
 
 def _work(
-    session: Session, model: FlatModel, local: LocalSteps | None, device: torch.device
+    session: Session, model: FlatModel, local: LocalSteps | None, optimizer: Optimizer, device: torch.device
 ) -> dict[str, Any]:
     runtime, roles, job, strategy = session.runtime, session.roles, session.job, server_strategy(session)
     validates = runtime.rank == roles.validator
@@ -213,7 +217,7 @@ def _work(
         coder = push_coder(model, strategy, len(roles.workers), index, job.seed)
         replica = Replica(
             model, job.loss, reader.batch, reader.prefetch, job.seed, index, measure, local=local,
-            coder=coder,
+            coder=coder, remote=remote_steps(model, optimizer, strategy),
         )  # fmt: skip
         worker = Worker(
             runtime.rank, roles, replica, session.report, wants_final=validates,
@@ -236,6 +240,7 @@ def _work(
             straggler.wrap(role),
             computer=compute_thread(device) if strategy.inflight > 1 else None,
         )
+    replica.finish()
     keeper.wait()
     told = {"codec": replica.statistics()} if replica.coder else {}
     detail = {"role": "worker", **counts, **told, "checkpoints": keeper.summary()}
@@ -259,6 +264,8 @@ def restore_worker(
     if mine is not None:
         worker.restore(mine["role"])
         replica.restore(mine["replica"])
+    elif replica.remote is not None and (first := read_own_part(resume, "worker-0")) is not None:
+        replica.remote.restore(first["replica"].get("remote"))  # a worker that was not there before
     if replica.coder is not None:
         replica.coder.restore(*_kept_by_workers(resume, index, num_workers))
 

@@ -34,6 +34,8 @@ def hear_early() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, _ask)
+        # held back since this process began (`__main__.py`, `cli`), or by whoever started it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGTERM))
 
 
 def install() -> None:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mpitrain.checkpoint import newest
@@ -28,7 +29,7 @@ from mpitrain.errors import CheckpointError, MpitrainError
 from mpitrain.folders import make_private
 from mpitrain.processes import place, send_signal
 from mpitrain.report import METRICS_FILE
-from mpitrain.rules import ServerStrategy
+from mpitrain.rules import Roles, ServerStrategy, Strategy
 from mpitrain.training.alarm import Alarm
 from mpitrain.training.emergency import Emergency
 from mpitrain.training.roll_call import RollCall
@@ -53,6 +54,8 @@ class Watchdog:
         runtime: this process's; session: of the run: where the stacks go, as `stacks/rank-N.txt`, and its `emergency`.
         timeout_s: longest time without progress; 0 is no watchdog.
     """
+
+    option = "--watchdog-s"
 
     def __init__(self, runtime: Any, session: Any, timeout_s: float):
         self.runtime, self.session, self.timeout_s = runtime, session, timeout_s
@@ -177,7 +180,9 @@ class Watchdog:
             told = f"; and what is known could not be written: {type(error).__name__}: {error}"
         for rank in silent or ():
             send_signal(self._process(rank), signal.SIGKILL)
-        stalled = StalledError(f"{what} (--watchdog-s); the stacks of its threads: {self.alarm.stacks}{told}")
+        stalled = StalledError(
+            f"{what} ({self.option}); the stacks of its threads: {self.alarm.stacks}{told}"
+        )
         stalled.ends_all = not (is_stuck and self._dies_alone())
         raise stalled
 
@@ -231,3 +236,14 @@ class Watchdog:
             file.write(f"{head}\n\n")
             file.flush()
             faulthandler.dump_traceback(file=file, all_threads=True)
+
+
+class LoopWatchdog(Watchdog):
+    """Of somebody's own loop, whose `run_dir` need not be there before there is an alarm."""
+
+    option = "watchdog_s= of mpitrain.wrap"
+
+    def __init__(self, runtime: Any, run_dir: Path, strategy: Strategy, roles: Roles, timeout_s: float):
+        told = "a loop of one's own goes on from what mpitrain.save wrote"
+        session = SimpleNamespace(run_dir=run_dir, strategy=strategy, roles=roles, emergency=told)
+        super().__init__(runtime, session, timeout_s)

@@ -33,8 +33,8 @@ def train(name, text, optimizer, saves, resume=None):
         model, getattr(toy, optimizer)(model.parameters()), parse(text, "strategy"), resume and "{path}/" + resume
     )
     begun = mt.resumed()
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5) if text.startswith("allreduce") else None
-    if begun is not None and schedule is not None:
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    if begun is not None:
         schedule.load_state_dict(begun.state["schedule"])
     for step in range(begun.step if begun else 0, 12):
         batch = reader.batch(0, 8 * step + 4 * mt.worker_index(), 4)
@@ -42,10 +42,9 @@ def train(name, text, optimizer, saves, resume=None):
         optimizer.zero_grad()
         toy.square_loss(model, batch).backward()
         optimizer.step()
-        if schedule:
-            schedule.step()
+        schedule.step()
         if saves and step + 1 == 5:
-            told = {{"schedule": schedule and schedule.state_dict(), "worker": mt.worker_index()}}
+            told = {{"schedule": schedule.state_dict(), "worker": mt.worker_index()}}
             mt.save("{path}/" + name, 5, told)
     if begun is not None:
         assert (begun.step, begun.state["worker"]) == (5, mt.worker_index()), begun

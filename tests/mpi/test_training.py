@@ -38,7 +38,7 @@ def train(name, strategy, schedule=None, **changes):
 
 
 def serial(servers):
-    for name in ("sgd", "adam", "two_groups"):
+    for name in ("sgd", "adam", "two_groups", "hooked"):
         train(f"serial-{{name}}", mt.Async(servers=servers), optimizer=getattr(toy, name))
 
 
@@ -190,7 +190,7 @@ def assert_equal(trained, expected):
 
 
 def assert_serial(path):
-    for name in ("sgd", "adam", "two_groups"):
+    for name in ("sgd", "adam", "two_groups", "hooked"):
         job = toy.make_job(optimizer=getattr(toy, name))
         assert_equal(load_file(path / f"serial-{name}" / "model.safetensors"), toy.serial(job))
 

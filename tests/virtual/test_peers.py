@@ -8,12 +8,12 @@ from torch import nn
 
 from mpitrain import Decentralized, EightBit, Threshold, TopK, Warmup, simulate
 from mpitrain.checkpoint.parts import write_part
-from mpitrain.errors import NonFiniteError, UsageError
+from mpitrain.errors import LostRankError, NonFiniteError, UsageError
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peering import PeerReplica
 from mpitrain.report import NullReport
 from mpitrain.roles.peer import Peer
-from mpitrain.rules.shares import Shares
+from mpitrain.rules.shares import Endless, Shares
 from mpitrain.run_directory import Identity
 from mpitrain.training.measure import build
 from mpitrain.training.peer_cutting import restore
@@ -238,3 +238,47 @@ def test_another_number_of_peers_goes_on_from_the_mean(tmp_path, topology):
         if topology == "full":
             torch.testing.assert_close(sum(kept(replica) for _, replica in again) / number, residual)
     assert topology == "ring" or float(residual.abs().max()) > 0
+
+
+class Loop:
+    """A replica around somebody's own loop of so many steps."""
+
+    def __init__(self, replica, num_steps):
+        self._replica, self._left = replica, num_steps
+
+    def __getattr__(self, name):
+        return getattr(self._replica, name)
+
+    def step(self, turn):
+        if not self._left:
+            return None
+        self._left -= 1
+        return self._replica.step(turn)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("topology", ["full", "ring", "exponential"])
+def test_a_peer_that_leaves_its_loop_early_is_told_by_name(topology, asynchronous):
+    """Whoever waits for it ends, at whatever step it leaves, also where the next thing is a meeting."""
+    number, module = 5, nn.Linear(2, 1, bias=False)
+    model = FlatModel(module, torch.optim.SGD(module.parameters(), lr=0.1), 1)
+    reader, strategy = (
+        toy.Memory(100).reader(None, 0),
+        Decentralized(topology, asynchronous=asynchronous, resync=4),
+    )
+
+    def peer(rank, num_steps):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        replica = PeerReplica(model, optimizer, strategy, number, rank, half_square, reader.batch, reader.prefetch, 0,
+                              shared=True)  # fmt: skip
+        return Peer(rank, number, strategy, Endless(number, rank), Loop(replica, num_steps), NullReport())
+
+    def run(counts):
+        peers = {rank: peer(rank, num_steps).run() for rank, num_steps in enumerate(counts)}
+        return VirtualWorld(Constant(1.0, 0.2), Ideal()).run(peers)
+
+    run([8] * number)  # all leave together
+    for leaver, steps in ((0, 0), (3, 3), (2, 4), (4, 7)):
+        told = rf"rank {leaver} has left the loop after {steps} step.*rank \d \(peer\)"
+        with pytest.raises(LostRankError, match=told):
+            run([steps if rank == leaver else 8 for rank in range(number)])

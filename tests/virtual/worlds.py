@@ -91,6 +91,7 @@ class Gradient(NamedTuple):
     samples: int
     finite: bool
     share: float
+    options: str = ""
 
 
 class NumberReplica:

@@ -1,4 +1,6 @@
-"""What ranks tell each other: share, gather, agree, compare, who is where; all without pickle, and without a change to the user's mpi4py."""
+"""What ranks tell each other: share, gather, agree, compare, who is where; all without pickle, and without a change to
+the user's mpi4py.
+"""
 
 import pickle
 import sys
