@@ -60,7 +60,8 @@ class Gathering:
             assert not self._added, "a sum is known when all have come"
             number = len(self._pending)
             self._pending = {
-                key: (payload, weight * number, 1.0) for key, (payload, weight, _) in self._pending.items()
+                key: (payload, weight * number, 1.0, options)
+                for key, (payload, weight, _, options) in self._pending.items()
             }
         self.add_in_turn(frozenset())
 

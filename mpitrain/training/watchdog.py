@@ -111,10 +111,13 @@ class Watchdog:
         living = set(self.runtime.launched) - self._given_up()
         patience_s = self.look_s + GRACE_S
         for _ in range(2):
-            living &= self.roll_call.call(
-                living, patience_s, lambda: self._over.is_set() or self.runtime.idle_s() < idle_s
-            )
+            living &= self.roll_call.call(living, patience_s, lambda: self._is_settled(idle_s))
         return living & set(self.runtime.launched)
+
+    def _is_settled(self, idle_s: float) -> bool:
+        """Whether a roll need not be called to its end: who has raised the alarm does not answer, but waits for our
+        stacks."""
+        return self._over.is_set() or self.runtime.idle_s() < idle_s or bool(self.alarm.rung_by())
 
     def _given_up(self) -> set[int]:
         return {
