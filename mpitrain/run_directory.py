@@ -10,6 +10,7 @@ new one moves what an earlier one has left to `earlier-RUN/`, itself a run direc
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -20,7 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.errors import UsageError
 from mpitrain.folders import make_private
 
 CHECKPOINTS = "checkpoints"
@@ -29,6 +29,7 @@ RUN_FILE = "run.json"
 FIRST_PART = "shard-0"
 PART_NAME = re.compile(r"(shard|own|worker)-(0|[1-9]\d{0,8})")
 MAX_RECORD_BYTES = 2**26  # of a part's JSON
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _FOLDER_NAME = re.compile(r"\d{12,15}")
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 # Files and folders that a run leaves beside its checkpoints.
@@ -191,11 +192,6 @@ def _marked(checkpoints: Path) -> str | None:
         return None
 
 
-def is_used(run_dir: Path) -> bool:
-    """Whether a run has left something here that a new one would take for its own."""
-    return bool(listed(run_dir)) or (run_dir / RUN_FILE).exists()
-
-
 def adopt(run_dir: Path, run: str) -> None:
     """From now on the checkpoints that lie here are `run`'s, which goes on with them.
 
@@ -209,96 +205,65 @@ def adopt(run_dir: Path, run: str) -> None:
         beside.replace(folder / RUN_ID_FILE)
 
 
-def claim(run_dir: Path, run: str) -> Path | None:
-    """Make `run_dir/checkpoints` the new run's; returns where another run's have gone, if this call has moved them.
-
-    Any number of processes of the run may call it at once, on any host: one moves, and no other moves what is new.
-
-    Raises:
-        OSError: they cannot be moved, or the disk is full.
-    """
-    folder, moved, count = run_dir / CHECKPOINTS, None, 1
-    while (theirs := _marked(folder)) != run:
-        if not listed(run_dir):
-            adopt(run_dir, run)
-        elif theirs is None or not is_id(theirs):
-            _mark_unmarked(run_dir, replace=theirs is not None)
-        elif _move(folder, target := _earlier(run_dir, theirs, count), theirs):
-            moved = target
-        elif (target / CHECKPOINTS).exists():
-            count += 1
-    return moved
-
-
-def _mark_unmarked(run_dir: Path, replace: bool) -> None:
-    """Give checkpoints without a run's id that of their parts, or a date, unless they are already gone."""
-    folder = run_dir / CHECKPOINTS
-    name = run_of(run_dir) or time.strftime("%Y%m%d-%H%M%S", time.localtime(_age(run_dir)))
-    if replace:
-        adopt(run_dir, name)
-        return
-    with contextlib.suppress(FileExistsError, FileNotFoundError):
-        handle = os.open(folder / RUN_ID_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(f"{name}\n")
-
-
-def _move(folder: Path, target: Path, theirs: str) -> bool:
-    """Rename `theirs` checkpoints to a folder in `target`; whether it was done here."""
-    target.mkdir(mode=0o700, exist_ok=True)
-    inner, done = target / CHECKPOINTS, False
-    try:
-        os.rename(folder, inner)
-        done = _marked(inner) == theirs
-        if not done:  # what another process has made since we looked
-            os.rename(inner, folder)
-    except FileNotFoundError:  # another process has moved them
-        pass
-    except OSError:
-        if not inner.exists():
-            raise
-    if not done:
-        with contextlib.suppress(OSError):
-            target.rmdir()
-    return done
-
-
-def _earlier(run_dir: Path, whose: str, count: int) -> Path:
-    return run_dir / f"earlier-{whose}{f'-{count}' if count > 1 else ''}"
-
-
-def _age(run_dir: Path) -> float:
+def _date_of(run_dir: Path) -> str:
     for path in (run_dir / RUN_FILE, run_dir / CHECKPOINTS):
         with contextlib.suppress(OSError):
-            return path.stat().st_mtime
-    return time.time()
+            return time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+    return time.strftime("%Y%m%d-%H%M%S")
 
 
-def make_room(run_dir: Path, run: str) -> Path | None:
+def make_room(run_dir: Path, run: str, beside: bool = True) -> Path | None:
     """For a new run: move what an earlier one has left here to `earlier-RUN/` and return that folder; None where
     nothing was left. Files that are not a run's stay. Only the process that holds the directory's lock may call it.
 
+    Args:
+        beside: whether files beside the checkpoints are a run's too; a loop of one's own has written none.
+
     Raises:
-        UsageError: it cannot be moved.
+        OSError: it cannot be moved, or the disk is full.
     """
-    try:
-        if not is_used(run_dir):
-            claim(run_dir, run)
-            return None
-        if not run_of(run_dir):
-            _mark_unmarked(run_dir, replace=(run_dir / CHECKPOINTS / RUN_ID_FILE).exists())
-        whose, count = run_of(run_dir) or new_run_id(), 1
-        while (target := _earlier(run_dir, whose, count)).exists():
-            count += 1
-        target.mkdir(mode=0o700)
-        if listed(run_dir):
-            os.rename(run_dir / CHECKPOINTS, target / CHECKPOINTS)
-        for pattern in _LEFT:
-            for path in run_dir.glob(pattern):
-                os.rename(path, target / path.name)
-        claim(run_dir, run)
-    except OSError as error:
-        raise UsageError(
-            f"what an earlier run has left in {run_dir} cannot be moved aside: {error}; give another --run-dir"
-        ) from error
+    used = bool(listed(run_dir)) or (beside and (run_dir / RUN_FILE).exists())
+    if not used or run_of(run_dir) == run:
+        adopt(run_dir, run)
+        return None
+    name = f"earlier-{run_of(run_dir) or _date_of(run_dir)}"
+    target, count = run_dir / name, 1
+    while target.exists():
+        count += 1
+        target = run_dir / f"{name}-{count}"
+    target.mkdir(mode=0o700)
+    if listed(run_dir):
+        os.rename(run_dir / CHECKPOINTS, target / CHECKPOINTS)
+    for path in (path for pattern in _LEFT if beside for path in sorted(run_dir.glob(pattern))):
+        os.rename(path, target / path.name)
+    adopt(run_dir, run)
     return target
+
+
+def wait_for_room(run_dir: Path, run: str, timeout_s: float) -> bool:
+    """On the other ranks: whether the one that holds the lock has made room for this run in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while _marked(run_dir / CHECKPOINTS) != run:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def why_no_room(run_dir: Path) -> str:
+    """Why another checkpoint like the newest cannot be written here; "" where it can, as far as can be told."""
+    newest = next(iter(listed(run_dir)), None)
+    num_bytes, probe = 2**20, run_dir / f".room-{secrets.token_hex(4)}"
+    try:
+        num_bytes += sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
+        handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, min(num_bytes, 2**30))
+        finally:
+            os.close(handle)
+    except OSError as error:
+        return str(error.strerror) if error.errno in _FULL else ""
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return ""

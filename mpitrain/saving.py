@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mpitrain.checkpoint import Checkpoint, write_part
-from mpitrain.checkpoint.parts import folder_of, prune
+from mpitrain.checkpoint.parts import FIRST, folder_of, prune
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.run_directory import Identity, claim, new_run_id
+from mpitrain.run_directory import Identity, adopt, make_room, new_attempt_id, new_run_id, wait_for_room
+from mpitrain.run_lock import RunLock
 from mpitrain.training.agree import attempt
 from mpitrain.training.cutting import copied, own_part
 from mpitrain.training.resuming import find, identify
@@ -28,6 +29,9 @@ from mpitrain.training.resuming import find, identify
 if TYPE_CHECKING:
     from mpitrain.roles import Save
     from mpitrain.rules import Strategy
+
+
+ROOM_S = 600.0  # how long the others wait for whoever makes room, once
 
 
 class Resumed(NamedTuple):
@@ -49,12 +53,15 @@ class LoopRun:
     new: Identity
     found: Checkpoint | None = None
     directory: Path | None = None
+    locks: dict[Path, RunLock] = dataclasses.field(default_factory=dict)
 
-    def open(self, run_dir: Path, step: int) -> Identity:
-        """Whose checkpoints are written to `run_dir`, before this process writes there.
+    def open(self, run_dir: Path, step: int, first: bool) -> Identity:
+        """Whose checkpoints are written to `run_dir`, before this process writes there. Whoever writes the `first` part
+        holds the directory's lock from the first time on, until the process ends, and makes room; the others wait.
 
         Raises:
-            UsageError: the checkpoint that the loop goes on from is a later one; or another run's cannot be moved.
+            UsageError: the checkpoint that the loop goes on from is a later one; another job writes there; or another
+                run's checkpoints cannot be moved.
         """
         found, identity = self.found, self.new
         if found is not None and run_dir == self.directory:
@@ -64,8 +71,23 @@ class LoopRun:
                     f"save: step {step} lies before {found.mark}, from which this loop goes on: count on from "
                     "resumed().step, or leave out resume="
                 )
+        if not first:
+            if not wait_for_room(run_dir, identity.run, ROOM_S):
+                raise CheckpointError(
+                    f"{run_dir} was not made ready within {ROOM_S:g} s by the rank that writes {FIRST}"
+                )
+            return identity
         try:
-            moved = claim(run_dir, identity.run)
+            run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if run_dir not in self.locks:
+                lock = RunLock(run_dir, self.new.attempt)
+                lock.take()
+                self.locks[run_dir] = lock
+            moved = None
+            if identity.run != self.new.run:
+                adopt(run_dir, identity.run)
+            else:
+                moved = make_room(run_dir, identity.run, beside=False)
         except OSError as error:
             raise UsageError(
                 f"save: {run_dir} holds another run's checkpoints, which cannot be moved aside, or cannot be written "
@@ -96,7 +118,7 @@ class Saver:
     def save(self, run_dir: Path, step: int, state: Any, keep: int) -> None:
         """`mt.save`."""
         tree = copied({**self.take(step, run_dir, keep), "loop": state})
-        identity = self.run.open(run_dir, step)
+        identity = self.run.open(run_dir, step, first=bool(self.parts))
         try:
             write_part(folder_of(run_dir, step), self.part, tree, identity, self.parts, self.about)
         except TypeError as error:
@@ -125,7 +147,7 @@ def look(runtime: Any, resume: str | Path | None, about: dict[str, Any], same_nu
     """
     directory = runtime.share(None if resume is None else str(Path(resume).resolve()))
     told = find(runtime, Path(directory)) if directory is not None else None
-    new = Identity(*runtime.share(identify(told, new_run_id())))
+    new = Identity(*runtime.share(identify(told, new_run_id(), new_attempt_id())))
 
     def check() -> None:
         for key in ("kind", "parameters", *(("workers",) if same_number else ())):
@@ -157,7 +179,7 @@ def write_shard(run: LoopRun, part: str, about: dict[str, Any], workers: tuple[i
             shards + [f"worker-{workers.index(worker)}" for worker in present] if part == shards[0] else []
         )
         run_dir = Path(told["run_dir"])
-        identity = run.open(run_dir, order.mark)
+        identity = run.open(run_dir, order.mark, first=bool(parts))
         try:
             state = {"role": role, "store": store.state()}
             write_part(folder_of(run_dir, order.mark), part, state, identity, parts, about)

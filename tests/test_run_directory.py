@@ -1,8 +1,8 @@
 """Whose a run directory is: a new run makes room, a run that goes on stays, and many writers make room once."""
 
 import json
-import multiprocessing
 import os
+import resource
 
 import pytest
 
@@ -10,7 +10,8 @@ from mpitrain.checkpoint import newest, write_part
 from mpitrain.checkpoint.parts import folder_of
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
-from mpitrain.run_directory import Identity, adopt, claim, make_room, progress, run_of
+from mpitrain.run_directory import Identity, adopt, make_room, progress, run_of, wait_for_room, why_no_room
+from mpitrain.saving import LoopRun
 from mpitrain.training.opening import open_run
 from tests import toy
 
@@ -32,7 +33,9 @@ class OneRank:
 
 
 def opened(run_dir, resume=None):
-    return open_run(OneRank(), toy.make_job(), Overrides(run_dir=str(run_dir), resume=resume))
+    run = open_run(OneRank(), toy.make_job(), Overrides(run_dir=str(run_dir), resume=resume))
+    run.lock.release()
+    return run
 
 
 def checkpoint(run_dir, mark, identity):
@@ -153,35 +156,6 @@ def test_an_id_from_a_hostile_directory_leads_nowhere_else(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run"} and run_of(run_dir) == "new"
 
 
-def _claim_and_write(run_dir, number, gate):
-    gate.wait()
-    claim(run_dir, "new")
-    write_part(folder_of(run_dir, 5), f"own-{number}" if number else "shard-0", {}, Identity("new", "a"))
-
-
-@pytest.mark.parametrize("marked", [True, False])
-def test_many_writers_of_a_new_run_make_room_once_and_lose_nothing(tmp_path, marked):
-    fork = multiprocessing.get_context("fork")
-    for trial in range(10):
-        run_dir = tmp_path / str(trial)
-        checkpoint(run_dir, 9, Identity("old", "a"))
-        if marked:
-            adopt(run_dir, "old")
-        if trial % 2:  # taken already
-            (run_dir / "earlier-old" / "checkpoints" / "x").mkdir(parents=True)
-        gate = fork.Barrier(4)
-        writers = [fork.Process(target=_claim_and_write, args=(run_dir, number, gate)) for number in range(4)]
-        for writer in writers:
-            writer.start()
-        for writer in writers:
-            writer.join(60)
-        assert [writer.exitcode for writer in writers] == [0] * 4
-        assert len(list(folder_of(run_dir, 5).glob("*.json"))) == 4 and run_of(run_dir) == "new"
-        moved = run_dir / ("earlier-old-2" if trial % 2 else "earlier-old")
-        assert progress(moved) == (9, "old", "a")
-        assert len(list(run_dir.iterdir())) == 2 + trial % 2
-
-
 def test_a_disk_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     checkpoint(tmp_path, 9, Identity("old", "a"))
 
@@ -190,7 +164,7 @@ def test_a_disk_that_cannot_be_written_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(
-        UsageError, match="cannot be moved aside: .*Read-only file system; give another --run-dir"
+        UsageError, match="cannot be written to, .*Read-only file system; give another --run-dir"
     ):
         opened(tmp_path)
 
@@ -201,3 +175,38 @@ def test_recovered_ranks_write_under_a_name_of_their_own_within_the_same_start()
     later = ours.after_losing(1).after_losing(3)
     assert later.attempt == "a1.3" and ours.is_same_start(later.attempt) and later.is_same_start("a1")
     assert not ours.is_same_start("a2")
+
+
+def test_a_loop_of_ones_own_moves_checkpoints_only_and_the_other_workers_wait_for_it(tmp_path, capsys):
+    checkpoint(tmp_path, 9, Identity("old", "a"))
+    (tmp_path / "metrics.jsonl").write_text("the loop's own")
+    loop, other = LoopRun(Identity("new", "b")), LoopRun(Identity("new", "b"))
+    assert not wait_for_room(tmp_path, "new", 0.0)
+    first = loop.open(tmp_path, 3, first=True)
+    assert other.open(tmp_path, 3, first=False) == first == Identity("new", "b")
+    assert f"are now in {tmp_path / 'earlier-old'}" in capsys.readouterr().err
+    checkpoint(tmp_path, 3, first)
+    assert loop.open(tmp_path, 4, first=True) == first and capsys.readouterr().err == ""
+    assert progress(tmp_path) == (3, "new", "b") and (tmp_path / "metrics.jsonl").exists()
+    loop.locks[tmp_path].release()
+    again = LoopRun(
+        Identity("newer", "c", {"run": "new", "attempt": "b", "mark": 3}), newest(tmp_path), tmp_path
+    )
+    with pytest.raises(UsageError, match="step 2 lies before 3, from which this loop goes on"):
+        again.open(tmp_path, 2, first=True)
+    assert again.open(tmp_path, 4, first=True).run == "new" and progress(tmp_path).mark == 3
+    assert again.open(tmp_path / "elsewhere", 1, first=True).run == "newer"
+    for lock in again.locks.values():
+        lock.release()
+
+
+def test_whether_there_is_room_for_another_checkpoint(tmp_path):
+    checkpoint(tmp_path, 9, Identity("run", "a"))
+    assert why_no_room(tmp_path) == "" and why_no_room(tmp_path / "nowhere") == ""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, before[1]))
+        assert why_no_room(tmp_path) == os.strerror(27)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

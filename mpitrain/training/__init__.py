@@ -58,7 +58,7 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
     from mpitrain.training.session import begin, prepare
     from mpitrain.training.watchdog import Watchdog
 
-    runtime = start()
+    runtime, session = start(), None
     try:
         session = prepare(runtime, make_job, overrides, job_file)
         with Watchdog(runtime, session, overrides.watchdog_s):
@@ -70,6 +70,8 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
         runtime.end_job(error)
     finally:
         signals.uninstall()
+        if session is not None:
+            session.close()
 
 
 def _runner(strategy: Strategy) -> Any:

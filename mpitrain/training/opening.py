@@ -19,44 +19,64 @@ from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.folders import make_private
 from mpitrain.job import Job, Overrides
 from mpitrain.report import default_run_dir
-from mpitrain.run_directory import Identity, adopt, make_room, new_run_id, run_of
+from mpitrain.run_directory import Identity, adopt, make_room, new_attempt_id, new_run_id, run_of
+from mpitrain.run_lock import RunLock
 from mpitrain.training.agree import attempt
 from mpitrain.training.resuming import find, identify
 
 
 class Opened(NamedTuple):
     """A run directory that is this run's: what the run goes on from, whose it is, and what there is to tell of it as
-    (event, fields); the last on rank 0."""
+    (event, fields); the last, and the directory's lock, on rank 0."""
 
     run_dir: Path
     resume: Checkpoint | None
     identity: Identity
     events: tuple[tuple[str, dict[str, Any]], ...] = ()
+    lock: RunLock | None = None
 
 
 def open_run(runtime: Any, job: Job, overrides: Overrides) -> Opened:
     """Collective: agree on the directory, on what to go on from and on the run's identity.
 
     Raises:
-        AgreedError: the directory cannot be made; nothing to go on from where it was named; no checkpoint verifies, or
-            the newest is of another version.
+        AgreedError: the directory cannot be made, or another job holds it; nothing to go on from where it was named; no
+            checkpoint verifies, or the newest is of another version.
     """
     run_dir = Path(runtime.share(attempt(runtime, lambda: _make_run_dir(runtime, job, overrides))))
     source = None
     if overrides.resume is not None:
         source = run_dir if overrides.resume == "auto" else Path(overrides.resume)
-    found = find(runtime, source)
+    attempt_id = runtime.share(new_attempt_id())
+    lock = RunLock(run_dir, attempt_id) if runtime.rank == 0 else None
+    attempt(runtime, lambda: lock.take() if lock else None)
+    try:
+        found = find(runtime, source)
+        identity, events = _agree_on_identity(runtime, run_dir, source, overrides, found, attempt_id)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    return Opened(run_dir, found, identity, tuple(events), lock)
+
+
+def _agree_on_identity(
+    runtime: Any,
+    run_dir: Path,
+    source: Path | None,
+    overrides: Overrides,
+    found: Checkpoint | None,
+    attempt_id: str,
+) -> tuple[Identity, list[tuple[str, dict[str, Any]]]]:
     events: list[tuple[str, dict[str, Any]]] = []
 
     def take() -> Identity | None:
-        return (
-            _take_over(run_dir, source, overrides.resume == "auto", found, events)
-            if runtime.rank == 0
-            else None
-        )
+        if runtime.rank:
+            return None
+        run = _take_over(run_dir, source, overrides.resume == "auto", found, events)
+        return identify(found, run, attempt_id)
 
-    identity = runtime.share(attempt(runtime, take))
-    return Opened(run_dir, found, Identity(*identity), tuple(events))
+    return Identity(*runtime.share(attempt(runtime, take))), events
 
 
 def _make_run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:
@@ -79,32 +99,34 @@ def _take_over(
     auto: bool,
     found: Checkpoint | None,
     events: list[tuple[str, dict[str, Any]]],
-) -> Identity:
-    """On rank 0: make the directory this run's; returns the run's identity."""
+) -> str:
+    """On rank 0: make the directory this run's; returns the run's id."""
     if found is None and source is not None and not auto:
         raise UsageError(f"--resume {source}: no checkpoint there (looked in {source / FOLDER})")
-    if source is None or source.resolve() != run_dir:
-        run = new_run_id()
-        moved = make_room(run_dir, run)
-        events += [("earlier run moved aside", {"to": str(moved)})] if moved else []
-    else:
-        run = found.identity.run if found else run_of(run_dir) or new_run_id()
-        if found is None and listed(run_dir):
-            events.append(
-                ("checkpoint passed over", {"reason": "none was ever finished; the run begins anew"})
-            )
-        try:
+    goes_on = source is not None and source.resolve() == run_dir
+    run = new_run_id()
+    if goes_on:
+        run = found.identity.run if found else run_of(run_dir) or run
+    try:
+        if goes_on:
             adopt(run_dir, run)
-        except OSError as error:
-            raise UsageError(f"cannot write to the run directory {run_dir}: {error}") from error
+        elif (moved := make_room(run_dir, run)) is not None:
+            events.append(("earlier run moved aside", {"to": str(moved)}))
+    except OSError as error:
+        raise UsageError(
+            f"{run_dir} cannot be written to, or what an earlier run has left there not be moved aside: {error}; give "
+            "another --run-dir"
+        ) from error
+    if found is None and goes_on and listed(run_dir):
+        events.append(("checkpoint passed over", {"reason": "none was ever finished; the run begins anew"}))
     if found is not None:
         events += [("checkpoint passed over", {"reason": reason}) for reason in found.refused]
-        if source is not None and source.resolve() == run_dir:
+        if goes_on:
             _clear_beyond(run_dir, found.mark)
         events.append(
             ("resume", {"checkpoint": str(found.folder), "samples": found.mark, "run": found.identity.run})
         )
-    return identify(found, run)
+    return run
 
 
 def _clear_beyond(run_dir: Path, mark: int) -> None:

@@ -111,7 +111,7 @@ class Survivors:
         if error is not None:
             recover(self.runtime, error, agreed)
             if self.runtime.rank == 0 and isinstance(self.session.report, NullReport):
-                self.session.open_report()
+                self.session.lead()
         init_default_group(self.runtime)
         if error is not None:
             self.kept = meet(self.runtime, self.kept)

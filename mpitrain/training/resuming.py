@@ -17,7 +17,7 @@ from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.inject import FileFault
 from mpitrain.job import Job
 from mpitrain.rules.checkpointing import read_policy
-from mpitrain.run_directory import Identity, new_attempt_id
+from mpitrain.run_directory import Identity
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt
 
@@ -64,12 +64,12 @@ def tell(runtime: Any, found: Checkpoint | None) -> Checkpoint | None:
     return Checkpoint(Path(folder), mark, tuple(parts), about, Identity(*identity), tuple(refused))
 
 
-def identify(found: Checkpoint | None, run: str) -> Identity:
-    """Of a run and a start of it that begins from `found`; on one rank, which tells the others."""
+def identify(found: Checkpoint | None, run: str, attempt_id: str) -> Identity:
+    """Of a run and a start of it that begins from `found`."""
     if found is None:
-        return Identity(run, new_attempt_id())
+        return Identity(run, attempt_id)
     source = {"run": found.identity.run, "attempt": found.identity.attempt, "mark": found.mark}
-    return Identity(run, new_attempt_id(), source)
+    return Identity(run, attempt_id, source)
 
 
 def about_run(job: Job, num_samples: int, parameters: list[str], kind: str) -> dict[str, Any]:

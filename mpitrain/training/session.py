@@ -25,6 +25,7 @@ from mpitrain.mpi.ending import forget_reports
 from mpitrain.report import NullReport, Report, write_json
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign, disagreement
 from mpitrain.run_directory import RUN_FILE, Identity
+from mpitrain.run_lock import RunLock
 from mpitrain.targets import missed_targets
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt as attempt
@@ -57,6 +58,7 @@ class Session:
     place: int
     identity: Identity
     resume: Resume | None = None
+    lock: RunLock | None = None
     emergency: Emergency | str = "the run had not begun"  # what this rank would write, or why it cannot
 
     @property
@@ -74,6 +76,17 @@ class Session:
         """What `--inject` orders for this worker."""
         index = self.roles.workers.index(self.place)
         return Straggler(self.overrides.injections, index, self.job.seed)
+
+    def lead(self) -> None:
+        """This rank is the first from here on: it holds the run directory's lock, and reports."""
+        self.lock = RunLock(self.run_dir, self.identity.attempt)
+        self.lock.take()
+        self.open_report()
+
+    def close(self) -> None:
+        """Others may have the run directory."""
+        if self.lock is not None:
+            self.lock.release()
 
     def open_report(self) -> None:
         """This rank is the one that reports."""
@@ -141,7 +154,7 @@ def prepare(
     runtime.run_dir = run_dir = opened.run_dir
     session = Session(
         runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank,
-        opened.identity, opened.resume,
+        opened.identity, opened.resume, opened.lock,
     )  # fmt: skip
     environment = runtime.gather(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
