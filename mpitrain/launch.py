@@ -8,7 +8,6 @@ torch.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from mpitrain.errors import (
     UsageError,
 )  # fmt: skip
 from mpitrain.launchers import Launcher
+from mpitrain.run_directory import NO_PROGRESS, progress, read_json, why_no_room
 from mpitrain.supervision import Outcome, Requests
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.
@@ -235,7 +235,7 @@ def completed(run_dir: Path, before: tuple[int, int] | None, code: int, promised
         doubt = "under --ft an exit code does not prove that every rank came to its end"
         print(f"mpitrain: warning: the script left no {path}, and {doubt}", file=sys.stderr)
         return code
-    result = json.loads(path.read_text(encoding="utf-8"))
+    result = read_json(path) or {}
     if result.get("status") == "ok":
         return EXIT_OK
     return int(result.get("exit_code") or code or EXIT_ERROR)
@@ -257,20 +257,28 @@ _FINAL = (
 def relaunch(
     once: Callable[[list[str]], Outcome], run_dir: Path, max_restarts: int, requests: Requests
 ) -> int:
-    """Run `once([])`, and `once(["--resume", "auto"])` after each failure that left a newer checkpoint than the one
-    before; returns the last exit code. Nothing is started again once a signal has asked for an end: a run that would
-    have been is then one to run again."""
-    outcome, mark = once([]), ""
+    """Run `once([])`, and `once(["--resume", "auto"])` after each failure that left another newest checkpoint than was
+    there before, and room for one more; returns the last exit code. Nothing is started again once a signal has asked
+    for an end: a run that would have been is then one to run again."""
+    before = progress(run_dir)
+    outcome = once([])
     for number in range(1, max_restarts + 1):
-        newest = max((path.parent.name for path in run_dir.glob("checkpoints/*/shard-0.json")), default="")
-        if outcome.final or outcome.code in _FINAL or newest <= mark:
+        newest = progress(run_dir)
+        if outcome.final or outcome.code in _FINAL or newest in (before, NO_PROGRESS):
             break
         if requests.stop:
             return requests.exit_code(EXIT_REQUEUE)
-        mark = newest
+        if full := why_no_room(run_dir):
+            print(
+                f"mpitrain: not started again: {run_dir} has no room for another checkpoint ({full}); free space, then "
+                "start it again with --resume auto",
+                file=sys.stderr,
+            )
+            break
+        before = newest
         print(
             f"mpitrain: the run ended with exit code {outcome.code}; restart {number} of {max_restarts} from the "
-            f"checkpoint at {int(mark)} samples",
+            f"checkpoint at {newest.mark} samples",
             file=sys.stderr,
         )
         outcome = once(["--resume", "auto"])

@@ -16,6 +16,7 @@ from typing import Any
 
 from mpitrain.effects import Effect, Kind, Message, Recv, Role, watched
 from mpitrain.errors import UsageError
+from mpitrain.report import writing
 from mpitrain.run_directory import RUN_FILE
 
 UNRECORDED = (Kind.NOTE, Kind.ALIVE, Kind.AWAY)
@@ -59,7 +60,9 @@ def repeat(role: Role, order: Sequence[int]) -> Role:
 
 def save_order(run_dir: Path, shard: int, order: Sequence[int]) -> None:
     """Write the order of one shard's server beside the run's results."""
-    (run_dir / f"arrivals-{shard}.json").write_text(json.dumps(list(order)) + "\n")
+    path = run_dir / f"arrivals-{shard}.json"
+    with writing(path):
+        path.write_text(json.dumps(list(order)) + "\n")
 
 
 def load_order(run_dir: Path, shard: int) -> list[int]:

@@ -9,17 +9,19 @@ reading the loss off its device.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from mpitrain.console import Console, date, short
+from mpitrain.errors import OutputError
 from mpitrain.folders import make_private
 
 SCHEMA = 1
@@ -85,19 +87,42 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` with sorted keys, for people to read.
 
     After a crash `path` is the old file or the new one, never half of it.
+
+    Raises:
+        OutputError: the disk is full or not writable.
     """
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(plain(content), file, indent=2, sort_keys=True, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    with writing(path):
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(plain(content), file, indent=2, sort_keys=True, allow_nan=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What fails in here is told as this file's.
+
+    Raises:
+        OutputError: the disk is full or not writable.
+    """
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {path}: {error.strerror or error}; free space, then go on from the newest checkpoint with "
+            "--resume auto"
+        ) from error
 
 
 class Report:
@@ -134,6 +159,7 @@ class Report:
         make_private(self.run_dir)
         _set_aside(self.run_dir / "result.json")
         self._metrics = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._unwritten = False
         self._start_s = clock()
         self._last_s, self._last_samples = self._start_s, 0
         self._due_s = self._start_s + interval_s
@@ -191,14 +217,28 @@ class Report:
         """Give the terminal line and the metrics file back, with or without a result. May be called twice."""
         self._console.clear()
         if not self._metrics.closed:
-            self._metrics.flush()
-            os.fsync(self._metrics.fileno())
-            self._metrics.close()
+            try:
+                self._metrics.flush()
+                os.fsync(self._metrics.fileno())
+            except OSError as error:
+                self._say_unwritten(error)
+            with contextlib.suppress(OSError):
+                self._metrics.close()
 
     def _write(self, event: str, row: dict[str, Any]) -> None:
         stamped = {"time": date(), "t": round(self._clock() - self._start_s, 3), "event": event, **row}
-        self._metrics.write(json.dumps(stamped, allow_nan=False) + "\n")
-        self._metrics.flush()  # whoever watches the file, or finds it after a crash, sees every row
+        try:
+            self._metrics.write(json.dumps(stamped, allow_nan=False) + "\n")
+            self._metrics.flush()  # whoever watches the file, or finds it after a crash, sees every row
+        except OSError as error:
+            self._say_unwritten(error)
+
+    def _say_unwritten(self, error: OSError) -> None:
+        """Once: a run goes on without rows of its metrics."""
+        if not self._unwritten:
+            self._unwritten = True
+            path, reason = self.run_dir / METRICS_FILE, error.strerror or error
+            self._console.event(f"warning: {path} cannot be written ({reason}); rows of it are lost")
 
     def _left_s(self, samples: int, now_s: float) -> float | None:
         if samples <= 0 or not self.total_samples:

@@ -153,13 +153,16 @@ class Progress(NamedTuple):
     attempt: str = ""
 
 
+NO_PROGRESS = Progress()
+
+
 def progress(run_dir: Path) -> Progress:
     """How far the run in this directory has come. It has made progress between two looks if these differ: every start
     writes beyond the checkpoint from which it has begun."""
     for folder in listed(run_dir):
         if (first := _complete(folder)) is not None:
             return Progress(_number(folder), str(first.get("run", "")), str(first.get("attempt", "")))
-    return Progress()
+    return NO_PROGRESS
 
 
 def _complete(folder: Path) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ import torch
 from mpitrain.checkpoint import Checkpoint, write_part
 from mpitrain.checkpoint.parts import FIRST, folder_of, prune
 from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.folders import make_private
 from mpitrain.run_directory import Identity, adopt, make_room, new_attempt_id, new_run_id, wait_for_room
 from mpitrain.run_lock import RunLock
 from mpitrain.training.agree import attempt
@@ -78,7 +79,7 @@ class LoopRun:
                 )
             return identity
         try:
-            run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(run_dir)
             if run_dir not in self.locks:
                 lock = RunLock(run_dir, self.new.attempt)
                 lock.take()

@@ -14,8 +14,9 @@ import pytest
 
 from mpitrain import launchers
 from mpitrain.errors import UsageError
-from mpitrain.launch import completed, launch_command, result_mark
+from mpitrain.launch import completed, launch_command, relaunch, result_mark
 from mpitrain.launchers import Launcher, find_launcher, installed_library, launcher_flavour
+from mpitrain.supervision import Outcome, Requests
 
 OPENMPI = Launcher("openmpi", "/v/bin/mpirun", "openmpi", "/v")
 MPICH = Launcher("mpich", "/v/bin/mpirun", "mpich")
@@ -445,3 +446,46 @@ def test_flavours_are_those_the_option_offers() -> None:
 
     for flavour in ("auto", *launchers.FLAVOURS):
         assert build_parser().parse_args(["launch", "-n", "1", "--mpi", flavour, "x.py"]).mpi == flavour
+
+
+def write_checkpoint(run_dir: Path, mark: int, attempt: str) -> None:
+    folder = run_dir / "checkpoints" / f"{mark:012d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"parts": ["shard-0"], "run": "run", "attempt": attempt}
+    (folder / "shard-0.json").write_text(json.dumps(record))
+
+
+def test_a_run_is_started_again_only_from_checkpoints_of_its_own_and_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An earlier run's checkpoint, names that are not ours and an unfinished one are no progress."""
+    write_checkpoint(tmp_path, 95_000, "theirs")
+    (tmp_path / "checkpoints" / "notes").mkdir()
+    (tmp_path / "checkpoints" / "notes" / "shard-0.json").write_text("{}")
+    (tmp_path / "checkpoints" / "000000099999").mkdir()
+    started: list[list[str]] = []
+
+    def fail_before_it_begins(more: list[str]) -> Outcome:
+        started.append(more)
+        return Outcome(1, "", False)
+
+    assert relaunch(fail_before_it_begins, tmp_path, 3, Requests()) == 1 and started == [[]]
+
+    def fail(more: list[str]) -> Outcome:
+        started.append(more)
+        if len(started) < 4:
+            write_checkpoint(run_dir, 100 * len(started), "ours")
+        return Outcome(1, "", False)
+
+    started.clear()
+    run_dir = tmp_path / "run"
+    assert relaunch(fail, run_dir, 9, Requests()) == 1
+    assert (
+        started == [[], *[["--resume", "auto"]] * 3]
+        and "from the checkpoint at 300 samples" in capsys.readouterr().err
+    )
+    monkeypatch.setattr("mpitrain.launch.why_no_room", lambda run_dir: "No space left on device")
+    started.clear()
+    run_dir = tmp_path / "full"
+    assert relaunch(fail, run_dir, 9, Requests()) == 1 and started == [[]]
+    assert "no room for another checkpoint (No space left on device); free space" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpitrain.errors import OutputError
 from mpitrain.report import NullReport, Report, default_run_dir, fom_line, plain, write_json
+from mpitrain.training.measure import save_tensors
 
 RESULT = {
     "samples_per_second": 1234.5,
@@ -125,7 +128,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OutputError, match="No space"):
         write_json(tmp_path / "result.json", {"a": 2})
     assert json.loads((tmp_path / "result.json").read_text()) == {"a": 1}
 
@@ -286,3 +289,23 @@ def test_a_default_run_directory_is_new_and_named_after_the_job(
     assert [str(first), str(second)] == ["runs/my-job-20261121-014003", "runs/my-job-20261121-014003-2"]
     monkeypatch.setenv("MPITRAIN_RUN_DIR", "/scratch/run")
     assert default_run_dir("job") == Path("/scratch/run")
+
+
+def test_a_full_disk_loses_rows_with_a_word_and_never_the_end_of_a_run_without_one(tmp_path):
+    stream = io.StringIO()
+    report = Report(tmp_path, 10, stream=stream)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        for number in range(5):
+            report.event("epoch", text="x" * 50, number=number)
+        with pytest.raises(
+            OutputError, match="cannot write .*result.json: File too large; free space, then go on"
+        ):
+            report.finish(RESULT)
+        with pytest.raises(OutputError, match="cannot write .*model.safetensors: .*File too large"):
+            save_tensors({"w": torch.zeros(1000)}, tmp_path / "model.safetensors", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert stream.getvalue().count("rows of it are lost") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}  # nothing half-written

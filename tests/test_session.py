@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Overrides
 from mpitrain.mpi.tolerance import why_no_heartbeat
 from mpitrain.rules import AllReduce, Async, Decentralized, LocalSGD, Roles, Sync
@@ -28,7 +28,7 @@ def test_functions_are_told_apart_by_their_code_and_constants():
     assert "0x" not in fingerprint(object())  # an address differs between ranks and means nothing
 
 
-def judged(metrics, failure="", target=None):
+def judged(metrics, failure="", target=None, **more):
     job = toy.make_job(
         validate=toy.Memory(), target=target or {}, strategy=AllReduce(), metrics=lambda model, batch: metrics
     )
@@ -38,7 +38,12 @@ def judged(metrics, failure="", target=None):
         overrides=SimpleNamespace(injections=()), runtime=SimpleNamespace(num_nodes=1, fault_tolerance="none"),
     )  # fmt: skip
     outcomes = [
-        {"detail": {}, "result": {"metrics": metrics, "samples": 1, "model": "m", "steps": 1}, "failure": ""},
+        {
+            "detail": {},
+            "result": {"metrics": metrics, "samples": 1, "model": "m", "steps": 1},
+            "failure": "",
+            **more,
+        },
         {"detail": {}, "failure": failure},
     ]
     return judge(session, outcomes)
@@ -53,6 +58,13 @@ def test_a_run_is_judged_by_its_failures_first_and_its_target_next():
         assert judged(metrics, target={"accuracy": 0.97})["exit_code"] == EXIT_TARGET_MISSED
     failed = judged({"accuracy": 0.5}, failure="rank 1: boom", target={"accuracy": 0.97})
     assert failed["exit_code"] == EXIT_ERROR and failed["failure"].startswith("rank 1: boom")
+
+
+def test_a_run_that_was_told_to_end_and_could_not_write_its_checkpoint_has_failed():
+    assert judged({}, requeue=True, unwritten="")["exit_code"] == EXIT_REQUEUE
+    full = judged({}, requeue=True, unwritten="cannot write: no space")
+    assert (full["exit_code"], full["failure"]) == (EXIT_ERROR, "cannot write: no space")
+    assert judged({}, unwritten="cannot write: no space")["exit_code"] == EXIT_OK  # it came to its end
 
 
 def test_a_rehearsal_starts_no_mpi():

@@ -98,21 +98,47 @@ def test_what_makes_no_script_is_said(kind: str, options: dict[str, object], sai
 
 
 def test_a_restart_needs_a_checkpoint_progress_and_a_number_left() -> None:
-    assert decide(100, [], 20).again and decide(100, [50], 20).again
-    assert "no checkpoint" in decide(-1, [], 20).reason
-    assert "no progress" in decide(50, [20, 50], 20).reason and not decide(50, [20, 50], 20).again
-    assert not decide(100, [1, 2, 3], 3).again and decide(100, [1, 2], 3).again
+    def before(*samples: int) -> list[tuple[int, str]]:
+        return [(number, "first") for number in samples]
+
+    here = (100, "first")
+    assert decide(here, [], 20).again and decide(here, before(50), 20).again
+    assert "no checkpoint" in decide((-1, ""), [], 20).reason
+    assert "no progress" in decide(here, before(20, 100), 20).reason
+    assert not decide(here, before(20, 100), 20).again
+    assert decide((80, "second"), before(20, 100), 20).again  # the one at 100 was damaged
+    assert not decide(here, before(1, 2, 3), 3).again and decide(here, before(1, 2), 3).again
+
+
+def whole(run_dir: Path, mark: int) -> None:
+    (run_dir / f"checkpoints/{mark:012d}").mkdir(exist_ok=True)
+    record = '{"parts": ["shard-0"], "run": "r", "attempt": "a"}'
+    (run_dir / f"checkpoints/{mark:012d}/shard-0.json").write_text(record)
+
+
+def test_a_log_of_restarts_that_cannot_be_written_is_told_and_the_job_not_requeued(tmp_path: Path) -> None:
+    (tmp_path / "REQUEUE").touch()
+    (tmp_path / "checkpoints").mkdir()
+    whole(tmp_path, 64)
+    (tmp_path / "restarts.jsonl").mkdir()
+    answer = may_requeue(tmp_path)
+    assert not answer.again and "restarts.jsonl cannot be written: Is a directory" in answer.reason
 
 
 def test_requeues_are_written_down_and_compared(tmp_path: Path) -> None:
     assert "has ended by itself" in may_requeue(tmp_path).reason
     (tmp_path / "REQUEUE").touch()
     assert not may_requeue(tmp_path).again
-    (tmp_path / "checkpoints" / "000000000064").mkdir(parents=True)
+    for name in ("000000000064", "notes", "9" * 20, "000000000900"):  # the last one was never finished
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    whole(tmp_path, 64)
     assert may_requeue(tmp_path).reason == "restart 1 of at most 20, from 64 samples"
     assert "no progress" in may_requeue(tmp_path).reason
-    (tmp_path / "checkpoints" / "000000000128").mkdir()
+    whole(tmp_path, 128)
+    with (tmp_path / "restarts.jsonl").open("a") as log:
+        log.write("[1]\n" + "[" * 10**5 + '\n{"again": true}\n{"again": true, "samp')  # torn
     assert may_requeue(tmp_path).reason == "restart 2 of at most 20, from 128 samples"
+    assert "no progress" in may_requeue(tmp_path).reason  # nor was the answer lost
     told = describe(tmp_path)
     assert (
         "start it again with --resume auto" in told and "at 128 samples" in told and "restarts    2" in told

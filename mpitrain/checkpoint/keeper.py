@@ -56,6 +56,7 @@ class Keeper:
         self.num_written = self.num_failed = self.num_bytes = 0
         self.copy_s = self.write_s = self.wait_s = 0.0
         self._failures = 0
+        self.unwritten = ""  # why the last write failed, if it did
         self._cost_s: float | None = None
         self._last_s = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -101,12 +102,13 @@ class Keeper:
             if ("corrupt_file", number) in self._faults:
                 corrupt_part(folder, self.part)
             self.num_written += 1
-            self._failures = 0
+            self._failures, self.unwritten = 0, ""
             if parts:  # the first part knows what is complete
                 prune(self.run_dir, self.keep, mark, self.identity)
         except CheckpointError as error:
             self.num_failed, self._failures = self.num_failed + 1, self._failures + 1
-            self._warn(str(error))
+            self.unwritten = str(error)
+            self._warn(self.unwritten)
         took_s = time.monotonic() - began_s
         self.write_s += took_s
         self._cost_s = took_s

@@ -36,9 +36,11 @@ from mpitrain.errors import (
     EXIT_ERROR,
     EXIT_INTERRUPTED,
     AgreedError,
+    CheckpointError,
     GivenUpError,
     LostRankError,
     MpitrainError,
+    OutputError,
     UsageError,
     printable,
 )
@@ -53,6 +55,8 @@ _ALARM_S = 10
 _REVOKE_WAIT_S = 1.0
 _DRAIN_S = 2.0
 _ABORT_WAIT_S = 30.0
+# Errors whose message says all there is to say.
+_TOLD_WHOLE = (UsageError, LostRankError, GivenUpError, CheckpointError, OutputError)
 _ending = threading.Lock()  # held for ever by the first thread that ends the job
 
 
@@ -200,7 +204,7 @@ def report(runtime: "Runtime", error: BaseException) -> None:
     """
     trace = "".join(traceback.format_exception(error))
     summary = f"mpitrain: {runtime.where()}: {type(error).__name__}: {error}"
-    plain = isinstance(error, UsageError | LostRankError | GivenUpError) or is_lost_peer(error)
+    plain = isinstance(error, _TOLD_WHOLE) or is_lost_peer(error)
     if is_interrupt(error):
         summary, plain = f"mpitrain: {runtime.where()}: interrupted", True
     if not isinstance(error, UsageError) or _is_first(runtime, str(error)):

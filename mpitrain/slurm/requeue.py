@@ -1,19 +1,22 @@
 """Whether a job that was told to stop may run again: a bounded number of times, and only while it gets on.
 
-Law of this file: progress is the mark of the newest checkpoint folder (accepted samples, its name), and every answer
-is kept in `restarts.jsonl` of the run directory, one line each, so that the next one can compare.
+Law of this file: progress is another newest checkpoint, by its mark (accepted samples) and the start that wrote it, and
+every answer is kept in `restarts.jsonl` of the run directory, one line each, so that the next one can compare. A line
+that is torn is no answer.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from mpitrain.run_directory import progress, read_bounded
 
 MARKER = "REQUEUE"
 LOG = "restarts.jsonl"
+_MAX_LOG_BYTES = 2**24
 
 
 class Answer(NamedTuple):
@@ -23,43 +26,59 @@ class Answer(NamedTuple):
     reason: str
 
 
-def progress(run_dir: Path) -> int:
-    """Accepted samples at the newest checkpoint; -1 without one."""
-    names = [path.name for path in (run_dir / "checkpoints").glob("*") if re.fullmatch(r"\d+", path.name)]
-    return max(map(int, names), default=-1)
-
-
-def restarts(run_dir: Path) -> list[dict[str, object]]:
-    """The answers given so far that were yes, oldest first."""
+def restarts(run_dir: Path) -> list[dict[str, Any]]:
+    """The answers given so far that were yes, oldest first; lines that are torn are left out."""
     try:
-        lines = (run_dir / LOG).read_text(encoding="utf-8").splitlines()
-    except OSError:
+        lines = read_bounded(run_dir / LOG, _MAX_LOG_BYTES).splitlines()
+    except (OSError, ValueError):
         return []
-    return [answer for answer in map(json.loads, lines) if answer["again"]]
+    return [answer for answer in map(_answer, lines) if answer and answer["again"]]
+
+
+def _answer(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    told = isinstance(found, dict) and isinstance(found.get("samples"), int) and "again" in found
+    return {"attempt": "", "reason": "", **found} if told else None
 
 
 def may_requeue(run_dir: Path, max_restarts: int = 20) -> Answer:
     """Decide, and write the decision down."""
-    answer = decide(progress(run_dir), [int(str(one["samples"])) for one in restarts(run_dir)], max_restarts)
+    here = progress(run_dir)
+    before = [(one["samples"], str(one["attempt"])) for one in restarts(run_dir)]
+    answer = decide((here.mark, here.attempt), before, max_restarts)
     if not (run_dir / MARKER).exists():
         return Answer(False, f"{run_dir} has no {MARKER}: the run has ended by itself")
-    line = {"again": answer.again, "reason": answer.reason, "samples": progress(run_dir), "time": time.time()}
-    with (run_dir / LOG).open("a", encoding="utf-8") as log:
-        log.write(json.dumps(line) + "\n")
+    line = {"again": answer.again, "reason": answer.reason, "samples": here.mark, "attempt": here.attempt}
+    try:
+        _append(run_dir / LOG, json.dumps(line | {"time": time.time()}))
+    except OSError as error:
+        return Answer(
+            False, f"{run_dir / LOG} cannot be written: {error.strerror}; free space, then submit it again"
+        )
     return answer
 
 
-def decide(samples: int, before: list[int], max_restarts: int) -> Answer:
+def _append(path: Path, line: str) -> None:
+    with path.open("a+b") as log:
+        torn = log.seek(0, 2) > 0 and (log.seek(-1, 2), log.read(1))[1] != b"\n"
+        log.write(b"\n" * torn + line.encode() + b"\n")
+
+
+def decide(here: tuple[int, str], before: list[tuple[int, str]], max_restarts: int) -> Answer:
     """The rule alone.
 
     Args:
-        samples: at the newest checkpoint now, -1 without one.
+        here: samples and start of the newest checkpoint, -1 without one.
         before: the same at each restart so far.
     """
+    samples = here[0]
     if len(before) >= max_restarts:
         return Answer(False, f"it has been restarted {len(before)} times, at most {max_restarts} are allowed")
     if samples < 0:
         return Answer(False, "there is no checkpoint to go on from")
-    if before and samples <= before[-1]:
+    if before and here == before[-1]:
         return Answer(False, f"no progress since the last restart: still {samples} samples")
     return Answer(True, f"restart {len(before) + 1} of at most {max_restarts}, from {samples} samples")

@@ -5,7 +5,6 @@ Law of this file: it only reads, and every file may be missing, or be half-writt
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.slurm.requeue import MARKER, progress, restarts
+from mpitrain.run_directory import progress, read_json
+from mpitrain.slurm.requeue import MARKER, restarts
 
 
 def describe(run_dir: Path) -> str:
@@ -24,8 +24,8 @@ def describe(run_dir: Path) -> str:
     """
     if not run_dir.is_dir():
         raise UsageError(f"no run directory {run_dir}")
-    result = _json(run_dir / "result.json")
-    environment = _json(run_dir / "env.json")
+    result = read_json(run_dir / "result.json") or {}
+    environment = read_json(run_dir / "env.json") or {}
     job = _job_of(environment)
     slurm = ask_slurm(job) if job else {}
     lines = [_state(run_dir, result, slurm)]
@@ -36,7 +36,7 @@ def describe(run_dir: Path) -> str:
             else "Slurm does not know it any more"
         )
         lines.append(f"job         {job}: {told}")
-    if (samples := progress(run_dir)) >= 0:
+    if (samples := progress(run_dir).mark) >= 0:
         lines.append(f"checkpoint  at {samples} samples")
     if again := restarts(run_dir):
         lines.append(f"restarts    {len(again)}; the last: {again[-1]['reason']}")
@@ -82,14 +82,6 @@ def ask_slurm(job: str) -> dict[str, str]:
         return {}
     first = run.stdout.partition("\n")[0]
     return dict(re.findall(r"(\w+)=(\S*)", first)) if run.returncode == 0 else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _job_of(environment: dict[str, Any]) -> str:

@@ -327,6 +327,7 @@ class Trainer:
         outcome: dict[str, Any] = {"detail": detail, "failure": self.failure, "injected": injected}
         outcome["requeue"] = self.cuts.ended
         self.cuts.keeper.wait()
+        outcome["unwritten"] = self.cuts.keeper.unwritten
         if self.rank == 0:
             detail["checkpoints"] = self.cuts.keeper.summary()
             path = self.session.run_dir / MODEL_FILE

@@ -21,6 +21,7 @@ from mpitrain.job import Job
 from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import set_learning_rate
 from mpitrain.model.user_code import check_made_optimizer, check_module
+from mpitrain.report import writing
 from mpitrain.targets import LOSS, check_targets
 
 MODEL_FILE = "model.safetensors"
@@ -119,15 +120,20 @@ def save_tensors(state: Mapping[str, torch.Tensor], path: Path, metadata: dict[s
     Every name is stored with a copy of its own (tied weights twice), so
     `module.load_state_dict(load_file(path))` reads it back anywhere.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     beside = path.with_name(f".{path.name}.tmp")
     try:
-        save_file(tensors, str(beside), metadata=metadata)
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
+        with writing(path):
+            try:
+                save_file(tensors, str(beside), metadata=metadata)
+            except SafetensorError as error:  # which is what it makes of a full disk
+                raise OSError(str(error)) from error
+            with open(beside, "rb") as file:
+                os.fsync(file.fileno())
+            beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
 

@@ -80,6 +80,7 @@ def run_peers(session: Session) -> dict[str, Any]:
             "role": "worker", **counts, **replica.statistics(with_norm=True), "checkpoints": keeper.summary(),
         },
         "failure": "", "injected": injected, "requeue": cuts is not None and cuts.ended,
+        "unwritten": keeper.unwritten,
     }  # fmt: skip
     everybody = runtime.allgather(
         {key: counts[key] for key in ("batches", "drift", "drift_max", "lead_max", "nonfinite", "sent_bytes")}

@@ -173,6 +173,7 @@ def _serve(session: Session, model: FlatModel, optimizer: Optimizer) -> dict[str
         "detail": {"rank": runtime.rank, "role": "server", "shard": shard, **counts},
         "failure": counts["failure"],
         "requeue": server.cuts.ended,
+        "unwritten": keeper.unwritten,
     }
     if runtime.rank == roles.dealer:
         outcome["result"] = {**meter.result(), **{key: counts[key] for key in _SHOWN}, **server.delivered}
@@ -244,7 +245,9 @@ def _work(
     keeper.wait()
     told = {"codec": replica.statistics()} if replica.coder else {}
     detail = {"role": "worker", **counts, **told, "checkpoints": keeper.summary()}
-    outcome: dict[str, Any] = {"detail": detail, "injected": straggler.counts()}
+    outcome: dict[str, Any] = {
+        "detail": detail, "injected": straggler.counts(), "unwritten": keeper.unwritten
+    }  # fmt: skip
     return outcome
 
 

@@ -21,8 +21,7 @@ from mpitrain.environment import code_versions, collect, launched_server_nodes
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, AgreedError, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides
-from mpitrain.mpi.ending import forget_reports
-from mpitrain.report import NullReport, Report, write_json
+from mpitrain.report import NullReport, Report, write_json, writing
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign, disagreement
 from mpitrain.run_directory import RUN_FILE, Identity
 from mpitrain.run_lock import RunLock
@@ -118,7 +117,8 @@ class Session:
             say_end(self.report, result)
             mark = self.run_dir / REQUEUE_FILE
             if result["exit_code"] == EXIT_REQUEUE:
-                mark.write_text(f"{result['samples']}\n")
+                with writing(mark):
+                    mark.write_text(f"{result['samples']}\n")
             else:
                 mark.unlink(missing_ok=True)
             self.report.finish(result)
@@ -160,10 +160,13 @@ def prepare(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )
     if runtime.rank == 0:
+        from mpitrain.mpi.ending import forget_reports  # a rehearsal shares this file, and starts no MPI
+
         forget_reports(run_dir)
         session.open_report()
         text = json.dumps({**collect(runtime), "ranks": environment}, indent=2, sort_keys=True, default=str)
-        (run_dir / "env.json").write_text(text + "\n")
+        with writing(run_dir / "env.json"):
+            (run_dir / "env.json").write_text(text + "\n")
         write_json(run_dir / RUN_FILE, _how_started(session, job_file))
         _describe_start(session)
         for name, fields in opened.events:
@@ -255,7 +258,10 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         key=lambda text: not text.startswith("rank"),
     )
     missed = missed_targets(session.job.target, merged["metrics"])
-    requeue = any(outcome.get("requeue") for outcome in gathered) and not failures
+    asked_to_end = any(outcome.get("requeue") for outcome in gathered)
+    if asked_to_end and not failures:  # to run again takes a checkpoint, the last one
+        failures = [outcome["unwritten"] for outcome in gathered if outcome.get("unwritten")]
+    requeue = asked_to_end and not failures
     shards = [outcome["detail"] for outcome in gathered if outcome["detail"].get("role") == "server"]
     if not failures and not requeue and (differs := disagreement(shards)):
         failures = [differs]

@@ -228,6 +228,7 @@ class SplitRun:
             "detail": {**detail, "steps": self.step, **self.describe()},
             "failure": self.failure,
             "requeue": self.cuts.ended,
+            "unwritten": self.cuts.keeper.unwritten,
         }
         if self.pieces.place(self.rank)[0] == 0:
             outcome["detail"]["checkpoints"] = self.cuts.keeper.summary()

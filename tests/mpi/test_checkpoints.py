@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from mpitrain import Sync, simulate
-from mpitrain.checkpoint.parts import FOLDER, newest
+from mpitrain.checkpoint.parts import FOLDER, _digest, folder_of, newest, write_part
 from mpitrain.job import load_job
+from mpitrain.run_directory import Identity
+from mpitrain.run_lock import RunLock
 from mpitrain.training.measure import same_model
 from tests.ranks import run_ranks
 
@@ -253,10 +255,16 @@ def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
     options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240}
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     run = [*command, "--strategy", "sync()", "--run-dir", str(tmp_path / "run")]
+    earlier = Identity("earlier", "a")  # a run that has come further, and a folder that is nobody's
+    write_part(folder_of(tmp_path / "run", 5530), "shard-0", {}, earlier, ["shard-0"], {})
+    (tmp_path / "run" / FOLDER / "notes").mkdir()
     ended = subprocess.run(run, env=env, **options)
     assert ended.returncode == 0, ended.stderr
     assert "restart 2 of 3 from the checkpoint at" in ended.stderr and "restart 3" not in ended.stderr
-    assert result_of(tmp_path / "run")["samples"] == 480
+    result = result_of(tmp_path / "run")
+    assert result["samples"] == 480 and 0 < result["resumed_from"] < 480
+    assert result["resumed_run"] == result["run"] != "earlier" and not (tmp_path / "run" / "lock").exists()
+    assert newest(tmp_path / "run" / "earlier-earlier").mark == 5530
     whole = simulate(
         load_job(str(tmp_path / "job.py")), Sync(), workers=2, run_dir=str(tmp_path / "whole"), quiet=True
     )
@@ -264,19 +272,30 @@ def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
 
 
 REFUSED = """
+import resource
 import sys
 from pathlib import Path
 import mpitrain as mt
 from mpitrain.errors import AgreedError
+from mpitrain.mpi.runtime import start
 from tests import toy
 
+def fill_disk(model, batch):
+    if start().rank == 1:  # which saves the model
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
+    return toy.square_loss(model, batch)
+
+full = dict(loss=fill_disk, checkpoint_every="never")
 other = dict(model=toy.linear_float32, loss=toy.linear_loss)
 mt.train(toy.make_job(checkpoint_every="96"), mt.Sync(), run_dir="{path}/start", quiet=True)
-for name, changes in (("start", other), ("nowhere", {{}}), ("damaged", {{}})):
+for name, changes in (
+    ("start", other), ("nowhere", {{}}), ("damaged", {{}}), ("outdated", {{}}), ("held", {{}}), ("full", full)
+):
     print(f"== {{name}}", file=sys.stderr, flush=True)
     try:
         mt.train(
-            toy.make_job(**changes), mt.Sync(), run_dir="{path}/again", quiet=True, resume="{path}/" + name
+            toy.make_job(**changes), mt.Sync(), run_dir="{path}/" + ("held" if name == "held" else "again"),
+            quiet=True, resume=None if name in ("held", "full") else "{path}/" + name,
         )
     except AgreedError as error:
         print(f"code {{error.exit_code}}", file=sys.stderr, flush=True)
@@ -284,15 +303,30 @@ for name, changes in (("start", other), ("nowhere", {{}}), ("damaged", {{}})):
 
 
 def test_a_checkpoint_of_another_job_none_or_a_damaged_one_is_said_once_and_all_leave(tmp_path):
+    """And one of the first version, a run directory that another job holds; last, a disk that is full at the end."""
     folder = tmp_path / "damaged" / FOLDER / f"{100:012d}"
     folder.mkdir(parents=True)
     (folder / "shard-0.json").write_text("{}")
-    run = run_ranks(3, REFUSED.format(path=tmp_path)).check()
+    old = {"schema": 1, "part": "shard-0", "needs": ["shard-0"], "about": {}, "state": {}}
+    folder = tmp_path / "outdated" / FOLDER / f"{100:012d}"
+    folder.mkdir(parents=True)
+    (folder / "shard-0.json").write_text(json.dumps(old | {"self": _digest(old)}))
+    (tmp_path / "held").mkdir()
+    lock = RunLock(tmp_path / "held", "theirs")
+    lock.take()
+    run = run_ranks(3, REFUSED.format(path=tmp_path))
+    lock.release()
+    assert run.code == 1, run
+    assert "model.safetensors: " in run.ranks_err[1] and "File too large" in run.ranks_err[1], run
+    assert "Traceback" not in run.stderr, run
     told = dict(part.split("\n", 1) for part in run.ranks_err[0].split("== ")[1:])
+    told.pop("full")
     said = {
         "start": ("was written by another run: its parameters are", "code 2"),
         "nowhere": ("no checkpoint there", "code 2"),
         "damaged": ("verifies: ", "code 1"),
+        "outdated": ("shard-0.json has schema 1, and this version of mpitrain reads schema 2", "code 2"),
+        "held": (f"in use by process {os.getpid()} on host", "code 2"),
     }
     assert told.keys() == said.keys()
     for name, (text, code) in said.items():

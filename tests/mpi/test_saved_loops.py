@@ -2,7 +2,8 @@
 
 import pytest
 
-from mpitrain.checkpoint.parts import newest
+from mpitrain.checkpoint.parts import folder_of, newest, write_part
+from mpitrain.run_directory import Identity
 from mpitrain.training.measure import same_model
 from tests.ranks import run_ranks
 
@@ -77,6 +78,8 @@ def calls(name, text, optimizer):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved")
+    for name in [*ALONE, *SERVED]:  # an earlier run has come further
+        write_part(folder_of(path / name, 99), "shard-0", {}, Identity("earlier", "a"), ["shard-0"], {})
 
     def launch(ranks, runs):
         run_ranks(ranks, PROGRAM.format(path=path, runs="\n".join(runs))).check()
@@ -96,7 +99,7 @@ def saved(tmp_path_factory):
 def test_what_is_resumed_is_what_would_have_been(saved, name):
     """Without servers also what it would have been had it never been saved."""
     found = newest(saved / name)
-    assert found is not None and found.mark == 5
+    assert found is not None and found.mark == 5 and newest(saved / name / "earlier-earlier").mark == 99
     for worker in range({"async": 1, "sync": 2}.get(name, 4)):
         resumed = saved / f"{name}-resumed-{worker}.safetensors"
         assert same_model(saved / f"{name}-{worker}.safetensors", resumed)
