@@ -245,7 +245,7 @@ def _join(
         push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
         signs_s=SIGNS_S if strategy.holds_apart else 0.0,
     )  # fmt: skip
-    attempt(runtime, lambda: restore_worker(found, worker, replica, index, len(roles.workers)))
+    attempt(runtime, lambda: restore_worker(found, worker, replica, index, len(roles.workers), strategy))
     remote = RemoteOptimizer(runtime, optimizer, strategy, replica, worker, world)
 
     def take(step: int, run_dir: Path, keep: int) -> dict[str, Any]:

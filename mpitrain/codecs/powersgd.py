@@ -119,7 +119,11 @@ class PowerSgdEncoder(Encoder):
     def restore(self, state: dict[str, Any]) -> None:
         tensors = dict(state["tensors"])
         found = {name: tensors.pop(name) for name in list(tensors) if name.startswith("basis/")}
-        self._bases = {name.removeprefix("basis/"): basis.clone() for name, basis in found.items()}
+        self._bases = {
+            name.removeprefix("basis/"): basis.clone()
+            for name, basis in found.items()
+            if basis.shape[-1] == self.rank  # of another rank: it begins with a fresh one
+        }
         super().restore({**state, "tensors": tensors})
 
 

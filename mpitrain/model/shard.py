@@ -244,7 +244,7 @@ class ShardStore:
             lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self._rates.state()
         )
         correction = self.correction.state() if self.correction else {}
-        replies = {"replies": self._coder.state()} if self._coder else {}
+        replies = {"replies": {"codec": self._coder.codec.name, **self._coder.state()}} if self._coder else {}
         return {
             "parameters": self.live.body.clone(), "optimizer": copied, "correction": correction, **replies,
         }  # fmt: skip
@@ -258,7 +258,10 @@ class ShardStore:
             self._move_to(self.pool.take())
         self.live.body.copy_(state["parameters"])
         self._rates.restore(state["optimizer"])
-        if self.correction:
+        if self.correction and state["correction"]:
             self.correction.restore(state["correction"])
         if self._coder is not None:
-            self._coder.restore(state.get("replies", {"copies": {}, "encoders": {}}))
+            replies = state.get("replies", {})
+            if replies.get("codec") != self._coder.codec.name:  # another codec's: all are told in full
+                replies = {"copies": {}, "encoders": {}}
+            self._coder.restore(replies)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mpitrain.rules import Dealer, Lease, PerWorker, ServerStrategy
+from mpitrain.rules.dealing import check_batch_size
 
 LEASES_AHEAD = 1  # to read while computing on another; one more for every push that may be in flight
 
@@ -131,15 +132,24 @@ class Deals:
         servers the same worker is another rank."""
         numbers = {worker: number for number, worker in enumerate(workers)}
         dealer = _renamed(self.dealer.state(), numbers) if self.dealer else None
-        return {"dealer": dealer, "batching": copy.deepcopy(self.memory)}
+        return {"dealer": dealer, "batching": copy.deepcopy(self.memory), "batch_size": self.batch_size}
 
     def restore(self, state: dict[str, Any], workers: tuple[int, ...]) -> None:
-        """Continue from what `state` returned, with `workers`."""
+        """Continue from what `state` returned, with `workers`.
+
+        Raises:
+            UsageError: other batches in the middle of an epoch.
+        """
         self.memory = state["batching"]
         if self.dealer and state["dealer"]:
             held = state["dealer"].get("stretches", []) + state["dealer"].get("outstanding", [])
             gone = {number: -1 - number for number, *_ in held if number >= len(workers)}
             self.dealer.restore(_renamed(state["dealer"], gone | dict(enumerate(workers))), workers)
+            if state["batch_size"] != self.batch_size:
+                left = sum(count for _, count in self.dealer.left())
+                whole = left in (0, self.dealer.num_samples) and self.dealer.all_of_this_epoch()
+                check_batch_size(state["batch_size"], self.batch_size, self.dealer.epoch, whole)
+                self.dealer.lay_out_anew()
 
 
 def _renamed(position: dict[str, Any], names: Mapping[int, int]) -> dict[str, Any]:

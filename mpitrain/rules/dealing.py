@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.rules.judged import Judged, in_any, torn, without
 
 MAX_WINDOWS = 16  # of a stretch: neighbours share the window they meet in, so about 1/16 is read twice
@@ -174,6 +174,11 @@ class Dealer:
             if start < end:
                 joined.append((start, end))
         return [(start, end - start) for start, end in joined]
+
+    def all_of_this_epoch(self) -> bool:
+        """Whether nothing of another epoch is to be dealt again."""
+        again = [lease for held in (*self.kept.values(), self.returned) for lease in held]
+        return all(lease.epoch == self.epoch for lease in again)
 
     def deal_evenly(self) -> list[Lease]:
         """One lease for every worker out of all that is left of the epoch, at most `batch_size` each. Needs a sample
@@ -352,3 +357,16 @@ class Dealer:
                 self.kept[worker] = held
             else:
                 self.returned = sorted(self.returned + held)
+
+
+def check_batch_size(before: int, now: int, epoch: int, between_epochs: bool) -> None:
+    """Refuse to go on with another batch size in the middle of an epoch, which has been cut into batches.
+
+    Raises:
+        UsageError: names both.
+    """
+    if before != now and not between_epochs:
+        raise UsageError(
+            f"the checkpoint's batch_size was {before}, this job's is {now}, and the checkpoint is in the middle of "
+            f"epoch {epoch + 1}: go on with --batch-size {before}, or from a checkpoint at the end of an epoch"
+        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.rules.dealing import Dealer, Lease
+from mpitrain.rules.dealing import Dealer, Lease, check_batch_size
 
 ENDLESS = 1 << 62
 
@@ -76,8 +76,16 @@ class Rounds:
         return {"workers": self.num_workers, "batch_size": self.batch_size, "dealer": self.dealer.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned; for other workers or batches the rest of the epoch is dealt anew."""
+        """Continue from what `state` returned; for other workers the rest of the epoch is dealt anew.
+
+        Raises:
+            UsageError: other batches in the middle of an epoch.
+        """
         self.dealer.restore(state["dealer"], tuple(range(state["workers"])))
+        left, full = sum(count for _, count in self.dealer.left()), state["workers"] * state["batch_size"]
+        is_over = left < state["workers"] or (self.drop_last and left < full)
+        between = is_over or left == self.dealer.num_samples
+        check_batch_size(state["batch_size"], self.batch_size, self.dealer.epoch, between)
         if (state["workers"], state["batch_size"]) != (self.num_workers, self.batch_size):
             self.dealer.lay_out_anew()
         self._left, self._ahead = sum(count for _, count in self.dealer.left()), None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mpitrain.rules.dealing import Lease, share_out
+from mpitrain.rules.dealing import Lease, check_batch_size, share_out
 from mpitrain.rules.warmup import Warmup
 
 
@@ -97,11 +97,19 @@ class Shares:
         """Position in the course: integers only."""
         return {
             "step": self.step, "epoch": self.epoch, "cursor": self.cursor, "samples": self.samples,
-            "num_left_out": self.num_left_out,
+            "num_left_out": self.num_left_out, "batch_size": self.batch_size,
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned, also with another number of peers."""
+        """Continue from what `state` returned, also with another number of peers.
+
+        Raises:
+            UsageError: other batches in the middle of an epoch.
+        """
+        left, before = self.num_samples - state["cursor"], state["batch_size"]
+        is_over = left < self.num_peers or (self.drop_last and left < before * self.num_peers)
+        between = is_over or state["cursor"] == 0
+        check_batch_size(before, self.batch_size, state["epoch"], between)
         self.step, self.epoch, self.cursor = state["step"], state["epoch"], state["cursor"]
         self.samples, self.num_left_out = state["samples"], state["num_left_out"]
 

@@ -37,7 +37,8 @@ from mpitrain.training.measure import (
 )
 from mpitrain.training.parallel import attach, codec_of, data_parallel, weight_among_all
 from mpitrain.training.recovering import Kept
-from mpitrain.training.session import Session
+from mpitrain.training.resume_options import describe_optimizer, same_codec
+from mpitrain.training.session import Session, attempt
 from mpitrain.training.straggling import Nap
 
 _COUNTS = ("epoch", "step", "samples", "nonfinite", "left_out")
@@ -88,11 +89,14 @@ class Trainer:
         self.rounds = Rounds(catalogue.num_samples, job.batch_size, self.num_workers, together, job.drop_last)
         parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
         kept_back = self.hook.state if self.hook else None
-        self.cuts = StepCuts(session, parameters, self.state, kept_back, module=module)
+        described = describe_optimizer(module, self.optimizer)
+        self.cuts = StepCuts(session, parameters, described, self.state, kept_back, module=module)
         saved = kept.state if kept else self.cuts.restored(session)
         if saved is not None:
-            self.restore(saved)
-            if self.hook is not None:
+            attempt(session.runtime, lambda: self.restore(saved))
+            resume, strategy = session.resume, session.strategy
+            alike = kept is not None or (resume and same_codec(resume.about, strategy, "codec"))
+            if self.hook is not None and alike:
                 self.hook.restore_shares(
                     *(kept.shares(self.num_workers) if kept else self.cuts.restored_own(session))
                 )

@@ -31,7 +31,8 @@ class StepCuts:
     """When a synchronous run is cut, and from where it goes on.
 
     Args:
-        session: of the run; parameters: names and shapes, for the checkpoint to say what it is.
+        session: of the run; parameters: names and shapes, and optimizer: class and groups, for the checkpoint to say
+            what it is.
         state: what rank 0 writes: a tree with tensors (copied here).
         own: what each rank writes beside it, or None.
         grid: who holds which part of a split model.
@@ -43,15 +44,15 @@ class StepCuts:
         self,
         session: Session,
         parameters: list[str],
+        optimizer: list[str],
         state: Callable[[], dict[str, Any]],
         own: Callable[[], dict[str, Any]] | None = None,
         grid: Grid | None = None,
         module: torch.nn.Module | None = None,
     ):
-        job = session.job
         kind = session.strategy.family + (f" in {grid.num_parts} parts" if grid else "")
-        about = about_run(job, session.catalogue.num_samples, parameters, kind)
-        attempt(session.runtime, lambda: check(session.resume, about))
+        about = about_run(session, parameters, kind, optimizer)
+        attempt(session.runtime, lambda: check(session, about))
         self.rank, self.resume = session.runtime.rank, session.resume
         replica, place = grid.place(self.rank) if grid else (0, self.rank)
         num_places = grid.num_parts if grid else session.runtime.size

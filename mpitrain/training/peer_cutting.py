@@ -18,8 +18,10 @@ from mpitrain.model.peering import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_cuts import PeerCuts
 from mpitrain.rules import Decentralized
+from mpitrain.text import parse
 from mpitrain.training import signals
 from mpitrain.training.cutting import own_part
+from mpitrain.training.resume_options import same_codec
 from mpitrain.training.resuming import Resume, check, make_keeper, read_own_part
 from mpitrain.training.session import Session
 
@@ -30,7 +32,7 @@ def check_cuts(session: Session, rule: Decentralized, about: dict[str, Any]) -> 
     Raises:
         UsageError: says which.
     """
-    check(session.resume, about)
+    check(session, about)
     every = session.job.checkpoint_every
     if _never_meets(rule) and every not in ("auto", "never", ""):
         raise UsageError(
@@ -64,7 +66,17 @@ def restore(resume: Resume | None, peer: Peer, replica: PeerReplica) -> None:
     number = len(resume.parts)
     mine = read_own_part(resume, own_part(peer.rank % number))
     peer.restore(mine["role"])
-    replica.restore(mine["replica"] if number == peer.number else _of_others(resume, peer, number, mine))
+    rule = peer.rule
+    assert isinstance(rule, Decentralized)
+    before = parse(resume.about["strategy"], "strategy")
+    assert isinstance(before, Decentralized)
+    # copies that peers mixing parameters keep of each other belong to one codec and one way of waiting
+    mixed_alike = not rule.mixes or (before.codec, before.asynchronous) == (rule.codec, rule.asynchronous)
+    same = number == peer.number and mixed_alike
+    state = mine["replica"] if same else _of_others(resume, peer, number, mine)
+    if not same_codec(resume.about, rule, "codec"):
+        state = {**state, "encoder": {}}
+    replica.restore(state)
 
 
 def _of_others(resume: Resume, peer: Peer, number: int, mine: dict[str, Any]) -> dict[str, Any]:

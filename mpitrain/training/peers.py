@@ -27,6 +27,7 @@ from mpitrain.training.measure import (
     share_module,
 )
 from mpitrain.training.peer_cutting import check_cuts, make_cuts, restore
+from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.resuming import about_run
 from mpitrain.training.session import Session, attempt
 
@@ -41,7 +42,7 @@ def run_peers(session: Session) -> dict[str, Any]:
     model = attempt(runtime, lambda: FlatModel(module, optimizer, 1))
     shapes = [f"{n} {s}" for n, s in zip(model.layout.names, model.layout.shapes, strict=True)]
     runtime.compare({"parameters": shapes, "dtype": str(model.layout.dtype)})
-    about = about_run(job, session.catalogue.num_samples, shapes, rule.family)
+    about = about_run(session, shapes, rule.family, describe_optimizer(module, optimizer))
     attempt(runtime, lambda: check_cuts(session, rule, about))
     first = runtime.rank == 0
     with job.data.reader(session.catalogue, job.seed) as reader:

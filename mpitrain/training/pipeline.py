@@ -28,6 +28,7 @@ from mpitrain.targets import LOSS
 from mpitrain.training.measure import build, pick_device, share_module
 from mpitrain.training.parallel import data_parallel
 from mpitrain.training.relay import Relay
+from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.split import Batch, SplitRun, compare_parameters, device_mesh, grid_of
 from mpitrain.training.stand_in import model_inputs, with_output
@@ -40,15 +41,15 @@ def run_pipeline(session: Session) -> dict[str, Any]:
     runtime, grid = session.runtime, grid_of(session)
     replica, part = grid.place(runtime.rank)
     runtime.role = f"stage {part} of pipeline {replica}"
-    made, parameters = _build(session, grid, part)
+    made, parameters, described = _build(session, grid, part)
     with default_group(runtime):
         run = PipelineRun(session, grid, device=pick_device(runtime.local_rank), **made)
-        return run.run(parameters)
+        return run.run(parameters, described)
 
 
-def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], list[str]]:
-    """(this rank's arguments for a PipelineRun, the whole model's parameters). Every rank builds the whole model on the
-    host, keeps its stage and forgets the rest."""
+def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], list[str], list[str]]:
+    """(this rank's arguments for a PipelineRun, the whole model's parameters and their stages, its optimizer). Every
+    rank builds the whole model on the host, keeps its stage and forgets the rest."""
     runtime, job = session.runtime, session.job
     module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, torch.device("cpu")))
     if grid.num_parts > 1:
@@ -56,6 +57,7 @@ def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], lis
     parameters = compare_parameters(runtime, module)
     stages = attempt(runtime, lambda: split_stages(module, grid.num_parts, job.stages))
     share_module(runtime, module)
+    described = describe_optimizer(module, optimizer)
     keep_only(optimizer, stages[part].module)
     owners = {name: index for index, stage in enumerate(stages) for name in stage.names}
     made = {
@@ -65,7 +67,7 @@ def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], lis
         "untouched": {name: tensor for name, tensor in module.state_dict().items() if name not in owners},
         "sizes": [stage.num_parameters for stage in stages],
     }
-    return made, parameters
+    return made, [f"{entry}, stage {owners.get(entry.split()[0])}" for entry in parameters], described
 
 
 class PipelineRun(SplitRun):

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.checkpoint import Checkpoint, Keeper
 from mpitrain.checkpoint.parts import candidates, damage, nothing_verifies
-from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.errors import CheckpointError
 from mpitrain.inject import FileFault
-from mpitrain.job import Job
 from mpitrain.rules.checkpointing import read_policy
 from mpitrain.run_directory import Identity
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt
+from mpitrain.training.resume_options import changed_options, chosen, contents_of, refuse_others
 
 if TYPE_CHECKING:
     from mpitrain.training.session import Session
@@ -72,42 +72,41 @@ def identify(found: Checkpoint | None, run: str, attempt_id: str) -> Identity:
     return Identity(run, attempt_id, source)
 
 
-def about_run(job: Job, num_samples: int, parameters: list[str], kind: str) -> dict[str, Any]:
-    """What a checkpoint says of its run; `parameters`: names and shapes; `kind`: what can go on from it."""
+def about_run(session: Session, parameters: list[str], kind: str, optimizer: list[str]) -> dict[str, Any]:
+    """What a checkpoint says of its run.
+
+    Args:
+        parameters: names and shapes, and how a split model is cut; optimizer: as `describe_optimizer` tells it.
+        kind: what can go on from it.
+    """
+    job, catalogue = session.job, session.catalogue
     return {
         "kind": kind,
         "parameters": parameters,
-        "num_samples": num_samples,
+        "optimizer": optimizer,
+        "num_samples": catalogue.num_samples,
+        "data": catalogue.digest(),
+        "contents": contents_of(catalogue),
         "seed": job.seed,
         "strategy": str(job.strategy),
         "batch_size": job.batch_size,
+        "options": chosen(session),
     }
 
 
-def check(resume: Resume | None, about: dict[str, Any]) -> None:
-    """Refuse a checkpoint of something else.
+def check(session: Session, about: dict[str, Any]) -> None:
+    """Refuse a checkpoint of something else; say which options have changed since.
 
     Raises:
         UsageError: names what differs.
     """
+    resume = session.resume
     if resume is None:
         return
-    if resume.about.get("kind") != about["kind"]:
-        wrote = f"{resume.about.get('strategy')} ({resume.about.get('kind', 'an older version')})"
-        raise UsageError(
-            f"{resume.folder} was written by {wrote}, and {about['strategy']} ({about['kind']}) cannot go on from it; "
-            "give a strategy of the same kind"
-        )
-    for key in ("parameters", "num_samples", "seed"):
-        if resume.about.get(key) != about[key]:
-            there, here = resume.about.get(key), about[key]
-            if key == "parameters":
-                there = sorted(set(there or ()) - set(here)) or "fewer"
-                here = sorted(set(here) - set(resume.about.get(key) or ())) or "fewer"
-            raise UsageError(
-                f"{resume.folder} was written by another run: its {key} are {there}, this job's are {here}; give the "
-                "job that wrote it, or another --run-dir"
-            )
+    refuse_others(resume.about, about, resume.folder)
+    changed = changed_options(resume.about.get("options", {}), about["options"])
+    if changed and not session.runtime.lost:
+        session.report.event("other options", **changed)
 
 
 def make_keeper(

@@ -47,6 +47,7 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
+from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.standing import shard_writer, worker_writer
@@ -74,13 +75,14 @@ def run_servers(session: Session) -> dict[str, Any]:
         }
     )
     share_module(runtime, module)
-    attempt(runtime, lambda: check(session.resume, about(session, layout)))
+    said = about(session, layout, describe_optimizer(module, optimizer))
+    attempt(runtime, lambda: check(session, said))
     model = flat_model(module, optimizer, strategy)
     local = attempt(runtime, lambda: _local_steps(session, model, optimizer))
     return (
-        _serve(session, model, optimizer)
+        _serve(session, model, optimizer, said)
         if session.role == "server"
-        else _work(session, model, local, optimizer, device)
+        else _work(session, model, local, optimizer, device, said)
     )
 
 
@@ -90,10 +92,10 @@ def _local_steps(session: Session, model: FlatModel, optimizer: Optimizer) -> Lo
     return local_steps(model, optimizer, server_strategy(session), schedule, num_samples, num_workers)
 
 
-def about(session: Session, layout: Layout) -> dict[str, Any]:
+def about(session: Session, layout: Layout, optimizer: list[str]) -> dict[str, Any]:
     """What this run's checkpoints say of it."""
     names = [f"{name} {shape}" for name, shape in zip(layout.names, layout.shapes, strict=True)]
-    return about_run(session.job, session.catalogue.num_samples, names, session.strategy.family)
+    return about_run(session, names, session.strategy.family, optimizer)
 
 
 def server_strategy(session: Session) -> ServerStrategy:
@@ -139,7 +141,7 @@ def make_server(
     )
 
 
-def _serve(session: Session, model: FlatModel, optimizer: Optimizer) -> dict[str, Any]:
+def _serve(session: Session, model: FlatModel, optimizer: Optimizer, said: dict[str, Any]) -> dict[str, Any]:
     runtime, roles = session.runtime, session.roles
     shard = roles.servers.index(runtime.rank)
     strategy = server_strategy(session)
@@ -151,9 +153,7 @@ def _serve(session: Session, model: FlatModel, optimizer: Optimizer) -> dict[str
     # (or hooks, which may change its options)
     own = strategy.optimizer == "worker" or not strategy.push_codec.is_none or bool(StepHooks(optimizer, ()))
     writers = roles.workers if own else (roles.validator,)
-    keeper = make_keeper(
-        session, f"shard-{shard}", about(session, model.layout), lambda: {"store": store.state()}, writers
-    )
+    keeper = make_keeper(session, f"shard-{shard}", said, lambda: {"store": store.state()}, writers)
     server = make_server(session, store, meter, keeper)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
     order: list[int] = []
@@ -199,7 +199,12 @@ def restore_shard(resume: Resume | None, server: Server, store: Any, layout: Lay
 
 
 def _work(
-    session: Session, model: FlatModel, local: LocalSteps | None, optimizer: Optimizer, device: torch.device
+    session: Session,
+    model: FlatModel,
+    local: LocalSteps | None,
+    optimizer: Optimizer,
+    device: torch.device,
+    said: dict[str, Any],
 ) -> dict[str, Any]:
     runtime, roles, job, strategy = session.runtime, session.roles, session.job, server_strategy(session)
     validates = runtime.rank == roles.validator
@@ -226,9 +231,7 @@ def _work(
             deliver=lambda: finish_model(session, replica),
             heartbeat_s=heartbeat_s(session), signs_s=SIGNS_S if strategy.holds_apart else 0.0,
         )  # fmt: skip
-        keeper = make_keeper(
-            session, f"worker-{index}", about(session, model.layout), lambda: {"replica": replica.state()}
-        )
+        keeper = make_keeper(session, f"worker-{index}", said, lambda: {"replica": replica.state()})
         worker.keeper = keeper
         attempt_restore(session, worker, replica, index)
         watched = session.overrides.watchdog_s > 0
@@ -254,12 +257,14 @@ def _work(
 def attempt_restore(session: Session, worker: Worker, replica: Replica, index: int) -> None:
     """This worker's part, where the checkpoint has one; parameters and leases come from the servers."""
     number = len(session.roles.workers)
-    attempt(session.runtime, lambda: restore_worker(session.resume, worker, replica, index, number))
+    strategy = server_strategy(session)
+    attempt(session.runtime, lambda: restore_worker(session.resume, worker, replica, index, number, strategy))
 
 
 def restore_worker(
-    resume: Resume | None, worker: Worker, replica: Replica, index: int, num_workers: int
-) -> None:
+    resume: Resume | None, worker: Worker, replica: Replica, index: int, num_workers: int,
+    strategy: ServerStrategy,
+) -> None:  # fmt: skip
     """What worker number `index` goes on from."""
     if resume is None:
         return
@@ -269,7 +274,7 @@ def restore_worker(
         replica.restore(mine["replica"])
     elif replica.remote is not None and (first := read_own_part(resume, "worker-0")) is not None:
         replica.remote.restore(first["replica"].get("remote"))  # a worker that was not there before
-    if replica.coder is not None:
+    if replica.coder is not None and same_codec(resume.about, strategy, "push_wire"):
         replica.coder.restore(*_kept_by_workers(resume, index, num_workers))
 
 

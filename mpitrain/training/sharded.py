@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from mpitrain.mpi.process_group import default_group
 from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
 from mpitrain.training.mesh import MeshRun
+from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.split import compare_parameters, device_mesh, grid_of
 
@@ -35,7 +36,7 @@ def run_sharded(session: Session) -> dict[str, Any]:
         shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"])
         run = MeshRun(session, grid, runtime.rank, True, device, module)
         run.use(build_optimizer(job, module, session.overrides.lr))
-        return run.run(parameters)
+        return run.run(parameters, describe_optimizer(module, run.optimizer))
 
 
 def shard_module(module: nn.Module, mesh: Any, leave: Collection[nn.Module] = ()) -> None:

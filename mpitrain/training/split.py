@@ -22,7 +22,7 @@ from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.rules import Grid, Split
-from mpitrain.rules.dealing import share_out
+from mpitrain.rules.dealing import check_batch_size, share_out
 from mpitrain.targets import check_targets
 from mpitrain.training.cutting import StepCuts
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
@@ -104,15 +104,16 @@ class SplitRun:
         """Whether this rank needs the samples."""
         return True
 
-    def run(self, parameters: list[str]) -> dict[str, Any]:
+    def run(self, parameters: list[str], optimizer: list[str]) -> dict[str, Any]:
         """Epochs until all are done, `--steps` is reached, a step is not finite or the run is told to end; then the
-        outcome. `parameters`: names and shapes of the whole model's.
+        outcome. `parameters`: names and shapes of the whole model's, and how they are cut; optimizer: its class and
+        groups, as the job made it.
         """
         job = self.session.job
         still = self.module if self.holds_still else None
-        self.cuts = StepCuts(self.session, parameters, dict, self.own, self.pieces, still)
+        self.cuts = StepCuts(self.session, parameters, optimizer, dict, self.own, self.pieces, still)
         if (saved := self.cuts.restored_part(self.session, self.pieces.place(self.rank)[1])) is not None:
-            self.restore(saved)
+            attempt(self.session.runtime, lambda: self.restore(saved))
         with job.data.reader(self.session.catalogue, job.seed) as self.reader:
             limited = self.session.overrides.steps is not None
             while not self._over and (self.step < self.num_steps if limited else self.epoch < job.epochs):
@@ -135,6 +136,14 @@ class SplitRun:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from what `own` returned, here or on a rank that held the same part."""
+        resume, now = self.session.resume, self.session.job.batch_size
+        if resume is not None:
+            before, counts = resume.about["batch_size"], saved["counts"]
+            left = self.session.catalogue.num_samples - counts["cursor"]
+            is_over = left < self.num_shares or (
+                self.session.job.drop_last and left < before * self.num_shares
+            )
+            check_batch_size(before, now, counts["epoch"], is_over or counts["cursor"] == 0)
         put_back(self.module, self.rates, saved)
         vars(self).update(saved["counts"])
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)

@@ -20,6 +20,7 @@ from mpitrain.mpi.process_group import default_group
 from mpitrain.rules import Grid
 from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
 from mpitrain.training.mesh import MeshRun
+from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.sharded import shard_module
 from mpitrain.training.split import compare_parameters, device_mesh, grid_of
@@ -53,7 +54,8 @@ def run_tensor(session: Session) -> dict[str, Any]:
             if "foreach" in group:
                 group["foreach"] = False  # one call cannot take sliced and whole parameters together
         run.use(optimizer)
-        return run.run(parameters)
+        cut = [f"{entry}, {plan.get(entry.split()[0].rpartition('.')[0], 'whole')}" for entry in parameters]
+        return run.run(cut, describe_optimizer(module, run.optimizer))
 
 
 def _style(way: str) -> Any:

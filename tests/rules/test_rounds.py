@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mpitrain.errors import UsageError
 from mpitrain.roles.deals import Deals
 from mpitrain.rules import Dealer, Sync
 from mpitrain.rules.dealing import share_out
@@ -52,6 +53,11 @@ def test_every_sample_once_over_any_resume_and_everybody_in_every_round(
     found = drain(before, stop)
     state = json.loads(json.dumps(before.state()))
     after = Rounds(num_samples, new_batch or batch_size, new_workers or num_workers, window)
+    left = num_samples - len(positions(found))
+    if after.batch_size != batch_size and num_workers <= left < num_samples:
+        with pytest.raises(UsageError, match=f"batch_size was {batch_size}, this job's is {new_batch}"):
+            after.restore(state)
+        return
     after.restore(state)
     rest = drain(after)
     left_out = after.next_epoch()

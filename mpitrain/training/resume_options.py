@@ -1,0 +1,186 @@
+"""What becomes of every option when a run goes on from a checkpoint: one table, and what refuses and tells by it.
+
+Law of this file: no option is accepted and ignored. What is set now acts; what cannot act without changing the meaning
+of what was trained before (seed, data, batches in the middle of an epoch) is refused with the old value and the new.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpitrain.data import Catalogue
+from mpitrain.data.manifest import Manifest
+from mpitrain.errors import DataError, UsageError
+from mpitrain.rules import Codec, Decentralized, ServerStrategy, Strategy
+from mpitrain.text import parse
+from mpitrain.training.options import fingerprint, options
+
+if TYPE_CHECKING:
+    from mpitrain.training.session import Session
+
+ACTS, CONVERTED, REFUSED = "acts", "converted", "refused"
+
+# Fields of `Job` and of `Overrides` (the options of `train`), and what a launch decides. Options of a dry run alone are
+# no part of a run. `docs/fault-tolerance.md` says the same in words, and a test walks the table.
+ON_RESUME = {
+    "model": REFUSED,  # other names or shapes of parameters; what the model computes with them acts
+    "loss": ACTS,
+    "optimizer": ACTS,  # its options; another class, or other parameters in its groups, is refused
+    "data": REFUSED,  # other samples; the same samples in another place act
+    "validate": ACTS,
+    "metrics": ACTS,
+    "epochs": ACTS,
+    "batch_size": REFUSED,  # within an epoch; between two epochs it acts
+    "strategy": CONVERTED,  # of the same family, unless a codec's residual would be lost
+    "schedule": ACTS,
+    "target": ACTS,
+    "seed": REFUSED,
+    "on_nonfinite": ACTS,
+    "drop_last": ACTS,
+    "checkpoint_every": ACTS,
+    "keep_checkpoints": ACTS,
+    "mtbf_s": ACTS,
+    "synthetic": REFUSED,  # they are data; the option as well as the job's field
+    "stages": REFUSED,  # another cut of a pipeline
+    "tensor_plan": REFUSED,  # other layers sliced
+    "name": ACTS,
+    "lr": ACTS,
+    "steps": ACTS,
+    "inject": ACTS,
+    "run_dir": ACTS,
+    "resume": ACTS,
+    "quiet": ACTS,
+    "watchdog_s": ACTS,
+    "heartbeat_s": ACTS,
+    "servers": CONVERTED,
+    "workers": CONVERTED,  # a split model needs as many parts
+}
+_NOT_TOLD = ("name", "run_dir", "resume", "quiet", "synthetic")
+
+
+def describe_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The optimizer's class, and the parameters of each of its groups: what its saved state belongs to."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [
+        " ".join(names.get(id(parameter), "?") for parameter in group["params"])
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer).__name__, *groups]
+
+
+def contents_of(catalogue: Catalogue) -> dict[str, str]:
+    """SHA-256 of the shards by name, as far as packs of ours tell it."""
+    found: dict[str, str] = {}
+    for folder in {Path(file.path).parent for file in catalogue.files}:
+        try:
+            manifest = Manifest.read(folder)
+        except DataError:
+            continue
+        names = {Path(file.path).name for file in catalogue.files}
+        if manifest is not None and manifest.complete:
+            found |= {name: sha for name, sha in manifest.sha256.items() if name in names}
+    return found
+
+
+def chosen(session: Session) -> dict[str, Any]:
+    """Everything that can be chosen, as JSON values to compare."""
+    overrides = dataclasses.asdict(session.overrides)
+    asked = {name: fingerprint(overrides[name]) for name in ("lr", "steps", "watchdog_s", "heartbeat_s")}
+    launched = {"servers": len(session.roles.servers), "workers": len(session.roles.workers)}
+    told = {**options(session.job), **asked, "inject": list(session.overrides.inject), **launched}
+    return {name: value for name, value in told.items() if name not in _NOT_TOLD}
+
+
+def changed_options(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """What differs between two runs' `chosen`, as "old -> new"."""
+    return {
+        name: f"{_short(before.get(name))} -> {_short(now.get(name))}"
+        for name in now
+        if before.get(name) != now[name]
+    }
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 2:
+        return f"{_short(value[:2])} and {len(value) - 2} more"
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def refuse_others(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Refuse to go on from a checkpoint of something else; both are what `about_run` says.
+
+    Raises:
+        UsageError: names what differs, the old value and the new.
+    """
+    if before.get("kind") != now["kind"]:
+        wrote = f"{before.get('strategy')} ({before.get('kind', 'an older version')})"
+        raise UsageError(
+            f"{folder} was written by {wrote}, and {now['strategy']} ({now['kind']}) cannot go on from it; "
+            "give a strategy of the same kind"
+        )
+    _check_strategy(parse(before["strategy"], "strategy"), parse(now["strategy"], "strategy"), folder)
+    for key, words in _SAME.items():
+        there, here = before.get(key), now[key]
+        if key == "contents":  # told by packs of ours only, and compared file by file
+            both = set(there or {}) & set(here)
+            there, here = ({name: each[name] for name in sorted(both)} for each in (there or {}, here))
+        if there == here:
+            continue
+        if key == "optimizer" and there and there[0] != here[0]:
+            there, here = there[0], here[0]
+        if isinstance(there, list):
+            there, here = (
+                sorted(set(there) - set(here)) or "fewer",
+                sorted(set(here) - set(there)) or "fewer",
+            )
+        raise UsageError(
+            f"{folder} was written by another run: its {words} {_short(there)}, this job's {words.split()[-1]} "
+            f"{_short(here)}; give the job that wrote it, or another --run-dir"
+        )
+
+
+_SAME = {
+    "parameters": "parameters are",
+    "optimizer": "optimizer (class and parameters of its groups) is",
+    "num_samples": "num_samples are",
+    "data": "data (names, sizes and arrays of the shards, window_chunks) is",
+    "contents": "shards (by SHA-256) are",
+    "seed": "seed is",
+}
+
+
+def _check_strategy(before: Any, now: Any, folder: Path) -> None:
+    """Refuse what would lose the gradients that a codec has kept back."""
+    for key in ("codec", "push_wire"):
+        old, new = _codec(before, key), _codec(now, key)
+        if old is None or new is None or old.name == new.name or not keeps_back(before, old):
+            continue
+        raise UsageError(
+            f"{folder} was written with {key}={old}, and holds what that has kept back; {key}={new} cannot go on from "
+            f"it: keep {old.name}(), or begin anew"
+        )
+
+
+def _codec(strategy: Any, key: str) -> Codec | None:
+    if isinstance(strategy, ServerStrategy):
+        return strategy.push_codec if key == "push_wire" else None
+    return getattr(strategy, key, None)
+
+
+def same_codec(about: dict[str, Any], now: Strategy, key: str) -> bool:
+    """Whether the run that a checkpoint tells `about` had a codec of the same name: only then its state means something
+    to this run's."""
+    old, new = _codec(parse(about["strategy"], "strategy"), key), _codec(now, key)
+    return old is not None and new is not None and old.name == new.name
+
+
+def keeps_back(strategy: Strategy, codec: Codec) -> bool:
+    """Whether something is lost with the state of this codec: a residual. Peers that mix parameters keep none."""
+    mixes = isinstance(strategy, Decentralized) and strategy.mixes
+    return not mixes and codec.name not in ("none", "float16", "bfloat16", "qsgd")

@@ -1,0 +1,407 @@
+"""Every option, changed between a run and its resume: what is accepted acts, and what cannot act is refused."""
+
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from mpitrain import Job, cli
+from mpitrain.job import Overrides
+from mpitrain.rules.checkpointing import read_policy
+from mpitrain.training.resume_options import ACTS, CONVERTED, ON_RESUME, REFUSED
+from tests.ranks import run_ranks
+
+SAMPLES = 52  # on three workers with batches of 4: four rounds of 12, and one of 4; checkpoints after 3, 5, 8 and 10
+PROGRAM = """
+import contextlib, hashlib, io, json, shutil
+from pathlib import Path
+import torch
+from torch import nn
+import mpitrain as mt
+from mpitrain.errors import AgreedError
+from mpitrain.mpi.runtime import start
+from mpitrain.training import servers, watchdog
+from tests import toy
+
+runtime = start()
+root = Path("{path}")
+seen = {{}}
+
+
+def spy(owner, name, key):
+    made = getattr(owner, name)
+
+    def spied(*arguments, **named):
+        seen[key] = named.get(key, arguments[-1])
+        return made(*arguments, **named)
+
+    setattr(owner, name, spied)
+
+
+spy(watchdog, "Watchdog", "watchdog_s")
+spy(servers, "TolerantServer", "floor_s")
+
+
+def model(width=6):
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def sgd(parameters, **options):
+    return torch.optim.SGD(parameters, **({{"lr": 0.05, "momentum": 0.9}} | options))
+
+
+def groups(parameters, first=0.05, second=0.02):
+    head, *rest = parameters
+    return torch.optim.Adam([{{"params": [head], "lr": first}}, {{"params": rest, "lr": second}}])
+
+
+def absolute(model, batch):
+    return (model(batch["x"]) - batch["y"]).abs().mean()
+
+
+def poisoned(model, batch):
+    bad = toy.MemoryReader(toy.Memory(52)).x[30]
+    return toy.square_loss(model, batch) * (float("nan") if (batch["x"] == bad).all(1).any() else 1.0)
+
+
+BASE = dict(
+    model=model, loss=toy.square_loss, optimizer=sgd, data=toy.Memory({samples}, window_samples=4), epochs=2,
+    batch_size=4, checkpoint_every="26", keep_checkpoints=99, tensor_plan={{"0": "column", "2": "row"}},
+    synthetic=mt.Synthetic({samples}, x=((5,), "float32"), y=((1,), "float32")),
+)
+
+
+def train(name, strategy, changes, options):
+    seen.clear()
+    told, out = {{"code": None}}, io.StringIO()
+    path = root / name
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            job = mt.Job(**(BASE | changes))
+            given = {{"run_dir": str(path), "quiet": True, "strategy": strategy}} | options
+            result = mt.train(job, **given)
+        path = Path(result["run_dir"])
+        told = {{"code": result["exit_code"], "result": result, "out": out.getvalue()}}
+        if runtime.rank == 0:
+            told["model"] = hashlib.sha256((path / "model.safetensors").read_bytes()[-200:]).hexdigest()
+            told["checkpoints"] = len(list((path / "checkpoints").glob("*/shard-0.json")))
+            told["events"] = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    except AgreedError as error:
+        told = {{"code": error.exit_code, "said": str(error)}}
+    return told | {{"seen": runtime.allgather(dict(seen))}}
+
+
+def base_of(strategy, changes=""):
+    name = "base " + hashlib.sha256((strategy + changes).encode()).hexdigest()[:8]
+    if not runtime.share((root / name).exists()):
+        train(name, strategy, eval(f"dict({{changes}})"), {{}})
+        if runtime.rank == 0:
+            marks = sorted((root / name / "checkpoints").iterdir())
+            for at, chosen in (("mid", marks[0]), ("end", [m for m in marks if int(m.name) >= 52][:1])):
+                for mark in [chosen] if at == "mid" else chosen:
+                    shutil.copytree(mark, root / f"{{name}} {{at}}" / "checkpoints" / mark.name)
+        runtime.barrier()
+    return name
+
+
+found = {{}}
+for name, (strategy, changes, options, at, base) in json.loads({cases!r}).items():
+    came_from = base_of(*(base or [strategy]))
+    given = {{"resume": f"{{root}}/{{came_from}} {{at}}"}} | eval(f"dict({{options}})")
+    found[name] = train(name, strategy, eval(f"dict({{changes}})"), given)
+if runtime.rank == 0:
+    (root / "found.json").write_text(json.dumps(found, default=str))
+"""
+
+
+class Case(NamedTuple):
+    """One resume: `entry` of the table, the `strategy` now, changed fields of the job and `options` as source, `base`:
+    (strategy, changes) before, where they are others; `acts`: whether it did, from what came out of it and of the
+    unchanged resume; or what is `said` by the refusal."""
+
+    entry: str
+    strategy: str
+    changes: str = ""
+    options: str = ""
+    acts: Any = None
+    said: tuple[str, ...] = ()
+    at: str = "mid"
+    base: tuple[str, ...] = ()
+
+
+def moved(run, plain):
+    return (
+        run["model"] != plain["model"]
+        and run["result"]["samples"] == plain["result"]["samples"] == 2 * SAMPLES
+    )
+
+
+def finished(run, plain):
+    return run["code"] == 0 and run["result"]["samples"] == 2 * SAMPLES
+
+
+ALL = "allreduce()"
+LOCKSTEP = [ALL, "localsgd(period=2)", "decentralized()", "sharded()"]
+FAMILIES = [
+    *LOCKSTEP, "sync()", "async()", "async(optimizer='worker')", "async(push_every=2)", "elastic(push_every=2)",
+    "decentralized(topology='ring')", "pipeline(stages=3)", "tensor(parallel=3)",
+]  # fmt: skip
+
+CASES = [
+    Case("loss", ALL, "loss=absolute", acts=moved),
+    Case(
+        "model", ALL, "model=lambda: model(9)", said=("parameters are", "0.weight (6, 5)", "0.weight (9, 5)")
+    ),
+    Case("optimizer", ALL, "optimizer=groups", said=("optimizer", "SGD", "Adam")),
+    *(
+        Case("optimizer", family, "optimizer=lambda p: sgd(p, momentum=0.5)", acts=moved)
+        for family in (ALL, "async()", "elastic(push_every=2)", "pipeline(stages=3)")
+    ),
+    Case(
+        "optimizer",
+        ALL,
+        "optimizer=lambda p: groups(p, second=0.2)",
+        acts=moved,
+        base=(ALL, "optimizer=groups"),
+    ),
+    Case("data", ALL, f"data=toy.Memory({SAMPLES - 1})", said=("num_samples are 52", "51")),
+    Case("data", "sync()", f"data=toy.Memory({SAMPLES}, window_samples=8)", said=("its data", "is")),
+    Case(
+        "validate", ALL, "validate=toy.Memory()", acts=lambda run, plain: "validation_loss" in run["result"]
+    ),
+    Case(
+        "metrics",
+        ALL,
+        "validate=toy.Memory(), metrics=lambda m, b: {'one': 1.0}",
+        acts=lambda run, plain: run["result"]["one"] == 1.0,
+    ),
+    Case("epochs", ALL, "epochs=3", acts=lambda run, plain: run["result"]["samples"] == 3 * SAMPLES),
+    Case("epochs", "async()", "epochs=3", acts=lambda run, plain: run["result"]["samples"] == 3 * SAMPLES),
+    *(
+        Case(
+            "batch_size", family, "batch_size=2", said=("batch_size was 4, this job's is 2", "--batch-size 4")
+        )
+        for family in [*LOCKSTEP, "sync()", "async()"]
+    ),
+    *(
+        Case(
+            "batch_size",
+            family,
+            "batch_size=2",
+            at="end",
+            acts=lambda run, plain: (
+                run["result"]["steps"] > plain["result"]["steps"] and finished(run, plain)
+            ),
+        )
+        for family in (ALL, "decentralized()", "sharded()")
+    ),
+    Case("strategy", "async()", base=("sync()",), acts=finished),
+    Case("strategy", "sync()", base=("async(damping=gap_aware())",), acts=finished),
+    Case(
+        "strategy",
+        "async(damping=gap_aware())",
+        base=("async(damping=delay_compensated(0.04))",),
+        acts=finished,
+    ),
+    Case("strategy", "ssp(bound=2,batching=by_speed())", base=("softsync(updates=2)",), acts=finished),
+    Case("strategy", "async(push_wire=topk())", base=("async(reply_wire=eightbit())",), acts=finished),
+    Case("strategy", "async(reply_wire=topk())", base=("async(reply_wire=eightbit())",), acts=finished),
+    Case("strategy", "allreduce(codec=topk())", base=(ALL,), acts=finished),
+    Case("strategy", "allreduce(codec=topk(density=0.5))", base=("allreduce(codec=topk())",), acts=finished),
+    Case(
+        "strategy",
+        "allreduce(codec=powersgd(rank=1))",
+        base=("allreduce(codec=powersgd(rank=2))",),
+        acts=finished,
+    ),
+    Case("strategy", "allreduce(codec=topk())", base=("allreduce(codec=float16())",), acts=finished),
+    Case(
+        "strategy",
+        "localsgd(period=3,outer=slowmo())",
+        base=("localsgd(period=2,outer=diloco())",),
+        acts=finished,
+    ),
+    Case(
+        "strategy",
+        "decentralized(topology='ring',codec=topk())",
+        base=("decentralized(topology='ring')",),
+        acts=finished,
+    ),
+    Case("strategy", "decentralized(codec=topk())", base=("decentralized()",), acts=finished),
+    Case(
+        "strategy", ALL, base=("allreduce(codec=topk())",), said=("codec=topk()", "codec=none()", "kept back")
+    ),
+    Case(
+        "strategy",
+        "async()",
+        base=("async(push_wire=topk())",),
+        said=("push_wire=topk()", "push_wire=none()"),
+    ),
+    Case(
+        "strategy",
+        "decentralized()",
+        base=("decentralized(codec=topk())",),
+        said=("codec=topk()", "codec=none()"),
+    ),
+    Case("strategy", "sync()", base=(ALL,), said=("was written by allreduce()", "sync()")),
+    Case(
+        "strategy",
+        "sync(optimizer='worker')",
+        base=("sync()",),
+        said=("was written by sync()", "optimizer='worker'"),
+    ),
+    Case("schedule", ALL, "schedule=mt.Decay(every=1, by=0.1)", acts=moved),
+    Case("schedule", "async()", "schedule=mt.Decay(every=1, by=0.1)", acts=moved),
+    Case("schedule", ALL, base=(ALL, "schedule=mt.Cosine(2)"), acts=moved),
+    Case(
+        "target",
+        ALL,
+        "validate=toy.Memory()",
+        "target='validation_loss<1e-9'",
+        acts=lambda run, plain: run["code"] == 3,
+    ),
+    *(
+        Case("seed", family, options="seed=5", said=("seed is 0", "is 5"))
+        for family in (ALL, "sync()", "decentralized()")
+    ),
+    Case(
+        "on_nonfinite",
+        ALL,
+        "loss=poisoned, on_nonfinite='skip'",
+        acts=lambda run, plain: run["result"]["nonfinite"] > 0 and run["code"] == 0,
+    ),
+    Case(
+        "on_nonfinite",
+        ALL,
+        "loss=poisoned",
+        base=(ALL, "on_nonfinite='skip'"),
+        acts=lambda run, plain: run["code"] == 1,
+    ),
+    Case("drop_last", ALL, "drop_last=True", acts=lambda run, plain: run["result"]["samples_left_out"] == 8),
+    Case(
+        "checkpoint_every",
+        ALL,
+        "checkpoint_every='never'",
+        acts=lambda run, plain: run["checkpoints"] == 0 < plain["checkpoints"],
+    ),
+    Case(
+        "keep_checkpoints",
+        ALL,
+        "keep_checkpoints=1",
+        acts=lambda run, plain: run["checkpoints"] == 1 < plain["checkpoints"],
+    ),
+    Case(
+        "mtbf_s",
+        ALL,
+        "checkpoint_every='auto', mtbf_s=5.0",
+        acts=lambda run, plain: read_policy("auto", 5.0) != read_policy("auto", 9.0),
+    ),
+    Case("synthetic", ALL, options="synthetic=True", said=("its data",)),
+    Case(
+        "stages",
+        "pipeline(stages=3)",
+        "stages=lambda m, k: [m[:1], m[1:2], m[2:]]",
+        said=("2.weight (6, 6), stage 1", "2.weight (6, 6), stage 2"),
+    ),
+    Case("tensor_plan", "tensor(parallel=3)", "tensor_plan={'0': 'gather'}", said=("column", "gather")),
+    Case(
+        "name",
+        ALL,
+        "name='other'",
+        "run_dir=None",
+        acts=lambda run, plain: "other" in run["result"]["run_dir"],
+    ),
+    *(
+        Case("lr", family, "epochs=3", "lr=0.0", acts=lambda run, plain: run["code"] == 0)
+        for family in FAMILIES
+    ),
+    *(Case("lr", family, options="lr=0.0", acts=moved) for family in FAMILIES),
+    Case("lr", ALL, options="lr=0.0", base=(ALL, "schedule=mt.Decay(every=1, by=0.1)"), acts=moved),
+    Case("steps", ALL, options="steps=4", acts=lambda run, plain: run["result"]["steps"] == 4),
+    Case(
+        "inject",
+        ALL,
+        options="inject=['stall(worker=1, chance=1.0, seconds=0.001)']",
+        acts=lambda run, plain: any(row.get("slept_s") for row in run["result"]["injected"]),
+    ),
+    Case(
+        "run_dir",
+        ALL,
+        options="run_dir=f'{root}/elsewhere'",
+        acts=lambda run, plain: run["result"]["run_dir"].endswith("elsewhere"),
+    ),
+    Case("resume", ALL, at="end", acts=lambda run, plain: run["result"]["resumed_from"] == SAMPLES),
+    Case("quiet", ALL, options="quiet=False", acts=lambda run, plain: len(run["out"]) > len(plain["out"])),
+    Case(
+        "watchdog_s",
+        ALL,
+        options="watchdog_s=77.0",
+        acts=lambda run, plain: run["seen"][0]["watchdog_s"] == 77.0,
+    ),
+    Case(
+        "heartbeat_s",
+        "sync()",
+        options="heartbeat_s=55.0",
+        acts=lambda run, plain: run["seen"][0]["floor_s"] == 55.0,
+    ),
+    Case("servers", "sync(servers=2)", base=("sync(servers=1)",), acts=finished),
+    Case("workers", "async(servers=1)", base=("async(servers=2)",), acts=finished),
+]
+NAMES = [f"{number} {case.entry} {case.strategy}" for number, case in enumerate(CASES)]
+DRY_RUN = {"dry_run", "ranks", "nodes", "gpus_per_node", "server_nodes", "hosts", "write_hosts"}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    path = tmp_path_factory.mktemp("options")
+    compared = [case for case in CASES if case.acts not in (None, finished)]
+    plain = {f"plain {case.strategy} {case.at}": [case.strategy, "", "", case.at, []] for case in compared}
+    walked = {
+        name: [case.strategy, case.changes, case.options, case.at, list(case.base)]
+        for name, case in zip(NAMES, CASES, strict=True)
+    }
+    program = PROGRAM.format(path=path, samples=SAMPLES, cases=json.dumps(plain | walked))
+    run_ranks(3, program, cwd=path, timeout_s=600).check()
+    return json.loads((path / "found.json").read_text())
+
+
+def test_every_option_has_its_entry_and_every_entry_a_case():
+    """A new field of `Job`, or a new option of `train`, says here what becomes of it when a run goes on with it."""
+    fields = {field.name for kind in (Job, Overrides) for field in dataclasses.fields(kind)}
+    assert ON_RESUME.keys() == fields | {"servers", "workers"}
+    typed = vars(cli.parse(["train", "job.py"])).keys() - {"command", "job", "run", "parser", "version"}
+    assert typed - ON_RESUME.keys() == DRY_RUN
+    ends = {entry: {bool(case.said) for case in CASES if case.entry == entry} for entry in ON_RESUME}
+    for entry, kind in ON_RESUME.items():
+        assert (kind == REFUSED) <= (True in ends[entry]), f"{entry}: no case that is refused"
+        assert (kind in (ACTS, CONVERTED)) <= (False in ends[entry]), f"{entry}: no case that acts"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_accepted_acts_and_what_cannot_is_refused_with_both_values(found, name):
+    case, run = dict(zip(NAMES, CASES, strict=True))[name], found[name]
+    if case.said:
+        assert run["code"] == 2 and all(text in run["said"] for text in case.said), run
+        return
+    plain = found.get(f"plain {case.strategy} {case.at}")
+    assert run.get("result") and run["result"]["resumed_from"], run
+    assert case.acts(run, plain), run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_a_rate_of_zero_two_epochs_more_or_none_are_the_same_model(found, family):
+    """Nothing moves at all, whatever the optimizer remembers."""
+    two, three = (
+        found[name]
+        for name, case in zip(NAMES, CASES, strict=True)
+        if (case.strategy, case.options, case.base) == (family, "lr=0.0", ())
+    )
+    assert two["model"] == three["model"]
+    assert two["result"]["samples"] != three["result"]["samples"]
+
+
+def test_a_resume_tells_which_options_are_others(found):
+    name = next(name for name in NAMES if name.endswith("epochs allreduce()"))
+    (told,) = [row for row in found[name]["events"] if row.get("event") == "other options"]
+    assert told["epochs"] == "2 -> 3" and "lr" not in told
