@@ -4,50 +4,31 @@ The law of this file: **the decision is a function of what all ranks know alike*
 ranks lie, and a transport that was measured together and agreed on (the slowest link counts). On one node, and on
 networks where a message moves at memory speed, the library is better; on Ethernet its allreduce misses the bound by
 half (Open MPI 5.0.11, 4 hosts at 100 Mbit/s, 25 MB: 6.3 s, the bound 3.0). `MPITRAIN_ALLREDUCE=library|direct|
-hierarchical` overrides.
+hierarchical` overrides. What decided is kept for a resume (`allreduce_plan.py`).
 """
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from mpitrain.errors import UsageError
+from mpitrain.mpi.allreduce_plan import AUTO, DIRECT, HIERARCHICAL, LIBRARY, Transport
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.lines import Task
 
 if TYPE_CHECKING:
     from mpitrain.mpi.group_core import GroupCore
 
-VARIABLE = "MPITRAIN_ALLREDUCE"
-AUTO, LIBRARY, DIRECT, HIERARCHICAL = "auto", "library", "direct", "hierarchical"
-ALGORITHMS = (AUTO, LIBRARY, DIRECT, HIERARCHICAL)
-FAST_BYTES_PER_S = 2.5e9  # from here on the library is trusted: 20 Gbit/s
 _SLOW_BYTES_PER_S = 3e8  # up to 2.5 Gbit/s
 MEASURE_FROM_BYTES = 16384  # smaller messages do not pay for a measurement
 _PROBE_BYTES = 1 << 18
 _PROBE_TAG = 5
 _POST_S = 50e-6  # what posting and completing one message of ours costs
-
-
-@dataclass(frozen=True)
-class Transport:
-    """What the slowest link between nodes does: one-way latency of a small message, and bytes per second."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    @property
-    def is_fast(self) -> bool:
-        """True where the library's algorithms are trusted."""
-        return self.bytes_per_s >= FAST_BYTES_PER_S
 
 
 def segment_bytes(transport: Transport | None) -> int:
@@ -56,14 +37,6 @@ def segment_bytes(transport: Transport | None) -> int:
     hosts at 100 Mbit/s, 25 MB: 4.5 s with 1 MB, 3.2 s with 60 KB, the bound 3.1). 60 KB is also what MPI over TCP sends
     without asking the receiver first. On faster links the processor would not keep up with as many."""
     return 60_000 if transport is not None and transport.bytes_per_s < _SLOW_BYTES_PER_S else 1 << 20
-
-
-def setting() -> str:
-    """The user's word: "auto", or the name of an algorithm; UsageError for anything else."""
-    told = os.environ.get(VARIABLE, AUTO).lower()
-    if told not in ALGORITHMS:
-        raise UsageError(f"{VARIABLE}={told}: say one of {', '.join(ALGORITHMS)}")
-    return told
 
 
 def needs_measuring(num_bytes: int, nodes: Sequence[Sequence[int]], told: str) -> bool:

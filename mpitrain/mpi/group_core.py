@@ -35,12 +35,13 @@ class GroupCore(dist.ProcessGroup):
         self._runtime, self._timeout, self._ranks = runtime, timeout, list(ranks)
         self._engine = runtime.engine
         self._num_bodies = 0
-        self._told = choice.setting()
-        self._transport: choice.Transport | None = None
+        self._told = runtime.allreduce_plan.setting()
         where: dict[int, list[int]] = {}
         for place, rank in enumerate(ranks):
             where.setdefault(runtime.nodes[rank], []).append(place)
         self._nodes = list(where.values())  # the group's ranks, node by node
+        self._layout = [[ranks[place] for place in node] for node in self._nodes]  # as the world's ranks
+        self._transport = runtime.allreduce_plan.known(self._layout)
         self._engine.start_thread()
         self._engine.run(lambda: self._meet())
         self._comm, self._gate = self._engine.run(self._make_comms)
@@ -140,7 +141,10 @@ class GroupCore(dist.ProcessGroup):
     def _algorithm(self, calm: bool, num_bytes: int) -> Generator[Iterable[Op], None, str]:
         """The algorithm for a message of this size, the same on all ranks (`choice.py`)."""
         if self._transport is None and choice.needs_measuring(num_bytes, self._nodes, self._told):
-            self._transport = yield from choice.measure(self, self._nodes, calm)
+            self._transport = self._runtime.allreduce_plan.known(self._layout)
+            if self._transport is None:
+                self._transport = yield from choice.measure(self, self._nodes, calm)
+                self._runtime.allreduce_plan.learn(self._layout, self._transport)
         return choice.choose(num_bytes, self._nodes, self._transport, self._told)
 
     def _segment_bytes(self) -> int:

@@ -58,6 +58,7 @@ def _become(runtime: Runtime, comm: MPI.Intracomm) -> None:
     runtime.processes = [runtime.processes[rank] for rank in kept]
     runtime.hosts = [runtime.hosts[rank] for rank in kept]
     runtime.nodes = node_indices([str(runtime.nodes[rank]) for rank in kept])
+    runtime.allreduce_plan.renumber(runtime.nodes)
     runtime.num_nodes = max(runtime.nodes) + 1
     runtime.comm = runtime.engine.comm = comm
     runtime.rank, runtime.size = comm.rank, comm.size

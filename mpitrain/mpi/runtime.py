@@ -20,6 +20,7 @@ from mpitrain import processes, rank_status
 from mpitrain.environment import node_key
 from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError, printable
 from mpitrain.mpi import ending, exchange, points
+from mpitrain.mpi.allreduce_plan import Plan
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.graves import failed_ranks
@@ -83,6 +84,7 @@ class Runtime:
         told = self.allgather([node_key(), socket.gethostname(), processes.identity()])
         self.nodes = node_indices([key for key, _, _ in told])
         self.hosts, self.processes = [host for _, host, _ in told], [process for _, _, process in told]
+        self.allreduce_plan = Plan(self.nodes)
         self.num_nodes = max(self.nodes) + 1
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
         why_not = why_no_heartbeat(self.library) if asks_for_heartbeat() else ""

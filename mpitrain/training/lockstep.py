@@ -14,6 +14,7 @@ from mpitrain.model.compression import check_optimizer
 from mpitrain.model.optimizer import Rates
 from mpitrain.mpi.process_group import default_group
 from mpitrain.training.allreduce import Trainer
+from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.levels import survives
 from mpitrain.training.measure import build, pick_device, share_module
 from mpitrain.training.parallel import codec_of
@@ -40,6 +41,7 @@ def run_lockstep(session: Session, trainer_class: type[Trainer]) -> dict[str, An
         if survives(runtime, session.strategy):
             return Survivors(session, make).run()
         with default_group(runtime):
+            settle_allreduce(session)
             trainer = make(None)
             trainer.run()
             return trainer.outcome()

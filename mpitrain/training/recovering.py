@@ -28,6 +28,7 @@ from mpitrain.mpi.ending import is_lost_peer
 from mpitrain.mpi.process_group import init_default_group, leave_default_group
 from mpitrain.mpi.recovery import lost_peer, recover
 from mpitrain.report import NullReport
+from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.measure import Meter
 from mpitrain.training.session import Session
 from mpitrain.training.straggling import Nap
@@ -115,6 +116,7 @@ class Survivors:
         init_default_group(self.runtime)
         if error is not None:
             self.kept = meet(self.runtime, self.kept)
+        settle_allreduce(self.session)
         self.trainer = self.make(self.kept if self.kept.step >= 0 else None)
         if error is not None:
             self._tell(time.monotonic() - began_s)

@@ -91,6 +91,7 @@ def about_run(session: Session, parameters: list[str], kind: str, optimizer: lis
         "strategy": str(job.strategy),
         "batch_size": job.batch_size,
         "options": chosen(session),
+        "allreduce": session.runtime.allreduce_plan.state(),
     }
 
 

@@ -156,6 +156,7 @@ def prepare(
         runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank,
         opened.identity, opened.resume, opened.lock,
     )  # fmt: skip
+    runtime.allreduce_plan.adopt(session.resume.about.get("allreduce") if session.resume else None)
     environment = runtime.gather(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )

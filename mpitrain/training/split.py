@@ -24,6 +24,7 @@ from mpitrain.model.replica import seed_step
 from mpitrain.rules import Grid, Split
 from mpitrain.rules.dealing import check_batch_size, share_out
 from mpitrain.targets import check_targets
+from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.cutting import StepCuts
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
 from mpitrain.training.pieces import put_back, take
@@ -110,6 +111,7 @@ class SplitRun:
         groups, as the job made it.
         """
         job = self.session.job
+        settle_allreduce(self.session)
         still = self.module if self.holds_still else None
         self.cuts = StepCuts(self.session, parameters, optimizer, dict, self.own, self.pieces, still)
         if (saved := self.cuts.restored_part(self.session, self.pieces.place(self.rank)[1])) is not None:

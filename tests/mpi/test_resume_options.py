@@ -97,7 +97,7 @@ def base_of(strategy, changes=""):
     if not runtime.share((root / name).exists()):
         train(name, strategy, eval(f"dict({{changes}})"), {{}})
         if runtime.rank == 0:
-            marks = sorted((root / name / "checkpoints").iterdir())
+            marks = sorted((root / name / "checkpoints").glob("[0-9]*"))
             for at, chosen in (("mid", marks[0]), ("end", [m for m in marks if int(m.name) >= 52][:1])):
                 for mark in [chosen] if at == "mid" else chosen:
                     shutil.copytree(mark, root / f"{{name}} {{at}}" / "checkpoints" / mark.name)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
 from mpitrain.errors import MismatchError
-from mpitrain.mpi import choice
+from mpitrain.mpi.allreduce_plan import VARIABLE
 from tests.mpi.cases import run_cases
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames some of these
@@ -468,7 +468,7 @@ def case_the_choice_is_the_same_everywhere(rt):
     """What was measured and decided is one thing on all ranks."""
     told = groups["ours"].transport()
     assert rt.allgather(told) == [told] * rt.size
-    assert told["setting"] == os.environ.get(choice.VARIABLE, "auto")
+    assert told["setting"] == os.environ.get(VARIABLE, "auto")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""Which algorithm carries a run's allreduces: settled before the first step, put on record, and said where a user or
+another machine decides otherwise than before.
+
+Law of this file: every rank calls it when the groups of the run are there. Where links are measured, all groups measure
+now, and every rank then knows what each has found, so that any rank's checkpoint holds all of it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mpitrain.mpi.allreduce_plan import AUTO, VARIABLE, pinned
+from mpitrain.report import write_json
+from mpitrain.run_directory import RUN_FILE
+from mpitrain.training.session import Session
+
+
+def settle_allreduce(session: Session) -> None:
+    """Collective: measure what is to be measured, and write it to `run.json`."""
+    runtime, plan = session.runtime, session.runtime.allreduce_plan
+    if plan.setting() == AUTO and runtime.num_nodes > 1:
+        for group in list(runtime.groups):
+            group.transport()
+        for measured in runtime.allgather(plan.state()["measured"]):
+            plan.merge(measured)
+    chosen = runtime.groups[-1].transport()["allreduce"] if runtime.groups else {}
+    if runtime.rank != 0:
+        return
+    path = session.run_dir / RUN_FILE
+    write_json(path, json.loads(path.read_text()) | {"allreduce": {**plan.state(), "chosen": chosen}})
+    before: dict[str, Any] = (session.resume.about.get("allreduce") if session.resume else None) or {}
+    told = {}
+    if pinned() is not None:
+        told["pinned"] = f"{VARIABLE}={pinned()}"
+    if before and before["setting"] != plan.setting():
+        told["before"] = before["setting"]
+    elif before and list(before["nodes"]) != list(runtime.nodes) and runtime.num_nodes > 1:
+        told["before"] = "ranks were on other nodes: sums may round otherwise"
+    if told:
+        session.report.event("allreduce", **told)
