@@ -103,6 +103,7 @@ def join_averaged(
     Raises:
         UsageError (AgreedError under MPI): periods in samples, or a checkpoint of another run or number of workers.
     """
+    from mpitrain.model.optimizer import Rates
     from mpitrain.mpi.process_group import init_default_group
     from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
     from mpitrain.training.averaging import Averager
@@ -123,14 +124,18 @@ def join_averaged(
     init_default_group(runtime)
     averager = Averager(model, optimizer, strategy)
     parallel = data_parallel(model) if strategy.start else None
-    part = own_part(runtime.rank)
+    part, rates = own_part(runtime.rank), Rates(optimizer)
     saved = found.part(part) if found else None
     if saved is not None:
         model.load_state_dict(saved["module"])
-        optimizer.load_state_dict(saved["optimizer"])
+        rates.restore(saved["optimizer"])
         averager.restore(saved["averager"])
     averaged = AveragedOptimizer(runtime, optimizer, averager, parallel)
     if saved is not None:
         averaged.restore_counts(saved)
-    saver = lockstep_saver(run, about, runtime.rank, runtime.size, averaged.own_state)
+
+    def take() -> dict[str, Any]:
+        return averaged.own_state() | {"optimizer": rates.state()}
+
+    saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
     return parallel or model, averaged, saver, loop_state(found, part, part)

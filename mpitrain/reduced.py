@@ -29,6 +29,7 @@ def join_reduced(
         UsageError (AgreedError under MPI): the codec does not fit the optimizer, or a checkpoint of another run.
     """
     from mpitrain.model.compression import check_optimizer
+    from mpitrain.model.optimizer import Rates
     from mpitrain.mpi.process_group import init_default_group
     from mpitrain.training.measure import share_module
     from mpitrain.training.parallel import attach, data_parallel
@@ -38,10 +39,11 @@ def join_reduced(
     about = about_loop(strategy, model, runtime.size)
     run = look(runtime, resume, about, same_number=False)
     found = run.found
+    rates = Rates(optimizer)
     first = found.part("shard-0") if found else None
     if first is not None:
         model.load_state_dict(first["module"])
-        optimizer.load_state_dict(first["optimizer"])
+        rates.restore(first["optimizer"])
     share_module(runtime, model)
     init_default_group(runtime)
     parallel = data_parallel(model)
@@ -60,7 +62,7 @@ def join_reduced(
         held = {"buffers": list(model.buffers()), "codec": hook.state() if hook else None}
         if runtime.rank:
             return held
-        return held | {"module": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return held | {"module": model.state_dict(), "optimizer": rates.state()}
 
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
     return parallel, saver, loop_state(found, part, "shard-0")

@@ -127,7 +127,8 @@ class Rates:
         """The optimizer's `state_dict`, what its groups began with, and the counts of torch schedulers that the job has
         attached to it; tensors are not copied."""
         counts = [[first, _numbers(each)] for first, each in zip(self._counts, self._schedulers, strict=True)]
-        more = {"first": self._first, "schedulers": counts, "is_scheduled": self._is_scheduled}
+        added = [_options(group) for group in self.optimizer.param_groups[len(self._first) :]]  # since then
+        more = {"first": self._first + added, "schedulers": counts, "is_scheduled": self._is_scheduled}
         return {**self.optimizer.state_dict(), **more}
 
     def restore(self, saved: dict[str, Any]) -> None:

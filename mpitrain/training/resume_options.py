@@ -41,6 +41,7 @@ ON_RESUME = {
     "target": ACTS,
     "seed": REFUSED,
     "on_nonfinite": ACTS,
+    "find_unused_parameters": ACTS,
     "drop_last": ACTS,
     "checkpoint_every": ACTS,
     "keep_checkpoints": ACTS,

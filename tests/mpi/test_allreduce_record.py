@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from mpitrain.errors import UsageError
+from mpitrain.mpi.allreduce_plan import VARIABLE, Plan, Transport
 from mpitrain.training.measure import same_model
 from tests.ranks import run_ranks
 
@@ -63,6 +65,29 @@ again("pinned-again", "pinned", SLOW)
 again("elsewhere", "slow", FAST, nodes=(0, 1, 2))
 train("shards", SLOW, strategy="sharded()")
 """
+
+
+def test_a_plan_goes_over_to_ranks_that_lie_alike_only(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    first = Plan([0, 0, 1])
+    kept = first.state()
+    first.learn([[0, 1], [2]], Transport(1e-4, 1e7))  # after the state was asked for, and in it nevertheless
+    kept = json.loads(json.dumps(kept))
+    again, moved = Plan([0, 0, 1]), Plan([0, 1, 1])
+    assert again.adopt(kept) and again.known([[0, 1], [2]]) == Transport(1e-4, 1e7)
+    assert again.known([[0], [2]]) is None
+    assert not moved.adopt(kept) and moved.known([[0, 1], [2]]) is None
+    monkeypatch.setenv(VARIABLE, "direct")
+    assert again.setting() == "direct"
+    pinned = again.state()
+    monkeypatch.delenv(VARIABLE)
+    assert again.setting() == "auto" and again.adopt(pinned) and again.setting() == "direct"
+    assert not again.adopt(None) and again.setting() == "auto"  # a run of its own
+    again.renumber([0, 1])
+    assert again.known([[0, 1], [2]]) is None and again.state()["nodes"] == [0, 1]
+    monkeypatch.setenv(VARIABLE, "fast")
+    with pytest.raises(UsageError, match="auto, library, direct, hierarchical"):
+        again.setting()
 
 
 @pytest.fixture(scope="module")

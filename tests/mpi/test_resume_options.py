@@ -10,7 +10,7 @@ from mpitrain import Job, cli
 from mpitrain.job import Overrides
 from mpitrain.rules.checkpointing import read_policy
 from mpitrain.training.resume_options import ACTS, CONVERTED, ON_RESUME, REFUSED
-from tests.ranks import run_ranks
+from tests.ranks import ROOT, run_ranks
 
 SAMPLES = 52  # on three workers with batches of 4: four rounds of 12, and one of 4; checkpoints after 3, 5, 8 and 10
 PROGRAM = """
@@ -21,7 +21,7 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.runtime import start
-from mpitrain.training import servers, watchdog
+from mpitrain.training import allreduce, servers, watchdog
 from tests import toy
 
 runtime = start()
@@ -41,6 +41,7 @@ def spy(owner, name, key):
 
 spy(watchdog, "Watchdog", "watchdog_s")
 spy(servers, "TolerantServer", "floor_s")
+spy(allreduce, "data_parallel", "find_unused")
 
 
 def model(width=6):
@@ -345,6 +346,12 @@ CASES = [
         options="heartbeat_s=55.0",
         acts=lambda run, plain: run["seen"][0]["floor_s"] == 55.0,
     ),
+    Case(
+        "find_unused_parameters",
+        ALL,
+        "find_unused_parameters=True",
+        acts=lambda run, plain: run["seen"][0]["find_unused"] and not plain["seen"][0]["find_unused"],
+    ),
     Case("servers", "sync(servers=2)", base=("sync(servers=1)",), acts=finished),
     Case("workers", "async(servers=1)", base=("async(servers=2)",), acts=finished),
 ]
@@ -372,6 +379,8 @@ def test_every_option_has_its_entry_and_every_entry_a_case():
     assert ON_RESUME.keys() == fields | {"servers", "workers"}
     typed = vars(cli.parse(["train", "job.py"])).keys() - {"command", "job", "run", "parser", "version"}
     assert typed - ON_RESUME.keys() == DRY_RUN
+    page = (ROOT / "docs" / "fault-tolerance.md").read_text().partition("Going on with other options")[2]
+    assert [entry for entry in ON_RESUME if entry not in page] == []
     ends = {entry: {bool(case.said) for case in CASES if case.entry == entry} for entry in ON_RESUME}
     for entry, kind in ON_RESUME.items():
         assert (kind == REFUSED) <= (True in ends[entry]), f"{entry}: no case that is refused"

@@ -1,6 +1,8 @@
 """A loop of one's own that saves and is resumed: bit for bit what it would have been."""
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mpitrain.checkpoint.parts import folder_of, newest, write_part
 from mpitrain.run_directory import Identity
@@ -26,18 +28,20 @@ def normed():
         torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(7, 1)
     )
 
-def train(name, text, optimizer, saves, resume=None):
+def still(parameters):
+    return torch.optim.SGD(parameters, lr=0.0, momentum=0.9, weight_decay=1e-3)
+
+def train(name, text, optimizer, saves, resume=None, last=12):
     torch.manual_seed(3)
     inner = model = normed()
     wrapping._wrapped = None
-    model, optimizer = mt.wrap(
-        model, getattr(toy, optimizer)(model.parameters()), parse(text, "strategy"), resume and "{path}/" + resume
-    )
+    made = (globals().get(optimizer) or getattr(toy, optimizer))(model.parameters())
+    model, optimizer = mt.wrap(model, made, parse(text, "strategy"), resume and "{path}/" + resume)
     begun = mt.resumed()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     if begun is not None:
         schedule.load_state_dict(begun.state["schedule"])
-    for step in range(begun.step if begun else 0, 12):
+    for step in range(begun.step if begun else 0, last):
         batch = reader.batch(0, 8 * step + 4 * mt.worker_index(), 4)
         torch.manual_seed(step * 100 + mt.worker_index())
         optimizer.zero_grad()
@@ -88,6 +92,9 @@ def saved(tmp_path_factory):
     for name, row in ALONE.items():
         begins, goes_on = calls(name, *row)
         alone += [*begins, goes_on]
+    for last in (6, 12):
+        alone.append(f"train('still-{last}', 'allreduce()', 'still', False, 'plain', {last})")
+    alone.insert(0, "train('plain', 'allreduce()', 'sgd', True)")
     for name, (ranks, *row) in SERVED.items():
         (_, begins), goes_on = calls(name, *row)
         launch(ranks, [*(alone if ranks == 4 else []), begins])
@@ -104,3 +111,11 @@ def test_what_is_resumed_is_what_would_have_been(saved, name):
         resumed = saved / f"{name}-resumed-{worker}.safetensors"
         assert same_model(saved / f"{name}-{worker}.safetensors", resumed)
         assert name in SERVED or same_model(saved / f"{name}-whole-{worker}.safetensors", resumed)
+
+
+def test_a_rate_that_the_script_sets_on_resume_acts(saved):
+    """torch's own way would bring the saved rate back: here a rate of 0 moves no parameter, however many steps."""
+    few, many = (load_file(saved / f"still-{last}-0.safetensors") for last in (6, 12))
+    trained = [name for name in few if name.endswith(("weight", "bias"))]
+    assert all(torch.equal(few[name], many[name]) for name in trained)
+    assert not torch.equal(few["0.weight"], load_file(saved / "plain-0.safetensors")["0.weight"])
