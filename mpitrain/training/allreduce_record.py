@@ -24,7 +24,8 @@ def settle_allreduce(session: Session) -> None:
             group.transport()
         for measured in runtime.allgather(plan.state()["measured"]):
             plan.merge(measured)
-    chosen = runtime.groups[-1].transport()["allreduce"] if runtime.groups else {}
+    whole = max(runtime.groups, key=lambda group: int(group.size()))  # the first is of all ranks
+    chosen = whole.transport()["allreduce"]
     if runtime.rank != 0:
         return
     path = session.run_dir / RUN_FILE
