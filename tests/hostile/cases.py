@@ -476,7 +476,7 @@ def checkpoint_at(run_dir: Path, mark: int) -> None:
 
 
 def texts(folder: Path, outside: Path) -> Iterator[Case]:
-    """What `slurm status` reads in a run directory."""
+    """What `slurm status` and `slurm may-requeue` read in a run directory."""
     contents = [
         "",
         "[",
@@ -499,10 +499,13 @@ def texts(folder: Path, outside: Path) -> Iterator[Case]:
         '{"again": true, "samples": [], "reason": "\\u001b[2J"}\n{"aga',
     ]
     for number, text in enumerate(contents):
-        for name in ("result.json", "env.json", "failing_nodes.txt"):
+        for name in ("result.json", "env.json", "failing_nodes.txt", "restarts.jsonl"):
             here = made(folder / f"{number}-{name}")
             (here / name).write_text(text)
             yield Case(f"run {number} {name}", "command", ["slurm", "status", str(here)])
+            if name == "restarts.jsonl":
+                (here / "REQUEUE").touch()
+                yield Case(f"restarts {number}", "command", ["slurm", "may-requeue", str(here)])
 
 
 # ---- random damage of good files
