@@ -108,7 +108,7 @@ class Server:
     def _take(self, source: int, message: Message) -> Steps:
         if message.kind not in self._answers or source not in self.workers:
             raise out_of_turn(source, message, f"a server of workers {self.workers}")
-        if message.kind in CONFIRMING:
+        if message.kind in CONFIRMING and (message.finite or message.kind != Kind.DONE):
             self.deals.confirm(source)
         yield from self._answers[message.kind](source, message)
 
@@ -304,6 +304,10 @@ class Server:
 
     def _on_done(self, worker: int, message: Message) -> Steps:
         self.cuts.hear(message, self.ledger.samples_accepted)
+        if (
+            not message.finite
+        ):  # told to stop, perhaps by a server that has given it up and judges nothing of it any more
+            self.deals.take_back(worker)
         for group in (self.present, self.active, self.held, self.parked):
             group.discard(worker)
         self.ledger.leave(worker)

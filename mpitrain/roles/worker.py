@@ -98,7 +98,7 @@ class Worker:
         if told := self.replica.statistics():
             note = {"name": "codec", "worker": self.rank, **told}
             yield Send(self.roles.dealer, Message(Kind.NOTE, text=json.dumps(note)))
-        yield from self._tell_all(Kind.DONE, stop=self.wants_final)
+        yield from self._tell_all(Kind.DONE, stop=self.wants_final, finite=not self.stopped)
         if self.deliver is not None:
             yield from stay(self, self.deliver)
         elif self.wants_final:
@@ -193,6 +193,10 @@ class Worker:
         out when every shard has answered all pushes before it, which so are confirmed."""
         versions, payloads = tuple(self.versions), self.replica.take()
         yield from self._await_answer()
+        if self.stopped:
+            for payload in payloads:
+                payload.release()
+            return
         samples = sum(gradient.samples for gradient in self._unpushed)
         loss = sum(gradient.loss * gradient.samples for gradient in self._unpushed) / samples
         # the last lease of an epoch may be short: where pulls go with pushes, they do then too
@@ -280,9 +284,10 @@ class Worker:
         if message.payload is not None:
             self.versions[shard] = message.version
 
-    def _tell_all(self, kind: Kind, stop: bool = False) -> Generator[Effect, Any, None]:
+    def _tell_all(self, kind: Kind, stop: bool = False, finite: bool = True) -> Generator[Effect, Any, None]:
+        message = Message(kind, step=self.step, stop=stop, finite=finite, mark=self.mark, ends=self.ends)
         for server in self.roles.servers:
-            yield Send(server, Message(kind, step=self.step, stop=stop, mark=self.mark, ends=self.ends))
+            yield Send(server, message)
 
     def say_away(self) -> Generator[Effect, Any, None]:
         """To servers that listen for signs of life, before something that may take as long as it likes."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.effects import Break, Send
+from mpitrain.effects import Break, Send, Sleep
 from mpitrain.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.rules import Dealer, Elastic, assign
@@ -83,6 +83,21 @@ def killed(role, at):
         answer = yield effect
 
 
+def asleep(role, at):
+    """`role`, still for a while before its message number `at`."""
+    answer, sent = None, 0
+    while True:
+        try:
+            effect = role.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(effect, Send):
+            if sent == at:
+                yield Sleep(18.0, interruptible=False)
+            sent += 1
+        answer = yield effect
+
+
 class Ended:
     """What a run left: its servers and stores, by shard, what each rank returned, and what is on disk."""
 
@@ -104,8 +119,11 @@ def run(
     batches=None,
     batch=BATCH,
     drop_last=False,
+    naps=(),
+    patient=(),
 ):
-    """`kills`: (worker's index, number of its message); `resume`: the parts of a checkpoint."""
+    """`kills`, `naps`: (worker's index, number of its message); `resume`: the parts of a checkpoint; `patient`: shards
+    that give up nobody, where the others give up who is silent for three seconds; by default all are."""
     roles = assign((0,) * (rule.servers + workers), rule.servers)
     world = VirtualWorld(Constant(1.0, 0.3), Shuffled(seed, 0.4), seed, roles.workers)
     servers, stores, processes, disk = [], [], {}, Disk()
@@ -115,7 +133,7 @@ def run(
         keeper = Keeper(disk, shard, store, world, every, ends_s)
         server = TolerantServer(
             rule, store, roles.workers, NullReport(), dealer, "stop", SAMPLES, batch_size=batch, keeper=keeper,
-            delivers=True, floor_s=float("inf"),
+            delivers=True, floor_s=3.0 if patient and shard not in patient else float("inf"),
         )  # fmt: skip
         if resume is not None:
             text, (store.value, rows) = resume[shard]
@@ -132,7 +150,7 @@ def run(
             rank, roles, replica, NullReport(), wants_final=rank == roles.validator, push_every=rule.push_every,
             pull_every=rule.pulls, inflight=rule.inflight, deliver=dict,
         )  # fmt: skip
-        processes[rank] = killed(worker.run(), dict(kills).get(index, -1))
+        processes[rank] = asleep(killed(worker.run(), dict(kills).get(index, -1)), dict(naps).get(index, -1))
     return Ended(servers, stores, world.run(processes), disk)
 
 
@@ -188,6 +206,21 @@ def test_a_killed_run_goes_on_from_any_of_its_checkpoints(row):
         for number, parts in enumerate(ended.disk.complete(rule.servers)):
             workers = WORKERS if "all" in row or number % 2 else WORKERS + 1
             check(row, run(rule, workers, resume=parts, seed=number))
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in SEVERAL if not any(word in row for word in ("pu", "elastic"))]
+)
+def test_who_is_given_up_by_one_server_and_not_by_another_leaves_no_push_half_judged(row):
+    rule = on_servers(COURSE[row](WORKERS), 2, WORKERS)
+    given_up = 0
+    for patient in (0, 1):
+        for at in range(2, 24, 3):
+            ended = run(rule, naps=((1, at),), patient=(patient,), seed=at)
+            check(row, ended)
+            given_up += len(ended.servers[1 - patient].attendance.lost)
+            assert not ended.servers[patient].attendance.lost
+    assert given_up > 2
 
 
 @settings(max_examples=60, deadline=None)
