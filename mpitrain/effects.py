@@ -70,7 +70,7 @@ class Message(NamedTuple):
     """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples` in the
     batch or accepted in all, `share` that a push has in the mean of its update, `loss` of the batch, `finite` of the
     whole gradient (a DONE is not, when a server said stop: not every shard need have judged what was pushed), `stop` no
-    more work, `pull` a push that is to be answered with parameters, `leases` as (epoch, start, count, batch size): dealt
+    more work, `pull` a push that is to be answered with parameters, `leases` as (epoch, start, count, batch size) dealt
     with an answer, or the one that a push was made of; `text` a note, or, of a push, the options of the optimizer that
     came with the gradient.
 

@@ -123,7 +123,7 @@ def test_a_worker_whose_gradients_are_never_finite_again_is_done_without(tmp_pat
     evicted = run(range(2, 60))
     assert (evicted["status"], evicted["nonfinite"]) == ("ok", 10)
     assert evicted["lost"] == {str(strategy.servers + worker): "not finite"}
-    assert evicted["accepted"] == 20 * 12 - 10 and evicted["samples_dropped"] == 10 * 4
+    assert evicted["samples"] == (20 * 12 - 10) * 4 and evicted["samples_dropped"] == 10 * 4
     left, right = evicted["staleness_identity"]
     assert left == right
 
