@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import mpitrain as mt
+from mpitrain.checkpoint.parts import candidates
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.runtime import start
 from mpitrain.training import allreduce, servers, watchdog
@@ -98,7 +99,7 @@ def base_of(strategy, changes=""):
     if not runtime.share((root / name).exists()):
         train(name, strategy, eval(f"dict({{changes}})"), {{}})
         if runtime.rank == 0:
-            marks = sorted((root / name / "checkpoints").glob("[0-9]*"))
+            marks = sorted(each.folder for each in candidates(root / name, []))  # a worker that came late left one out
             for at, chosen in (("mid", marks[0]), ("end", [m for m in marks if int(m.name) >= 52][:1])):
                 for mark in [chosen] if at == "mid" else chosen:
                     shutil.copytree(mark, root / f"{{name}} {{at}}" / "checkpoints" / mark.name)
