@@ -44,7 +44,15 @@ def test_every_link_leads_somewhere():
     links = re.findall(r"\]\(([^)]+)\)", README)
     assert links
     for link in links:
-        assert link.startswith("https://") or (ROOT / link).exists(), link
+        path, _, heading = link.partition("#")
+        assert link.startswith("https://") or (ROOT / path).exists(), link
+        assert not heading or heading in anchors(ROOT / path), link
+
+
+def anchors(page: Path) -> list[str]:
+    """What the headings of a page are linked by: small letters, digits and hyphens."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
 
 
 def test_every_file_and_test_it_names_exists():
