@@ -377,7 +377,6 @@ class Server:
         if same:
             self._next_step = {int(worker): step for worker, step in state["next_step"].items()}
             self._num_batches = {int(worker): count for worker, count in state["num_batches"].items()}
-        self.cuts.last = self.ledger.samples_accepted
 
     def rejoin(self, states: Sequence[dict[str, Any]]) -> None:
         """After `restore`: what the shards were cut at, this dealing server's own first; they may differ."""

@@ -196,6 +196,22 @@ def test_a_run_told_to_end_at_any_moment_goes_on_where_no_shard_has_judged(row):
             check(row, run(rule, resume=parts[-1] if parts else None, seed=moment + 1))
 
 
+@pytest.mark.parametrize("row", SEVERAL)
+def test_a_run_that_is_told_to_end_right_after_its_restart_writes_all_parts_again(row):
+    """Also where the others had been cut at later pushes than the dealing server."""
+    ahead = 0
+    for servers in (2, 3):
+        rule = on_servers(COURSE[row](WORKERS), servers, WORKERS)
+        for moment in range(2, 10, 3):
+            complete = run(rule, ends_s=0.9 * moment, seed=moment).disk.complete(servers)
+            parts = [json.loads(complete[-1][shard][0]) for shard in range(servers)]
+            counts = [part["ledger"]["samples_accepted"] for part in parts]
+            ahead += max(counts) > counts[0]
+            again = run(rule, resume=complete[-1], ends_s=0.0, seed=moment)
+            assert again.disk.complete(servers) and all(server.cuts.ended for server in again.servers)
+    assert ahead or any(word in row for word in ("sync", "backup", "elastic", "bounded, rounds"))
+
+
 @pytest.mark.parametrize("row", sorted(COURSE))
 def test_a_killed_run_goes_on_from_any_of_its_checkpoints(row):
     """With as many workers or with others, and after the death of a worker."""
