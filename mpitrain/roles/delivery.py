@@ -73,6 +73,8 @@ def see_off(server: TolerantServer) -> Steps:
             staying.discard(source)
         elif message.kind == Kind.FINAL:
             yield from server.send_final(source)
+        elif source in server.attendance.lost and server.owes_final(source, message):
+            yield from server.send_final(source)
         elif message.kind == Kind.DELIVERED:
             server.delivered = json.loads(message.text)
             for worker in sorted(staying):

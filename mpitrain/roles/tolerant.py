@@ -70,6 +70,9 @@ class TolerantServer(Server):
         if self.delivers:
             self.named.update(self._want_final)
             yield from see_off(self)
+        for worker, how in self.attendance.lost.items():
+            if how != NOT_FINITE and (self.delivers or worker not in self._want_final):
+                yield Forget(worker)
         return self.summary()
 
     def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
@@ -85,9 +88,6 @@ class TolerantServer(Server):
             else:
                 return arrived
         self.attendance.lost |= dict.fromkeys(self._leaving, SILENT)
-        for worker, how in self.attendance.lost.items():
-            if how != NOT_FINITE and worker not in self._want_final:
-                yield Forget(worker)
         return None
 
     def _owing(self) -> set[int]:
@@ -113,15 +113,25 @@ class TolerantServer(Server):
             yield Send(worker, Message(Kind.ALIVE))
             if worker in self._owed:
                 yield Send(worker, self._owed.pop(worker))
-        elif message.kind == Kind.IDLE:
+        elif message.kind == Kind.IDLE and self.deals.dealer is not None:
             yield Send(worker, Message(Kind.WAKE, stop=True))
         elif message.kind in (Kind.PUSH, Kind.JOIN, Kind.PULL):
             step = message.step + (message.kind == Kind.PUSH)
             yield Send(worker, Message(Kind.REPLY, version=self.ledger.version, step=step, stop=True))
         elif message.kind == Kind.DONE and self.delivers and self.deals.dealer is not None:
             yield Send(worker, Message(Kind.WAKE, stop=True))
-        elif message.kind == Kind.FINAL or (message.kind == Kind.DONE and message.stop and not self.delivers):
+        elif self.owes_final(worker, message):
             self._want_final.append(worker)
+        elif message.kind == Kind.LEAVE:
+            yield from self._on_leave(worker, message)
+
+    def owes_final(self, worker: int, message: Message) -> bool:
+        """Whether one that was given up as silent asks for the final model. Another server may not have given it up;
+        only whom the dealing server has given up does not deliver."""
+        if message.kind != Kind.DONE:
+            return message.kind == Kind.FINAL
+        lets_go = self.delivers and (self.deals.dealer is not None or self.attendance.lost[worker] != SILENT)
+        return message.stop and not lets_go
 
     def _take(self, source: int, message: Message) -> Steps:
         yield from super()._take(source, message)
@@ -140,6 +150,7 @@ class TolerantServer(Server):
 
     def _on_leave(self, worker: int, message: Message) -> Steps:
         self.left.add(worker)
+        self._want_final = [other for other in self._want_final if other != worker]
         yield from ()
 
     def send_final(self, worker: int) -> Steps:
@@ -206,7 +217,7 @@ class TolerantServer(Server):
             self._owed[worker] = Message(
                 Kind.REPLY, version=self.ledger.version, step=self._next_step.get(worker, 0), stop=True
             )
-        elif worker in self.parked:
+        elif worker in self.parked and self.deals.dealer is not None:  # which alone wakes
             self._owed[worker] = Message(Kind.WAKE, stop=True)
         yield Forget(worker, listen=True)
 

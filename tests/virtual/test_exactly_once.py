@@ -5,6 +5,7 @@ killed before every message that they send, so also between a push to one shard 
 told to end at every moment, and one that is killed goes on from every checkpoint that it has completed.
 """
 
+import functools
 import json
 from collections import Counter
 
@@ -148,7 +149,7 @@ def run(
         replica = NumberReplica(rule, 0.25, by_batch, frozenset())
         worker = Worker(
             rank, roles, replica, NullReport(), wants_final=rank == roles.validator, push_every=rule.push_every,
-            pull_every=rule.pulls, inflight=rule.inflight, deliver=dict,
+            pull_every=rule.pulls, inflight=rule.inflight, deliver=functools.partial(dict, by=index),
         )  # fmt: skip
         processes[rank] = asleep(killed(worker.run(), dict(kills).get(index, -1)), dict(naps).get(index, -1))
     return Ended(servers, stores, world.run(processes), disk)
@@ -232,11 +233,15 @@ def test_who_is_given_up_by_one_server_and_not_by_another_leaves_no_push_half_ju
     given_up = 0
     for patient in (0, 1):
         for at in range(2, 24, 3):
-            ended = run(rule, naps=((1, at),), patient=(patient,), seed=at)
-            check(row, ended)
-            given_up += len(ended.servers[1 - patient].attendance.lost)
-            assert not ended.servers[patient].attendance.lost
-    assert given_up > 2
+            for index in (0, 1):  # the first one delivers, if the dealing server has not given it up
+                ended = run(rule, naps=((index, at),), patient=(patient,), seed=at)
+                check(row, ended)
+                given_up += len(ended.servers[1 - patient].attendance.lost)
+                assert not ended.servers[patient].attendance.lost
+                dealing = ended.servers[0]
+                living = [i for i, rank in enumerate(dealing.workers) if rank not in dealing.attendance.lost]
+                assert dealing.delivered == {"by": living[0]}
+    assert given_up > 4
 
 
 @settings(max_examples=60, deadline=None)
