@@ -71,9 +71,9 @@ def see_off(server: TolerantServer) -> Steps:
             yield from _name(server, staying)
         elif message.kind == Kind.LEAVE:
             staying.discard(source)
-        elif message.kind == Kind.FINAL:
-            yield from server.send_final(source)
-        elif source in server.attendance.lost and server.owes_final(source, message):
+        elif message.kind == Kind.FINAL or (
+            source in server.attendance.lost and server.owes_final(source, message)
+        ):
             yield from server.send_final(source)
         elif message.kind == Kind.DELIVERED:
             server.delivered = json.loads(message.text)
