@@ -142,9 +142,7 @@ class Deals:
         """
         self.memory = state["batching"]
         if self.dealer and state["dealer"]:
-            held = state["dealer"].get("stretches", []) + state["dealer"].get("outstanding", [])
-            gone = {number: -1 - number for number, *_ in held if number >= len(workers)}
-            self.dealer.restore(_renamed(state["dealer"], gone | dict(enumerate(workers))), workers)
+            self.dealer.restore(_renamed(state["dealer"], dict(enumerate(workers))), workers)
             if state["batch_size"] != self.batch_size:
                 left = sum(count for _, count in self.dealer.left())
                 whole = left in (0, self.dealer.num_samples) and self.dealer.all_of_this_epoch()
@@ -153,10 +151,12 @@ class Deals:
 
 
 def _renamed(position: dict[str, Any], names: Mapping[int, int]) -> dict[str, Any]:
-    """A dealer's state with its workers called otherwise; who has no other name keeps his."""
-    lists = {
-        key: [[names.get(worker, worker), *rest] for worker, *rest in position[key]]
-        for key in ("stretches", "outstanding")
-        if key in position
+    """A dealer's state with its workers called otherwise; what belongs to nobody of them has names below 0, each its
+    own."""
+    keys = [key for key in ("stretches", "outstanding") if key in position]
+    owners = {owner for key in keys for owner, *_ in position[key]}
+    others, lowest = sorted(owner for owner in owners - set(names) if owner >= 0), min([0, *owners])
+    names = {**names, **{owner: lowest - 1 - index for index, owner in enumerate(others)}}
+    return position | {
+        key: [[names.get(owner, owner), *rest] for owner, *rest in position[key]] for key in keys
     }
-    return position | lists

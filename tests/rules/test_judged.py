@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.rules import Dealer, Judged, Lease
+from mpitrain.roles.deals import Deals
+from mpitrain.rules import Async, Dealer, Judged, Lease, Sync
 from mpitrain.rules.judged import in_all, in_any, torn
 
 SAMPLES, EPOCHS = 12, 3
@@ -85,3 +86,45 @@ def test_a_dealer_deals_again_what_not_every_shard_has_judged_in_leases_of_one_f
     assert len(seen) == len(set(seen))
     assert all(one.num_samples() == SAMPLES * EPOCHS for one in sets)
     assert set(seen) >= {(e, i) for e in range(EPOCHS) for i in range(SAMPLES)} - set.intersection(*plains)
+
+
+@given(
+    num_workers=st.integers(1, 6),
+    fewer=st.integers(1, 6),
+    ahead=st.sets(st.integers(0, 19), max_size=8),
+    dealt=st.integers(0, 12),
+)
+def test_what_nobody_owns_and_what_those_who_are_gone_owned_are_all_dealt(num_workers, fewer, ahead, dealt):
+    """Holes that another shard has judged, and then a start with fewer workers."""
+
+    def start(position, workers):
+        deals = Deals(Async(servers=2), Dealer(40, 1, 2, num_workers=workers, window_samples=4), workers, 2)
+        if position is not None:
+            deals.restore(json.loads(json.dumps(position)), tuple(range(workers)))
+        return deals
+
+    first, own, other = start(None, num_workers), Judged(40), Judged(40)
+    for index in range(dealt):
+        worker = index % num_workers
+        if first.dealer.deal(worker):
+            own.add(lease := first.dealer.settle(worker))
+            other.put(0, lease.start, lease.start + lease.num_samples)
+    for number in ahead:
+        other.put(0, 2 * number, 2 * number + 2)
+    again = start(first.state(tuple(range(num_workers))), num_workers)
+    again.dealer.rejoin([own, other])
+    last = start(again.state(tuple(range(num_workers))), fewer)
+    while list(filter(None, [last.dealer.deal(worker) for worker in range(fewer)])):
+        for worker in range(fewer):
+            for _ in list(last.dealer.outstanding.get(worker, [])):
+                assert own.add(last.dealer.settle(worker))
+    assert own.num_samples() == 40
+
+
+def test_what_is_left_of_an_epoch_is_nobodys_in_a_state_where_workers_are_not_ranks_from_0():
+    """Where rank 0 is a server."""
+    deals = Deals(Sync(), Dealer(40, 1, 4, num_workers=2), 2, 4)
+    deals.dealer._lay_out([(0, 2), (10, 2), (20, 1)])
+    again = Deals(Sync(), Dealer(40, 1, 4, num_workers=2), 2, 4)
+    again.restore(json.loads(json.dumps(deals.state((1, 2)))), (1, 2))
+    assert again.dealer.left() == deals.dealer.left() == [(0, 2), (10, 2), (20, 1)]
