@@ -157,7 +157,7 @@ class Replica:
             self.remote.hooks.after()
 
     def finish(self) -> None:
-        """After the last answer."""
+        """The hooks after a step whose answer is here, where nothing is computed next, or the state is saved first."""
         if self._stepped:
             self._enter()
             self._after_step()

@@ -86,6 +86,9 @@ class Replica(Protocol):
     def take(self) -> list[Any]:
         """What to push for all batches since the last push: one Payload a shard, in shard order."""
 
+    def finish(self) -> None:
+        """All that was pushed has been answered, and either nothing is computed after it or the state is saved."""
+
     def validate(self) -> dict[str, float]:
         """Metrics of the present parameters; empty when there is nothing to validate."""
 

@@ -254,7 +254,12 @@ class Worker:
             self.take_in(source, message)
         if self._cut and self.keeper is not None:
             keeper, mark, self._cut = self.keeper, self._cut, 0
-            yield Compute(lambda: keeper.save(mark, self.state(), ()), "checkpoint")
+            yield Compute(lambda: self._keep(keeper, mark), "checkpoint")
+
+    def _keep(self, keeper: Keeper, mark: int) -> None:
+        if not self._unpushed:  # or else what a hook would count now is computed again by who resumes
+            self.replica.finish()
+        keeper.save(mark, self.state(), ())
 
     def take_in(self, source: int, message: Message) -> None:
         """What a server's answer says and brings."""

@@ -147,6 +147,9 @@ class NumberReplica:
         self.covers, self.total = [], [0.0] * len(self.total)
         return payloads
 
+    def finish(self) -> None:
+        pass
+
     def validate(self) -> dict[str, float]:
         return {}
 
