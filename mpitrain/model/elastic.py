@@ -27,6 +27,7 @@ class ElasticStore:
     """
 
     correction = None
+    follows_options = False
 
     def __init__(
         self,

@@ -97,12 +97,12 @@ class FollowedOptions:
     def __init__(self, optimizer: Optimizer, indices: Sequence[int]):
         self.optimizer, self.indices, self.first = optimizer, indices, read_groups(optimizer)
         self._texts: list[str] = []
-        self._heard = False
+        self.heard = False  # whether workers have changed any
 
     def hear(self, text: str) -> None:
         """The options of one more gradient of the update to come, where its worker says any."""
         self._texts.append(text)
-        self._heard = True
+        self.heard = True
 
     def apply(self, num_gradients: int) -> None:
         """Set the groups for an update of so many gradients; those that nothing was said with came with the first.
@@ -111,7 +111,7 @@ class FollowedOptions:
             UsageError: an option without a mean (a flag, say) on which the gradients differ.
         """
         texts, self._texts = self._texts, []
-        if not self._heard:
+        if not self.heard:
             return
         told = [json.loads(text) for text in texts] + [{}] * (num_gradients - len(texts))
         for group, index, first in zip(self.optimizer.param_groups, self.indices, self.first, strict=True):

@@ -129,6 +129,11 @@ class ShardStore:
         """The options that came with the gradient to be gathered next."""
         self._options.hear(text)
 
+    @property
+    def follows_options(self) -> bool:
+        """Whether workers have changed options of the optimizer: what changes them further only they know."""
+        return self._options.heard
+
     def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
         """Gather `weight * share * gradient`; takes the frame over and releases it when it is done with it. Shares are
         counted in the first one's, so equal ones change no bit."""

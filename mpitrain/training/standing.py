@@ -84,6 +84,10 @@ def shard_writer(
     has_buffers = next(module.buffers(), None) is not None
 
     def take() -> Taken:
+        if store.follows_options:
+            raise CheckpointError(
+                "hooks have changed the optimizer's options, and how they go on only workers know"
+            )
         samples, version, role = standing.take()
         return Taken(samples, version, {"role": role, "store": store.state()})
 
