@@ -47,7 +47,7 @@ class AveragedOptimizer(DelegatingOptimizer):
         gradients = [p.grad for p in self._averager.parameters if p.grad is not None]
         alone = not self._averager.averages_gradients
         self._averager.begin_step()
-        if not gradients or all_finite(gradients):
+        if all_finite(gradients):
             self.own_step()
         elif alone:
             self._skipped += 1

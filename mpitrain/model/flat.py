@@ -241,7 +241,8 @@ class FlatModel:
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:
-    """Whether no tensor holds a NaN or an infinity: one pass, and a second only where a square overflows."""
-    if bool(torch.isfinite(torch.stack(torch._foreach_norm(tensors))).all()):
+    """Whether no tensor, of any number, holds a NaN or an infinity: one pass, and a second only where a square
+    overflows."""
+    if not tensors or bool(torch.isfinite(torch.stack(torch._foreach_norm(tensors))).all()):
         return True
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

@@ -112,7 +112,7 @@ class PeerReplica:
     def collect(self, loss: float, num_samples: int) -> Gradient:
         """One step of the peer's optimizer with the gradients that backward left on the parameters."""
         gradients = [p.grad for p in self.model.parameters if p.grad is not None]
-        finite = loss - loss == 0.0 and (not gradients or all_finite(gradients))
+        finite = loss - loss == 0.0 and all_finite(gradients)
         self._move(finite)
         return Gradient(loss, num_samples, finite, num_samples)
 

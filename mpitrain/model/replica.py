@@ -148,7 +148,7 @@ class Replica:
     def _may_step(self, loss: float) -> bool:
         """Hooks of a step that is not taken do not run."""
         gradients = [p.grad for p in self.model.parameters if p.grad is not None]
-        return loss - loss == 0.0 and (not gradients or all_finite(gradients))
+        return loss - loss == 0.0 and all_finite(gradients)
 
     def _after_step(self, broken_off: bool = False) -> None:
         """The hooks after the step before, once its answer is here."""

@@ -196,7 +196,7 @@ class SplitRun:
     def _agree(self, value: float, share: float) -> tuple[float, bool]:
         """(the mean loss of the step, whether everything is finite), the same on all ranks."""
         grads = self.gradients()
-        finite = value - value == 0.0 and (not grads or all_finite(grads))
+        finite = value - value == 0.0 and all_finite(grads)
         told = torch.tensor(
             [value * share if self.tells else 0.0, 0.0 if finite else 1.0], dtype=torch.float64
         )

@@ -216,3 +216,17 @@ def test_pushes_of_several_batches_carry_what_each_was_worth():
         store.apply()
         torch.testing.assert_close(store.live.body, expected, rtol=1e-12, atol=1e-12)
         flat.install(0, store.live)
+
+
+@pytest.mark.parametrize("strategy", [Async(optimizer="worker"), Async(push_every=2)], ids=str)
+def test_a_step_without_any_gradient_moves_nothing_as_in_torch(strategy):
+    """A loop that has left a batch out."""
+    module = make_model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    flat = FlatModel(module, optimizer, 1)
+    local = local_steps(flat, optimizer, strategy)
+    assert local.step()
+    (frame,) = local.take()
+    assert not frame.body.any()
+    for theirs, ours in zip(make_model().parameters(), module.parameters(), strict=True):
+        assert torch.equal(theirs, ours)
