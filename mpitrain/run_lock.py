@@ -47,6 +47,7 @@ class RunLock:
     def __init__(self, run_dir: Path, attempt: str):
         self.path, self.attempt = run_dir / LOCK_FILE, attempt
         self._over = threading.Event()
+        self._turn = threading.Lock()  # what is given up is not made again
         self._pid = os.getpid()
 
     def take(self) -> None:
@@ -80,8 +81,10 @@ class RunLock:
         """Let others have it; may be called twice, and by a process that never held it."""
         self._over.set()
         atexit.unregister(self.release)
-        with contextlib.suppress(OSError):
-            if self._pid == os.getpid() and self._is_ours():
+        if self._pid != os.getpid():  # a forked child holds nothing
+            return
+        with self._turn, contextlib.suppress(OSError):
+            if self._is_ours():
                 self.path.unlink()
 
     def _make(self) -> bool:
@@ -107,6 +110,8 @@ class RunLock:
         return True
 
     def _look(self) -> _Seen | None:
+        if self.path.is_symlink():  # which O_EXCL does not follow
+            raise UsageError(f"{self.path} is a link: remove it, or choose another run directory")
         try:
             touched_ns = self.path.stat().st_mtime_ns
             return _Seen(read_bounded(self.path, _MAX_BYTES), touched_ns)
@@ -153,8 +158,9 @@ class RunLock:
                     continue
                 text = self.path.read_bytes()
             except FileNotFoundError:
-                with contextlib.suppress(UsageError):
-                    self._make()
+                with self._turn, contextlib.suppress(UsageError):
+                    if not self._over.is_set():
+                        self._make()
                 continue
             except OSError:
                 continue  # the file system is away; the next look tells

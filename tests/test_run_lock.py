@@ -168,6 +168,23 @@ def test_a_holder_keeps_it_fresh_makes_it_again_and_learns_when_it_was_taken(tmp
     assert (tmp_path / LOCK_FILE).exists()
 
 
+def test_who_gives_the_lock_up_does_not_make_it_again(tmp_path, monkeypatch):
+    """The thread that keeps it fresh finds no file any more, a moment after its release."""
+    lock = RunLock(tmp_path, "ours")
+    lock._make()
+    waits = iter([False, True])
+    monkeypatch.setattr(lock._over, "wait", lambda timeout_s: next(waits))
+    lock.release()
+    lock._refresh()
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_link_that_leads_nowhere_is_refused_and_not_tried_for_ever(tmp_path):
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="lock is a link: remove it"):
+        RunLock(tmp_path, "ours").take()
+
+
 def test_what_is_no_file_is_refused_and_a_folder_that_cannot_be_written(tmp_path):
     os.mkfifo(tmp_path / LOCK_FILE)
     with pytest.raises(UsageError, match="lock cannot be read: it is no regular file; remove it"):
