@@ -14,6 +14,7 @@ from mpitrain.rules.checkpointing import read_policy
 from mpitrain.run_directory import Identity
 from mpitrain.training.alarm import Alarm
 from mpitrain.training.emergency import Emergency, Guard, KeptBuffers, Taken
+from mpitrain.training.roll_call import RollCall
 from mpitrain.training.watchdog import PATIENCE, Watchdog
 
 
@@ -131,3 +132,18 @@ def test_buffers_are_those_of_before_the_forward_pass():
     assert not torch.equal(state["running_mean"], before["running_mean"])
     kept.put_into(state)
     assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+
+
+def test_on_a_full_disk_nobody_is_taken_for_silent(tmp_path, monkeypatch):
+    """Whoever cannot answer its own call cannot expect answers; nor does the thread that calls die of it."""
+    roll_call = RollCall(tmp_path, 0, 1)
+    assert roll_call.call({0, 1}, 0.0) == {1}
+    monkeypatch.setattr(RollCall, "answer", lambda self: None)
+    assert roll_call.call({0, 1}, 60.0) == set()
+    (tmp_path / "file").touch()
+    assert RollCall(tmp_path / "file", 0, 1).call({0, 1}, 60.0) == set()
+
+
+@pytest.mark.parametrize(("timeout_s", "patience_s"), [(6.0, 11.5), (60.0, 12.0), (900.0, 72.0)])
+def test_a_long_watchdog_waits_for_a_file_system_that_shows_names_late(tmp_path, timeout_s, patience_s):
+    assert Watchdog(None, SimpleNamespace(run_dir=tmp_path), timeout_s).patience_s == patience_s

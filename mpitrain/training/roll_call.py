@@ -38,18 +38,24 @@ class RollCall:
                 (self.folder / f"here-{newest}-{self.rank}").touch()
 
     def call(self, ranks: set[int], patience_s: float, over: Callable[[], bool] = lambda: False) -> set[int]:
-        """Who of `ranks` has not answered within `patience_s`; nobody, should it be `over` meanwhile."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        number = self._newest() + 1
-        (self.folder / f"call-{number}").touch()
-        self.answer()
+        """Who of `ranks` has not answered within `patience_s`; nobody, should it be `over` meanwhile, or where this one
+        cannot answer either, as on a full disk."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            number = self._newest() + 1
+            (self.folder / f"call-{number}").touch()
+            self.answer()
+            if self.rank not in self._here(number):
+                return set()
+        except OSError:
+            return set()
         deadline_s = time.monotonic() + patience_s
         while silent := ranks - self._here(number) - {self.rank}:
             if over():
                 return set()
             if time.monotonic() > deadline_s:
                 return silent
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S + len(ranks) / 1000)  # all of them may be looking
             self.answer()  # somebody else may have called in between
         return set()
 

@@ -36,8 +36,9 @@ from mpitrain.training.roll_call import RollCall
 
 PATIENCE = 4
 LOOK_EVERY_S = 2.0
-# beside one round of looking, for ranks that do not answer; those that do end the waiting at once
-GRACE_S = 10.0
+# Beside one round of looking, for ranks that do not answer; those that do end the waiting at once. A network file
+# system may show a new name on other hosts a minute later, which a long watchdog has the time to wait for.
+GRACE_S, SLOW_GRACE_S = 10.0, 70.0
 WRITING_S = 60.0  # longest time to wait for an emergency checkpoint
 
 
@@ -62,6 +63,7 @@ class Watchdog:
         self.run_dir: Path = session.run_dir
         self.metrics = self.run_dir / METRICS_FILE
         self.look_s = min(LOOK_EVERY_S, timeout_s / 4)
+        self.patience_s = self.look_s + min(SLOW_GRACE_S, max(GRACE_S, timeout_s / 10))
         self._over = threading.Event()
         self._called_s = 0.0  # idle seconds at which the roll was last called
 
@@ -109,9 +111,8 @@ class Watchdog:
             return set()
         self._called_s = idle_s
         living = set(self.runtime.launched) - self._given_up()
-        patience_s = self.look_s + GRACE_S
         for _ in range(2):
-            living &= self.roll_call.call(living, patience_s, lambda: self._is_settled(idle_s))
+            living &= self.roll_call.call(living, self.patience_s, lambda: self._is_settled(idle_s))
         return living & set(self.runtime.launched)
 
     def _is_settled(self, idle_s: float) -> bool:
@@ -178,7 +179,7 @@ class Watchdog:
                 if not heard:
                     threading.Thread(target=self._write, args=(what,), daemon=True).start()
                 answering = set(self.runtime.launched) - (silent or set())
-                told = self._outcome(self.alarm.wait(answering, self.look_s + GRACE_S, WRITING_S))
+                told = self._outcome(self.alarm.wait(answering, self.patience_s, self.patience_s + WRITING_S))
         except Exception as error:
             told = f"; and what is known could not be written: {type(error).__name__}: {error}"
         for rank in silent or ():
