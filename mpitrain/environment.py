@@ -56,6 +56,7 @@ SLURM_VARIABLES = (
 # In this order: mpirun inside a Slurm job leaves Slurm's own variables, which then describe the daemons and
 # not the ranks.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _NODE_VARIABLES = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
@@ -74,6 +75,11 @@ def _first_int(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     """This process's rank by its launcher's environment, before MPI is started; 0 without a launcher."""
     return _first_int(_RANK_VARIABLES, environ) or 0
+
+
+def launched_local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """This rank's number on its node by its launcher's environment; `None` where that does not say."""
+    return _first_int(_LOCAL_RANK_VARIABLES, environ)
 
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -258,13 +258,15 @@ def relaunch(
     once: Callable[[list[str]], Outcome], run_dir: Path, max_restarts: int, requests: Requests
 ) -> int:
     """Run `once([])`, and `once(["--resume", "auto"])` after each failure that left another newest checkpoint than was
-    there before, and room for one more; returns the last exit code. Nothing is started again once a signal has asked
-    for an end: a run that would have been is then one to run again."""
-    before = progress(run_dir)
-    outcome = once([])
+    there before, and room for one more; returns the last exit code. A start in which a rank has died before the first
+    step is tried once more as it was. Nothing is started again once a signal has asked for an end: a run that would
+    have been is then one to run again."""
+    before, words, tried = progress(run_dir), list[str](), False
+    outcome = once(words)
     for number in range(1, max_restarts + 1):
         newest = progress(run_dir)
-        if outcome.final or outcome.code in _FINAL or newest in (before, NO_PROGRESS):
+        gets_on = newest not in (before, NO_PROGRESS)
+        if outcome.final or outcome.code in _FINAL or not (gets_on or (outcome.early and not tried)):
             break
         if requests.stop:
             return requests.exit_code(EXIT_REQUEUE)
@@ -275,11 +277,17 @@ def relaunch(
                 file=sys.stderr,
             )
             break
-        before = newest
+        origin = "as it was started, once: it had not come to its first step"
+        if gets_on:
+            before, words, origin = (
+                newest,
+                ["--resume", "auto"],
+                f"from the checkpoint at {newest.mark} samples",
+            )
+        tried = not gets_on
         print(
-            f"mpitrain: the run ended with exit code {outcome.code}; restart {number} of {max_restarts} from the "
-            f"checkpoint at {newest.mark} samples",
+            f"mpitrain: the run ended with exit code {outcome.code}; restart {number} of {max_restarts} {origin}",
             file=sys.stderr,
         )
-        outcome = once(["--resume", "auto"])
+        outcome = once(words)
     return requests.exit_code(outcome.code)

@@ -21,13 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mpitrain.environment import is_rank, launched_rank
+from mpitrain.environment import is_rank, launched_local_rank, launched_rank
 from mpitrain.processes import identity
 
 VARIABLE = "MPITRAIN_LAUNCH_DIR"
-LOOK_EVERY_S = (
-    0.5  # for a request; rank 0 of each node looks, or everybody as long as nobody knows who that is
-)
+LOOK_EVERY_S = 0.5  # for a request; rank 0 of each node looks, or everybody where nobody knows who that is
 # What a rank is at; in MPI_Init its other threads stand still, so it is silent there and waits all the same.
 IMPORTING, STARTING_MPI, STARTED, READY, ENDED = "importing", "starting MPI", "preparing", "training", "ended"
 _ORDER = (IMPORTING, STARTING_MPI, STARTED, READY, ENDED)
@@ -42,6 +40,7 @@ class RankStatus:
         state: one of the constants above.
         waits: whether it waits for other ranks.
         beat, progress: change while it lives, and while it gets on.
+        step: the last one that it has begun, -1 before the first.
         listens: whether it ends in order when it is asked to.
         code: what it has ended with, once it has.
     """
@@ -53,6 +52,7 @@ class RankStatus:
     waits: bool = False
     beat: int = 0
     progress: float = 0.0
+    step: int = -1
     listens: bool = True
     code: int | None = None
 
@@ -69,8 +69,12 @@ class Reporter:
         self.folder = folder
         self.status = RankStatus(rank, socket.gethostname(), identity())
         self.stop_requested = threading.Event()
-        self.looks = True  # for requests
-        self.observe: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)  # (waits, progress)
+        self.looks = not launched_local_rank()  # for requests
+        self.observe: Callable[[], tuple[bool, float, int]] = lambda: (
+            False,
+            0.0,
+            -1,
+        )  # (waits, progress, step)
         self._lock = threading.Lock()
         self._beat_s = float(_read(folder / "launch.json").get("beat_s", 10.0))
         self._pid = os.getpid()
@@ -108,7 +112,7 @@ class Reporter:
             return
         with self._lock, contextlib.suppress(OSError):
             self.status.beat += 1
-            self.status.waits, self.status.progress = self.observe()
+            self.status.waits, self.status.progress, self.status.step = self.observe()
             path = self.folder / f"rank-{self.status.rank}.json"
             temporary = path.with_suffix(".tmp")
             temporary.write_text(json.dumps(asdict(self.status)))
@@ -150,6 +154,25 @@ def stop_requested(now: bool = False) -> bool:
 # ---- the launch's side
 
 
+def beat_s(num_ranks: int, host_timeout_s: float) -> float:
+    """How often a rank is to say that it lives: ten times in `host_timeout_s`, where 0 is never, and no more often than
+    the file system of many ranks can bear, a hundred files a second."""
+    if host_timeout_s <= 0:
+        return max(10.0, num_ranks / 100)
+    return max(0.5, min(10.0, host_timeout_s / 10), min(num_ranks / 100, host_timeout_s / 4))
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether ranks can tell anything at all: the folder is there, and the disk is not full."""
+    probe = folder / "probe.tmp"
+    try:
+        probe.write_text("{}")
+        probe.unlink()
+    except OSError:
+        return False
+    return True
+
+
 def open_folder(folder: Path, beat_s: float) -> None:
     """An empty folder for the ranks of one start."""
     remove_folder(folder)
@@ -179,8 +202,10 @@ def request_stop(folder: Path) -> None:
 
 def read_all(folder: Path) -> dict[int, RankStatus]:
     """What ranks have told so far, by rank."""
-    found = {}
-    for path in folder.glob("rank-*.json"):
+    found, paths = {}, list[Path]()
+    with contextlib.suppress(OSError):
+        paths = list(folder.glob("rank-*.json"))
+    for path in paths:
         with contextlib.suppress(TypeError, KeyError, ValueError):
             status = RankStatus(**_read(path))
             found[status.rank] = status

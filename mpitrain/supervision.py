@@ -31,6 +31,7 @@ RESULT_GRACE_S = 30.0  # from a complete result to the end of the launcher
 GONE_GRACE_S = 5.0  # from the death of a rank that has not begun to train to the end of the launcher
 UNHEARD_S = 3.0  # from a request to the end of ranks of which none trains yet
 END_GRACE_S = 10.0  # from the launcher's being told to end to its being killed
+KILLED_S = 10.0  # longest time for what was killed to be gone
 PAUSE_S = 10.0  # a launch that has not looked for so long was suspended itself
 
 
@@ -45,7 +46,7 @@ class Requests:
     def __init__(self) -> None:
         self.stop, self.abort, self.at_once = False, 0, False
         self.from_terminal = False  # the terminal has sent INT to the MPI launcher too
-        self.num_usr1 = self.num_terms = 0
+        self.num_heard = self.num_usr1 = self.num_terms = 0
         self._kept: dict[int, Any] = {}
 
     def __enter__(self) -> Requests:
@@ -59,6 +60,7 @@ class Requests:
 
     def hear(self, number: int) -> None:
         """The meaning of one signal."""
+        self.num_heard += 1
         self.at_once = self.at_once or (bool(self.abort) and number != signal.SIGUSR1)
         if number == signal.SIGUSR1:
             self.num_usr1 += 1
@@ -78,7 +80,8 @@ class Requests:
 
 @dataclass
 class Watch:
-    """When ranks that neither end nor get on are given up.
+    """When ranks that neither end nor get on are given up. `died`, `silent`: whether that was because one has died
+    before it trained, or nothing was heard of a host.
 
     Args:
         num_ranks: how many were started; owed: the state that they must come to.
@@ -89,6 +92,8 @@ class Watch:
     owed: str
     start_timeout_s: float
     host_timeout_s: float
+    died: bool = False
+    silent: bool = False
     _began_s: float | None = None
     _last_s: float = 0.0
     _progress_s: float = 0.0
@@ -97,13 +102,13 @@ class Watch:
     _before: dict[int, RankStatus] = field(default_factory=dict)
 
     def look(self, now_s: float, told: Mapping[int, RankStatus]) -> str:
-        """Why the launch is to be ended; empty as long as it is not."""
+        """Why the launch is to be ended; empty as long as it is not. `told` need not have who was there before: a file
+        that cannot be read for a moment is no rank that is gone."""
+        told = {**self._before, **told}
         if self._began_s is None:
             self._began_s = self._last_s = self._progress_s = now_s
         if (pause_s := now_s - self._last_s) > PAUSE_S:
-            self._began_s, self._progress_s = self._began_s + pause_s, now_s
-            self._seen_s = dict.fromkeys(self._seen_s, now_s)
-            self._gone_s.clear()
+            self._begin_anew(now_s, self._began_s + pause_s)
         self._last_s = now_s
         for rank, status in told.items():
             before = self._before.get(rank)
@@ -111,15 +116,23 @@ class Watch:
                 self._seen_s[rank] = now_s
             if before is None or before.progress != status.progress or before.state != status.state:
                 self._progress_s = now_s
-        self._before = dict(told)
+        self._before = told
         return self._why_not_started(now_s, told) or self._why_silent(now_s, told)
 
+    def forgive(self, now_s: float) -> None:
+        """Nobody could tell anything: everybody has all of the time again."""
+        self._begin_anew(now_s, now_s)
+
+    def _begin_anew(self, now_s: float, began_s: float) -> None:
+        self._began_s, self._progress_s = began_s, now_s
+        self._seen_s = dict.fromkeys(self._seen_s, now_s)
+        self._gone_s.clear()
+        self.died = self.silent = False
+
     def _why_not_started(self, now_s: float, told: Mapping[int, RankStatus]) -> str:
-        owed = RankStatus(-1, "", "", self.owed).stage
+        owed = _stage_of(self.owed)
         late = [rank for rank in range(self.num_ranks) if rank not in told or told[rank].stage < owed]
-        if self.owed != READY and not any(
-            one.stage >= RankStatus(-1, "", "", STARTING_MPI).stage for one in told.values()
-        ):
+        if self.owed != READY and not any(one.stage >= _stage_of(STARTING_MPI) for one in told.values()):
             self._began_s = now_s  # a script owes nothing before one of its ranks waits in MPI for the others
             return ""
         if not late:
@@ -127,6 +140,7 @@ class Watch:
         gone = {rank for rank in late if rank in told and is_gone(told[rank].process)}
         self._gone_s = {rank: self._gone_s.get(rank, now_s) for rank in gone}
         if gone and now_s - min(self._gone_s.values()) > GONE_GRACE_S:
+            self.died = True
             return f"{_named(sorted(gone), told)} died before it began to train"
         assert self._began_s is not None
         if self.start_timeout_s <= 0 or now_s - self._began_s <= self.start_timeout_s:
@@ -150,11 +164,16 @@ class Watch:
             silent_s = now_s - max(self._seen_s[rank] for rank in ranks)
             if silent_s > self.host_timeout_s and not any(runs(told[rank].process) for rank in ranks):
                 names = ", ".join(map(str, sorted(ranks)))
+                self.silent = True
                 return (
                     f"host {host} (rank {names}) has been silent for {silent_s:.0f} s (--host-timeout-s), and no other "
                     "rank gets on"
                 )
         return ""
+
+
+def _stage_of(state: str) -> int:
+    return RankStatus(-1, "", "", state).stage
 
 
 def _waits(status: RankStatus) -> bool:
@@ -180,11 +199,30 @@ def _hosts(told: Mapping[int, RankStatus]) -> str:
 @dataclass(frozen=True)
 class Outcome:
     """How one start has ended. `code` is the MPI launcher's, unless it was ended here: then `reason` says why, and
-    `final` whether another start would make no sense."""
+    `final` whether another start would make no sense. `early`: a rank has died, of nothing that it could tell, before
+    the first step."""
 
     code: int
     reason: str = ""
     final: bool = False
+    early: bool = False
+
+
+def died_early(told: Mapping[int, RankStatus], num_ranks: int, code: int, tolerant: bool) -> tuple[bool, str]:
+    """Whether a start that has ended with `code` did so because a rank had died before the first step, and who had, if
+    that can be told. A rank that has an error of its own tells its exit code, and is no such rank.
+
+    Args:
+        tolerant: who is left then ends by itself; otherwise the launcher kills everybody, and its exit code is 128 + n.
+    """
+    if any(status.step >= 0 or status.code not in (None, EXIT_ERROR) for status in told.values()):
+        return False, ""
+    wordless = sorted(rank for rank, status in told.items() if status.code is None)
+    if tolerant:  # where all have died, so would those of another start
+        early = 0 < len(wordless) < len(told)
+        return early, f"{_named(wordless, told)} died before the first step" if early else ""
+    begun = len(told) == num_ranks and all(status.stage >= _stage_of(READY) for status in told.values())
+    return code > 128 and len(wordless) == len(told) and not begun, ""
 
 
 @dataclass
@@ -197,6 +235,7 @@ class Supervisor:
         folder: what ranks tell (`rank_status.py`); None where they cannot.
         watch: when to give up; finished: whether a complete result is there.
         trains: whether the ranks are `mpitrain train`'s, which listen to requests from their first step on.
+        tolerant: whether ranks may go on without one that dies.
     """
 
     flavour: str
@@ -205,6 +244,8 @@ class Supervisor:
     watch: Watch | None = None
     finished: Callable[[], bool] = lambda: False
     trains: bool = False
+    tolerant: bool = False
+    _told: dict[int, RankStatus] = field(default_factory=dict)
 
     def run(self, command: Sequence[str], env: Mapping[str, str]) -> Outcome:
         """Run the command with `env` added until it ends, or must be ended. One that died of signal n has code 128 + n,
@@ -215,57 +256,100 @@ class Supervisor:
             child = subprocess.Popen(list(command), env={**os.environ, **env})
         except OSError as error:
             raise MpitrainError(f"{command[0]} cannot be started: {error}") from error
-        outcome = self._watch_over(child)
-        for status in (rank_status.read_all(self.folder) if self.folder else {}).values():
-            send_signal(status.process, signal.SIGKILL)  # one that its launcher has left behind
+        try:
+            outcome = self._watch_over(child)
+        except BaseException:
+            self._end(child, EXIT_ERROR, "", True)
+            raise
+        self._kill_left_behind()
+        if outcome.code and self.trains and not (outcome.reason or self.requests.stop):
+            early, reason = died_early(self._told, self._num_ranks(), outcome.code, self.tolerant)
+            outcome = replace(outcome, reason=reason, early=early)
         return outcome
 
     def _watch_over(self, child: subprocess.Popen[bytes]) -> Outcome:
-        asked_s = result_s = None
-        look_s = handed_on = 0.0
+        asked_s = result_s = left_s = None
+        look_s = 0.0
+        heard = handed_on = 0
         while (code := _ended(child)) is None:
             now_s, requests = time.monotonic(), self.requests
             if requests.abort:
                 return self._end(child, requests.abort, "", True)
-            if requests.stop and asked_s is None and self._listened():
+            if now_s < look_s and requests.num_heard == heard:
+                continue
+            heard = requests.num_heard
+            told = self._look()
+            look_s = now_s + LOOK_EVERY_S + len(told) / 1000  # a file each
+            listened = requests.stop and self._listened()
+            if listened and asked_s is None:
                 assert self.folder is not None
                 asked_s = now_s
                 rank_status.request_stop(self.folder)
-            elif requests.stop and not self._listened():
+            elif requests.stop and not listened:
                 if requests.num_usr1 > handed_on:  # a script's own affair
                     handed_on = requests.num_usr1
                     _send(child, signal.SIGUSR1)
                 if requests.num_terms:
                     return self._end(child, EXIT_ENDED_AT_ONCE, "", True)
-            if now_s < look_s:
-                continue
-            look_s = now_s + LOOK_EVERY_S
-            told = rank_status.read_all(self.folder) if self.folder else {}
-            look_s += len(told) / 1000  # a file each
             if asked_s is not None and now_s - asked_s > UNHEARD_S and not _any_began(told):
                 return self._end(child, EXIT_REQUEUE, "it was told to end before its first step", True)
-            reason = self.watch.look(now_s, told) if self.watch else ""
-            if reason:
-                final = "--host-timeout-s" not in reason
-                return self._end(child, EXIT_ERROR, reason, final)
+            if reason := self._why_give_up(now_s):
+                assert self.watch is not None
+                outcome = self._end(child, EXIT_ERROR, reason, not (self.watch.silent or self.watch.died))
+                return replace(outcome, early=self.trains and self.watch.died)
             if result_s is None and self.finished():
                 result_s = now_s
             if result_s is not None and now_s - result_s > RESULT_GRACE_S:
                 told_s = f"{RESULT_GRACE_S:g} s after a complete result its launcher had not ended"
                 return self._end(child, 0, told_s, True)
+            left_s = (left_s or now_s) if self._all_have_ended() else None
+            if left_s is not None and now_s - left_s > RESULT_GRACE_S:
+                worst = max(status.code or 0 for status in told.values())
+                told_s = f"{RESULT_GRACE_S:g} s after its last rank its launcher had not ended"
+                return self._end(child, worst, told_s, False)
+        self._look()
         return Outcome(code if code >= 0 else 128 - code)
+
+    def _look(self) -> dict[int, RankStatus]:
+        """What every rank has told last; it is remembered while its file cannot be read."""
+        self._told |= rank_status.read_all(self.folder) if self.folder else {}
+        return self._told
+
+    def _why_give_up(self, now_s: float) -> str:
+        if self.watch is None or not (reason := self.watch.look(now_s, self._told)):
+            return ""
+        if self.watch.died or self.folder is None or rank_status.is_writable(self.folder):
+            return reason
+        self.watch.forgive(now_s)  # on a full disk everybody is silent
+        return ""
+
+    def _num_ranks(self) -> int:
+        return self.watch.num_ranks if self.watch else 0
+
+    def _all_have_ended(self) -> bool:
+        """Whether each of `train`'s ranks has said its last word; what a script does then is its own affair."""
+        ended = all(status.state == ENDED for status in self._told.values())
+        return self.trains and ended and 0 < self._num_ranks() == len(self._told)
+
+    def _kill_left_behind(self) -> None:
+        """End ranks that the launcher has left here, and wait until they are gone: they hold what the next start
+        needs."""
+        left = [one.process for one in self._look().values() if send_signal(one.process, signal.SIGKILL)]
+        deadline_s = time.monotonic() + KILLED_S
+        while not all(map(is_gone, left)) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
 
     def _listened(self) -> bool:
         """Whether ranks heed requests: those of `train` do as soon as they are there, unless they write no checkpoints,
         those of a script while it trains."""
         if self.folder is None:
             return False
-        trains = [status for status in rank_status.read_all(self.folder).values() if status.state == READY]
+        trains = [status for status in self._told.values() if status.state == READY]
         return (self.trains or bool(trains)) and all(status.listens for status in trains)
 
     def _end(self, child: subprocess.Popen[bytes], code: int, reason: str, final: bool) -> Outcome:
         """End the launcher and, through it, its ranks on all hosts; then what is left of them here."""
-        told = rank_status.read_all(self.folder) if self.folder else {}
+        told = self._look()
         began_s = time.monotonic()
         polite = signal.SIGTERM if self.flavour == "openmpi" else signal.SIGINT
         # Open MPI's takes a second signal for leave to skip its clean-up; the others want several INTs within a second

@@ -16,7 +16,7 @@ from mpitrain import rank_status
 from mpitrain.launch import relaunch
 from mpitrain.processes import identity
 from mpitrain.rank_status import ENDED, IMPORTING, READY, STARTED, STARTING_MPI, RankStatus
-from mpitrain.supervision import Outcome, Requests, Supervisor, Watch, launch_folder
+from mpitrain.supervision import Outcome, Requests, Supervisor, Watch, died_early, launch_folder
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -54,6 +54,12 @@ def test_the_callers_signal_handlers_are_given_back() -> None:
 # ---- nothing is started again
 
 
+def write_checkpoint(run_dir: Path, mark: int) -> None:
+    folder = run_dir / "checkpoints" / f"{mark:012d}"
+    folder.mkdir(parents=True)
+    (folder / "shard-0.json").write_text(json.dumps({"parts": ["shard-0"], "run": "a", "attempt": "b"}))
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(INT, 130), (TERM, 75), (USR1, 75)], ids=["INT", "TERM", "USR1"]
 )
@@ -63,9 +69,7 @@ def test_after_a_signal_nothing_is_started_again(tmp_path: Path, number: int, co
 
     def once(more: list[str]) -> Outcome:
         starts.append(more)
-        folder = tmp_path / "checkpoints" / f"{len(starts):012d}"
-        folder.mkdir(parents=True)
-        (folder / "shard-0.json").touch()
+        write_checkpoint(tmp_path, len(starts))
         if len(starts) == 2:
             requests.hear(number)
         return Outcome(1)
@@ -76,9 +80,11 @@ def test_after_a_signal_nothing_is_started_again(tmp_path: Path, number: int, co
 
 @pytest.mark.parametrize("code", [0, 2, 3, 4, 75, 130, 143])
 def test_such_an_end_is_final(tmp_path: Path, code: int) -> None:
-    (tmp_path / "checkpoints" / "000000000001").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "000000000001" / "shard-0.json").touch()
-    assert relaunch(lambda more: Outcome(code if not more else 99), tmp_path, 3, Requests()) == code
+    def once(more: list[str]) -> Outcome:
+        write_checkpoint(tmp_path, 1)
+        return Outcome(code if not more else 99)
+
+    assert relaunch(once, tmp_path, 3, Requests()) == code
 
 
 # ---- when a launch is given up
@@ -198,6 +204,107 @@ def test_a_launch_that_was_suspended_gives_its_ranks_their_time_again() -> None:
     assert found.look(3621.0, ranks).startswith("host a")
 
 
+def test_a_file_that_cannot_be_read_for_a_moment_is_no_rank_that_is_gone() -> None:
+    """Long after the time in which ranks had to begin."""
+    found, ranks = watch(2, host_timeout_s=0.0), told(status(0), status(1))
+    assert after(found, 100, ranks) == ""
+    assert found.look(100.0, told(status(0))) == found.look(101.0, {}) == ""
+
+
+def test_where_nobody_can_tell_anything_nobody_is_given_up(tmp_path: Path) -> None:
+    """Ranks on other hosts cannot write their files; without the folder they cannot either."""
+    found = watch(1, host_timeout_s=0.001)
+    with launch_folder(tmp_path, True) as folder:
+        assert folder is not None
+        rank_status.open_folder(folder, 1.0)
+        supervisor = Supervisor("openmpi", Requests(), folder, found)
+        supervisor._told = told(status(0))
+        assert supervisor._why_give_up(0.0) == ""
+        assert supervisor._why_give_up(1.0).startswith("host a (rank 0) has been silent")
+        rank_status.remove_folder(folder)
+        assert supervisor._why_give_up(2.0) == "" and not found.silent
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "host_timeout_s", "beat_s"),
+    [
+        (4, 120.0, 10.0),
+        (4, 20.0, 2.0),
+        (4, 1.0, 0.5),
+        (4, 0.0, 10.0),
+        (2000, 120.0, 20.0),
+        (99999, 120.0, 30.0),
+    ],
+)
+def test_how_often_ranks_say_that_they_live(num_ranks: int, host_timeout_s: float, beat_s: float) -> None:
+    assert rank_status.beat_s(num_ranks, host_timeout_s) == beat_s
+
+
+def test_before_mpi_is_up_one_rank_of_a_node_looks_for_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    for number in ("", "0", "1"):
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", number)
+        looks.append(rank_status.Reporter(tmp_path, 1).looks)
+    assert looks == [True, True, False]
+
+
+# ---- a rank that dies before the first step
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code", "tolerant", "early", "names"),
+    [
+        # who is left has told its end
+        (
+            [status(0, ENDED, code=1), status(1, STARTED), status(2, ENDED, code=1)],
+            1,
+            True,
+            True,
+            "rank 1 on host a (preparing) died before the first step",
+        ),
+        ([status(0, ENDED, code=1), status(1, READY)], 1, True, True, "rank 1 on host a (training) died"),
+        ([status(0, ENDED, code=1, step=3), status(1, READY)], 1, True, False, ""),
+        ([status(0, ENDED, code=1), status(1, ENDED, code=1)], 1, True, False, ""),  # an error that was told
+        ([status(0, ENDED, code=2), status(1, STARTED)], 1, True, False, ""),  # a mistake of the user's
+        ([status(0, IMPORTING), status(1, IMPORTING)], 1, True, False, ""),  # all have met the same
+        # the launcher has killed the others
+        ([status(0, STARTED), status(1, STARTED)], 137, False, True, ""),
+        ([status(0, STARTED)], 139, False, True, ""),
+        ([status(0, IMPORTING), status(1, IMPORTING)], 1, False, False, ""),  # an error of Python's
+        ([status(0, STARTED), status(1, ENDED, code=1)], 137, False, False, ""),
+        ([status(0), status(1)], 137, False, False, ""),  # it may be at any step
+        ([status(0, STARTED), status(1, step=0)], 137, False, False, ""),
+    ],
+)
+def test_who_died_before_the_first_step(
+    ranks: list[RankStatus], code: int, tolerant: bool, early: bool, names: str
+) -> None:
+    found, told_who = died_early(told(*ranks), 2 if len(ranks) == 1 else len(ranks), code, tolerant)
+    assert found is early and told_who.startswith(names) and bool(told_who) is bool(names)
+
+
+def test_a_start_that_a_death_ended_before_the_first_step_is_tried_once_more_as_it_was(
+    tmp_path: Path,
+) -> None:
+    starts: list[list[str]] = []
+
+    def once(more: list[str]) -> Outcome:
+        starts.append(more)
+        if len(starts) == 3:
+            write_checkpoint(tmp_path, 100)
+            return Outcome(1)
+        return Outcome(1, early=True)
+
+    assert relaunch(once, tmp_path, 9, Requests()) == 1 and starts == [[], []]
+    assert relaunch(once, tmp_path, 9, Requests()) == 1
+    again = ["--resume", "auto"]
+    assert starts[2:] == [[], again, again], "once after every progress"
+    starts.clear()
+    assert relaunch(once, tmp_path, 0, Requests()) == 1 and starts == [[]]
+
+
 # ---- a launcher that is watched over
 
 CHILD = """
@@ -267,6 +374,58 @@ def test_a_launcher_that_does_not_end_after_the_result_is_ended(monkeypatch: pyt
     monkeypatch.setattr("mpitrain.supervision.RESULT_GRACE_S", 0.0)
     outcome = Supervisor("openmpi", Requests(), finished=lambda: True).run(["sleep", "600"], {})
     assert outcome.code == 0 and outcome.final and "after a complete result" in outcome.reason
+
+
+def test_a_launcher_that_stays_after_its_last_rank_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks without a result to end the launch by: they have failed, and a host of the launcher's is gone."""
+    monkeypatch.setattr("mpitrain.supervision.RESULT_GRACE_S", 0.0)
+    monkeypatch.setattr("mpitrain.supervision.LOOK_EVERY_S", 0.1)
+    with launch_folder(tmp_path, True) as folder:
+        assert folder is not None
+        rank_status.open_folder(folder, 1.0)
+        for rank in range(2):
+            left = dataclasses.asdict(status(rank, ENDED, code=rank))
+            (folder / f"rank-{rank}.json").write_text(json.dumps(left))
+        supervisor = Supervisor("openmpi", Requests(), folder, watch(2), trains=True)
+        outcome = supervisor.run(["sleep", "600"], {})
+    assert (outcome.code, outcome.final) == (1, False) and "after its last rank" in outcome.reason
+
+
+def test_a_launcher_is_not_left_behind_when_watching_over_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(
+        "mpitrain.supervision.subprocess.Popen",
+        lambda *words, popen=subprocess.Popen, **more: (children.append(popen(*words, **more)), children[0])[
+            1
+        ],
+    )
+
+    def fail() -> bool:
+        raise OSError("the file system is away")
+
+    with pytest.raises(OSError, match="away"):
+        Supervisor("openmpi", Requests(), finished=fail).run(["sleep", "600"], {})
+    assert children[0].poll() == -signal.SIGTERM
+
+
+def test_a_request_is_not_looked_for_in_every_ranks_file_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten times a second it would be, for as long as the run takes to write and to end."""
+    looks, requests = [], Requests()
+    requests.hear(USR1)
+    monkeypatch.setattr("mpitrain.supervision.rank_status.read_all", lambda folder: looks.append(1) or {})
+    monkeypatch.setattr("mpitrain.supervision._any_began", lambda told: True)
+    polls = iter([None] * 50 + [0])
+    monkeypatch.setattr("mpitrain.supervision._ended", lambda child: next(polls))
+    with launch_folder(tmp_path, True) as folder:
+        assert folder is not None
+        rank_status.open_folder(folder, 1.0)
+        monkeypatch.setattr("mpitrain.supervision.LOOK_EVERY_S", 600.0)
+        Supervisor("openmpi", requests, folder, trains=True)._watch_over(None)  # type: ignore[arg-type]
+    assert len(looks) == 2, "at the request, and at the end"
 
 
 def test_a_rank_that_its_launcher_has_left_behind_is_ended(tmp_path: Path) -> None:

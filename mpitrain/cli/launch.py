@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,13 +166,13 @@ class _Launch:
     def _once(self, folder: Path | None, more: list[str]) -> Outcome:
         from mpitrain import rank_status
         from mpitrain.launch import completed, result_mark
-        from mpitrain.supervision import Outcome, Supervisor, Watch, told_by_ranks
+        from mpitrain.supervision import Supervisor, Watch, told_by_ranks
 
         arguments, run_dir = self.arguments, self.run_dir
         before = result_mark(run_dir) if run_dir else None
         watch = None
         if folder:
-            rank_status.open_folder(folder, min(10.0, max(0.5, arguments.host_timeout_s / 10)))
+            rank_status.open_folder(folder, rank_status.beat_s(self.num_ranks, arguments.host_timeout_s))
             owed = rank_status.READY if self.trains else rank_status.STARTED
             watch = Watch(self.num_ranks, owed, arguments.start_timeout_s, arguments.host_timeout_s)
 
@@ -179,7 +180,7 @@ class _Launch:
             return self.trains and run_dir is not None and result_mark(run_dir) not in (None, before)
 
         supervisor = Supervisor(
-            self.launcher.flavour, self.requests, folder, watch, finished, trains=self.trains
+            self.launcher.flavour, self.requests, folder, watch, finished, self.trains, self.tolerant
         )
         command, env = self._command(folder)
         outcome = supervisor.run([*command, *more], env)
@@ -190,7 +191,7 @@ class _Launch:
         doubtful = self.tolerant or bool(outcome.reason) or (self.trains and outcome.code == EXIT_OK)
         if run_dir and not ended_here and doubtful:
             code = completed(run_dir, before, outcome.code, promised=self.trains)
-            outcome = Outcome(code, outcome.reason, outcome.final)
+            outcome = replace(outcome, code=code)
         return told_by_ranks(folder, outcome)
 
     def _command(self, folder: Path | None) -> tuple[list[str], dict[str, str]]:

@@ -225,7 +225,7 @@ class Runtime:
         """MPI is up; from here on the launch hears whether this rank waits and gets on."""
         reporter = rank_status.begin()
         if reporter is not None:
-            reporter.observe = lambda: (self.waits, self._stamp_s)
+            reporter.observe = lambda: (self.waits, self._stamp_s, self._step)
             reporter.looks = self.local_rank == 0
             reporter.reach(rank_status.STARTED)
 

@@ -183,7 +183,7 @@ def begin(runtime: Any) -> None:
         AgreedError: the launch has asked for an end meanwhile. It may count on no step being made then, and end us.
     """
     rank_status.reach(rank_status.READY)
-    if runtime.share(rank_status.stop_requested(now=True)):
+    if runtime.share(rank_status.stop_requested(now=runtime.rank == 0)):
         raise AgreedError("told to end before the first step", EXIT_REQUEUE)
 
 
