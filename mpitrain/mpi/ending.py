@@ -205,6 +205,8 @@ def report(runtime: "Runtime", error: BaseException) -> None:
     trace = "".join(traceback.format_exception(error))
     summary = f"mpitrain: {runtime.where()}: {type(error).__name__}: {error}"
     plain = isinstance(error, _TOLD_WHOLE) or is_lost_peer(error)
+    if is_lost_peer(error) and not isinstance(error, CalledOffError):
+        summary = f"mpitrain: {runtime.where()}: {_who_has_died(runtime)} ({_class_of(error)})"
     if is_interrupt(error):
         summary, plain = f"mpitrain: {runtime.where()}: interrupted", True
     if not isinstance(error, UsageError) or _is_first(runtime, str(error)):
@@ -227,6 +229,44 @@ def report(runtime: "Runtime", error: BaseException) -> None:
         (folder / f"rank-{runtime.launched_rank}.json").write_text(json.dumps(record, indent=1) + "\n")
     except OSError as failure:  # a full disk must not keep the job alive
         _tell(runtime, f"mpitrain: could not write the error report: {failure}")
+
+
+def _who_has_died(runtime: "Runtime") -> str:
+    """One sentence for people, as far as this rank knows."""
+    dead: set[int] = set()
+
+    def look() -> None:
+        dead.update(runtime.dead())
+
+    with contextlib.suppress(Exception):  # a communication thread that is busy, or broken
+        runtime.engine.wait(runtime.engine.call(look), timeout_s=_REVOKE_WAIT_S)
+    hosts = getattr(runtime, "hosts", [""] * runtime.size)  # not known yet while all are brought together
+    names = [
+        f"rank {runtime.launched[rank]}" + f" on host {hosts[rank]}" * bool(hosts[rank])
+        for rank in sorted(dead)
+    ]
+    if not names:
+        return "another rank has died or has ended the job, and says why if it can"
+    named = ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
+    return f"{named} {'has' if len(names) == 1 else 'have'} died, and this job does not go on without"
+
+
+def _class_of(error: BaseException) -> str:
+    """What to search for; torch keeps the text alone."""
+    text = str(error)
+    return next((name for name in ("MPI_ERR_PROC_FAILED", "MPI_ERR_REVOKED") if name in text), text)
+
+
+def leave_start(comm: "MPI.Comm", error: BaseException) -> NoReturn:
+    """A rank has died (ULFM) while all were being brought together, before there is a runtime."""
+    rank_status.reach(rank_status.ENDED, EXIT_ERROR)
+    told = f"another rank has died before all had met in MPI ({_class_of(error)})"
+    print(f"mpitrain: rank {MPI.COMM_WORLD.rank}: {told}", file=sys.stderr, flush=True)
+    _set_alarm()
+    with contextlib.suppress(MPI.Exception):  # who waits for us there hears of it
+        comm.Revoke()
+        MPI.COMM_WORLD.Revoke()
+    os._exit(EXIT_ERROR)
 
 
 def forget_reports(run_dir: Path) -> None:

@@ -65,10 +65,16 @@ class Runtime:
         self.given_up: set[int] = set()  # ranks that are dead, or will never answer again
         self.recovers = False  # the others go on without whoever dies now, whichever rank that is
         self.lost: set[int] = set()  # ranks at launch that have died and were left behind
-        self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
-        self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
+        self.comm: MPI.Intracomm = MPI.COMM_WORLD
         self.communicators: list[MPI.Comm] = []  # more to revoke when the job ends under ULFM
-        self.open_gate()
+        try:
+            self.comm = MPI.COMM_WORLD.Dup()
+            self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
+            self.open_gate()
+        except MPI.Exception as error:
+            if not ending.is_lost_peer(error):
+                raise
+            ending.leave_start(self.comm, error)
         self.groups: list[Any] = []  # process groups that this rank has not left
         self.rank, self.size = self.comm.rank, self.comm.size
         self.launched = list(range(self.size))
