@@ -375,7 +375,8 @@ class Supervisor:
 @contextlib.contextmanager
 def launch_folder(run_dir: Path | None, local: bool) -> Iterator[Path | None]:
     """Where ranks tell of themselves: in the run directory, which all hosts see, or, where there is none, on this host;
-    None where there is no such place."""
+    None where there is no such place. A run directory that was made for this and that nobody has used goes, too."""
+    made = run_dir is not None and not run_dir.exists()
     if run_dir is None:
         parent = Path(tempfile.gettempdir()) if local else None
     else:
@@ -393,6 +394,9 @@ def launch_folder(run_dir: Path | None, local: bool) -> Iterator[Path | None]:
     finally:
         if folder is not None:
             rank_status.remove_folder(folder)
+        if made and parent is not None:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
 
 
 def told_by_ranks(folder: Path | None, outcome: Outcome) -> Outcome:

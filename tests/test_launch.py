@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -327,6 +328,23 @@ def test_a_run_without_a_result_has_not_ended_well_whatever_its_launcher_says(
     words = ["launch", "-n", "2", "train", str(tmp_path / "job.py"), "--run-dir", str(tmp_path / "run")]
     assert main(words) == 1
     assert "it did not come to its end" in capsys.readouterr().err
+
+
+def test_what_was_told_to_end_before_it_began_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mpitrain.cli import main
+
+    (tmp_path / "job.py").touch()
+
+    def find(wanted: str) -> Launcher:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return Launcher("openmpi", "/bin/false")
+
+    monkeypatch.setattr("mpitrain.launchers.find_launcher", find)
+    words = ["launch", "-n", "2", "--ft", "ulfm", "train", str(tmp_path / "job.py")]
+    assert main([*words, "--run-dir", str(tmp_path / "run")]) == 75
+    assert capsys.readouterr().err == "" and not (tmp_path / "run").exists()
 
 
 # ---- the command, end to end

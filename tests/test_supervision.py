@@ -307,6 +307,19 @@ def test_a_start_that_a_death_ended_before_the_first_step_is_tried_once_more_as_
 
 # ---- a launcher that is watched over
 
+
+def test_a_run_directory_that_nobody_has_used_does_not_stay(tmp_path: Path) -> None:
+    """The job file is wrong, for instance, which the ranks tell before they make it."""
+    with launch_folder(tmp_path / "run", True) as folder:
+        assert folder is not None and folder.parent == tmp_path / "run"
+    assert list(tmp_path.iterdir()) == []
+    with launch_folder(tmp_path / "run", True):
+        (tmp_path / "run" / "run.json").touch()
+    with launch_folder(tmp_path / "run", True):
+        pass
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
 CHILD = """
 import signal, sys
 def report(number, _):

@@ -186,7 +186,7 @@ class _Launch:
         outcome = supervisor.run([*command, *more], env)
         if outcome.reason:
             print(f"mpitrain: {outcome.reason}: ended", file=sys.stderr, flush=True)
-        ended_here = self.requests.abort or (outcome.reason and outcome.code)
+        ended_here = self.requests.abort or ((outcome.reason or outcome.final) and outcome.code)
         # Open MPI's mpirun ends with 0 when it has lost a host: only a result proves that a run came to its end
         doubtful = self.tolerant or bool(outcome.reason) or (self.trains and outcome.code == EXIT_OK)
         if run_dir and not ended_here and doubtful:
