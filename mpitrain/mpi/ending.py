@@ -199,17 +199,19 @@ def _may_hold_launcher(runtime: "Runtime") -> bool:
 def report(runtime: "Runtime", error: BaseException) -> None:
     """Write the error to stderr, every line tagged with the rank, and to run_dir/errors/rank-N.json.
 
-    A user's mistake and the loss of a peer tell all in their message; everything else comes with its
-    traceback.
+    A user's mistake and the loss of a peer tell all in their message, once for all ranks that meet it; everything else
+    comes with its traceback.
     """
     trace = "".join(traceback.format_exception(error))
     summary = f"mpitrain: {runtime.where()}: {type(error).__name__}: {error}"
     plain = isinstance(error, _TOLD_WHOLE) or is_lost_peer(error)
+    shared = str(error) if isinstance(error, UsageError) else ""
     if is_lost_peer(error) and not isinstance(error, CalledOffError):
-        summary = f"mpitrain: {runtime.where()}: {_who_has_died(runtime)} ({_class_of(error)})"
+        shared = _who_has_died(runtime)
+        summary = f"mpitrain: {runtime.where()}: {shared} ({_class_of(error)})"
     if is_interrupt(error):
-        summary, plain = f"mpitrain: {runtime.where()}: interrupted", True
-    if not isinstance(error, UsageError) or _is_first(runtime, str(error)):
+        summary, plain, shared = f"mpitrain: {runtime.where()}: interrupted", True, ""
+    if not shared or _is_first(runtime, shared):
         _tell(runtime, summary if plain else trace + summary)
     if runtime.run_dir is None:
         return
@@ -276,7 +278,7 @@ def forget_reports(run_dir: Path) -> None:
 
 
 def _is_first(runtime: "Runtime", text: str) -> bool:
-    """Whether no other rank has reported this mistake of the user's, which all ranks tend to meet at once."""
+    """Whether no other rank has reported this: a mistake of the user's, or a death, which all ranks meet at once."""
     if runtime.run_dir is None:
         return True
     try:
