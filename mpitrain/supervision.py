@@ -222,7 +222,12 @@ def died_early(told: Mapping[int, RankStatus], num_ranks: int, code: int, tolera
         early = 0 < len(wordless) < len(told)
         return early, f"{_named(wordless, told)} died before the first step" if early else ""
     begun = len(told) == num_ranks and all(status.stage >= _stage_of(READY) for status in told.values())
-    return code > 128 and len(wordless) == len(told) and not begun, ""
+    died = code > 128 and code - 128 not in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    )  # which ask for an end
+    return died and len(wordless) == len(told) and not begun, ""
 
 
 @dataclass

@@ -272,6 +272,13 @@ def test_before_mpi_is_up_one_rank_of_a_node_looks_for_requests(
         # the launcher has killed the others
         ([status(0, STARTED), status(1, STARTED)], 137, False, True, ""),
         ([status(0, STARTED)], 139, False, True, ""),
+        (
+            [status(0, STARTED)],
+            128 + USR1,
+            False,
+            False,
+            "",
+        ),  # somebody wanted an end, before Python could hear it
         ([status(0, IMPORTING), status(1, IMPORTING)], 1, False, False, ""),  # an error of Python's
         ([status(0, STARTED), status(1, ENDED, code=1)], 137, False, False, ""),
         ([status(0), status(1)], 137, False, False, ""),  # it may be at any step
