@@ -19,7 +19,7 @@ from mpitrain.rules.checkpointing import read_policy
 from mpitrain.run_directory import Identity
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt
-from mpitrain.training.resume_options import changed_options, chosen, contents_of, refuse_others
+from mpitrain.training.resume_options import changed_options, chosen, refuse_others
 
 if TYPE_CHECKING:
     from mpitrain.training.session import Session
@@ -86,7 +86,7 @@ def about_run(session: Session, parameters: list[str], kind: str, optimizer: lis
         "optimizer": optimizer,
         "num_samples": catalogue.num_samples,
         "data": catalogue.digest(),
-        "contents": contents_of(catalogue),
+        "contents": session.contents,
         "seed": job.seed,
         "strategy": str(job.strategy),
         "batch_size": job.batch_size,

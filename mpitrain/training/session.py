@@ -32,6 +32,7 @@ from mpitrain.training.levels import level, survives, warning
 from mpitrain.training.opening import open_run
 from mpitrain.training.options import options
 from mpitrain.training.orders import check_orders
+from mpitrain.training.resume_options import contents_of
 from mpitrain.training.resuming import Resume
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Session:
     identity: Identity
     resume: Resume | None = None
     lock: RunLock | None = None
+    contents: dict[str, str] = dataclasses.field(default_factory=dict)  # see `resume_options.contents_of`
     emergency: Emergency | str = "the run had not begun"  # what this rank would write, or why it cannot
 
     @property
@@ -150,11 +152,13 @@ def prepare(
     catalogue = _look_at_data(runtime, job.data)
     validation = None if job.validate is None else _look_at_data(runtime, job.validate)
     attempt(runtime, lambda: _enough_samples(catalogue.num_samples, roles))
+    contents = attempt(runtime, lambda: contents_of(catalogue) if runtime.rank == 0 else None)
+    contents = runtime.share(contents)
     opened = open_run(runtime, job, overrides)
     runtime.run_dir = run_dir = opened.run_dir
     session = Session(
         runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank,
-        opened.identity, opened.resume, opened.lock,
+        opened.identity, opened.resume, opened.lock, contents,
     )  # fmt: skip
     runtime.allreduce_plan.adopt(session.resume.about.get("allreduce") if session.resume else None)
     environment = runtime.gather(
