@@ -63,14 +63,20 @@ class Watchdog:
         self.run_dir: Path = session.run_dir
         self.metrics = self.run_dir / METRICS_FILE
         self.look_s = min(LOOK_EVERY_S, timeout_s / 4)
-        self.patience_s = self.look_s + min(SLOW_GRACE_S, max(GRACE_S, timeout_s / 10))
         self._over = threading.Event()
         self._called_s = 0.0  # idle seconds at which the roll was last called
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for ranks that do not answer."""
+        return self.look_s + min(SLOW_GRACE_S, max(GRACE_S, self.timeout_s / 10))
 
     def __enter__(self) -> Watchdog:
         start = self.runtime.share(time.time_ns())
         self.alarm = Alarm(self.run_dir, self.runtime.launched_rank, start)
         if self.timeout_s > 0:
+            # every rank looks for two folders: some hundred times a second are enough for a file system
+            self.look_s = min(LOOK_EVERY_S + self.runtime.size / 500, self.timeout_s / 4)
             self.runtime.stamp()
             self.roll_call = RollCall(self.run_dir, self.runtime.launched_rank, start)
             threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True).start()
