@@ -266,7 +266,11 @@ def relaunch(
     for number in range(1, max_restarts + 1):
         newest = progress(run_dir)
         gets_on = newest not in (before, NO_PROGRESS)
-        if outcome.final or outcome.code in _FINAL or not (gets_on or (outcome.early and not tried)):
+        if outcome.final or outcome.code in _FINAL or not (gets_on or outcome.early):
+            break
+        if tried and not gets_on:
+            told = "again a rank has died before the first step, which has a cause that stays"
+            print(f"mpitrain: not started again: {told}", file=sys.stderr)
             break
         if requests.stop:
             return requests.exit_code(EXIT_REQUEUE)
@@ -279,11 +283,8 @@ def relaunch(
             break
         origin = "as it was started, once: it had not come to its first step"
         if gets_on:
-            before, words, origin = (
-                newest,
-                ["--resume", "auto"],
-                f"from the checkpoint at {newest.mark} samples",
-            )
+            before, words = newest, ["--resume", "auto"]
+            origin = f"from the checkpoint at {newest.mark} samples"
         tried = not gets_on
         print(
             f"mpitrain: the run ended with exit code {outcome.code}; restart {number} of {max_restarts} {origin}",

@@ -293,7 +293,7 @@ def test_who_died_before_the_first_step(
 
 
 def test_a_start_that_a_death_ended_before_the_first_step_is_tried_once_more_as_it_was(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     starts: list[list[str]] = []
 
@@ -305,6 +305,7 @@ def test_a_start_that_a_death_ended_before_the_first_step_is_tried_once_more_as_
         return Outcome(1, early=True)
 
     assert relaunch(once, tmp_path, 9, Requests()) == 1 and starts == [[], []]
+    assert "not started again: again a rank has died before the first step" in capsys.readouterr().err
     assert relaunch(once, tmp_path, 9, Requests()) == 1
     again = ["--resume", "auto"]
     assert starts[2:] == [[], again, again], "once after every progress"
