@@ -74,7 +74,7 @@ class Job:
     """
 
     model: Callable[[], Any] | torch.nn.Module
-    loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
+    loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor | tuple[torch.Tensor, Any]]
     optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer]
     data: Any
     validate: Any = None

@@ -23,7 +23,14 @@ COMMANDS = [
     ["data"],
     ["data", "pack"],
     ["data", "check"],
+    ["data", "stage"],
     ["data", "info"],
+    ["slurm", "render"],
+    ["slurm", "submit"],
+    ["slurm", "site"],
+    ["slurm", "status"],
+    ["slurm", "may-requeue"],
+    ["doctor"],
     ["env"],
 ]
 IDS = ["mpitrain", *(" ".join(words) for words in COMMANDS[1:])]
@@ -106,7 +113,9 @@ def test_every_example_in_the_help_parses(words: list[str], capsys: pytest.Captu
     for line in examples:
         if not line.startswith("  "):
             break
-        line = re.sub(r"\s{4,}.*", "", line.strip())  # a remark after the example
+        line = re.sub(
+            r"\s{4,}.*| > .*", "", line.strip()
+        )  # a remark after the example, or where it prints to
         typed = shlex.split(line)
         inner = typed[typed.index("mpitrain") + 1 :]
         arguments = cli.parse(inner)
@@ -207,6 +216,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             return 3
 
         setattr(double, function, record)
+        double.signals = types.SimpleNamespace(hear_early=lambda: None)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module, double)
 
     stand_in("mpitrain.training", "train_command")
@@ -322,6 +332,7 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
 
     double = types.ModuleType("mpitrain.training")
     double.train_command = command  # type: ignore[attr-defined]
+    double.signals = types.SimpleNamespace(hear_early=lambda: None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mpitrain.training", double)
     return cli.main(["train", "j.py"])
 

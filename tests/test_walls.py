@@ -1,4 +1,4 @@
-"""Holds the walls of DESIGN section 3: who may import whom, no pickle on the wire, no bare except, small
+"""Holds the walls between the packages: who may import whom, no pickle on the wire, no bare except, small
 files.
 
 The table below *is* the plan; a new folder gets a row. Imports inside functions count like any other, because

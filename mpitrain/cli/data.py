@@ -48,6 +48,10 @@ _STAGE_DESCRIPTION = """\
 Copy a pack to a folder on a node's own disk and compare every shard with its
 SHA-256. Run it once a node; a second call finds the copy."""
 
+_STAGE_EPILOG = """\
+examples:
+  mpitrain data stage data/big '$TMPDIR/big'    quoted: each node's own"""
+
 _CHECK_DESCRIPTION = """\
 Read every shard as a job would: compare its SHA-256 with the index, every
 chunk with its checksum, and look for values that are not finite. Says what
@@ -149,7 +153,10 @@ def _add_trust(group: Any, sizes: bool = True) -> None:
 
 def _add_stage(actions: Any) -> None:
     stage = actions.add_parser(
-        "stage", help="copy a pack to a node's own disk, verified", description=_STAGE_DESCRIPTION
+        "stage",
+        help="copy a pack to a node's own disk, verified",
+        description=_STAGE_DESCRIPTION,
+        epilog=_STAGE_EPILOG,
     )
     stage.add_argument("source", metavar="PACK", help="folder that `data pack` wrote")
     stage.add_argument("dest", metavar="DEST", help="folder to copy it into; $VARIABLES are this node's")

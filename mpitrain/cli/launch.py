@@ -30,6 +30,10 @@ _EPILOG = """\
 COMMAND is `train ...`, `data pack ...`, `env`, or a script (`script.py ...`).
 Options of launch come before it, options of the command after it.
 
+Ctrl-C ends the ranks (exit code 130). SIGTERM and SIGUSR1 ask `train` for a
+checkpoint, then end it (75); a second SIGTERM ends it at once (143). Nothing is
+started again after any of them.
+
 examples:
   mpitrain launch -n 4 train jobs/digits.py --epochs 3
   mpitrain launch -n 4 my_loop.py --batch-size 64

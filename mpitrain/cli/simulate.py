@@ -23,6 +23,9 @@ network laws:
   ideal()                          messages arrive at once
   link(gbit_per_s=10)              each rank has one link, so pushes queue
 
+The figure of merit says virtual=1: its seconds are those of the laws above, not
+measured ones.
+
 examples:
   mpitrain simulate jobs/digits.py --strategy "async()" --workers 16
   mpitrain simulate jobs/digits.py --strategy "async(servers=2)" --workers 100 \\

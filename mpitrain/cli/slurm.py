@@ -31,8 +31,8 @@ command line, as the templates do.
 
 examples:
   mpitrain slurm render --set nodes=4 multi-node jobs/digits.py > train.sbatch
-  mpitrain slurm submit --set nodes=5 --set time=8:00:00 tolerant jobs/digits.py \\
-      --strategy "async(servers=4)" --epochs 50
+  mpitrain slurm submit --set nodes=5 --set time=8:00:00 tolerant \\
+      jobs/digits.py --strategy "async(servers=4)" --epochs 50
   mpitrain slurm submit --dry-run single-node jobs/digits.py     print it only"""
 
 _SITE_EPILOG = """\
@@ -82,14 +82,18 @@ def add_parser(commands: Any) -> None:
     site.add_argument("--image", default="", metavar="FILE", help="an apptainer image to run mpitrain in")
     site.set_defaults(run=run_site)
     status = actions.add_parser(
-        "status", help="say what became of a run", description="Say what became of a run."
+        "status",
+        help="say what became of a run",
+        description="Say what became of a run.",
+        epilog="examples:\n  mpitrain slurm status runs/mpitrain-1",
     )
     status.add_argument("run_dir", metavar="RUN_DIR", help="the run's directory")
     status.set_defaults(run=run_status)
     again = actions.add_parser(
         "may-requeue",
         help="for batch scripts: may this run be started again?",
-        description="Exit code 0 if a run that was told to stop may be started again, else 1, with the reason.",
+        description="Exit code 0 if a run that was told to stop may be started again, else 1,\nwith the reason.",
+        epilog="examples:\n  mpitrain slurm may-requeue runs/mpitrain-1 --max-restarts 20",
     )
     again.add_argument("run_dir", metavar="RUN_DIR", help="the run's directory")
     again.add_argument(

@@ -74,7 +74,8 @@ def add_parser(commands: Any) -> None:
     run.add_argument(
         "--resume",
         metavar="FROM",
-        help="auto: go on from the newest checkpoint in --run-dir, if there is one; or another run's directory",
+        help="auto: go on from the newest checkpoint in --run-dir, if there is one; or another run's directory. "
+        "Options that are given now act, are converted or are refused",
     )
     run.add_argument(
         "--watchdog-s",
@@ -163,7 +164,12 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
         '"corrupt_file(at_write=0)" of checkpoints; the worker is its index among the workers, from 0',
     )
     out = parser.add_argument_group("output")
-    out.add_argument("--run-dir", metavar="DIR", help="where results go (default: runs/JOB-DATE-TIME)")
+    out.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="where results go (default: runs/JOB-DATE-TIME); without --resume auto what an earlier run has left "
+        "there is moved to earlier-RUN/ in it",
+    )
     out.add_argument("--quiet", action="store_true", help="no progress lines; the figure of merit stays")
 
 

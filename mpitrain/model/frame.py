@@ -2,7 +2,7 @@
 
 Law of this file: a frame is used by whoever holds it and goes back to its pool when the last holder lets go;
 nobody writes into a frame that somebody else holds. The 64 bytes at each end carry a sequence stamp, so a
-buffer that was half overwritten, or only half arrived, is noticed for the price of two stores (DESIGN 4.11).
+buffer that was half overwritten, or only half arrived, is noticed for the price of two stores.
 64 bytes keep the numbers on a cache line.
 """
 

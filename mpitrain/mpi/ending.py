@@ -1,6 +1,6 @@
 """How a rank ends when something went wrong: report first, then take the whole job down. Never a hang.
 
-What takes a job down depends on its launch (`reference/reliability.md`, sections 1 and 2b):
+What takes a job down depends on its launch:
 
     launch                    an exception left alone        so we
     plain mpirun, srun        the other ranks wait for ever  MPI_Abort(exit code)

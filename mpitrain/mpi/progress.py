@@ -2,7 +2,7 @@
 
 The law of this file: no locks, no threads, no waiting. Whoever owns MPI calls it; `poll` tests and returns.
 The list of requests never holds a null one, because MPI answers "done" for those and a dead peer's stale
-buffer would be taken for a fresh message (`reference/reliability.md`, fact 9). An operation whose deadline
+buffer would be taken for a fresh message. An operation whose deadline
 passes fails with a TimeoutError; what MPI may still write to is kept alive for ever.
 """
 

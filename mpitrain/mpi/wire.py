@@ -1,7 +1,7 @@
 """The header of a message: 160 bytes, the same on every machine.
 
 Law of this file: a header is believed only when its magic number, its checksum and its place in the
-sequence are right (DESIGN 4.11). It is small enough to travel eagerly; what follows it (a payload, or a
+sequence are right. It is small enough to travel eagerly; what follows it (a payload, or a
 note's text) has its exact length in it.
 
     magic 4s | kind u8 | finite, stop, pull, ends, heir, park u8 | leases u8 | - |

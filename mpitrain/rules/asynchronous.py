@@ -3,7 +3,7 @@
     w <- w - eta * c(tau) * g        version <- version + 1
 
 tau is the server's version at the update minus the version the gradient was computed on; with N workers and
-one read each in flight its mean is N - 1 whatever the workers' speeds (`reference/algorithms.md` section 4).
+one read each in flight its mean is N - 1 whatever the workers' speeds.
 Downpour SGD, Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012.
 """
 

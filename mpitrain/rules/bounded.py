@@ -32,7 +32,12 @@ from mpitrain.text import register
 @register("strategy", "bounded")
 @dataclass(frozen=True, repr=False)
 class Bounded(ServerStrategy):
-    """Apply on arrival what makes nobody's read older than `staleness`; the rest together, as soon as it can be."""
+    """Apply on arrival what makes nobody's read older than `staleness`; the rest together, as soon as it can be.
+
+    Args:
+        staleness: s, how many versions old the parameters may be on which a gradient was computed that is applied; with
+            s = 0 every update is made of all N gradients. Unlike `bound` of `ssp` it bounds staleness itself.
+    """
 
     staleness: int = 3
 

@@ -55,7 +55,7 @@ class Drop(Damping):
 @dataclass(frozen=True, repr=False)
 class Inverse(Damping):
     """c(tau) = 1 if tau = 0 else 1/tau (Zhang et al., "Staleness-aware Async-SGD", IJCAI 2016). Stable for
-    every tau >= 1 as long as eta * h <= 1, h the curvature (`reference/algorithms.md` section 4)."""
+    every tau >= 1 as long as eta * h <= 1, h the curvature."""
 
     scales: ClassVar[bool] = True
 

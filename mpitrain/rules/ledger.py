@@ -6,8 +6,8 @@ number of updates
     sum(tau applied) + sum(tau dropped) + sum(tau unused) + sum(tau in flight)  ==  sum over updates of the
     reads it left in flight
 
-exactly, for any speeds; with N workers that always have R reads in flight the right side is T(N R - 1)
-(`reference/algorithms.md` section 4). A read that is used for several pushes (no pull in between) counts as one
+exactly, for any speeds; with N workers that always have R reads in flight the right side is T(N R - 1). A read
+that is used for several pushes (no pull in between) counts as one
 read for each, the later ones begun when the first was. `identity()` returns both sides; a run in which they
 differ has lost or doubled a gradient.
 """

@@ -4,7 +4,7 @@
 
 Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016 (their
 splitting factor n is N/S). With one read a worker the mean staleness is (N - 1)/S when pushers go on at once
-and (N - S)/S when they wait for the update (`reference/algorithms.md` section 4); only with waiting is S = N
+and (N - S)/S when they wait for the update; only with waiting is S = N
 synchronous SGD.
 """
 

@@ -22,7 +22,12 @@ from mpitrain.text import register
 @register("strategy", "ssp")
 @dataclass(frozen=True, repr=False)
 class StaleSync(ServerStrategy):
-    """Bounded clocks: apply on arrival, hold back who is more than `bound` pushes ahead of the slowest."""
+    """Bounded clocks: apply on arrival, hold back who is more than `bound` pushes ahead of the slowest.
+
+    Args:
+        bound: s, in pushes. Staleness may exceed it, since all others push meanwhile: `bounded` bounds that. Every push
+            is an update, so divide the rate of `sync` by N.
+    """
 
     bound: int = 3
 

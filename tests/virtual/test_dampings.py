@@ -1,7 +1,6 @@
 """What a stale gradient is worth: exact corrections, exact limits, and a weight that means the same for every
 optimizer.
 
-Numbers are those of `reference/algorithms.md`, sections 4.2, 4.4 and 4.6.
 """
 
 import pytest

@@ -1,7 +1,6 @@
 """Synchronous rules: equal to one process with the full batch, bits that no timing changes, exact counts of
 contributors, and the step time of the k-th of n workers.
 
-Numbers are those of `reference/algorithms.md`, sections 3 and 12.
 """
 
 import itertools

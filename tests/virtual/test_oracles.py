@@ -1,7 +1,4 @@
-"""The laws of staleness: integer identities that hold for any speeds, the edge of stability, the SSP bound.
-
-Numbers are those of `reference/algorithms.md`, sections 3, 4 and 12.
-"""
+"""The laws of staleness: integer identities that hold for any speeds, the edge of stability, the SSP bound."""
 
 import math
 from collections import Counter
