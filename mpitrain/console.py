@@ -49,6 +49,11 @@ class Console:
         text = printable(text)
         self._say(f"{text}\n" if self.is_terminal else f"{date()} {text}\n")
 
+    def insist(self, text: str) -> None:
+        """What must be told even if `quiet`; otherwise a line has told it before."""
+        if self._quiet:
+            self._say(f"{printable(text)}\n")
+
     def clear(self) -> None:
         """Take the drawn line away, so that what others print starts at the margin."""
         if self._drawn:

@@ -7,6 +7,8 @@ another job, never in place.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import os
 import runpy
 import sys
 import traceback
@@ -28,6 +30,23 @@ if TYPE_CHECKING:
 METRICS_ARE = "mean over batches"  # said in results, where a job has metrics of its own
 ON_NONFINITE = ("stop", "skip")
 SLICES = ("column", "row", "gather")
+AUTO_WHERE = (
+    "--resume auto goes on with the run in --run-dir, and none is given, so every start has a new one; say --run-dir "
+    "DIR, or --resume DIR to go on from the run in DIR"
+)
+# A job's functions, what they are called with, and what they may look like.
+CALLED = {
+    "model": (),
+    "loss": ("model", "batch"),
+    "optimizer": ("parameters",),
+    "metrics": ("model", "batch"),
+}
+EXAMPLES = {
+    "model": "lambda: Net(width=8)",
+    "loss": 'lambda model, batch: cross_entropy(model(batch["x"]), batch["y"])',
+    "optimizer": "lambda parameters: SGD(parameters, lr=0.1)",
+    "metrics": 'lambda model, batch: {"accuracy": accuracy(model(batch["x"]), batch["y"])}',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +120,8 @@ class Job:
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"Job: {key} must be a whole number of at least 1, got {value!r}")
-        for key in ("loss", "optimizer"):
-            if not callable(getattr(self, key)):
-                raise UsageError(f"Job: {key} must be callable, got {getattr(self, key)!r}")
+        for key, arguments in CALLED.items():
+            _check_function(key, getattr(self, key), arguments)
         if self.on_nonfinite not in ON_NONFINITE:
             raise UsageError(
                 "Job: "
@@ -111,21 +129,19 @@ class Job:
             )
         if self.strategy is not None and not isinstance(self.strategy, Strategy):
             raise UsageError(
-                "Job: strategy must be a strategy value such as mpitrain.Async(servers=1), got "
-                f"{self.strategy!r}"
+                f"Job: strategy must be a value such as mpitrain.Async(servers=1), got {self.strategy!r}; a text is "
+                "for --strategy"
             )
         if self.schedule is not None and not isinstance(self.schedule, Schedule):
             raise UsageError(
                 f"Job: schedule must be a value such as mpitrain.Gradual(epochs=5), got {self.schedule!r}"
             )
-        if self.metrics is not None and not callable(self.metrics):
-            raise UsageError(f"Job: metrics must be callable, got {self.metrics!r}")
         for key in ("data", "validate", "synthetic"):
             _check_source(key, getattr(self, key), optional=key != "data")
         read_policy(self.checkpoint_every, self.mtbf_s)
+        check_targets(self.target, (LOSS,) if self.metrics is None else None)
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
-        check_targets(self.target, (LOSS,) if self.metrics is None else None)
         self._check_splits()
 
     def _check_splits(self) -> None:
@@ -135,9 +151,39 @@ class Job:
             raise UsageError(
                 f"Job: stages must be names of submodules or stages(model, count) -> modules, got {stages!r}"
             )
+        if not isinstance(self.tensor_plan, Mapping):
+            raise UsageError(
+                'Job: tensor_plan must be a dict such as {"layers.*.up": "column"}, got '
+                + repr(self.tensor_plan)
+            )
         for pattern, way in self.tensor_plan.items():
             if way not in SLICES:
                 raise UsageError(f"Job: tensor_plan {pattern!r}: {way!r}{nearest(str(way), list(SLICES))}")
+
+
+def _check_function(key: str, function: Any, arguments: tuple[str, ...]) -> None:
+    """Refuse what cannot be called as a job's function of this name is."""
+    if key == "model" and hasattr(function, "named_parameters") and not isinstance(function, type):
+        return  # the module itself
+    if key == "metrics" and function is None:
+        return
+    example = EXAMPLES[key]
+    if not callable(function):
+        made = "an optimizer that is made already" if hasattr(function, "param_groups") else f"{function!r}"
+        raise UsageError(f"Job: {key} must be a function, such as `{example}`, got {made}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C nobody knows
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        told = f"called with ({', '.join(arguments)})" if arguments else "called without arguments"
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UsageError(
+            f"Job: {key} is {told}, which {name}{signature} does not allow ({error}); it is a function such as "
+            f"`{example}`"
+        ) from None
 
 
 def _check_source(key: str, value: Any, optional: bool) -> None:
@@ -199,6 +245,8 @@ class Overrides:
             raise UsageError(f"--watchdog-s must be finite and not negative, got {self.watchdog_s}")
         if self.heartbeat_s is not None and not 0 < self.heartbeat_s < float("inf"):
             raise UsageError(f"--heartbeat-s must be finite and greater than 0, got {self.heartbeat_s}")
+        if self.resume == "auto" and not (self.run_dir or os.environ.get("MPITRAIN_RUN_DIR")):
+            raise UsageError(AUTO_WHERE)
         injection.read(self.inject)
         for text in self.target:
             read_option(text)
@@ -263,6 +311,17 @@ def load_job(path: str) -> Job:
         if "Job.__init__() " not in str(error):
             raise
         raise UsageError(_explain_fields(str(file), error)) from None
+    except ModuleNotFoundError as error:
+        frames = [
+            one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")
+        ]
+        if frames[-1].filename != str(file):
+            raise
+        raise UsageError(
+            f"{file}, line {frames[-1].lineno}: {error.msg}; install it beside mpitrain, or correct the name"
+        ) from None
+    except SystemExit as end:
+        raise UsageError(f"{file} exits ({end.code!r}) before it has defined its `job`") from None
     finally:
         sys.path.pop(0)
     job = names.get("job")

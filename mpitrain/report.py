@@ -207,6 +207,8 @@ class Report:
         Raises:
             ValueError: `result` makes no FOM line; then no `result.json` is written either.
         """
+        if result.get("failure"):
+            self._console.insist(f"mpitrain: {explained(str(result['failure']))}")
         line = "" if result["status"] == "requeue" else fom_line(result)  # what goes on has no figure yet
         self.close()
         write_json(self.run_dir / "result.json", {**result, "schema": SCHEMA})
@@ -244,6 +246,16 @@ class Report:
         if samples <= 0 or not self.total_samples:
             return None
         return max(self.total_samples - samples, 0) * (now_s - self._start_s) / samples
+
+
+def explained(failure: str) -> str:
+    """Why a run has failed, with the way out where there is a common one."""
+    if failure.endswith((" is nan", " is inf", " is -inf", "is not finite")):
+        return (
+            f"{failure}; lower the learning rate or clip gradients, or pass "
+            'on_nonfinite="skip" to leave such steps out'
+        )
+    return failure
 
 
 class NullReport:

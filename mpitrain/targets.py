@@ -62,8 +62,9 @@ def read_target(metric: str, goal: Any) -> Target:
         raise UsageError(f'{where}: {goal!r} is neither a number (at least that) nor a text "<X" or ">X"')
     if metric.lower().endswith(_SMALLER_IS_BETTER):
         raise UsageError(
-            f"{where}: the number {goal} means at least {goal}, which a bad run meets; write "
-            f'{{"{metric}": "<{goal}"}} for below {goal}, or ">{goal}" if above is meant'
+            f"{where}: the number {goal} means at least {goal}, which a bad run meets; "
+            f'write {{"{metric}": "<{goal}"}}, or --target "{metric}<{goal}", for below {goal}, or '
+            f'">{goal}" if above is meant'
         )
     return Target(metric, ">=", _bound(goal, where))
 
@@ -104,6 +105,10 @@ def check_targets(goals: Mapping[str, Any], reported: Iterable[str] | None = Non
     Raises:
         UsageError: names the metric.
     """
+    if not isinstance(goals, Mapping):
+        raise UsageError(
+            f'target must be a dict such as {{"accuracy": 0.97, "validation_loss": "<0.3"}}, got {goals!r}'
+        )
     known = None if reported is None else sorted(reported)
     for metric, goal in goals.items():
         read_target(metric, goal)

@@ -82,7 +82,7 @@ def registered(kind: str) -> list[type[Value]]:
 def nearest(word: str, choices: list[str]) -> str:
     """`; did you mean 'x'?` or nothing, then the list: the tail of every 'unknown name' message."""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"{hint} Known: {', '.join(choices) or 'none'}"
 
 

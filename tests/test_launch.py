@@ -444,6 +444,10 @@ def test_a_folder_of_our_name_is_not_taken_for_us(tmp_path: Path, have_mpi: None
         (["-n", "2", "--host-args", "'open", "train", "x.py"], "--host-args"),
         (["-n", "2", "--mpi", "openmp", "train", "x.py"], "did you mean 'openmpi'?"),
         (["train", "x.py"], "how many ranks?"),
+        (
+            ["-n", "2", "train", "x.py", "--resume", "auto"],
+            "goes on with the run in --run-dir, and none is given",
+        ),
     ],
 )
 def test_a_wrong_launch_is_answered_once_before_any_rank(

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import OutputError
-from mpitrain.report import NullReport, Report, default_run_dir, fom_line, plain, write_json
+from mpitrain.report import NullReport, Report, default_run_dir, explained, fom_line, plain, write_json
 from mpitrain.training.measure import save_tensors
 
 RESULT = {
@@ -228,6 +228,16 @@ def test_quiet_keeps_the_files_and_the_fom_line(tmp_path: Path, capsys: pytest.C
     report.finish(RESULT)
     assert stream.getvalue() == "" and len(rows(tmp_path)) == 2
     assert capsys.readouterr().out.startswith("FOM ")
+
+
+def test_quiet_or_not_why_a_run_has_failed_is_told(tmp_path: Path) -> None:
+    for quiet in (True, False):
+        report, _, stream = make(tmp_path, quiet=quiet)
+        report.finish({**RESULT, "status": "fail", "failure": "rank 1 (worker, step 3): loss is nan"})
+        assert (
+            stream.getvalue().count("loss is nan; lower the learning rate") == quiet
+        )  # otherwise `end` tells it
+    assert explained("accuracy is 0.5") == "accuracy is 0.5"
 
 
 def test_a_row_is_on_disk_before_anything_else_happens(tmp_path: Path) -> None:

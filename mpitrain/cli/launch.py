@@ -116,6 +116,10 @@ def run_launch(arguments: argparse.Namespace) -> int:
     num_ranks = _num_ranks(arguments)
     words = arguments.program[1:] if arguments.program[:1] == ["mpitrain"] else arguments.program
     inner = _parsed(words)
+    if getattr(inner, "resume", None) == "auto" and not getattr(inner, "run_dir", None):
+        from mpitrain.job import AUTO_WHERE
+
+        raise UsageError(AUTO_WHERE)
     if inner and getattr(inner, "dry_run", False):  # the plan of a run needs no ranks
         inner.ranks = inner.ranks or num_ranks
         return int(inner.run(inner))

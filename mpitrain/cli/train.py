@@ -170,7 +170,11 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
         help="where results go (default: runs/JOB-DATE-TIME); without --resume auto what an earlier run has left "
         "there is moved to earlier-RUN/ in it",
     )
-    out.add_argument("--quiet", action="store_true", help="no progress lines; the figure of merit stays")
+    out.add_argument(
+        "--quiet",
+        action="store_true",
+        help="no progress lines; errors, why a run failed and the figure of merit stay",
+    )
 
 
 def overrides(arguments: argparse.Namespace) -> Any:

@@ -31,7 +31,7 @@ def read_loss(returned: Any) -> BatchLoss:
     """What a loss has returned.
 
     Raises:
-        UsageError: a tuple that is not (sum, weight), or a weight that is negative.
+        UsageError: a tuple that is not (sum, weight), or a weight that is negative or no number.
     """
     if not isinstance(returned, tuple):
         return BatchLoss(returned, None)
@@ -40,12 +40,26 @@ def read_loss(returned: Any) -> BatchLoss:
             f"the loss returned a tuple of {len(returned)}: return the mean over the batch, or (sum, weight) for the "
             "mean sum / weight"
         )
-    total, weight = returned[0], float(returned[1])
+    total, divisor = returned
+    try:
+        weight = float(divisor)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            "the loss returned (sum, weight), and the weight is no number but "
+            f"{_described(divisor)}: it is what the sum is divided by"
+        ) from None
     if weight < 0:
         raise UsageError(
             f"the loss returned (sum, weight) with the weight {weight:g}: it must not be negative"
         )
     return BatchLoss(total, weight)
+
+
+def _described(value: Any) -> str:
+    """What a function has returned, in few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r}" if isinstance(value, str | bool | int | float) else type(value).__name__
 
 
 class Tally:

@@ -49,7 +49,7 @@ class PeerReplica:
         rule: Decentralized,
         number: int,
         rank: int,
-        loss: Callable[[Any, Batch], torch.Tensor],
+        loss: Callable[[Any, Batch], Any],
         fetch: Callable[[int, int, int], Batch],
         prefetch: Callable[[int, int, int], None],
         seed: int,

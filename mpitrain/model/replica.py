@@ -59,7 +59,7 @@ class Replica:
     def __init__(
         self,
         model: FlatModel,
-        loss: Callable[[Any, Batch], torch.Tensor],
+        loss: Callable[[Any, Batch], Any],
         fetch: Callable[[int, int, int], Batch],
         prefetch: Callable[[int, int, int], None],
         seed: int,

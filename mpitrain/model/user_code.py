@@ -7,7 +7,8 @@ it raises and one of them prints.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class Checked:
 
     Raises:
         UsageError: when called: the batch has no such array; the loss is no scalar (nor such a sum with its weight), or
-            has no gradient.
+            has no gradient; the metrics are no numbers by name.
     """
 
     def __init__(self, function: BatchFunction, name: str):
@@ -40,6 +41,8 @@ class Checked:
             raise _explained(error, self.name, batch) from None
         if self.name == "loss":
             _check_loss(value)
+        else:
+            _check_metrics(value)
         return value
 
 
@@ -79,11 +82,25 @@ def _check_loss(returned: Any) -> None:
         )
 
 
+def _check_metrics(returned: Any) -> None:
+    if not isinstance(returned, Mapping):
+        raise UsageError(
+            f'Job: metrics must return a dict such as {{"accuracy": mean}}, got {type(returned).__name__}'
+        )
+    for name, value in returned.items():
+        number = isinstance(value, torch.Tensor) and value.numel() == 1
+        if not (number or (isinstance(value, Real) and not isinstance(value, torch.Tensor))):
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise UsageError(
+                f"Job: metric {name!r} must be one number, the mean over the batch, got {type(value).__name__}{shape}"
+            )
+
+
 def check_module(module: Any) -> nn.Module:
     """The module that a job has made.
 
     Raises:
-        UsageError: it is none, or has layers with sparse gradients.
+        UsageError: it is none, has layers with sparse gradients, or nothing to train.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"Job: model must make a torch.nn.Module, got {type(module).__name__}")
@@ -93,6 +110,10 @@ def check_module(module: Any) -> nn.Module:
                 f"layer {name or type(layer).__name__!r} is {type(layer).__name__}(sparse=True), and sparse gradients "
                 "travel under no strategy; leave sparse=True out"
             )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UsageError(
+            f"Job: {type(module).__name__} has no parameter to train: requires_grad is False for all of them"
+        )
     return module
 
 

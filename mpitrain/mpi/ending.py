@@ -47,6 +47,7 @@ from mpitrain.errors import (
 from mpitrain.folders import make_private
 from mpitrain.mpi.agreement import CalledOffError, agree, revoke
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.tracebacks import own_part
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -200,7 +201,7 @@ def report(runtime: "Runtime", error: BaseException) -> None:
     """Write the error to stderr, every line tagged with the rank, and to run_dir/errors/rank-N.json.
 
     A user's mistake and the loss of a peer tell all in their message, once for all ranks that meet it; everything else
-    comes with its traceback.
+    comes with its traceback, on stderr from the user's own function on, in the file whole.
     """
     trace = "".join(traceback.format_exception(error))
     summary = f"mpitrain: {runtime.where()}: {type(error).__name__}: {error}"
@@ -212,7 +213,7 @@ def report(runtime: "Runtime", error: BaseException) -> None:
     if is_interrupt(error):
         summary, plain, shared = f"mpitrain: {runtime.where()}: interrupted", True, ""
     if not shared or _is_first(runtime, shared):
-        _tell(runtime, summary if plain else trace + summary)
+        _tell(runtime, summary if plain else own_part(error) + summary)
     if runtime.run_dir is None:
         return
     record = {

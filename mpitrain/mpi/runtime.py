@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.graves import failed_ranks
 from mpitrain.mpi.places import name_ranks, node_indices
 from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
+from mpitrain.mpi.tracebacks import own_part
 
 # Where MPI tells of no death: longest wait for others at a collective, and of rank 0 for a rank's counts in the end.
 PATIENCE_S, LIVING_S = 900.0, 120.0
@@ -293,7 +293,7 @@ def _describe(error: Exception) -> dict[str, Any]:
     ours = isinstance(error, MpitrainError)
     return {
         "text": f"{type(error).__name__}: {error}",
-        "trace": "" if ours else "".join(traceback.format_exception(error)),
+        "trace": "" if ours else own_part(error),
         "exit_code": error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR,
     }
 

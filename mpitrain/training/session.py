@@ -21,7 +21,7 @@ from mpitrain.environment import code_versions, collect, launched_server_nodes
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, AgreedError, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides
-from mpitrain.report import NullReport, Report, write_json, writing
+from mpitrain.report import NullReport, Report, explained, write_json, writing
 from mpitrain.rules import Roles, ServerStrategy, Strategy, assign, disagreement
 from mpitrain.run_directory import RUN_FILE, Identity
 from mpitrain.run_lock import RunLock
@@ -244,7 +244,7 @@ def say_end(report: Any, result: dict[str, Any]) -> None:
     """The last lines for eyes: how it ended, what was measured, where the model is."""
     told = {"status": result["status"], "samples": result["samples"], **result["metrics"]}
     if result["failure"]:
-        told["failure"] = result["failure"]
+        told["failure"] = explained(result["failure"])
     report.event("end", **told, model=result["model"])
 
 

@@ -1,5 +1,9 @@
 """What a job's functions make: a mistake is told in the job's words, and what is right passes unchanged."""
 
+import functools
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides, load_job
 from mpitrain.model.user_code import Checked, check_made_optimizer, check_module, unused_parameters
+from mpitrain.mpi.tracebacks import own_part
 from mpitrain.training.options import fingerprint
 from tests import toy
 
@@ -35,11 +40,73 @@ def test_a_loss_that_is_right_is_handed_on_as_it_is():
         (lambda model, batch: model(batch["x"]), r"shape \(3, 1\); return its mean"),
         (lambda model, batch: model(batch["x"]).mean().item(), "got float; return the mean .* without .item()"),
         (lambda model, batch: model(batch["x"]).mean().detach(), "does not depend on any parameter"),
+        (lambda model, batch: (model(batch["x"]).sum(), "y"), "the weight is no number but 'y': it is what the sum"),
+        (lambda model, batch: (model(batch["x"]).sum(), batch["y"]), r"no number but a tensor of shape \(3, 1\)"),
     ],
 )  # fmt: skip
 def test_a_loss_that_is_wrong_is_told_with_the_way_out(function, text):
     with pytest.raises(UsageError, match=text):
         loss_of(function)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.ones(()), 'metrics must return a dict such as .*"accuracy".* got Tensor'),
+        ({"accuracy": torch.ones(3)}, r"metric 'accuracy' must be one number, .* got Tensor of shape \(3,\)"),
+        ({"accuracy": "good"}, "metric 'accuracy' must be one number, .* got str"),
+    ],
+)
+def test_metrics_that_are_no_numbers_by_name_are_told_with_the_way_out(value, text):
+    with pytest.raises(UsageError, match=text):
+        Checked(lambda model, batch: value, "metrics")(MODEL, BATCH)
+    right = {"a": torch.ones(()), "b": 0.5, "c": torch.ones(1)}
+    assert Checked(lambda model, batch: right, "metrics")(MODEL, BATCH) is right
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"loss": lambda batch: 0},
+            r"loss is called with .model, batch., which <lambda>.batch. does not allow .too",
+        ),
+        (
+            {"model": nn.Linear},
+            "model is called without arguments, which Linear.*'in_features'.*`lambda: Net",
+        ),
+        ({"model": "resnet"}, "model must be a function, such as .* got 'resnet'"),
+        ({"optimizer": torch.optim.SGD(MODEL.parameters())}, "got an optimizer that is made already"),
+        ({"optimizer": lambda: None}, "optimizer is called with .parameters., which"),
+        ({"metrics": 3}, "metrics must be a function, such as .* got 3"),
+        ({"strategy": "async()"}, "got 'async..'; a text is for --strategy"),
+        ({"target": ["accuracy>0.9"]}, "target must be a dict such as"),
+        ({"tensor_plan": ["up"]}, "tensor_plan must be a dict such as"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_told_when_the_job_is_made(fields, text):
+    with pytest.raises(UsageError, match=text):
+        toy.make_job(**fields)
+
+
+def test_functions_with_more_arguments_and_of_other_kinds_are_a_jobs_too():
+    toy.make_job(loss=lambda *both, scale=1: 0, model=lambda width=3: MODEL, optimizer=torch.optim.SGD)
+    toy.make_job(model=MODEL, optimizer=functools.partial(torch.optim.Adam, lr=0.1), metrics=None)
+
+
+def test_to_resume_a_run_needs_its_directory(monkeypatch):
+    monkeypatch.delenv("MPITRAIN_RUN_DIR", raising=False)
+    with pytest.raises(UsageError, match="none is given, so every start has a new one; say --run-dir DIR"):
+        Overrides(resume="auto").check()
+    Overrides(resume="auto", run_dir="a").check()
+    Overrides(resume="a").check()
+    monkeypatch.setenv("MPITRAIN_RUN_DIR", "a")  # the launch has chosen one, and starts the run again
+    Overrides(resume="auto").check()
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    with pytest.raises(UsageError, match="Linear has no parameter to train: requires_grad is False"):
+        check_module(nn.Linear(2, 2).requires_grad_(False))
 
 
 def test_a_key_error_of_the_losss_own_dicts_stays_what_it_is():
@@ -88,6 +155,8 @@ def test_a_dataset_is_no_source(key):
         ("x = (1,\n", "job.py, line 1: '.' was never closed: x = .1,"),
         ("import mpitrain as mt\njob = mt.Job(epoch=3)\n", "line 2: Job has no field 'epoch'; did you mean 'epochs'"),
         ("import mpitrain as mt\njob = mt.Job(epochs=3)\n", "line 2: Job.* missing 4 required .*'model', 'loss'"),
+        ("\nimport numppy\n", "job.py, line 2: No module named 'numppy'; install it beside mpitrain, or correct"),
+        ("raise SystemExit('no data today')\n", "job.py exits .'no data today'. before it has defined its `job`"),
     ],
 )  # fmt: skip
 def test_a_job_file_that_cannot_be_read_is_told_with_its_line(tmp_path, source, text):
@@ -100,8 +169,29 @@ def test_a_job_file_that_cannot_be_read_is_told_with_its_line(tmp_path, source, 
 def test_an_error_of_the_job_files_own_stays_what_it_is(tmp_path):
     path = tmp_path / "job.py"
     path.write_text("sum(3)\n")
-    with pytest.raises(TypeError, match="not iterable"):
+    with pytest.raises(TypeError, match="not iterable") as caught:
         load_job(str(path))
+    told = own_part(caught.value)  # begins with this test: it called load_job itself
+    assert "test_user_code.py" in told and "load_job" in told
+
+
+def test_of_a_traceback_the_users_own_part_is_shown():
+    def loss(model, batch):
+        return model(batch["x"].view(-1, 7))
+
+    def below_us():
+        Checked(loss, "loss")(MODEL, BATCH)
+
+    with ThreadPoolExecutor(1) as pool:  # its frames are the standard library's
+        error = pool.submit(Checked(loss, "loss"), MODEL, BATCH).exception()
+    told = own_part(error)
+    assert told.splitlines()[1].endswith("in loss") and "user_code.py" in "".join(
+        traceback.format_exception(error)
+    )
+    assert "mpitrain/model/user_code.py" not in told and told.endswith(f"{type(error).__name__}: {error}\n")
+    with pytest.raises(RuntimeError) as caught:
+        below_us()
+    assert "in below_us" in own_part(caught.value)  # a script of one's own that calls us: whole
 
 
 def test_unused_parameters_are_found_by_the_graph():

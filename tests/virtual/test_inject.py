@@ -208,7 +208,7 @@ def test_texts_round_trip_and_values_are_taken_for_texts():
         ("slow(worker=-1, factor=2)", "index from 0"),
         ("slow(worker=1, factor=0.5)", "at least 1"),
         ("slow(worker=1)", "needs factor"),
-        ("slow(rank=1, factor=2)", "no argument 'rank' Known: worker, factor"),
+        ("slow(rank=1, factor=2)", "no argument 'rank'. Known: worker, factor"),
         ("slwo(worker=1, factor=2)", "did you mean 'slow'"),
         ("constant(1)", "pause, raise, segv, slow, stall"),
         ("pause(worker=1, at_step=-1, seconds=1)", "counts from 0"),

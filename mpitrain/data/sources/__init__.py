@@ -30,7 +30,7 @@ TAKES |= {
 }
 EXPECTED = (
     "give `digits`, `topics`, a file that ends in .npy, .npz, .csv, .parquet, .tar or .h5 (several: a pattern in"
-    " quotes), a folder of images, or module:function"
+    " quotes), a folder of images, or Python: MODULE:FUNCTION, FILE.py:FUNCTION"
 )
 
 
