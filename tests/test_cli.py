@@ -314,6 +314,21 @@ def test_simulate_hands_everything_over(calls: list[tuple[Any, ...]]) -> None:
     assert calls[0][4:] == ("constant(1, jitter=0.1)", "ideal()", None)
 
 
+def test_a_rehearsal_shows_an_error_of_the_jobs_own_from_the_job_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "from tests import toy\ndef loss(model, batch):\n    return model(batch['x'].view(-1, 7)).mean()\n"
+        "job = toy.make_job(loss=loss)\n"
+    )
+    words = ["--strategy", "async()", "--workers", "2", "--quiet", "--run-dir", str(tmp_path / "run")]
+    assert cli.main(["simulate", str(job), *words]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("Traceback") and told[1].endswith("line 3, in loss"), told
+    assert told[-1].startswith("RuntimeError: ") and not any("/mpitrain/" in line for line in told)
+
+
 def test_the_default_laws_exist() -> None:
     import mpitrain.virtual  # noqa: F401 - registers them
     from mpitrain.text import parse

@@ -35,7 +35,9 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
     "codecs": (GROUND, {"torch", "numpy"}),
     "roles": (GROUND | {"mpitrain.rules", "mpitrain.effects"}, set()),
     "mpi": (
-        GROUND | {"mpitrain.effects", "mpitrain.environment", "mpitrain.processes", "mpitrain.rank_status"},
+        GROUND
+        | {"mpitrain.effects", "mpitrain.environment", "mpitrain.processes", "mpitrain.rank_status"}
+        | {"mpitrain.tracebacks"},
         {"mpi4py", "torch", "numpy"},
     ),
     "virtual": (GROUND | {"mpitrain.effects"}, {"torch"}),
@@ -49,6 +51,7 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
     "report": (GROUND | {"mpitrain.console"}, set()),
     "slurm": (GROUND | {"mpitrain.run_directory"}, set()),
     "processes": (set(), set()),
+    "tracebacks": (set(), set()),
     "rank_status": (GROUND | {"mpitrain.environment", "mpitrain.processes"}, set()),
     "supervision": (GROUND | {"mpitrain.processes", "mpitrain.rank_status"}, set()),
     "launch": (

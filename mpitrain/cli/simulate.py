@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from mpitrain.cli.parser import positive
 from mpitrain.cli.train import add_job_options, overrides
+from mpitrain.errors import EXIT_ERROR, MpitrainError, printable
 
 _DESCRIPTION = """\
 Rehearse a job in virtual time: the strategy's own servers and workers with real
@@ -61,12 +63,19 @@ def add_parser(commands: Any) -> None:
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Run the simulation; prints loss against virtual time and the staleness histogram."""
     from mpitrain.simulation import simulate_command
+    from mpitrain.tracebacks import own_part
 
-    return simulate_command(
-        arguments.job,
-        overrides(arguments),
-        arguments.workers,
-        arguments.compute,
-        arguments.network,
-        arguments.replay,
-    )
+    try:
+        return simulate_command(
+            arguments.job,
+            overrides(arguments),
+            arguments.workers,
+            arguments.compute,
+            arguments.network,
+            arguments.replay,
+        )
+    except MpitrainError:
+        raise
+    except Exception as error:
+        print(printable(own_part(error)), end="", file=sys.stderr)
+        return EXIT_ERROR

@@ -47,7 +47,7 @@ from mpitrain.errors import (
 from mpitrain.folders import make_private
 from mpitrain.mpi.agreement import CalledOffError, agree, revoke
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.tracebacks import own_part
+from mpitrain.tracebacks import own_part
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime

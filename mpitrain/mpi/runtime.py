@@ -25,7 +25,7 @@ from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.graves import failed_ranks
 from mpitrain.mpi.places import name_ranks, node_indices
 from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
-from mpitrain.mpi.tracebacks import own_part
+from mpitrain.tracebacks import own_part
 
 # Where MPI tells of no death: longest wait for others at a collective, and of rank 0 for a rank's counts in the end.
 PATIENCE_S, LIVING_S = 900.0, 120.0
