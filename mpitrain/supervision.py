@@ -183,12 +183,16 @@ def _waits(status: RankStatus) -> bool:
 def _named(ranks: Sequence[int], told: Mapping[int, RankStatus]) -> str:
     """ "rank 2 on host n7 (preparing)", at most eight of them."""
     names = [
-        f"rank {rank} on host {told[rank].host} ({told[rank].state})"
+        f"rank {rank} on host {told[rank].host} ({_phase(told[rank])})"
         if rank in told
         else f"rank {rank} (nothing was heard of it; {_hosts(told)})"
         for rank in ranks[:8]
     ]
     return ", ".join(names) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _phase(status: RankStatus) -> str:
+    return "about to train" if status.state == READY and status.step < 0 else status.state
 
 
 def _hosts(told: Mapping[int, RankStatus]) -> str:
