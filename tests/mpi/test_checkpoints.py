@@ -58,6 +58,7 @@ ASYNC = {
     "elastic": ("elastic(push_every=2,servers=2)", "sgd"),
     "coded async": ("async(servers=2,push_wire=topk(density=0.1),reply_wire=threshold(density=0.1))", "sgd"),
     "in-flight": ("async(servers=2,inflight=2)", "sgd"),
+    "bounded": ("bounded(staleness=1,servers=2)", "sgd"),
     "warm": ("softsync(updates=2,servers=2,warmup=warmup(1,epochs=3))", "sgd"),
 }
 

@@ -30,6 +30,7 @@ STRATEGIES = (
     "async(servers=2,push_wire=threshold(density=0.1,dense_below=0),reply_wire=eightbit(dense_below=0))",
     "ssp(bound=1,push_wire=qsgd(dense_below=0))",
     "softsync(updates=2,inflight=2,push_wire=onebit(dense_below=0))",
+    "bounded(staleness=1,servers=2)",
 )
 
 RUNS = """
