@@ -16,6 +16,7 @@ from typing import Any
 from mpitrain.rules import Dealer, Lease, PerWorker, ServerStrategy
 from mpitrain.rules.dealing import check_batch_size
 
+NOBODY = -1
 LEASES_AHEAD = 1  # to read while computing on another; one more for every push that may be in flight
 
 
@@ -83,6 +84,12 @@ class Deals:
             return False
         unconfirmed = any(leases for worker, leases in self._unconfirmed.items() if worker != but_for)
         return any(self.dealer.outstanding.values()) or unconfirmed or self.waiting() > 0
+
+    def unfinished(self) -> bool:
+        """At the end: whether anything is left that was to be done, dealt or not."""
+        if self.dealer is None or self.dealer.closed:
+            return False
+        return self.outstanding() or self.dealer.deal(NOBODY) is not None
 
     def settle(self, worker: int) -> Lease | None:
         """`worker` has pushed here what it made of its oldest lease."""

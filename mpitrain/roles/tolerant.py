@@ -67,6 +67,11 @@ class TolerantServer(Server):
     def run(self) -> Role:
         """Serve until every worker has left, or is lost; returns the shard's counts."""
         yield from super().run()
+        if not self._over and self.deals.unfinished():
+            self.failure = (
+                "no worker is left, and not all batches are done: each of them was given up as silent by some server; "
+                "start again with --resume auto, and with a larger --heartbeat-s where workers may be silent for long"
+            )
         if self.delivers:
             self.named.update(self._want_final)
             yield from see_off(self)

@@ -244,6 +244,21 @@ def test_who_is_given_up_by_one_server_and_not_by_another_leaves_no_push_half_ju
     assert given_up > 4
 
 
+def test_a_run_that_no_worker_is_left_to_finish_says_so():
+    """Each of them is given up by some server, although none has given up all."""
+    rule, ends = on_servers(COURSE["sync"](WORKERS), 3, WORKERS), []
+    for at in range(6, 14, 2):
+        for other in range(4, 12, 3):
+            ended = run(rule, naps=((2, at), (0, other)), patient=(2,), seed=154)
+            failure = ended.servers[0].summary()["failure"]
+            ends.append(bool(failure))
+            if failure:
+                assert failure.startswith("no worker is left, and not all batches are done")
+            else:
+                check("sync", ended)
+    assert True in ends and False in ends
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     row=st.sampled_from(sorted(COURSE)),
