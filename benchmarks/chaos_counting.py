@@ -2,8 +2,10 @@
 
 Every launch trains `counting_job.py` by one of the strategies, with one to three servers where it has servers, with and
 without ULFM, under `mpitrain launch`, which may start it again. One to three ranks, servers included, get SIGKILL at
-drawn instants of an undisturbed launch's length, start-up included. What must come out of it is known: weights that
-count every sample once an epoch, or, where a model is split or peers mix parameters, the bits of an undisturbed run.
+drawn instants of an undisturbed launch's length, start-up included. A launch that ends with an error, as those do that
+lose a rank before there is a checkpoint, is launched again by hand with `--resume auto`. What must come out of it is
+known: weights that count every sample once an epoch, or, where a model is split or peers mix parameters, the bits of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -82,27 +84,36 @@ def ranks_of(folder: Path) -> list[int]:
     return found
 
 
-def start(folder: Path, setting: Setting, num_servers: int, level: str) -> Any:
+def start(folder: Path, setting: Setting, num_servers: int, level: str, resume: bool) -> Any:
     """Launch the job in a session of its own."""
     strategy, ranks = setting.launched(num_servers)
     env = {MARK: str(folder), "COUNTING_KIND": setting.kind, "OMP_NUM_THREADS": "1"}
-    return launch(folder, ranks, JOB, ["--strategy", strategy, "--watchdog-s", "60"], "", env, level)
+    words = ["--strategy", strategy, "--watchdog-s", "60", *(["--resume", "auto"] if resume else [])]
+    return launch(folder, ranks, JOB, words, "", env, level)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether the run has taken a step."""
+    with contextlib.suppress(OSError):
+        return '"event": "progress"' in (folder / "metrics.jsonl").read_text()
+    return False
 
 
 def one_launch(
-    folder: Path, setting: Setting, num_servers: int, level: str, kills_s: list[float], draw: random.Random
-) -> dict[str, Any]:
+    folder: Path, setting: Setting, num_servers: int, level: str, kills_s: list[float], draw: random.Random,
+    resume: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Kill a random rank at each of these times after the launch; what came of it."""
     began_s = time.monotonic()
-    process = start(folder, setting, num_servers, level)
-    killed = 0
+    process = start(folder, setting, num_servers, level, resume)
+    killed: list[str] = []
     for at_s in sorted(kills_s):
         while time.monotonic() - began_s < at_s and process.poll() is None:
             time.sleep(0.002)
         if process.poll() is None and (ranks := ranks_of(folder)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(draw.choice(ranks), signal.SIGKILL)
-                killed += 1
+                killed.append("training" if has_begun(folder) else "starting")
     ended = finish(process)
     seconds = time.monotonic() - began_s
     for pid in ranks_of(folder):
@@ -168,18 +179,23 @@ def run_counting(num_launches: int, seed: int) -> None:
             num_servers = draw.randint(1, 3)
             kills_s = [draw.uniform(0, seconds) for _ in range(draw.randint(1, MOST_KILLS))]
             row = one_launch(Path(scratch) / "run", setting, num_servers, level, kills_s, draw)
-            ended_well = row["ended"] and row["code"] == 0
-            row["wrong"] = wrong_rows(setting, row, model) if ended_well else []
-            output = "" if ended_well else (Path(scratch) / "run" / "out").read_text()[-3000:]
+            output = "" if row["code"] == 0 else (Path(scratch) / "run" / "out").read_text()[-2000:]
+            last, by_hand = row, 0
+            while last["ended"] and last["code"] != 0 and by_hand < MOST_KILLS:
+                by_hand += 1
+                last = one_launch(Path(scratch) / "run", setting, num_servers, level, [], draw, resume=True)
+            row["wrong"] = wrong_rows(setting, last, model) if last["code"] == 0 else ["did not end well"]
         told = {"strategy": setting.launched(num_servers)[0], "level": level, "kills_s": kills_s}
-        rows.append(told | {key: value for key, value in row.items() if key != "result"} | {"output": output})
+        row |= told | {"by_hand": by_hand, "ended": row["ended"] and last["ended"], "output": output}
+        rows.append({key: value for key, value in row.items() if key != "result"})
         print(json.dumps(rows[-1]), flush=True)
     found = {
         "launches": len(rows),
-        "kills": sum(row["kills"] for row in rows),
+        "kills": sum(len(row["kills"]) for row in rows),
+        "of them starting": sum(row["kills"].count("starting") for row in rows),
         "relaunched": sum(row["restarts"] > 0 for row in rows),
+        "by hand": sum(row["by_hand"] > 0 for row in rows),
         "hanging": sum(not row["ended"] for row in rows),
-        "failed": sum(row["ended"] and row["code"] != 0 for row in rows),
         "wrong": sum(bool(row["wrong"]) for row in rows),
     }
     write_row("chaos", {"part": "counting", **found, "rows": rows})
