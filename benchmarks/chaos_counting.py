@@ -56,7 +56,7 @@ SETTINGS = (
     Setting("sync({servers})", 3),
     Setting("backup(spare=1,{servers})", 3, "at most"),
     Setting("softsync(updates=2,{servers})", 3),
-    Setting("softsync(updates=2,blocking=True,{servers})", 3),
+    Setting("softsync(updates=3,blocking=True,{servers})", 3),
     Setting("ssp(bound=1,{servers})", 3),
     Setting("bounded(staleness=1,{servers})", 3),
     Setting("elastic(push_every=2,{servers})", 3, "account"),
@@ -184,6 +184,8 @@ def run_counting(num_launches: int, seed: int) -> None:
             while last["ended"] and last["code"] != 0 and by_hand < MOST_KILLS:
                 by_hand += 1
                 last = one_launch(Path(scratch) / "run", setting, num_servers, level, [], draw, resume=True)
+            if last["code"] != 0:
+                output += (Path(scratch) / "run" / "out").read_text()[-2000:]
             row["wrong"] = wrong_rows(setting, last, model) if last["code"] == 0 else ["did not end well"]
         told = {"strategy": setting.launched(num_servers)[0], "level": level, "kills_s": kills_s}
         row |= told | {"by_hand": by_hand, "ended": row["ended"] and last["ended"], "output": output}
