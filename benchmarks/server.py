@@ -103,7 +103,7 @@ class Ours:
         self.replica.prepare()
 
     def step(self):
-        self.world.advance(self.role, Gradient(0.0, 1, True))
+        self.world.advance(self.role, Gradient(0.0, 1, True, 1.0))
 
     def leave(self):
         self.world.advance(self.role, None)

@@ -112,7 +112,7 @@ def serial(job, num_pieces, rank=0):
 
 changed = dataclasses.replace
 P, T, S = mt.Pipeline, mt.TensorParallel, mt.Sharded
-EVERY_BATCH = {"checkpoint_every": str(BATCH), "keep_checkpoints": 99}
+EVERY_BATCH = {"checkpoint_every": "1", "keep_checkpoints": 99}
 CUT = {"optimizer": toy.adam, **EVERY_BATCH}
 # ranks -> name -> (strategy, what differs from the job)
 RUNS = {

@@ -28,9 +28,9 @@ runtime = start()
 updates, added, active = [], [], []
 apply, add, carry_out = ShardStore.apply, ShardStore.add, Server._carry_out
 
-def counting_add(self, worker, payload, weight):
+def counting_add(self, worker, *arguments):
     added.append(worker)
-    add(self, worker, payload, weight)
+    add(self, worker, *arguments)
 
 def counting_apply(self):
     updates.append((len(set(added)), len(added), active[-1]))

@@ -226,7 +226,8 @@ def test_another_number_of_peers_goes_on_from_the_mean(tmp_path, topology):
     for peer, replica in wrote:
         name = f"own-{peer.rank}" if peer.rank else "shard-0"
         write_part(tmp_path, name, {"role": peer.state(), "replica": replica.state()}, ours)
-    resume = Resume(tmp_path, 96, ("shard-0", "own-1", "own-2"), {}, ours)
+    about = {"strategy": str(strategy)}
+    resume = Resume(tmp_path, 96, ("shard-0", "own-1", "own-2"), about, ours)
     mean = sum(replica.x for _, replica in wrote) / 3
     residual = sum(kept(replica) for _, replica in wrote) / 3
     for number in (2, 3, 5):
