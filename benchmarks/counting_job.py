@@ -11,48 +11,16 @@ of one sample in the same update are told apart, unless they have drawn the same
 import os
 import random
 import time
-from dataclasses import dataclass
 
 import torch
+from indices import Indices
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
 
 NUM_SAMPLES, NUM_COLUMNS, EPOCHS, BATCH_SIZE = 240, 16, 3, 4
 SLEEP_S = float(os.environ.get("COUNTING_SLEEP_S", "0.01"))
 draw = random.Random(os.urandom(8))
-
-
-@dataclass(frozen=True)
-class Indices:
-    """Sample i is the number i."""
-
-    num_samples: int = NUM_SAMPLES
-
-    def scan(self):
-        arrays = {"index": ArraySpec((), "int64"), "x": ArraySpec((4,), "float32")}
-        return Catalogue((ShardInfo("indices", self.num_samples, self.num_samples),), arrays, 1)
-
-    def reader(self, catalogue, seed):
-        return Reading()
-
-
-class Reading:
-    """In the order of their numbers, in every epoch."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def batch(self, epoch, start, count):
-        index = torch.arange(start, start + count)
-        return {"index": index, "x": index[:, None] / torch.tensor([8.0, 16.0, 32.0, 64.0])}
-
-    def prefetch(self, epoch, start, count):
-        pass
 
 
 class Rows(nn.Module):
@@ -105,7 +73,7 @@ KINDS = {
 }
 job = mt.Job(
     **KINDS[os.environ.get("COUNTING_KIND", "rows")],
-    data=Indices(),
+    data=Indices(NUM_SAMPLES, with_inputs=True),
     epochs=EPOCHS,
     batch_size=BATCH_SIZE,
     checkpoint_every=str(NUM_SAMPLES // 4),

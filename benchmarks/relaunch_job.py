@@ -14,17 +14,16 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from chaos_launch import note
+from indices import Indices
 from torch import nn
 
 import mpitrain as mt
 from mpitrain.checkpoint import Keeper
 from mpitrain.checkpoint.parts import listed, verify
-from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.environment import launched_rank
 from mpitrain.errors import CheckpointError
 
@@ -33,36 +32,6 @@ NUM_WEIGHTS = 1_000_000  # what a checkpoint holds besides: enough for its writi
 HOLDS_AFTER = 60  # of a worker's 128 batches: the victim is still to die
 NOTES = Path(os.environ["CHAOS_DIR"])
 FIRED, KILLED = NOTES / "fired", NOTES / "killed"
-
-
-@dataclass(frozen=True)
-class Indices:
-    """Sample i is the number i."""
-
-    num_samples: int = NUM_SAMPLES
-
-    def scan(self):
-        arrays = {"index": ArraySpec((), "int64")}
-        return Catalogue((ShardInfo("indices", self.num_samples, self.num_samples),), arrays, 1)
-
-    def reader(self, catalogue, seed):
-        return Reading()
-
-
-class Reading:
-    """In the order of their numbers, in every epoch."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def batch(self, epoch, start, count):
-        return {"index": torch.arange(start, start + count)}
-
-    def prefetch(self, epoch, start, count):
-        pass
 
 
 class Counts(nn.Module):
@@ -123,7 +92,7 @@ job = mt.Job(
     optimizer=lambda parameters: torch.optim.SGD(
         parameters, lr=RATE, momentum=float(os.environ.get("CHAOS_MOMENTUM", "0"))
     ),
-    data=Indices(),
+    data=Indices(NUM_SAMPLES),
     epochs=EPOCHS,
     batch_size=BATCH_SIZE,
     checkpoint_every=str(NUM_SAMPLES // 4),

@@ -36,7 +36,7 @@ BY_HAND = {
 
 HELPERS = {
     "common", "chaos_allreduce", "chaos_campaign", "chaos_job", "chaos_kills", "chaos_launch", "chaos_relaunch",
-    "chaos_counting", "counted_job", "counting_job", "relaunch_job", "signal_job", "tolerance_job",
+    "chaos_counting", "counted_job", "counting_job", "indices", "relaunch_job", "signal_job", "tolerance_job",
 }  # fmt: skip
 
 
