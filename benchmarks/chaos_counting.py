@@ -164,8 +164,17 @@ def account(result: dict[str, Any], dropped: bool = False) -> list[str]:
 
 
 def run_counting(num_launches: int, seed: int) -> None:
-    """The campaign: settings in turn, levels in turn, servers and kills drawn; one row of results."""
+    """The campaign: settings in turn, levels in turn, servers and kills drawn; one row of results, of the launches so
+    far where it is interrupted."""
     rows: list[dict[str, Any]] = []
+    try:
+        _launch_all(num_launches, seed, rows)
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(rows)} of {num_launches} launches")
+    _sum_up(rows)
+
+
+def _launch_all(num_launches: int, seed: int, rows: list[dict[str, Any]]) -> None:
     undisturbed: dict[str, tuple[float, dict[str, torch.Tensor]]] = {}
     for number in range(num_launches):
         draw = random.Random(f"{seed}/{number}")
@@ -191,6 +200,9 @@ def run_counting(num_launches: int, seed: int) -> None:
         row |= told | {"by_hand": by_hand, "ended": row["ended"] and last["ended"], "output": output}
         rows.append({key: value for key, value in row.items() if key != "result"})
         print(json.dumps(rows[-1]), flush=True)
+
+
+def _sum_up(rows: list[dict[str, Any]]) -> None:
     found = {
         "launches": len(rows),
         "kills": sum(len(row["kills"]) for row in rows),

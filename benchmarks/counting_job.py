@@ -19,7 +19,7 @@ from torch import nn
 import mpitrain as mt
 
 NUM_SAMPLES, NUM_COLUMNS, EPOCHS, BATCH_SIZE = 240, 16, 3, 4
-SLEEP_S = float(os.environ.get("COUNTING_SLEEP_S", "0.01"))
+SLEEP_S = float(os.environ.get("COUNTING_SLEEP_S", "0.1"))
 draw = random.Random(os.urandom(8))
 
 
