@@ -37,6 +37,7 @@ def train(job: Job, strategy: Strategy | None = None, **overrides: Any) -> dict[
 def train_command(path: str, overrides: Overrides) -> int:
     """`mpitrain train`: the exit code of the run."""
     from mpitrain.mpi.runtime import start
+    from mpitrain.training import signals
 
     runtime = start()
     try:
@@ -48,6 +49,7 @@ def train_command(path: str, overrides: Overrides) -> int:
     sys.stdout.flush()
     runtime.exit_code = code
     runtime.finish()
+    signals.ignore()
     return code
 
 

@@ -66,6 +66,14 @@ def uninstall() -> None:
     _before.clear()
 
 
+def ignore() -> None:
+    """The run is over and this process ends: what asks for an end changes nothing any more. Python gives signals with a
+    handler of its own their default meaning before the libraries are unloaded, which takes a moment with torch."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def asked() -> bool:
     """Whether this process has been asked to end."""
     return _asked.is_set() or rank_status.stop_requested()
