@@ -3,7 +3,7 @@
 #   make train              train jobs/digits.py on 4 ranks            (options: make train ARGS="--epochs 2")
 #   make test               lint, then every test this machine can run, two files at a time
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
-#   make chaos              kill workers and writers at random and count what is lost, half an hour
+#   make chaos              kill workers and writers at random and count what is lost, an hour or more
 #                                                                    (options: make chaos ARGS="--kills 20")
 #   make hostile            read files made to do harm, and good ones with random damage, some minutes
 #                                                                    (options: make hostile ARGS="--seeds 50")
