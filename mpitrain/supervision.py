@@ -289,12 +289,15 @@ class Supervisor:
             heard = requests.num_heard
             told = self._look()
             look_s = now_s + LOOK_EVERY_S + len(told) / 1000  # a file each
-            listened = requests.stop and self._listened()
+            stop = (
+                requests.stop
+            )  # once: a signal that comes between two looks at it would pass for one to a script
+            listened = stop and self._listened()
             if listened and asked_s is None:
                 assert self.folder is not None
                 asked_s = now_s
                 rank_status.request_stop(self.folder)
-            elif requests.stop and not listened:
+            elif stop and not listened:
                 if requests.num_usr1 > handed_on:  # a script's own affair
                     handed_on = requests.num_usr1
                     _send(child, signal.SIGUSR1)

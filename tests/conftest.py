@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -41,6 +43,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # The same examples in every run: what fails elsewhere can be repeated here. Times are for benchmarks.
 hypothesis.settings.register_profile("mpitrain", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("mpitrain")
+
+
+@pytest.fixture(autouse=True)
+def signal_mask() -> Iterator[None]:
+    """A test that runs `mpitrain train` in this process leaves signals held back, and what later tests start would
+    inherit that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _SLOWEST = ("tests/slurm/", "tests/mpi/", "tests/test_")
