@@ -123,14 +123,22 @@ class RunLock:
             ) from error
 
     def _remove(self, seen: _Seen) -> None:
-        """Take away the lock of a job that has ended, and no other: of several that want to, one gets it."""
-        taken = self.path.with_name(f".{LOCK_FILE}.{self.attempt}")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, taken)
-            if taken.read_bytes() == seen.text:
-                taken.unlink()
-            else:  # somebody else was faster, and has made a new one
-                os.rename(taken, self.path)
+        """Take away the lock of a job that has ended, and no other: one at a time looks once more and removes it."""
+        removing = self.path.with_name(f".{LOCK_FILE}.removing")
+        try:
+            os.close(os.open(removing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - removing.stat().st_mtime > QUIET_S:  # left by one that was killed at it
+                    removing.unlink()
+            time.sleep(0.01)
+            return
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                if self.path.read_bytes() == seen.text:
+                    self.path.unlink()
+        finally:
+            removing.unlink(missing_ok=True)
 
     def _say_waiting(self, holder: dict[str, Any]) -> None:
         told = f"mpitrain: {self.path} is held by {_name(holder)}: waiting to see whether it lives, up to {QUIET_S:g} s"
