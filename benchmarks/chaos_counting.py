@@ -2,10 +2,10 @@
 
 Every launch trains `counting_job.py` by one of the strategies, with one to three servers where it has servers, with and
 without ULFM, under `mpitrain launch`, which may start it again. One to three ranks, servers included, get SIGKILL at
-drawn instants of an undisturbed launch's length, start-up included. A launch that ends with an error, as those do that
-lose a rank before there is a checkpoint, is launched again by hand with `--resume auto`. What must come out of it is
-known: weights that count every sample once an epoch, or, where a model is split or peers mix parameters, the bits of an
-undisturbed run.
+drawn instants, half of them within an undisturbed launch's length, start-up included, and half after the first step. A
+launch that ends with an error, as those do that lose a rank before there is a checkpoint, is launched again by hand
+with `--resume auto`. What must come out of it is known: weights that count every sample once an epoch, or, where a
+model is split or peers mix parameters, the bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from chaos_launch import HERE, finish, launch
@@ -69,6 +69,13 @@ SETTINGS = (
 )
 
 
+class Kill(NamedTuple):
+    """A kill, this long after the launch, or after the first step and the kill before."""
+
+    after: Literal["launch", "training"]
+    seconds: float
+
+
 def ranks_of(folder: Path) -> list[int]:
     """Processes of the job's ranks that are alive, from the moment on that they are Python."""
     found = []
@@ -100,15 +107,18 @@ def has_begun(folder: Path) -> bool:
 
 
 def one_launch(
-    folder: Path, setting: Setting, num_servers: int, level: str, kills_s: list[float], draw: random.Random,
+    folder: Path, setting: Setting, num_servers: int, level: str, kills: list[Kill], draw: random.Random,
     resume: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Kill a random rank at each of these times after the launch; what came of it."""
+    """Kill a random rank at each of these times; what came of it."""
     began_s = time.monotonic()
     process = start(folder, setting, num_servers, level, resume)
     killed: list[str] = []
-    for at_s in sorted(kills_s):
-        while time.monotonic() - began_s < at_s and process.poll() is None:
+    for kill in sorted(kills):
+        while kill.after == "training" and not has_begun(folder) and process.poll() is None:
+            time.sleep(0.02)
+        since_s = began_s if kill.after == "launch" else time.monotonic()
+        while time.monotonic() - since_s < kill.seconds and process.poll() is None:
             time.sleep(0.002)
         if process.poll() is None and (ranks := ranks_of(folder)):
             with contextlib.suppress(ProcessLookupError):
@@ -186,8 +196,13 @@ def _launch_all(num_launches: int, seed: int, rows: list[dict[str, Any]]) -> Non
                 undisturbed[setting.strategy] = calm["seconds"], load_file(calm["result"]["model"])
             seconds, model = undisturbed[setting.strategy]
             num_servers = draw.randint(1, 3)
-            kills_s = [draw.uniform(0, seconds) for _ in range(draw.randint(1, MOST_KILLS))]
-            row = one_launch(Path(scratch) / "run", setting, num_servers, level, kills_s, draw)
+            kills = [
+                Kill("launch", draw.uniform(0, seconds))
+                if draw.random() < 0.5
+                else Kill("training", draw.uniform(0, 4))
+                for _ in range(draw.randint(1, MOST_KILLS))
+            ]
+            row = one_launch(Path(scratch) / "run", setting, num_servers, level, kills, draw)
             output = "" if row["code"] == 0 else (Path(scratch) / "run" / "out").read_text()[-2000:]
             last, by_hand = row, 0
             while last["ended"] and last["code"] != 0 and by_hand < MOST_KILLS:
@@ -196,7 +211,7 @@ def _launch_all(num_launches: int, seed: int, rows: list[dict[str, Any]]) -> Non
             if last["code"] != 0:
                 output += (Path(scratch) / "run" / "out").read_text()[-2000:]
             row["wrong"] = wrong_rows(setting, last, model) if last["code"] == 0 else ["did not end well"]
-        told = {"strategy": setting.launched(num_servers)[0], "level": level, "kills_s": kills_s}
+        told = {"strategy": setting.launched(num_servers)[0], "level": level, "drawn": kills}
         row |= told | {"by_hand": by_hand, "ended": row["ended"] and last["ended"], "output": output}
         rows.append({key: value for key, value in row.items() if key != "result"})
         print(json.dumps(rows[-1]), flush=True)
