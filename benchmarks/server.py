@@ -36,7 +36,7 @@ from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, Worker
-from mpitrain.rules import Async, Roles
+from mpitrain.strategies import Async, Roles
 
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402

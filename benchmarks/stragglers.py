@@ -47,7 +47,7 @@ from mpitrain.inject import Straggler, read
 from mpitrain.job import load_job
 from mpitrain.mpi.runtime import start
 from mpitrain.report import NullReport
-from mpitrain.rules.dealing import share_out
+from mpitrain.strategies.sampling.dealer import share_out
 from mpitrain.targets import read_target
 from mpitrain.text import parse
 from mpitrain.training.measure import Meter, build, make_measure, num_warmup

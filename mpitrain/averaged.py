@@ -18,8 +18,8 @@ from mpitrain.model.optimizer import check_closure
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpitrain.rules import LocalSGD
     from mpitrain.saving import Resumed, Saver
+    from mpitrain.strategies import LocalSGD
     from mpitrain.training.averaging import Averager
 
 

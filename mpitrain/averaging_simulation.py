@@ -14,8 +14,8 @@ from mpitrain.job import Job, Overrides
 from mpitrain.rehearsal import Rehearsal
 from mpitrain.report import NullReport
 from mpitrain.roles.local_worker import LocalWorker
-from mpitrain.rules import LocalSGD
-from mpitrain.rules.shares import Shares
+from mpitrain.strategies import LocalSGD
+from mpitrain.strategies.sampling.peer_partition import Shares
 from mpitrain.training.measure import MODEL_FILE, build, make_measure, save_model
 from mpitrain.training.together import LocalReplica, Table, modules_of
 from mpitrain.virtual import ComputeLaw, NetworkLaw

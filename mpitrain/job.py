@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mpitrain.rules
+import mpitrain.strategies
 from mpitrain import inject as injection
 from mpitrain.errors import UsageError
-from mpitrain.rules import AllReduce, Schedule, Strategy
-from mpitrain.rules.checkpointing import read_policy
+from mpitrain.strategies import AllReduce, Schedule, Strategy
+from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.targets import LOSS, check_targets, option_text, read_option
 from mpitrain.text import nearest, parse
 
@@ -335,5 +335,5 @@ def load_job(path: str) -> Job:
 
 
 assert (
-    mpitrain.rules.AllReduce.name == "allreduce"
+    mpitrain.strategies.AllReduce.name == "allreduce"
 )  # importing the rules registers every strategy before a text is parsed

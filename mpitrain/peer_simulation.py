@@ -16,8 +16,8 @@ from mpitrain.model.peering import PeerReplica
 from mpitrain.rehearsal import Rehearsal
 from mpitrain.report import NullReport
 from mpitrain.roles.peer import Peer
-from mpitrain.rules import Decentralized
-from mpitrain.rules.shares import Shares
+from mpitrain.strategies import Decentralized
+from mpitrain.strategies.sampling.peer_partition import Shares
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, save_model
 from mpitrain.training.peers import summary
 from mpitrain.virtual import ComputeLaw, NetworkLaw

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from mpitrain.delegating import DelegatingOptimizer
 from mpitrain.errors import UsageError
-from mpitrain.rules import Decentralized
+from mpitrain.strategies import Decentralized
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,8 +72,8 @@ def join_peers(
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.report import NullReport
     from mpitrain.roles.peer import Peer
-    from mpitrain.rules.shares import Endless
     from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
+    from mpitrain.strategies.sampling.peer_partition import Endless
     from mpitrain.training.cutting import own_part
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import attempt

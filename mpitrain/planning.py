@@ -15,7 +15,7 @@ from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.planning_codecs import allreduced, message_sizes, pushed
 from mpitrain.planning_peers import averaging, peers
 from mpitrain.planning_text import size_text
-from mpitrain.rules import (
+from mpitrain.strategies import (
     AllReduce,
     Decentralized,
     LocalSGD,

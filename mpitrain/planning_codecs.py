@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.planning_text import pays, size_text
-from mpitrain.rules import Codec, ServerStrategy
+from mpitrain.strategies import Codec, ServerStrategy
 
 
 def allreduced(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str]:

@@ -17,7 +17,7 @@ from mpitrain.training.cutting import own_part
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpitrain.rules import AllReduce
+    from mpitrain.strategies import AllReduce
 
 
 def join_reduced(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mpitrain.delegating import DelegatingOptimizer
 from mpitrain.errors import NonFiniteError, UsageError
 from mpitrain.roles import Save
-from mpitrain.rules import ServerStrategy
+from mpitrain.strategies import ServerStrategy
 
 
 class RemoteOptimizer(DelegatingOptimizer):

@@ -29,7 +29,7 @@ from mpitrain.training.resuming import find, identify
 
 if TYPE_CHECKING:
     from mpitrain.roles import Save
-    from mpitrain.rules import Strategy
+    from mpitrain.strategies import Strategy
 
 
 ROOM_S = 600.0  # how long the others wait for whoever makes room, once

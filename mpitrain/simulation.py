@@ -27,7 +27,7 @@ from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.report import NullReport, Report, default_run_dir
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.roles.attendance import SIGNS_S
-from mpitrain.rules import (
+from mpitrain.strategies import (
     Dealer,
     Decentralized,
     LocalSGD,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.job import Job, Overrides
-from mpitrain.rules import Grid, Pipeline, Sharded, Split, TensorParallel
+from mpitrain.strategies import Grid, Pipeline, Sharded, Split, TensorParallel
 
 
 def describe_split(

@@ -25,7 +25,7 @@ from mpitrain.errors import EXIT_ERROR, UsageError
 from mpitrain.report import NullReport
 from mpitrain.roles import Save, SavingServer, Worker
 from mpitrain.roles.attendance import SIGNS_S
-from mpitrain.rules import AllReduce, Decentralized, LocalSGD, Roles, ServerStrategy, Strategy
+from mpitrain.strategies import AllReduce, Decentralized, LocalSGD, Roles, ServerStrategy, Strategy
 
 if TYPE_CHECKING:
     from torch import nn

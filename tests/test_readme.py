@@ -76,7 +76,7 @@ def test_its_commands_parse():
 
 
 def test_every_strategy_and_damping_is_in_the_readme_and_in_the_help(capsys):
-    import mpitrain.rules  # noqa: F401 - registers them
+    import mpitrain.strategies  # noqa: F401 - registers them
     from mpitrain.cli import parse
     from mpitrain.text import names
 

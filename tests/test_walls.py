@@ -33,7 +33,7 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
     "inject": (GROUND | {"mpitrain.effects"}, set()),
     "rules": (GROUND, set()),
     "codecs": (GROUND, {"torch", "numpy"}),
-    "roles": (GROUND | {"mpitrain.rules", "mpitrain.effects"}, set()),
+    "roles": (GROUND | {"mpitrain.strategies", "mpitrain.effects"}, set()),
     "mpi": (
         GROUND
         | {"mpitrain.effects", "mpitrain.environment", "mpitrain.processes", "mpitrain.rank_status"}
@@ -41,10 +41,10 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
         {"mpi4py", "torch", "numpy"},
     ),
     "virtual": (GROUND | {"mpitrain.effects"}, {"torch"}),
-    "model": (GROUND | {"mpitrain.rules", "mpitrain.codecs"}, {"torch", "numpy", "safetensors"}),
+    "model": (GROUND | {"mpitrain.strategies", "mpitrain.codecs"}, {"torch", "numpy", "safetensors"}),
     "data": (GROUND, {"torch", "h5py", "numpy", "sklearn", "hdf5plugin", "pyarrow", "PIL"}),
     "checkpoint": (
-        GROUND | {"mpitrain.run_directory", "mpitrain.rules", "mpitrain.codecs", "mpitrain.model"},
+        GROUND | {"mpitrain.run_directory", "mpitrain.strategies", "mpitrain.codecs", "mpitrain.model"},
         {"torch", "numpy", "safetensors"},
     ),
     "console": (GROUND, set()),
@@ -283,12 +283,12 @@ def test_the_walls_stand(relative: str) -> None:
         ("roles/a.py", "from mpi4py import MPI", "mpi4py"),
         ("roles/a.py", "if TYPE_CHECKING:\n    from mpitrain.mpi.runtime import Runtime", "mpitrain.mpi"),
         ("roles/a.py", "import threading", "threading"),
-        ("mpi/a.py", "from mpitrain.rules import Push", "mpitrain.rules"),
+        ("mpi/a.py", "from mpitrain.strategies import Push", "mpitrain.strategies"),
         ("mpi/a.py", "from mpitrain.virtual import world", "mpitrain.virtual"),
         ("mpi/a.py", "import h5py", "h5py"),
         ("virtual/a.py", "import mpitrain.mpi.world", "mpitrain.mpi"),
         ("virtual/a.py", "import importlib\nimportlib.import_module('mpi4py')", "mpi4py"),
-        ("virtual/a.py", "from mpitrain.rules import Push", "mpitrain.rules"),
+        ("virtual/a.py", "from mpitrain.strategies import Push", "mpitrain.strategies"),
         ("data/a.py", "from mpitrain.mpi.runtime import start", "mpitrain.mpi"),
         ("data/a.py", "from mpi4py import MPI", "mpi4py"),
         ("report.py", "import torch", "torch"),
@@ -327,11 +327,11 @@ def test_a_breach_is_found(relative: str, source: str, word: str) -> None:
     [
         (
             "rules/a.py",
-            "import math\nfrom mpitrain.rules.base import Push\nfrom mpitrain.errors import UsageError",
+            "import math\nfrom mpitrain.strategies.base import Push\nfrom mpitrain.errors import UsageError",
         ),
         ("rules/a.py", "from .base import Push"),
         ("codecs/a.py", "import struct\nimport torch.nn\nimport numpy"),
-        ("roles/a.py", "from mpitrain.effects import Send\nfrom mpitrain.rules import Push"),
+        ("roles/a.py", "from mpitrain.effects import Send\nfrom mpitrain.strategies import Push"),
         ("roles/a.py", "def f(generator):\n    generator.send(1)"),
         (
             "mpi/a.py",

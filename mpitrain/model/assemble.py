@@ -18,7 +18,7 @@ from mpitrain.model.pushing import PushCoder
 from mpitrain.model.remote_steps import RemoteSteps
 from mpitrain.model.shard import ShardStore
 from mpitrain.model.step_hooks import check_step
-from mpitrain.rules import Elastic, ServerStrategy
+from mpitrain.strategies import Elastic, ServerStrategy
 
 
 def flat_model(module: nn.Module, optimizer: Optimizer, strategy: ServerStrategy) -> FlatModel:

@@ -25,7 +25,7 @@ from mpitrain.codecs import (
     TopKEncoder,
 )
 from mpitrain.errors import UsageError
-from mpitrain.rules.compression import Codec
+from mpitrain.strategies.compression import Codec
 
 ENCODERS: dict[str, type[Encoder]] = {
     "float16": Float16Encoder,

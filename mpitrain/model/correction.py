@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.rules import Damping, DelayCompensated, GapAware
+from mpitrain.strategies import Damping, DelayCompensated, GapAware
 
 
 class Correction:

@@ -16,7 +16,7 @@ from torch import nn
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.codecs.wire import HEADER_BYTES
 from mpitrain.model.compression import make_encoder, make_layout_of
-from mpitrain.rules.compression import Codec
+from mpitrain.strategies.compression import Codec
 
 TRIED = 1 << 21  # numbers
 REPEATS = 3

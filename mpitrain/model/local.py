@@ -23,7 +23,7 @@ from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.frame import Frame, FramePool
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.step_hooks import without_global_hooks
-from mpitrain.rules import Schedule, ServerStrategy
+from mpitrain.strategies import Schedule, ServerStrategy
 
 
 class LocalSteps:

@@ -1,7 +1,7 @@
 """The outer step of periodic averaging: what becomes of the mean of the workers' parameters.
 
     average    x = xbar
-    slowmo     v <- beta (eta / eta_before) v + d;   x = x0 - rate v           (v = eta u of `rules/averaging.py`)
+    slowmo     v <- beta (eta / eta_before) v + d;   x = x0 - rate v           (v = eta u of `strategies/local_sgd.py`)
     diloco     v <- momentum v + d;                  x = x0 - rate (d + momentum v)
 
 with d = x0 - xbar. Law of this file: x is computed as xbar plus what differs from it, so an outer optimizer without
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.rules.averaging import DiLoCo, Outer, SlowMo
+from mpitrain.strategies.local_sgd import DiLoCo, Outer, SlowMo
 
 
 class OuterOptimizer:

@@ -24,9 +24,9 @@ from mpitrain.model.frame import Frame, FramePool, Parcel
 from mpitrain.model.loss import read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import Batch, Gradient, seed_step
-from mpitrain.rules import Lease, Schedule
-from mpitrain.rules.decentralized import Decentralized
-from mpitrain.rules.shares import Turn
+from mpitrain.strategies import Lease, Schedule
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.sampling.peer_partition import Turn
 
 
 class PeerReplica:

@@ -22,7 +22,7 @@ from mpitrain.codecs import Layout as Fields
 from mpitrain.model.compression import make_encoder, make_layout_of, merge_states
 from mpitrain.model.flat import Layout
 from mpitrain.model.frame import Frame, Parcel
-from mpitrain.rules.compression import Codec
+from mpitrain.strategies.compression import Codec
 
 _PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]")
 

@@ -19,7 +19,7 @@ from mpitrain.model.compression import make_encoder
 from mpitrain.model.flat import Layout
 from mpitrain.model.frame import Frame, Parcel
 from mpitrain.model.pushing import fields_of
-from mpitrain.rules.compression import Codec
+from mpitrain.strategies.compression import Codec
 
 
 class ReplyCoder:

@@ -26,7 +26,7 @@ from mpitrain.model.optimizer import Rates, check_elementwise, coupled_decays, r
 from mpitrain.model.pushing import PushDecoder
 from mpitrain.model.replying import ReplyCoder
 from mpitrain.model.step_hooks import without_global_hooks
-from mpitrain.rules import Codec, Damping, Keep, Uncompressed
+from mpitrain.strategies import Codec, Damping, Keep, Uncompressed
 
 
 class ShardStore:

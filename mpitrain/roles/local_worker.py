@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send
 from mpitrain.roles.ports import Report
-from mpitrain.rules.shares import Shares, Turn
+from mpitrain.strategies.sampling.peer_partition import Shares, Turn
 
 
 class LocalReplica(Protocol):

@@ -17,9 +17,9 @@ from mpitrain.effects import ASKS, Compute, Effect, Kind, Message, Now, Recv, Ro
 from mpitrain.errors import LostRankError, NonFiniteError
 from mpitrain.roles.peer_cuts import PeerCuts
 from mpitrain.roles.ports import PeerReplica, Report
-from mpitrain.rules import topology
-from mpitrain.rules.decentralized import Decentralized
-from mpitrain.rules.shares import Endless, Shares, Turn
+from mpitrain.strategies import topology
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.sampling.peer_partition import Endless, Shares, Turn
 
 Answers = Generator[Effect, Any, Any]
 _COUNTS = (

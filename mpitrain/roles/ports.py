@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from mpitrain.effects import Payload
-from mpitrain.rules import Lease
-from mpitrain.rules.shares import Turn
+from mpitrain.strategies import Lease
+from mpitrain.strategies.sampling.peer_partition import Turn
 
 
 class Store(Protocol):

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.rules.judged import Judged, in_all, in_any
+from mpitrain.strategies.parameter_server.judged import Judged, in_all, in_any
 
 
 def _pieces(state: dict[str, Any], size: int, epoch_samples: int) -> list[tuple[int, int, Judged]]:

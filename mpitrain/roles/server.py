@@ -29,8 +29,8 @@ from mpitrain.roles.gathering import Gathering
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.ports import Keeper, Report, Store
 from mpitrain.roles.recut import judged_by
-from mpitrain.rules import Dealer, Judged, Lease, Ledger, Push, Schedule, ServerStrategy, Verdict
-from mpitrain.rules.judged import in_any
+from mpitrain.strategies import Dealer, Judged, Lease, Ledger, Push, Schedule, ServerStrategy, Verdict
+from mpitrain.strategies.parameter_server.judged import in_any
 
 Steps = Generator[Effect, Any, None]
 CONFIRMING = (

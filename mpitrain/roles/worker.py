@@ -21,7 +21,7 @@ from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.ports import Gradient, Keeper, Replica, Report
 from mpitrain.roles.pulse import Pulse
 from mpitrain.roles.saving import Save, save
-from mpitrain.rules import Lease, Roles
+from mpitrain.strategies import Lease, Roles
 
 PREFETCH = 2  # batches to read ahead
 

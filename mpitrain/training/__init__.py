@@ -9,7 +9,15 @@ from typing import Any
 
 from mpitrain.errors import AgreedError
 from mpitrain.job import Job, Overrides, load_job
-from mpitrain.rules import AllReduce, Decentralized, LocalSGD, Pipeline, Sharded, Strategy, TensorParallel
+from mpitrain.strategies import (
+    AllReduce,
+    Decentralized,
+    LocalSGD,
+    Pipeline,
+    Sharded,
+    Strategy,
+    TensorParallel,
+)
 
 __all__ = ["train", "train_command"]
 

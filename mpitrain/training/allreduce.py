@@ -2,7 +2,7 @@
 
 Law of this file: all ranks take the same steps in the same order; whether a step is finite is read off the
 reduced gradient, which is the same bits everywhere, so no extra message decides it. Batches are dealt as a server
-would deal them in lockstep (`rules/rounds.py`), each rank from places of the order, so from chunks, of its own; an
+would deal them in lockstep (`strategies/sampling/step_partition.py`), each rank from places of the order, so from chunks, of its own; an
 incomplete last round is shared evenly and weighted so that it, too, is the mean over its samples.
 """
 
@@ -23,8 +23,8 @@ from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
 from mpitrain.model.user_code import unused_parameters
-from mpitrain.rules.dealing import Lease
-from mpitrain.rules.rounds import Rounds
+from mpitrain.strategies.sampling.dealer import Lease
+from mpitrain.strategies.sampling.step_partition import Rounds
 from mpitrain.training.cutting import StepCuts
 from mpitrain.training.emergency import KeptBuffers
 from mpitrain.training.hooks import CodecHook, reattach

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from mpitrain.model.flat import trainable
 from mpitrain.model.outer import OuterOptimizer
-from mpitrain.rules.averaging import LocalSGD
+from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.means import Means
 
 

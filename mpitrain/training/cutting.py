@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.checkpoint import Keeper
-from mpitrain.rules import Grid
+from mpitrain.strategies import Grid
 from mpitrain.training import signals
 from mpitrain.training.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
 from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpitrain.codecs import Encoder, Field, Layout, Part, PowerSgdEncoder, add_message
 from mpitrain.errors import UsageError
 from mpitrain.model.compression import make_encoder, merge_states
-from mpitrain.rules.compression import Codec
+from mpitrain.strategies.compression import Codec
 
 # torch 2.13 renamed it and warns at the old name
 _allgather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

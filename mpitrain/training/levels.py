@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.rules import AllReduce, LocalSGD, ServerStrategy, Strategy
+from mpitrain.strategies import AllReduce, LocalSGD, ServerStrategy, Strategy
 
 
 def survives(runtime: Any, strategy: Strategy) -> bool:

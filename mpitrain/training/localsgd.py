@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.rules.averaging import LocalSGD
+from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.allreduce import Trainer
 from mpitrain.training.averaging import Averager
 from mpitrain.training.cutting import copied

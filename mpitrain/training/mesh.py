@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mpitrain.data.ragged import num_samples_in
 from mpitrain.model.loss import Tally, read_loss
-from mpitrain.rules import Grid
+from mpitrain.strategies import Grid
 from mpitrain.targets import LOSS
 from mpitrain.training.parallel import weight_among_all
 from mpitrain.training.pieces import local, whole_tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 from mpitrain.errors import UsageError
 from mpitrain.inject import AtWorker, KillAtEnd, Nan, Torn, check_virtual, check_workers
 from mpitrain.job import Job, Overrides
-from mpitrain.rules import ServerStrategy, Split
+from mpitrain.strategies import ServerStrategy, Split
 
 
 def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:

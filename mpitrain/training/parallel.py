@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mpitrain.rules import AllReduce, Codec, Uncompressed
+from mpitrain.strategies import AllReduce, Codec, Uncompressed
 from mpitrain.training.hooks import CodecHook, attach_codec
 
 

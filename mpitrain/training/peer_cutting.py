@@ -17,7 +17,7 @@ from mpitrain.model.compression import merge_states
 from mpitrain.model.peering import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_cuts import PeerCuts
-from mpitrain.rules import Decentralized
+from mpitrain.strategies import Decentralized
 from mpitrain.text import parse
 from mpitrain.training import signals
 from mpitrain.training.cutting import own_part

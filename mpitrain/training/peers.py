@@ -14,8 +14,8 @@ from mpitrain.effects import Kind
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peering import PeerReplica
 from mpitrain.roles.peer import Peer
-from mpitrain.rules import Decentralized
-from mpitrain.rules.shares import Endless, Shares
+from mpitrain.strategies import Decentralized
+from mpitrain.strategies.sampling.peer_partition import Endless, Shares
 from mpitrain.training.measure import (
     Meter,
     build,

@@ -16,7 +16,7 @@ from torch import nn
 from mpitrain.data import Catalogue
 from mpitrain.data.manifest import Manifest
 from mpitrain.errors import DataError, UsageError
-from mpitrain.rules import Codec, Decentralized, ServerStrategy, Strategy
+from mpitrain.strategies import Codec, Decentralized, ServerStrategy, Strategy
 from mpitrain.text import parse
 from mpitrain.training.options import fingerprint, options
 

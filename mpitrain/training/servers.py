@@ -35,7 +35,7 @@ from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.roles.attendance import SIGNS_S
 from mpitrain.roles.recut import recut
 from mpitrain.roles.tolerant import NOT_FINITE
-from mpitrain.rules import Dealer, ServerStrategy
+from mpitrain.strategies import Dealer, ServerStrategy
 from mpitrain.training.carrying import carry, heartbeat_s
 from mpitrain.training.measure import (
     Meter,

@@ -22,9 +22,9 @@ from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSE
 from mpitrain.inject import Straggler
 from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides
 from mpitrain.report import NullReport, Report, explained, write_json, writing
-from mpitrain.rules import Roles, ServerStrategy, Strategy, assign, disagreement
 from mpitrain.run_directory import RUN_FILE, Identity
 from mpitrain.run_lock import RunLock
+from mpitrain.strategies import Roles, ServerStrategy, Strategy, assign, disagreement
 from mpitrain.targets import missed_targets
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt as attempt

@@ -21,8 +21,8 @@ from mpitrain.model.flat import all_finite
 from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
-from mpitrain.rules import Grid, Split
-from mpitrain.rules.dealing import check_batch_size, share_out
+from mpitrain.strategies import Grid, Split
+from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
 from mpitrain.targets import check_targets
 from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.cutting import StepCuts

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group import default_group
-from mpitrain.rules import Grid
+from mpitrain.strategies import Grid
 from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
 from mpitrain.training.mesh import MeshRun
 from mpitrain.training.resume_options import describe_optimizer

@@ -19,8 +19,8 @@ from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
-from mpitrain.rules.averaging import LocalSGD
-from mpitrain.rules.shares import Turn
+from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.averaging import Ask, Averager
 from mpitrain.training.means import MeansTogether
 from mpitrain.training.measure import build_optimizer

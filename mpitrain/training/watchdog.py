@@ -29,7 +29,7 @@ from mpitrain.errors import CheckpointError, MpitrainError
 from mpitrain.folders import make_private
 from mpitrain.processes import place, send_signal
 from mpitrain.report import METRICS_FILE
-from mpitrain.rules import Roles, ServerStrategy, Strategy
+from mpitrain.strategies import Roles, ServerStrategy, Strategy
 from mpitrain.training.alarm import Alarm
 from mpitrain.training.emergency import Emergency
 from mpitrain.training.roll_call import RollCall

@@ -21,8 +21,8 @@ from mpitrain.checkpoint.keeper import Keeper
 from mpitrain.checkpoint.parts import OtherSchemaError, _digest, folder_of, listed, mark_of, prune, verify
 from mpitrain.checkpoint.tree import join, split
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.rules.checkpointing import CheckpointPolicy, read_policy
 from mpitrain.run_directory import Identity, progress
+from mpitrain.strategies.checkpoint_policy import CheckpointPolicy, read_policy
 
 OURS = Identity("run", "attempt")
 LEAVES = st.one_of(

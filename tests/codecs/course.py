@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpitrain import rules
+from mpitrain import strategies
 from mpitrain.codecs import Part, whole, write_message
 from mpitrain.model.compression import make_encoder, make_layout_of
 
@@ -26,29 +26,29 @@ class Entry:
     coded number (sparse: for each that was sent).
     """
 
-    codec: rules.Codec
+    codec: strategies.Codec
     exact: bool
     bits: float
     sparse: bool = False
 
 
 COURSE = {
-    "float16": Entry(rules.Float16(), False, 16),
-    "bfloat16": Entry(rules.BFloat16(), False, 16),
-    "eightbit": Entry(rules.EightBit(), False, 8.2),
-    "threshold": Entry(rules.Threshold(density=0.02), True, 17.1, sparse=True),
+    "float16": Entry(strategies.Float16(), False, 16),
+    "bfloat16": Entry(strategies.BFloat16(), False, 16),
+    "eightbit": Entry(strategies.EightBit(), False, 8.2),
+    "threshold": Entry(strategies.Threshold(density=0.02), True, 17.1, sparse=True),
     "threshold power of two": Entry(
-        rules.Threshold(density=0.02, rounding="power_of_two"), True, 17.1, sparse=True
+        strategies.Threshold(density=0.02, rounding="power_of_two"), True, 17.1, sparse=True
     ),
-    "threshold raw": Entry(rules.Threshold(density=0.02, coding="raw"), True, 33.1, sparse=True),
+    "threshold raw": Entry(strategies.Threshold(density=0.02, coding="raw"), True, 33.1, sparse=True),
     "threshold elias_fano": Entry(
-        rules.Threshold(density=0.02, coding="elias_fano"), True, 10.5, sparse=True
+        strategies.Threshold(density=0.02, coding="elias_fano"), True, 10.5, sparse=True
     ),
-    "topk": Entry(rules.TopK(density=0.02), True, 41, sparse=True),
-    "topk float16": Entry(rules.TopK(density=0.02, values="float16"), True, 25, sparse=True),
-    "onebit": Entry(rules.OneBit(), False, 3),
-    "powersgd": Entry(rules.PowerSGD(rank=1), False, 12),
-    "qsgd": Entry(rules.QSGD(), False, 4.2),
+    "topk": Entry(strategies.TopK(density=0.02), True, 41, sparse=True),
+    "topk float16": Entry(strategies.TopK(density=0.02, values="float16"), True, 25, sparse=True),
+    "onebit": Entry(strategies.OneBit(), False, 3),
+    "powersgd": Entry(strategies.PowerSGD(rank=1), False, 12),
+    "qsgd": Entry(strategies.QSGD(), False, 4.2),
 }
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mpitrain import rules
+from mpitrain import strategies
 from mpitrain.codecs import Field, Part, add_message
 from mpitrain.codecs.wire import HEADER_BYTES
 from mpitrain.errors import UsageError, WireError
@@ -217,7 +217,7 @@ def test_damaged_and_foreign_messages_are_refused(name):
 
 
 def test_warm_up_travels_in_full():
-    encoder = make_encoder(rules.Threshold(warmup_steps=2))
+    encoder = make_encoder(strategies.Threshold(warmup_steps=2))
     for step in range(2):
         assert torch.equal(decoded(encoder.encode(part(gradients(step)))), gradients(step))
     assert encoder.encode(part(gradients(2))).numel() < NUMEL

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mpitrain import rules
+from mpitrain import strategies
 from mpitrain.codecs import ThresholdEncoder, TopKEncoder, add_message, whole
 from mpitrain.model.compression import make_encoder
 from tests.codecs.course import LAYOUT, NUMEL, decoded, gradients, part, residual
@@ -89,7 +89,7 @@ def test_a_thousandth_of_the_numbers_is_a_thousandth_of_the_bytes_and_less():
 
 def test_dgc_masks_both_memories_where_it_sent():
     """Oracle 12."""
-    encoder = make_encoder(rules.TopK(density=0.05, momentum=0.9))
+    encoder = make_encoder(strategies.TopK(density=0.05, momentum=0.9))
     encoder.encode(part(gradients()))
     sent = decoded(encoder.encode(part(gradients(1))))
     tensors = encoder.memory.state()
@@ -103,10 +103,10 @@ def test_dgc_masks_both_memories_where_it_sent():
 
 def test_dgc_with_everything_sent_is_plain_sgd_and_dense_is_momentum_sgd():
     """Oracle 12: k = n with masking sends x every step; the dense branch sends the velocity."""
-    masked = make_encoder(rules.TopK(density=1.0, momentum=0.9, dense_below=0))
+    masked = make_encoder(strategies.TopK(density=1.0, momentum=0.9, dense_below=0))
     for step in range(4):
         assert torch.equal(decoded(masked.encode(part(gradients(step)))), gradients(step))
-    dense = make_encoder(rules.TopK(momentum=0.9, warmup_steps=10))
+    dense = make_encoder(strategies.TopK(momentum=0.9, warmup_steps=10))
     weights = torch.zeros(NUMEL, requires_grad=True)
     optimizer = torch.optim.SGD([weights], lr=1.0, momentum=0.9)
     ours = torch.zeros(NUMEL)
@@ -129,7 +129,7 @@ def test_the_sampled_threshold_sends_about_k(n):
 
 def test_onebit_residuals_of_a_column_sum_to_zero():
     """Per column and sign, and the two values are the column's means."""
-    encoder = make_encoder(rules.OneBit())
+    encoder = make_encoder(strategies.OneBit())
     x = gradients()
     sent = decoded(encoder.encode(part(x)))
     field = LAYOUT[0]
@@ -147,14 +147,14 @@ def test_powersgd_recovers_a_matrix_of_its_rank_in_one_step():
     left, right = torch.randn(96, 2, generator=generator), torch.randn(2, 64, generator=generator)
     x = torch.zeros(NUMEL)
     x[: 96 * 64] = (left @ right).view(-1)
-    encoder = make_encoder(rules.PowerSGD(rank=2))
+    encoder = make_encoder(strategies.PowerSGD(rank=2))
     assert torch.allclose(decoded(encoder.encode(part(x)))[: 96 * 64], x[: 96 * 64], atol=1e-5)
 
 
 def test_powersgd_of_n_workers_is_powersgd_of_the_mean():
     """Linear: the reduced result of workers equals that of one worker with their mean gradient."""
-    encoders = [make_encoder(rules.PowerSGD(rank=2), 3, worker) for worker in range(3)]
-    alone = make_encoder(rules.PowerSGD(rank=2))
+    encoders = [make_encoder(strategies.PowerSGD(rank=2), 3, worker) for worker in range(3)]
+    alone = make_encoder(strategies.PowerSGD(rank=2))
     for step in range(3):
         xs = [gradients(step, worker=worker) for worker in range(3)]
         results = _lockstep(encoders, xs)
@@ -190,7 +190,7 @@ def _lockstep(encoders, xs):
 
 
 def test_powersgd_of_a_poisoned_worker_leaves_all_residuals():
-    encoders = [make_encoder(rules.PowerSGD(rank=2), 2, worker) for worker in range(2)]
+    encoders = [make_encoder(strategies.PowerSGD(rank=2), 2, worker) for worker in range(2)]
     _lockstep(encoders, [gradients(0), gradients(1)])
     kept = [residual(encoder) for encoder in encoders]
     bad = gradients(2)
@@ -204,7 +204,7 @@ def test_qsgd_is_unbiased_and_within_its_variance():
     """Oracle 15: E[q] = x; E|q - x|^2 <= min(n/s^2, sqrt(n)/s) |x|^2 for a bucket of n."""
     n, levels, draws = 512, 4, 400
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    encoder = make_encoder(rules.QSGD(levels=levels, dense_below=0))
+    encoder = make_encoder(strategies.QSGD(levels=levels, dense_below=0))
     total, error = torch.zeros(n), 0.0
     for _ in range(draws):
         q = torch.zeros(n)
@@ -222,13 +222,13 @@ def test_residuals_dealt_to_another_number_of_workers_keep_their_mean():
     """4 workers' states to 2 and to 6: the sum over workers / workers stays; who gets none has the others' step."""
     from mpitrain.model.compression import merge_states
 
-    encoders = [make_encoder(rules.Threshold(density=0.05), 4, worker) for worker in range(4)]
+    encoders = [make_encoder(strategies.Threshold(density=0.05), 4, worker) for worker in range(4)]
     for worker, encoder in enumerate(encoders):
         encoder.encode(part(gradients(worker=worker)))
     states = [encoder.state() for encoder in encoders]
     before = sum(residual(encoder) for encoder in encoders) / 4
     for size in (2, 4, 6):
-        heirs = [make_encoder(rules.Threshold(density=0.05), size, worker) for worker in range(size)]
+        heirs = [make_encoder(strategies.Threshold(density=0.05), size, worker) for worker in range(size)]
         for worker, heir in enumerate(heirs):
             heir.restore(merge_states(states[0], states[worker::size], size / 4))
         assert torch.allclose(sum(residual(heir) for heir in heirs) / size, before, atol=1e-7)
@@ -237,7 +237,7 @@ def test_residuals_dealt_to_another_number_of_workers_keep_their_mean():
 
 
 def _restored(state):
-    heir = make_encoder(rules.Threshold(density=0.05))
+    heir = make_encoder(strategies.Threshold(density=0.05))
     heir.restore(state)
     return residual(heir)
 
@@ -260,12 +260,12 @@ def test_the_text_of_an_allreduce_with_a_codec():
     from mpitrain.text import parse
 
     value = parse("allreduce(codec=threshold(density=0.01))", "strategy")
-    assert value == rules.AllReduce(codec=rules.Threshold(density=0.01))
+    assert value == strategies.AllReduce(codec=strategies.Threshold(density=0.01))
     assert parse(str(value), "strategy") == value
-    assert str(rules.AllReduce()) == "allreduce()"
+    assert str(strategies.AllReduce()) == "allreduce()"
 
 
-@pytest.mark.parametrize("codec", [rules.PowerSGD(), rules.QSGD()])
+@pytest.mark.parametrize("codec", [strategies.PowerSGD(), strategies.QSGD()])
 def test_any_seed_that_torch_takes_keys_a_codec(codec):
     messages = []
     for seed in (-3, 5, 5 + 2**32, 2**63):
@@ -280,7 +280,7 @@ def test_qsgd_of_a_bucket_of_zeros_casts_no_nan():
     from mpitrain.codecs.bits import num_packed_bytes, unpack_bytes
 
     for levels in (1, 7, 100):
-        encoder = make_encoder(rules.QSGD(levels=levels))
+        encoder = make_encoder(strategies.QSGD(levels=levels))
         message = encoder.encode(part(torch.zeros(NUMEL)))
         width = (2 * levels).bit_length()
         codes = message[-num_packed_bytes(LAYOUT[-1].numel, width) :].numpy()

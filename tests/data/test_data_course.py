@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mpitrain.data import Shards
 from mpitrain.data.order import Order, chunk_sizes
 from mpitrain.data.write import write_shard
-from mpitrain.rules.dealing import Dealer
-from mpitrain.rules.shares import Shares
+from mpitrain.strategies.sampling.dealer import Dealer
+from mpitrain.strategies.sampling.peer_partition import Shares
 
 SHARDS = st.lists(st.integers(1, 60), min_size=1, max_size=5)  # samples of each
 WORKERS = st.integers(1, 6)

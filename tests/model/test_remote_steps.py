@@ -8,7 +8,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, ShardStore, check_optimizer, local_steps, remote_steps, shard_store
 from mpitrain.model.group_options import mean_option
 from mpitrain.model.step_hooks import StepHooks, check_whole
-from mpitrain.rules import Async
+from mpitrain.strategies import Async
 from tests.model.test_shard import OPTIMIZERS, in_two_groups, make_model
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from mpitrain.model import FlatModel, Frame, ShardStore, reshard
 from mpitrain.model.flat import make_layout
 from mpitrain.model.replying import ReplyReader
-from mpitrain.rules import EightBit, Keep
+from mpitrain.strategies import EightBit, Keep
 
 
 def stores(module, num_shards):

@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain import Job, cli
 from mpitrain.job import Overrides
-from mpitrain.rules.checkpointing import read_policy
+from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.training.resume_options import ACTS, CONVERTED, ON_RESUME, REFUSED
 from tests.ranks import ROOT, run_ranks
 

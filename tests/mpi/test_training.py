@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mpitrain import simulate
-from mpitrain.rules.rounds import Rounds
+from mpitrain.strategies.sampling.step_partition import Rounds
 from mpitrain.text import parse
 from tests import toy
 from tests.ranks import run_ranks

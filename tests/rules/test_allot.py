@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.rules import allot, assign
+from mpitrain.strategies import allot, assign
 
 
 @given(

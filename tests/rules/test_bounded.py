@@ -3,7 +3,7 @@
 import pytest
 
 from mpitrain.errors import UsageError
-from mpitrain.rules import Bounded, Drop, Inverse, Push
+from mpitrain.strategies import Bounded, Drop, Inverse, Push
 from tests.rules.test_rules import explore
 
 WORLDS = [(workers, 1, bound) for workers in (1, 2, 3, 4) for bound in (0, 1, 2, 3)]

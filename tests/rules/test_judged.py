@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.roles.deals import Deals
-from mpitrain.rules import Async, Dealer, Judged, Lease, Sync
-from mpitrain.rules.judged import in_all, in_any, torn
+from mpitrain.strategies import Async, Dealer, Judged, Lease, Sync
+from mpitrain.strategies.parameter_server.judged import in_all, in_any, torn
 
 SAMPLES, EPOCHS = 12, 3
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
 from mpitrain.roles.deals import Deals
-from mpitrain.rules import Dealer, Sync
-from mpitrain.rules.dealing import share_out
-from mpitrain.rules.rounds import Rounds
+from mpitrain.strategies import Dealer, Sync
+from mpitrain.strategies.sampling.dealer import share_out
+from mpitrain.strategies.sampling.step_partition import Rounds
 
 SIZES = {
     "num_samples": st.integers(1, 400),

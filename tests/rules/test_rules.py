@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.rules import Async, Backup, Drop, Inverse, Keep, Power, Push, SoftSync, StaleSync, Sync
+from mpitrain.strategies import Async, Backup, Drop, Inverse, Keep, Power, Push, SoftSync, StaleSync, Sync
 from mpitrain.text import registered
 from tests.virtual.course import COURSE, on_servers
 

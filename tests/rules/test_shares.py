@@ -4,8 +4,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mpitrain import Warmup
-from mpitrain.rules.dealing import share_out
-from mpitrain.rules.shares import Shares
+from mpitrain.strategies.sampling.dealer import share_out
+from mpitrain.strategies.sampling.peer_partition import Shares
 
 
 def course(*arguments, **options):

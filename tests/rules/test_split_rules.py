@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.rules import Pipeline, Sharded, TensorParallel, arrange
+from mpitrain.strategies import Pipeline, Sharded, TensorParallel, arrange
 from mpitrain.text import parse
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import mpitrain
-from mpitrain import rules
+from mpitrain import strategies
 from mpitrain.errors import UsageError
 from mpitrain.text import Value, names, parse, register, registered
 from mpitrain.virtual import Constant, Link, ShiftedExponential
@@ -16,7 +16,7 @@ from mpitrain.virtual import Constant, Link, ShiftedExponential
 @register("test", "nested")
 @dataclasses.dataclass(frozen=True, repr=False)
 class Nested(Value):
-    inner: Value = dataclasses.field(default=rules.Keep(), metadata={"kind": "damping"})
+    inner: Value = dataclasses.field(default=strategies.Keep(), metadata={"kind": "damping"})
     label: str = "a b"
     limit: int | None = None
     exact: bool = False
@@ -26,7 +26,7 @@ class Nested(Value):
 @pytest.mark.parametrize(
     "value",
     [
-        rules.Async(), rules.Async(servers=3), rules.AllReduce(), Constant(2.0, 0.0), Link(1.0),
+        strategies.Async(), strategies.Async(servers=3), strategies.AllReduce(), Constant(2.0, 0.0), Link(1.0),
         ShiftedExponential(1, 2),
         Nested(label="async(x)", limit=4, exact=True), Nested(rate=2),
     ],
@@ -54,11 +54,11 @@ def test_every_registered_strategy_damping_and_codec_round_trips_and_is_exported
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("allreduce", rules.AllReduce()),
-        (" async ", rules.Async()),
-        ("async(2)", rules.Async(servers=2)),
-        ("async(servers=2, damping=keep())", rules.Async(servers=2)),
-        ("async( damping = keep )", rules.Async()),
+        ("allreduce", strategies.AllReduce()),
+        (" async ", strategies.Async()),
+        ("async(2)", strategies.Async(servers=2)),
+        ("async(servers=2, damping=keep())", strategies.Async(servers=2)),
+        ("async( damping = keep )", strategies.Async()),
     ],
 )
 def test_accepted_spellings(text, value):
@@ -136,6 +136,6 @@ def test_the_list_of_strategies_is_in_the_answer():
 
 def test_a_value_made_in_python_is_checked_like_text():
     with pytest.raises(UsageError, match="at least 1"):
-        rules.Async(servers=0)
+        strategies.Async(servers=0)
     with pytest.raises(UsageError, match="must be int"):
-        rules.Async(servers=1.5)
+        strategies.Async(servers=1.5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mpitrain import Decentralized, EightBit, TopK
 from mpitrain.errors import UsageError
-from mpitrain.rules import topology
+from mpitrain.strategies import topology
 from mpitrain.text import parse
 
 GRAPHS = st.tuples(

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain import rules
+from mpitrain import strategies
 from mpitrain.effects import Compute
 from mpitrain.errors import UsageError
 from mpitrain.inject import Kill, Straggler
 from mpitrain.report import NullReport
 from mpitrain.roles import Save, SavingServer, Worker
-from mpitrain.rules import Elastic, Lease, assign
+from mpitrain.strategies import Elastic, Lease, assign
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests.virtual.course import COURSE, on_servers
 from tests.virtual.worlds import NumberReplica, NumberStore, Shuffled, by_batch
@@ -107,4 +107,4 @@ def test_all_shards_are_cut_at_the_same_pushes(row, servers, steps, seed, shuffl
 
 def test_different_checkpoints_at_once_are_refused():
     with pytest.raises(UsageError, match="rank 1 at 7, rank 2 at 8"):
-        run(rules.Async(), (3, 3, 3), (Save(7, ""), Save(8, ""), Save(7, "")))
+        run(strategies.Async(), (3, 3, 3), (Save(7, ""), Save(8, ""), Save(7, "")))

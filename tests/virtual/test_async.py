@@ -42,7 +42,7 @@ def test_with_everybody_reading_all_the_time_the_sum_is_updates_times_workers_le
     """While leases last every worker has a read in flight: T updates leave T(N-1) reads waiting, exactly."""
     from mpitrain.effects import Kind, Message, Recv, Send
     from mpitrain.roles import Server
-    from mpitrain.rules import Async
+    from mpitrain.strategies import Async
 
     server = Server(Async(), _Numbers(), (1, 2, 3, 4), _Quiet())
     role = server.run()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import mpitrain as mt
 from mpitrain.errors import DeadlockError
 from mpitrain.inject import Kill, Stop
-from mpitrain.rules import Async, Bounded, Drop, Inverse, Sync, Warmup
+from mpitrain.strategies import Async, Bounded, Drop, Inverse, Sync, Warmup
 from mpitrain.virtual import Constant, Exponential, Ideal, LogNormal
 from tests import toy
 from tests.virtual.test_course import check_all_is_accounted_for, samples_of

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mpitrain as mt
-from mpitrain import rules
+from mpitrain import strategies
 from mpitrain.errors import DeadlockError, LostRankError, UsageError, WireError
 from mpitrain.inject import Exit, Kill, KillAtEnd, Nan, Raise, Segv, Stop, Torn, Wedge
 from mpitrain.virtual import Constant, Ideal
@@ -161,5 +161,5 @@ def test_what_nobody_survives_is_an_error_that_names_it(tmp_path):
 
 
 def test_a_rule_that_waits_for_all_goes_on_when_one_is_known_to_be_dead():
-    seen = play(rules.Sync(), 3, num_samples=30, faults=(Kill(1, 2),), compute=Constant(1.0, 0.0))
+    seen = play(strategies.Sync(), 3, num_samples=30, faults=(Kill(1, 2),), compute=Constant(1.0, 0.0))
     assert seen.counts["lost"] == {"2": "died"} and seen.now_s < 30

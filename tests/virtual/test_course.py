@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.rules import Backup, ServerStrategy, SoftSync, Warmup
+from mpitrain.strategies import Backup, ServerStrategy, SoftSync, Warmup
 from mpitrain.text import registered
 from mpitrain.virtual import Constant, Ideal, Link, LogNormal
 from tests.virtual.course import COURSE, on_servers

@@ -13,7 +13,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, ShardStore
 from mpitrain.model.assemble import check_optimizer
 from mpitrain.model.replying import ReplyReader
-from mpitrain.rules import (
+from mpitrain.strategies import (
     Async,
     BySpeed,
     DelayCompensated,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from mpitrain.effects import Kind, Message
-from mpitrain.rules import Backup, SoftSync, Sync
+from mpitrain.strategies import Backup, SoftSync, Sync
 from mpitrain.virtual import Constant, Exponential, LogNormal, ShiftedExponential
 from tests import toy
 from tests.virtual.worlds import Desk, Number, NumberStore, Shuffled, by_batch, play, quadratic

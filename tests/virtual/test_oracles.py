@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from mpitrain.rules import Async, Drop, Inverse, SoftSync, StaleSync
+from mpitrain.strategies import Async, Drop, Inverse, SoftSync, StaleSync
 from mpitrain.virtual import Constant, Exponential, LogNormal
 from tests.virtual.worlds import Shuffled, play, quadratic
 

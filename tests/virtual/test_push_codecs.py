@@ -14,7 +14,7 @@ from mpitrain.model.pushing import fields_of
 from mpitrain.model.replying import ReplyReader
 from mpitrain.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
-from mpitrain.rules import Dealer, assign
+from mpitrain.strategies import Dealer, assign
 from mpitrain.text import parse
 from mpitrain.training.measure import build
 from mpitrain.virtual import Ideal, ShiftedExponential, VirtualWorld

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.roles.recut import judged_by, recut
-from mpitrain.rules import Dealer, Judged
+from mpitrain.strategies import Dealer, Judged
 
 NUMBERS, SAMPLES = 12, 8  # of the model, and of one epoch
 

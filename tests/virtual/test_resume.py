@@ -8,7 +8,7 @@ from mpitrain.effects import Compute, Send
 from mpitrain.model import FlatModel, Replica, ShardStore
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, Worker
-from mpitrain.rules import Async, Dealer, assign
+from mpitrain.strategies import Async, Dealer, assign
 from mpitrain.training.measure import build
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests import toy

@@ -12,8 +12,8 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.model.replica import seed_step
-from mpitrain.rules import PerWorker
-from mpitrain.rules.batching import _divide
+from mpitrain.strategies import PerWorker
+from mpitrain.strategies.parameter_server.batch_size import _divide
 from mpitrain.virtual import Constant, LogNormal
 from tests import toy
 

@@ -19,7 +19,7 @@ from mpitrain.inject import Injection, Pause, Slow, Straggler
 from mpitrain.report import NullReport
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.roles.attendance import SIGNS_S
-from mpitrain.rules import Dealer, Elastic, Lease, ServerStrategy, assign
+from mpitrain.strategies import Dealer, Elastic, Lease, ServerStrategy, assign
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
 

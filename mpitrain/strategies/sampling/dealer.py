@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.rules.judged import Judged, in_any, torn, without
+from mpitrain.strategies.parameter_server.judged import Judged, in_any, torn, without
 
 MAX_WINDOWS = 16  # of a stretch: neighbours share the window they meet in, so about 1/16 is read twice
 

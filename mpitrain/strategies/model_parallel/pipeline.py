@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
-from mpitrain.rules.splitting import Split, at_least_one
+from mpitrain.strategies.model_parallel.base import Split, at_least_one
 from mpitrain.text import nearest, register
 
 SCHEDULES = ("1f1b", "gpipe")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
-from mpitrain.rules.base import Strategy
-from mpitrain.rules.grid import Grid, arrange
+from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.model_parallel.mesh_layout import Grid, arrange
 
 
 @dataclass(frozen=True, repr=False)

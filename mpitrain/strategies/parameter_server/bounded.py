@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
-from mpitrain.rules.base import NOTHING, Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import NOTHING, Push, ServerStrategy, Verdict
 from mpitrain.text import register
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpitrain.rules.dealing import Lease
+    from mpitrain.strategies.sampling.dealer import Lease
 
 Run = tuple[int, int, int]  # (epoch, start, end)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mpitrain.rules.dealing import Lease, check_batch_size, share_out
-from mpitrain.rules.warmup import Warmup
+from mpitrain.strategies.sampling.dealer import Lease, check_batch_size, share_out
+from mpitrain.strategies.warmup import Warmup
 
 
 class Turn(NamedTuple):

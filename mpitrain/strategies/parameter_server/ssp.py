@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.rules.base import Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import Push, ServerStrategy, Verdict
 from mpitrain.text import register
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mpitrain.rules.base import Strategy
-from mpitrain.rules.compression import Codec, Uncompressed
+from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.compression import Codec, Uncompressed
 from mpitrain.text import register
 
 

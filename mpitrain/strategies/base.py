@@ -17,11 +17,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from mpitrain.errors import UsageError
-from mpitrain.rules.batching import Batching, PerWorker
-from mpitrain.rules.compression import Codec, Uncompressed
-from mpitrain.rules.damping import Damping, DelayCompensated, Keep
-from mpitrain.rules.placement import PLACEMENTS
-from mpitrain.rules.warmup import Warmup
+from mpitrain.strategies.compression import Codec, Uncompressed
+from mpitrain.strategies.damping import Damping, DelayCompensated, Keep
+from mpitrain.strategies.parameter_server.batch_size import Batching, PerWorker
+from mpitrain.strategies.placement import PLACEMENTS
+from mpitrain.strategies.warmup import Warmup
 from mpitrain.text import Value, nearest
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.rules.dealing import Dealer, Lease, check_batch_size
+from mpitrain.strategies.sampling.dealer import Dealer, Lease, check_batch_size
 
 ENDLESS = 1 << 62
 

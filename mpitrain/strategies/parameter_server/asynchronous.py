@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.rules.base import Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import Push, ServerStrategy, Verdict
 from mpitrain.text import register
 
 

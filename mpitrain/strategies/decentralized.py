@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mpitrain.errors import UsageError
-from mpitrain.rules import topology
-from mpitrain.rules.base import Strategy
-from mpitrain.rules.compression import Codec, Uncompressed
-from mpitrain.rules.warmup import Warmup
+from mpitrain.strategies import topology
+from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.compression import Codec, Uncompressed
+from mpitrain.strategies.warmup import Warmup
 from mpitrain.text import register
 
 # ChocoSGD's gamma where none is given: numbers that all arrive, if rounded, let peers move the whole way
@@ -33,7 +33,7 @@ class Decentralized(Strategy):
     """Every rank is a peer.
 
     Args:
-        topology: "full", "ring", "torus" or "exponential" (`rules/topology.py`).
+        topology: "full", "ring", "torus" or "exponential" (`strategies/topology.py`).
         codec: what travels in place of float32 numbers.
         asynchronous: peers go on with what has arrived and never wait for one another, but at meetings.
         resync: every so many steps all peers meet and take the mean of their parameters, in full; 0 for only at the

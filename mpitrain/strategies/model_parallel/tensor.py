@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpitrain.rules.splitting import Split, at_least_one
+from mpitrain.strategies.model_parallel.base import Split, at_least_one
 from mpitrain.text import register
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
-from mpitrain.rules.base import Push, ServerStrategy, Verdict
-from mpitrain.rules.damping import Keep
+from mpitrain.strategies.base import Push, ServerStrategy, Verdict
+from mpitrain.strategies.damping import Keep
 from mpitrain.text import register
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.rules.base import NOTHING, Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import NOTHING, Push, ServerStrategy, Verdict
 from mpitrain.text import nearest, register
 
 STRAGGLERS = ("finish", "abort")

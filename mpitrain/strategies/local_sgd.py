@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.rules.base import Strategy
+from mpitrain.strategies.base import Strategy
 from mpitrain.text import Value, nearest, register
 
 OUTER_WIRES = ("full", "float16", "bfloat16", "int8")

@@ -1,0 +1,1 @@
+"""Strategies that divide the model."""

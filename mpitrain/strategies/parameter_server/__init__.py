@@ -1,0 +1,1 @@
+"""Strategies of a parameter server: which gradients it collects, what stale ones are worth, whom it lets go on."""

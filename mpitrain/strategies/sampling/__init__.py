@@ -1,0 +1,1 @@
+"""Who is given which samples: leases, step partitions and peer partitions."""
