@@ -130,7 +130,7 @@ def write_part(
     """
     from safetensors.torch import save
 
-    from mpitrain.checkpoint.tree import split
+    from mpitrain.checkpoint.state_tree import split
 
     structure, tensors = split(state)
     payload = save(tensors)
@@ -282,7 +282,7 @@ def read_part(folder: Path, name: str, identity: Identity | None = None) -> Any:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    from mpitrain.checkpoint.tree import join
+    from mpitrain.checkpoint.state_tree import join
 
     record = _read_record(folder, name)
     if identity is not None:
@@ -316,7 +316,7 @@ def read_numbers(folder: Path, name: str, key: str, identity: Identity) -> Any:
     Raises:
         CheckpointError: not there, damaged, of another schema, or not of that start.
     """
-    from mpitrain.checkpoint.tree import join
+    from mpitrain.checkpoint.state_tree import join
 
     record = _read_record(folder, name)
     _check_identity(folder, name, record, identity)

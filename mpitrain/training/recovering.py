@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpitrain.checkpoint.tree import join, split
+from mpitrain.checkpoint.state_tree import join, split
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.agreement import CALLED_OFF, GO_ON, WELL, CalledOffError, agree
 from mpitrain.mpi.broadcast import broadcast_tensors

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.checkpoint import newest, read_part, write_part
-from mpitrain.checkpoint.keeper import Keeper
+from mpitrain.checkpoint.background_writer import Keeper
 from mpitrain.checkpoint.parts import OtherSchemaError, _digest, folder_of, listed, mark_of, prune, verify
-from mpitrain.checkpoint.tree import join, split
+from mpitrain.checkpoint.state_tree import join, split
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.run_directory import Identity, progress
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy, read_policy
