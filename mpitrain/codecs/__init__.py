@@ -14,12 +14,12 @@ from mpitrain.codecs.eightbit import EightBitEncoder
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.floats import BFloat16Encoder, Float16Encoder
 from mpitrain.codecs.layout import Field, Layout, Part, make_plan, whole
+from mpitrain.codecs.message import message_statistics
 from mpitrain.codecs.onebit import OneBitEncoder
 from mpitrain.codecs.powersgd import PowerSgdEncoder
 from mpitrain.codecs.qsgd import QsgdEncoder
 from mpitrain.codecs.threshold import ThresholdEncoder
 from mpitrain.codecs.topk import TopKEncoder
-from mpitrain.codecs.wire import message_statistics
 
 __all__ = [
     "BFloat16Encoder", "EightBitEncoder", "Encoder", "Field", "Float16Encoder", "Layout", "OneBitEncoder", "Part",

@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mpitrain.codecs import eightbit, floats, onebit, powersgd, qsgd, topk, wire
+from mpitrain.codecs import eightbit, floats, message, onebit, powersgd, qsgd, topk
 from mpitrain.codecs.layout import Part, Plan, plan_of
 from mpitrain.codecs.threshold import add_signs
 from mpitrain.errors import WireError
 
-Adder = Callable[[wire.Reader, wire.Header, Sequence[Part], Plan, float], None]
+Adder = Callable[[message.Reader, message.Header, Sequence[Part], Plan, float], None]
 
 
 def _add_dense(
-    reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float
+    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
 ) -> None:
     for part, start, stop, _ in plan.runs:
         flat = parts[part].flat
@@ -28,16 +28,16 @@ def _add_dense(
 
 
 _ADDERS: dict[int, Adder] = {
-    wire.DENSE: _add_dense,
-    wire.FLOAT16: floats.add,
-    wire.BFLOAT16: floats.add,
-    wire.EIGHTBIT: eightbit.add,
-    wire.THRESHOLD: add_signs,
-    wire.SPARSE: topk.add,
-    wire.SPARSE16: topk.add,
-    wire.ONEBIT: onebit.add,
-    wire.POWER: powersgd.add,
-    wire.QSGD: qsgd.add,
+    message.DENSE: _add_dense,
+    message.FLOAT16: floats.add,
+    message.BFLOAT16: floats.add,
+    message.EIGHTBIT: eightbit.add,
+    message.THRESHOLD: add_signs,
+    message.SPARSE: topk.add,
+    message.SPARSE16: topk.add,
+    message.ONEBIT: onebit.add,
+    message.POWER: powersgd.add,
+    message.QSGD: qsgd.add,
 }
 
 
@@ -48,16 +48,16 @@ def add_message(message: torch.Tensor, parts: Sequence[Part], weight: float = 1.
     Raises:
         WireError: the message is no message, is damaged, or belongs to other layouts.
     """
-    header = wire.read_header(message)
+    header = message.read_header(message)
     plan = plan_of(parts, header.dense_below)
     if header.num_coded != plan.num_coded:
         raise WireError(f"message of {header.num_coded} coded numbers for a model of {plan.num_coded}")
-    if header.kind == wire.POISON:
+    if header.kind == message.POISON:
         for part in parts:
             part.flat.fill_(math.nan)
         return
-    reader = wire.Reader(message)
-    wire.add_dense(reader, parts, plan, weight)
+    reader = message.Reader(message)
+    message.add_dense(reader, parts, plan, weight)
     _ADDERS[header.kind](reader, header, parts, plan, weight)
     if reader.rest().size:
         raise WireError(f"message of {message.numel()} bytes is longer than what it holds")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpitrain.codecs import wire
+from mpitrain.codecs import message
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import CHUNK, Part, Plan
 
@@ -32,9 +32,9 @@ class EightBitEncoder(Encoder):
         kept = self.memory.slot("residual", parts)
         pieces = [run for _, run in plan.field_chunks()]
         counts = [-(-(run.stop - run.start) // BLOCK) for run in pieces]
-        dense = wire.dense_numbers(parts, plan, alpha)
-        sheet = wire.Sheet(
-            self._header(plan, wire.EIGHTBIT),
+        dense = message.dense_numbers(parts, plan, alpha)
+        sheet = message.Sheet(
+            self._header(plan, message.EIGHTBIT),
             dense,
             (sum(counts), torch.float32),
             (plan.num_coded, torch.int8),
@@ -56,7 +56,9 @@ class EightBitEncoder(Encoder):
         return sheet.message
 
 
-def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+def add(
+    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+) -> None:
     """parts += weight * scale * code."""
     scales = [
         torch.from_numpy(reader.take(-(-(stop - start) // BLOCK), "<f4").copy())

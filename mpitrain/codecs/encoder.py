@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from mpitrain.codecs import wire
+from mpitrain.codecs import message
+from mpitrain.codecs.error_feedback import Memory
 from mpitrain.codecs.layout import Part, Plan, plan_of
-from mpitrain.codecs.memory import Memory
 
 
 class Encoder:
@@ -69,7 +69,7 @@ class Encoder:
         plan = plan_of(parts, self.dense_below)
         alpha = self._alpha(parts)
         if alpha is None:
-            message = wire.assemble(wire.Header(wire.POISON, plan.num_coded, self.dense_below), [])
+            message = message.assemble(message.Header(message.POISON, plan.num_coded, self.dense_below), [])
         elif dense or self.is_dense:
             message = self._in_full(parts, plan, alpha)
         else:
@@ -153,8 +153,8 @@ class Encoder:
         sent = [Part(mine, part.layout) for mine, part in zip(self._drain(scaled, plan), parts, strict=True)]
         coded = [sent[part].flat[start:stop].cpu() for part, start, stop, _ in plan.runs]
         self.last["density"] = 1.0
-        header = wire.Header(wire.DENSE, plan.num_coded, self.dense_below)
-        return wire.assemble(header, [wire.dense_numbers(sent, plan, 1.0), *coded])
+        header = message.Header(message.DENSE, plan.num_coded, self.dense_below)
+        return message.assemble(header, [message.dense_numbers(sent, plan, 1.0), *coded])
 
-    def _header(self, plan: Plan, kind: int, **fields: Any) -> wire.Header:
-        return wire.Header(kind, plan.num_coded, self.dense_below, **fields)
+    def _header(self, plan: Plan, kind: int, **fields: Any) -> message.Header:
+        return message.Header(kind, plan.num_coded, self.dense_below, **fields)

@@ -11,26 +11,26 @@ from typing import Any
 
 import torch
 
-from mpitrain.codecs import wire
+from mpitrain.codecs import message
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Part, Plan
 
-_DTYPES = {wire.FLOAT16: torch.float16, wire.BFLOAT16: torch.bfloat16}
+_DTYPES = {message.FLOAT16: torch.float16, message.BFLOAT16: torch.bfloat16}
 
 
 class Float16Encoder(Encoder):
     """float16 on the wire."""
 
     residual = ""
-    number = wire.FLOAT16
+    number = message.FLOAT16
 
     def __init__(self, **shared: Any):
         super().__init__(**shared)
         self.dtype = _DTYPES[self.number]
 
     def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
-        dense = wire.dense_numbers(parts, plan, alpha)
-        sheet = wire.Sheet(self._header(plan, self.number), dense, (plan.num_coded, self.dtype))
+        dense = message.dense_numbers(parts, plan, alpha)
+        sheet = message.Sheet(self._header(plan, self.number), dense, (plan.num_coded, self.dtype))
         (rounded,) = sheet.sections
         for part, start, stop, offset in plan.chunks():
             x = parts[part].flat[start:stop]
@@ -42,10 +42,12 @@ class Float16Encoder(Encoder):
 class BFloat16Encoder(Float16Encoder):
     """bfloat16 on the wire."""
 
-    number = wire.BFLOAT16
+    number = message.BFLOAT16
 
 
-def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+def add(
+    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+) -> None:
     """parts += weight * the rounded numbers."""
     for part, start, stop, _ in plan.chunks():
         flat = parts[part].flat

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mpitrain.codecs import wire
+from mpitrain.codecs import message
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import CHUNK, Field, Part, Plan
 
@@ -41,8 +41,8 @@ class OneBitEncoder(Encoder):
                 means.append(_quantise(u).cpu())
         packed = np.packbits(signs, bitorder="little")
         self.last["density"] = 1.0
-        dense = wire.dense_numbers(parts, plan, alpha)
-        return wire.assemble(self._header(plan, wire.ONEBIT), [dense, *means, packed])
+        dense = message.dense_numbers(parts, plan, alpha)
+        return message.assemble(self._header(plan, message.ONEBIT), [dense, *means, packed])
 
 
 def _quantise(u: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,9 @@ def _spread(positive: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
     return positive.mul_(above - below).add_(below)
 
 
-def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+def add(
+    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+) -> None:
     """parts += weight * the mean that the sign names."""
     means = []
     for part, field, _ in plan.fields:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.codecs import wire
+from mpitrain.codecs import message
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Field, Part, Plan, plan_of
 from mpitrain.codecs.onebit import columns
@@ -46,8 +46,8 @@ class PowerSgdEncoder(Encoder):
         for piece in pieces:
             piece.zero_()
         self.last["density"] = 1.0
-        dense = wire.dense_numbers(parts, plan, alpha)
-        return wire.assemble(self._header(plan, wire.POWER, extra=self.rank), [dense, *sections])
+        dense = message.dense_numbers(parts, plan, alpha)
+        return message.assemble(self._header(plan, message.POWER, extra=self.rank), [dense, *sections])
 
     def reduce(self, parts: Sequence[Part], mean: Callable[[torch.Tensor], None]) -> None:
         """Replace `parts` by their compressed mean over workers; `mean` averages a tensor in place over all.
@@ -156,7 +156,9 @@ def _mean_of(tensors: list[torch.Tensor], mean: Callable[[torch.Tensor], None]) 
         at += tensor.numel()
 
 
-def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+def add(
+    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+) -> None:
     """parts += weight * P Q^T."""
     rank = header.extra
     for part, field, _ in plan.fields:

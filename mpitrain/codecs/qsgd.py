@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from mpitrain.codecs import wire
+from mpitrain.codecs import message
 from mpitrain.codecs.bits import num_packed_bytes, pack, unpack_bytes
 from mpitrain.codecs.eightbit import blocks
 from mpitrain.codecs.encoder import Encoder
@@ -49,8 +49,10 @@ class QsgdEncoder(Encoder):
             largest.append(most.view(-1).mul_(alpha).cpu())
             codes.append(pack(code.view(-1)[: stop - start].cpu().numpy(), width))
         self.last["density"] = 1.0
-        dense = wire.dense_numbers(parts, plan, alpha)
-        return wire.assemble(self._header(plan, wire.QSGD, extra=self.levels), [dense, *largest, *codes])
+        dense = message.dense_numbers(parts, plan, alpha)
+        return message.assemble(
+            self._header(plan, message.QSGD, extra=self.levels), [dense, *largest, *codes]
+        )
 
     def _add_noise(self, level: torch.Tensor, name: str) -> None:
         """level += s + a uniform draw from the middles of 2^16 steps in [0, 1). Rounded down, s + y is then right in
@@ -66,7 +68,9 @@ class QsgdEncoder(Encoder):
         level.add_(draws, alpha=2.0**-16).add_(self.levels + 0.5 + 2.0**-17)
 
 
-def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+def add(
+    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+) -> None:
     """parts += weight * m * level / s."""
     largest = [
         torch.from_numpy(reader.take(-(-(stop - start) // BUCKET), "<f4").copy())

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.codecs import index, wire
+from mpitrain.codecs import index_coding, message
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Part, Plan
 from mpitrain.codecs.sparse import Search, pack_signs, scatter, split, unpack_signs
@@ -80,15 +80,17 @@ class ThresholdEncoder(Encoder):
         coding = self.coding
         if coding == "auto" and len(indices) > BITMAP_ABOVE * plan.num_coded:
             coding = "bitmap"
-        coder, coded = index.encode(indices, plan.num_coded, coding)
+        coder, coded = index_coding.encode(indices, plan.num_coded, coding)
         density = len(indices) / max(1, plan.num_coded)
         self.last.update(density=density, tau=tau)
         if self.adaptive:
             self._steer(density)
         header = self._header(
-            plan, wire.THRESHOLD, coder=coder, num_sent=len(indices), scale=tau, extra=len(coded)
+            plan, message.THRESHOLD, coder=coder, num_sent=len(indices), scale=tau, extra=len(coded)
         )
-        return wire.assemble(header, [wire.dense_numbers(parts, plan, alpha), pack_signs(negative), coded])
+        return message.assemble(
+            header, [message.dense_numbers(parts, plan, alpha), pack_signs(negative), coded]
+        )
 
     def _select(
         self, parts: Sequence[Part], kept: list[torch.Tensor], plan: Plan, alpha: float, tau: float
@@ -129,9 +131,11 @@ class ThresholdEncoder(Encoder):
 
 
 def add_signs(
-    reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float
+    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
 ) -> None:
     """parts += weight * (+-tau) at the indices."""
     signs = unpack_signs(reader.take((header.num_sent + 7) // 8, "|u1"), header.num_sent)
-    indices = index.decode(header.coder, reader.take(header.extra, "|u1"), header.num_sent, plan.num_coded)
+    indices = index_coding.decode(
+        header.coder, reader.take(header.extra, "|u1"), header.num_sent, plan.num_coded
+    )
     scatter(parts, plan, indices, signs.mul_(header.scale * weight))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.codecs import index, wire
+from mpitrain.codecs import index_coding, message
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Field, Part, Plan
 from mpitrain.codecs.sparse import Search, scatter
@@ -49,7 +49,7 @@ class TopKEncoder(Encoder):
         kept = self.memory.slot("residual", parts)
         for mine, step in zip(kept, sums, strict=True):
             mine.add_(step)
-        dense = wire.dense_numbers([Part(mine, part.layout) for mine, part in zip(kept, parts)], plan, 1.0)
+        dense = message.dense_numbers([Part(mine, part.layout) for mine, part in zip(kept, parts)], plan, 1.0)
         for part, start, stop, _ in plan.dense:
             kept[part][start:stop] = 0
         indices, values = [], []
@@ -59,11 +59,11 @@ class TopKEncoder(Encoder):
             indices.append(where.cpu().numpy() + offset)
             values.append(sent.cpu())
         chosen = np.concatenate(indices) if indices else np.zeros(0, np.int64)
-        coder, coded = index.encode(chosen, plan.num_coded, self.coding)
+        coder, coded = index_coding.encode(chosen, plan.num_coded, self.coding)
         self.last["density"] = len(chosen) / max(1, plan.num_coded)
-        kind = wire.SPARSE16 if self.values == "float16" else wire.SPARSE
+        kind = message.SPARSE16 if self.values == "float16" else message.SPARSE
         header = self._header(plan, kind, coder=coder, num_sent=len(chosen), extra=len(coded))
-        return wire.assemble(header, [dense, torch.cat(values) if values else torch.zeros(0), coded])
+        return message.assemble(header, [dense, torch.cat(values) if values else torch.zeros(0), coded])
 
     def _take(self, kept: torch.Tensor, part: int, field: Field) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices in the field of what is sent and the values; takes them out of the memory."""
@@ -115,9 +115,13 @@ class TopKEncoder(Encoder):
         return sent
 
 
-def add(reader: wire.Reader, header: wire.Header, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+def add(
+    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+) -> None:
     """parts += weight * the sent values."""
-    name = "float16" if header.kind == wire.SPARSE16 else "float32"
+    name = "float16" if header.kind == message.SPARSE16 else "float32"
     values = torch.from_numpy(reader.take(header.num_sent, _DTYPES[name][0]).copy()).float()
-    indices = index.decode(header.coder, reader.take(header.extra, "|u1"), header.num_sent, plan.num_coded)
+    indices = index_coding.decode(
+        header.coder, reader.take(header.extra, "|u1"), header.num_sent, plan.num_coded
+    )
     scatter(parts, plan, indices, values.mul_(weight))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpitrain.codecs import Encoder, Part, add_message
-from mpitrain.codecs.wire import HEADER_BYTES
+from mpitrain.codecs.message import HEADER_BYTES
 from mpitrain.model.compression import make_encoder, make_layout_of
 from mpitrain.strategies.compression import Codec
 

@@ -7,7 +7,7 @@ import torch
 
 from mpitrain import strategies
 from mpitrain.codecs import Field, Part, add_message
-from mpitrain.codecs.wire import HEADER_BYTES
+from mpitrain.codecs.message import HEADER_BYTES
 from mpitrain.errors import UsageError, WireError
 from mpitrain.model.compression import ENCODERS
 from mpitrain.text import names

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.codecs import index
+from mpitrain.codecs import index_coding
 from mpitrain.codecs.bits import num_packed_bytes, pack, unpack
 from mpitrain.errors import UsageError
 
-CODERS = [coder.name for coder in index.CODERS]
+CODERS = [coder.name for coder in index_coding.CODERS]
 RUNS = np.concatenate([np.arange(3, 900), np.arange(5000, 5017), [9999]])
 SETS = {
     "empty": ([], 1000), "empty of nothing": ([], 0), "first": ([0], 1000), "last": ([999], 1000),
@@ -30,13 +30,13 @@ def iid(n, p, seed=0):
 
 
 def check(name, indices, n):
-    number, data = index.encode(indices, n, name)
+    number, data = index_coding.encode(indices, n, name)
     assert data.dtype == np.uint8
-    back = index.decode(number, data, len(indices), n)
+    back = index_coding.decode(number, data, len(indices), n)
     assert back.dtype == np.int64 and np.array_equal(back, indices)
     if name != "auto":
-        assert index.CODERS[number].name == name
-    assert len(data) == index.CODERS[number].num_bytes(indices, n)
+        assert index_coding.CODERS[number].name == name
+    assert len(data) == index_coding.CODERS[number].num_bytes(indices, n)
     return 8 * len(data)
 
 
@@ -94,4 +94,4 @@ def test_packing_is_exact_and_tight(width):
 
 def test_more_than_32_bits_of_index_are_refused():
     with pytest.raises(UsageError, match="32 bits"):
-        index.encode(np.zeros(0, np.int64), 2**32 + 1)
+        index_coding.encode(np.zeros(0, np.int64), 2**32 + 1)
