@@ -16,7 +16,7 @@ from torch import nn
 
 import mpitrain as mt
 import mpitrain.mpi.breaking as breaking
-from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
+from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.mpi.runtime import start
 from mpitrain.training.allreduce import Trainer
 from mpitrain.training.recovering import Survivors

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
+from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
+from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 
 STEP_S, VALIDATION_S = 0.01, 0.05
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
+from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.model.loss import read_loss
 from mpitrain.model.replica import seed_step
 

@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpitrain.data.catalogue import ArraySpec, Catalogue, ShardInfo
+    from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
     from mpitrain.data.order import Order
     from mpitrain.data.reader import Reader
     from mpitrain.data.shards import Shards
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from mpitrain.data.writer import ShardWriter
 
 _home = {
-    "ArraySpec": "mpitrain.data.catalogue",
-    "Catalogue": "mpitrain.data.catalogue",
+    "ArraySpec": "mpitrain.data.format.catalogue",
+    "Catalogue": "mpitrain.data.format.catalogue",
     "Order": "mpitrain.data.order",
     "Reader": "mpitrain.data.reader",
-    "ShardInfo": "mpitrain.data.catalogue",
+    "ShardInfo": "mpitrain.data.format.catalogue",
     "ShardWriter": "mpitrain.data.writer",
     "Shards": "mpitrain.data.shards",
     "Synthetic": "mpitrain.data.synthetic",

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mpitrain.data.ahead import Batch
-from mpitrain.data.catalogue import Catalogue
+from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.ragged import samples_of
 from mpitrain.errors import UsageError
 

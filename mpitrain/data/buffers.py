@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpitrain.data.catalogue import ArraySpec
+from mpitrain.data.format.catalogue import ArraySpec
 
 SMALL_BYTES = 64 << 10  # below it a fresh array costs less than keeping one
 NUM_SPARE = 4  # two in the caller's hands (the old while it takes the new), two ready

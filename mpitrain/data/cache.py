@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpitrain.data.buffers import NUM_SPARE, BatchBuffers
-from mpitrain.data.catalogue import Catalogue
+from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.order import IntArray
 from mpitrain.data.ragged import EntryPlaces, fixed_arrays
 

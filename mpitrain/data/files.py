@@ -16,9 +16,9 @@ import numpy as np
 from h5py import h5s, h5t
 from numpy.typing import NDArray
 
-from mpitrain.data.catalogue import OFFSETS, Catalogue
-from mpitrain.data.chunk_lengths import ChunkLengths
-from mpitrain.data.format import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
+from mpitrain.data.format.catalogue import OFFSETS, Catalogue
+from mpitrain.data.format.chunk_lengths import ChunkLengths
+from mpitrain.data.format.layout import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
 from mpitrain.data.order import IntArray
 from mpitrain.data.outside import CAREFUL, Trust
 from mpitrain.data.stage import staged

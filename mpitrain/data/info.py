@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpitrain.data.cache import slots_for
-from mpitrain.data.catalogue import OFFSETS, ArraySpec, Catalogue
-from mpitrain.data.filters import filters_of
-from mpitrain.data.format import open_shard
-from mpitrain.data.manifest import Manifest
+from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue
+from mpitrain.data.format.filters import filters_of
+from mpitrain.data.format.layout import open_shard
+from mpitrain.data.format.manifest import Manifest
 from mpitrain.data.outside import CAREFUL, Trust
 from mpitrain.data.shards import Shards
 

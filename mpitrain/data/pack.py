@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.atomic import replacing, write_all
-from mpitrain.data.columns import check_alike
-from mpitrain.data.filters import Compression
-from mpitrain.data.manifest import (
+from mpitrain.data.format.columns import check_alike
+from mpitrain.data.format.filters import Compression
+from mpitrain.data.format.manifest import (
     RECEIPT,
     SPLITS,
     Manifest,

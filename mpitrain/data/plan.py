@@ -10,11 +10,11 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpitrain.data.catalogue import ArraySpec
-from mpitrain.data.columns import specs_of
-from mpitrain.data.filters import Compression
-from mpitrain.data.format import SCHEMA
-from mpitrain.data.manifest import SPLITS, Manifest, shard_name, specs_to_json
+from mpitrain.data.format.catalogue import ArraySpec
+from mpitrain.data.format.columns import specs_of
+from mpitrain.data.format.filters import Compression
+from mpitrain.data.format.layout import SCHEMA
+from mpitrain.data.format.manifest import SPLITS, Manifest, shard_name, specs_to_json
 from mpitrain.data.sources import Source
 from mpitrain.data.writer import shard_sizes
 from mpitrain.errors import UsageError

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpitrain.data.catalogue import OFFSETS, ArraySpec, Catalogue
+from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue
 from mpitrain.data.order import IntArray
 
 Batch = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 from types import TracebackType
 
 from mpitrain.data.ahead import Batch, ReadAhead, Store
-from mpitrain.data.catalogue import Catalogue
+from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.order import IntArray, Order, chunk_sizes
 from mpitrain.errors import UsageError
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from mpitrain.data.manifest import NAME, Manifest, file_sha256
+from mpitrain.data.format.manifest import NAME, Manifest, file_sha256
 from mpitrain.data.outside import MAX_INDEX_BYTES, check_inside, expanded, open_regular
 from mpitrain.errors import DataError, UsageError
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpitrain.data.catalogue import ITEM_BYTES, ArraySpec, Catalogue, ShardInfo
+from mpitrain.data.format.catalogue import ITEM_BYTES, ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.order import IntArray, keyed_bits
 from mpitrain.data.reader import Batch, Reader
 from mpitrain.errors import UsageError

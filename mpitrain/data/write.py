@@ -16,8 +16,8 @@ import h5py
 import numpy as np
 
 from mpitrain.data.atomic import Sink, explained, open_partial, partial_of, publish
-from mpitrain.data.catalogue import OFFSETS
-from mpitrain.data.columns import (
+from mpitrain.data.format.catalogue import OFFSETS
+from mpitrain.data.format.columns import (
     Array,
     Column,
     Columns,
@@ -30,8 +30,8 @@ from mpitrain.data.columns import (
     specs_of,
     take,
 )
-from mpitrain.data.filters import Compression
-from mpitrain.data.format import (
+from mpitrain.data.format.filters import Compression
+from mpitrain.data.format.layout import (
     CHUNK_ATTRIBUTE,
     ENTRIES_ATTRIBUTE,
     SCHEMA,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from mpitrain.data.catalogue import ArraySpec
-from mpitrain.data.columns import (
+from mpitrain.data.format.catalogue import ArraySpec
+from mpitrain.data.format.columns import (
     Column,
     Columns,
     check_alike,
@@ -23,9 +23,9 @@ from mpitrain.data.columns import (
     specs_of,
     take,
 )
-from mpitrain.data.filters import Compression
-from mpitrain.data.format import RUN_BYTES
-from mpitrain.data.manifest import Manifest, file_sha256, make_room, shard_name, specs_to_json
+from mpitrain.data.format.filters import Compression
+from mpitrain.data.format.layout import RUN_BYTES
+from mpitrain.data.format.manifest import Manifest, file_sha256, make_room, shard_name, specs_to_json
 from mpitrain.data.order import IntArray
 from mpitrain.data.outside import at_home
 from mpitrain.data.ranks import ALONE, Ranks

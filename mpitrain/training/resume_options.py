@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpitrain.data import Catalogue
-from mpitrain.data.manifest import Manifest
+from mpitrain.data.format.manifest import Manifest
 from mpitrain.errors import DataError, UsageError
 from mpitrain.strategies import Codec, Decentralized, ServerStrategy, Strategy
 from mpitrain.text import parse

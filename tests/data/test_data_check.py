@@ -10,7 +10,7 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.data.check import check
-from mpitrain.data.manifest import Manifest
+from mpitrain.data.format.manifest import Manifest
 from mpitrain.data.pack import pack
 from mpitrain.data.write import write_shard
 from mpitrain.errors import DataError

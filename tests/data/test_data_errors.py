@@ -16,7 +16,12 @@ import pytest
 
 from mpitrain.data import Shards
 from mpitrain.data.check import check
-from mpitrain.data.format import CHUNK_ATTRIBUTE, ENTRIES_ATTRIBUTE, SCHEMA_ATTRIBUTE, cache_bytes_needed
+from mpitrain.data.format.layout import (
+    CHUNK_ATTRIBUTE,
+    ENTRIES_ATTRIBUTE,
+    SCHEMA_ATTRIBUTE,
+    cache_bytes_needed,
+)
 from mpitrain.data.pack import pack
 from mpitrain.data.write import write_shard
 from mpitrain.errors import DataError, UsageError

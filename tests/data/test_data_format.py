@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import mpitrain.data
-from mpitrain.data.catalogue import ITEM_BYTES
-from mpitrain.data.manifest import Manifest
+from mpitrain.data.format.catalogue import ITEM_BYTES
+from mpitrain.data.format.manifest import Manifest
 from mpitrain.data.pack import pack
 from tests.data.mortal import no_power_cut  # noqa: F401
 

@@ -14,7 +14,7 @@ from PIL import Image
 from pyarrow import csv, parquet, table
 
 from mpitrain.cli import main
-from mpitrain.data.columns import Columns, Ragged
+from mpitrain.data.format.columns import Columns, Ragged
 from mpitrain.data.pack import pack
 from mpitrain.data.sources import SourceOptions, open_source
 from mpitrain.data.sources import base as sources_base

@@ -16,8 +16,8 @@ from PIL import EpsImagePlugin, Image
 from mpitrain.cli import main
 from mpitrain.data import Shards
 from mpitrain.data.check import check
-from mpitrain.data.chunk_lengths import ChunkLengths
-from mpitrain.data.manifest import NAME, Manifest
+from mpitrain.data.format.chunk_lengths import ChunkLengths
+from mpitrain.data.format.manifest import NAME, Manifest
 from mpitrain.data.outside import Trust, expanded
 from mpitrain.data.pack import pack
 from mpitrain.data.sources import SourceOptions, open_source

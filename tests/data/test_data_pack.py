@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mpitrain.data import Shards
 from mpitrain.data.atomic import replacing
-from mpitrain.data.manifest import NAME, Manifest
+from mpitrain.data.format.manifest import NAME, Manifest
 from mpitrain.data.pack import PackOptions, pack
 from mpitrain.data.sources.base import ArraySource
 from mpitrain.errors import DataError, UsageError

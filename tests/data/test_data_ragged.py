@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 import mpitrain as mt
 from mpitrain.cli import main
 from mpitrain.data.cache import ChunkCache
-from mpitrain.data.catalogue import Catalogue
 from mpitrain.data.check import check
 from mpitrain.data.files import ShardFiles
+from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.ragged import num_samples_in, samples_of
 from mpitrain.data.reader import Reader
 from mpitrain.data.sources import open_source

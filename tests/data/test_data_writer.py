@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpitrain as mt
-from mpitrain.data.manifest import NAME, Manifest, file_sha256
+from mpitrain.data.format.manifest import NAME, Manifest, file_sha256
 from mpitrain.errors import DataError, UsageError
 from tests.data.mortal import die_at, no_power_cut  # noqa: F401
 
@@ -130,7 +130,7 @@ def test_a_plugin_that_is_not_there_is_named_with_its_extra(tmp_path, monkeypatc
 
 
 def test_a_shard_whose_filter_is_not_here_names_file_dataset_and_way_out(tmp_path, monkeypatch):
-    import mpitrain.data.filters as filters
+    import mpitrain.data.format.filters as filters
 
     write(tmp_path, [], compression="gzip")
     monkeypatch.setattr(filters.h5z, "filter_avail", lambda code: code != 1)

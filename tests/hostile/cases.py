@@ -28,7 +28,7 @@ from pyarrow import csv, parquet
 
 from mpitrain.checkpoint import write_part
 from mpitrain.checkpoint.parts import folder_of
-from mpitrain.data.manifest import NAME
+from mpitrain.data.format.manifest import NAME
 from mpitrain.data.pack import pack
 from mpitrain.run_directory import Identity
 

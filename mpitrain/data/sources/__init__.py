@@ -9,7 +9,7 @@ import glob
 import os
 from pathlib import Path
 
-from mpitrain.data.columns import Columns, check_columns
+from mpitrain.data.format.columns import Columns, check_columns
 from mpitrain.data.outside import at_home, check_inside, root_of
 from mpitrain.data.sources import examples
 from mpitrain.data.sources.base import ArraySource, Selection, Source, SourceOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpitrain.data.columns import Columns
+from mpitrain.data.format.columns import Columns
 from mpitrain.errors import UsageError
 
 

@@ -16,7 +16,7 @@ from typing import IO
 import numpy as np
 from numpy.lib import format as npy_format
 
-from mpitrain.data.columns import Array
+from mpitrain.data.format.columns import Array
 from mpitrain.data.outside import CAREFUL, Trust, check_regular, check_size, open_regular, reading
 from mpitrain.data.sources.base import ArraySource, Selection, SourceOptions
 

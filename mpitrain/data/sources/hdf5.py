@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.data.catalogue import OFFSETS
-from mpitrain.data.columns import Columns, Ragged
+from mpitrain.data.format.catalogue import OFFSETS
+from mpitrain.data.format.columns import Columns, Ragged
 from mpitrain.data.reader import Reader
 from mpitrain.data.shards import Shards
 from mpitrain.data.sources.base import Selection, Source, SourceOptions, file_fingerprint

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.data.columns import (
+from mpitrain.data.format.columns import (
     Columns,
     Ragged,
     as_sample,

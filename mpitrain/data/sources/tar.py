@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.data.columns import Column, Columns, Ragged, check_columns, sample_bytes
+from mpitrain.data.format.columns import Column, Columns, Ragged, check_columns, sample_bytes
 from mpitrain.data.order import IntArray
 from mpitrain.data.outside import Trust, open_regular, reading
 from mpitrain.data.sources.base import Selection, Source, SourceOptions, file_fingerprint

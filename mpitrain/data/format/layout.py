@@ -26,9 +26,9 @@ from collections.abc import Mapping
 import h5py
 import numpy as np
 
-from mpitrain.data.catalogue import ITEM_BYTES, OFFSETS, ArraySpec, ShardInfo
-from mpitrain.data.filters import check_readable
-from mpitrain.data.links import find
+from mpitrain.data.format.catalogue import ITEM_BYTES, OFFSETS, ArraySpec, ShardInfo
+from mpitrain.data.format.filters import check_readable
+from mpitrain.data.format.links import find
 from mpitrain.data.outside import CAREFUL, Trust, check_regular, check_size, gib
 from mpitrain.errors import DataError
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.data.atomic import partial_of, replacing, sync_directory, write_all
-from mpitrain.data.catalogue import ArraySpec
+from mpitrain.data.format.catalogue import ArraySpec
 from mpitrain.data.outside import check_inside, open_regular, read_json
 from mpitrain.errors import DataError, UsageError
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.data.catalogue import ITEM_BYTES, OFFSETS, ArraySpec
+from mpitrain.data.format.catalogue import ITEM_BYTES, OFFSETS, ArraySpec
 from mpitrain.data.order import IntArray
 from mpitrain.errors import DataError
 

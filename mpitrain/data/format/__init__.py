@@ -1,0 +1,1 @@
+"""What lies in a shard file and in a dataset's index."""
