@@ -282,7 +282,7 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
 def run_stage(arguments: argparse.Namespace) -> int:
     """Copy; prints where the shards are now. srun starts one on each node, so every caller copies."""
     from mpitrain.data.outside import at_home, expanded
-    from mpitrain.data.stage import stage
+    from mpitrain.data.read.stage import stage
 
     target, copied = stage(at_home(arguments.source), expanded(arguments.dest), arguments.allow_external)
     print(printable(f"{target}: ") + (f"staged, {copied / 2**20:.1f} MiB" if copied else "already there"))

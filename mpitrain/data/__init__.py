@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
-    from mpitrain.data.order import Order
-    from mpitrain.data.reader import Reader
-    from mpitrain.data.shards import Shards
-    from mpitrain.data.synthetic import Synthetic
+    from mpitrain.data.read.order import Order
+    from mpitrain.data.read.reader import Reader
+    from mpitrain.data.read.shards import Shards
+    from mpitrain.data.read.synthetic import Synthetic
     from mpitrain.data.writer import ShardWriter
 
 _home = {
     "ArraySpec": "mpitrain.data.format.catalogue",
     "Catalogue": "mpitrain.data.format.catalogue",
-    "Order": "mpitrain.data.order",
-    "Reader": "mpitrain.data.reader",
+    "Order": "mpitrain.data.read.order",
+    "Reader": "mpitrain.data.read.reader",
     "ShardInfo": "mpitrain.data.format.catalogue",
     "ShardWriter": "mpitrain.data.writer",
-    "Shards": "mpitrain.data.shards",
-    "Synthetic": "mpitrain.data.synthetic",
+    "Shards": "mpitrain.data.read.shards",
+    "Synthetic": "mpitrain.data.read.synthetic",
 }
 __all__ = ["ArraySpec", "Catalogue", "Order", "Reader", "ShardInfo", "ShardWriter", "Shards", "Synthetic"]
 

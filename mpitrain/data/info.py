@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpitrain.data.cache import slots_for
 from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue
 from mpitrain.data.format.filters import filters_of
 from mpitrain.data.format.layout import open_shard
 from mpitrain.data.format.manifest import Manifest
 from mpitrain.data.outside import CAREFUL, Trust
-from mpitrain.data.shards import Shards
+from mpitrain.data.read.chunk_cache import slots_for
+from mpitrain.data.read.shards import Shards
 
 MAX_FILES = 20
 

@@ -30,10 +30,10 @@ from mpitrain.data.format.manifest import (
     file_sha256,
     make_room,
 )
-from mpitrain.data.order import SPLIT, keyed_bits
 from mpitrain.data.outside import at_home, read_json
 from mpitrain.data.plan import PackOptions, Plan
 from mpitrain.data.ranks import ALONE, Ranks
+from mpitrain.data.read.order import SPLIT, keyed_bits
 from mpitrain.data.sources import Source, SourceOptions, Stream, as_source, open_source
 from mpitrain.data.write import ShardFile
 from mpitrain.data.writer import ShardWriter

@@ -38,7 +38,7 @@ from mpitrain.data.format.layout import (
     SCHEMA_ATTRIBUTE,
     VARIABLE_SCHEMA,
 )
-from mpitrain.data.order import IntArray
+from mpitrain.data.read.order import IntArray
 
 ENTRY_CHUNK_BYTES = 64 << 10  # of a variable array: each run begins a chunk, so half of one is lost a run
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.data.ragged import num_samples_in
+from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.job import Job
 from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import set_learning_rate

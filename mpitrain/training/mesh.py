@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from mpitrain.data.ragged import num_samples_in
+from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.model.loss import Tally, read_loss
 from mpitrain.strategies import Grid
 from mpitrain.targets import LOSS

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from mpitrain.data.format.catalogue import OFFSETS
-from mpitrain.data.ragged import num_samples_in
+from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.errors import UsageError
 from mpitrain.model.loss import Tally
 from mpitrain.model.stages import Stage, keep_only, split_stages

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from mpitrain.data.ragged import num_samples_in
+from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.errors import UsageError
 
 Batch = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from mpitrain.data import Shards
-from mpitrain.data.batches import ShardBatches
+from mpitrain.data.read.batches import ShardBatches
 from mpitrain.data.write import write_shard
 from mpitrain.errors import UsageError
 
@@ -66,7 +66,7 @@ class Place:
         patch.setattr(torch.distributed, "get_rank", lambda: rank)
         patch.setattr(torch.distributed, "get_world_size", lambda: size)
         info = SimpleNamespace(id=worker, num_workers=num_workers) if num_workers else None
-        patch.setattr("mpitrain.data.batches.get_worker_info", lambda: info)
+        patch.setattr("mpitrain.data.read.batches.get_worker_info", lambda: info)
 
 
 @given(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.data import Shards
-from mpitrain.data.order import Order, chunk_sizes
+from mpitrain.data.read.order import Order, chunk_sizes
 from mpitrain.data.write import write_shard
 from mpitrain.strategies.sampling.dealer import Dealer
 from mpitrain.strategies.sampling.peer_partition import Shares

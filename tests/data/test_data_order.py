@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpitrain.data.order import Order, chunk_sizes, permutation
+from mpitrain.data.read.order import Order, chunk_sizes, permutation
 from mpitrain.errors import UsageError
 
 SHARDS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=6)

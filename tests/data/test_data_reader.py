@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpitrain.data import Reader, Shards
-from mpitrain.data.buffers import NUM_SPARE
-from mpitrain.data.cache import ChunkCache, slots_for
-from mpitrain.data.files import ShardFiles
+from mpitrain.data.read.batch_memory import NUM_SPARE
+from mpitrain.data.read.chunk_cache import ChunkCache, slots_for
+from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.write import write_shard
 from mpitrain.errors import UsageError
 
@@ -111,7 +111,7 @@ def test_prefetching_and_the_size_of_the_cache_change_nothing(
 ):
     """Whoever puts a batch together, the thread or the caller."""
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpitrain.data.ahead.HAND_OVER_BYTES", hand_over_bytes)
+        patch.setattr("mpitrain.data.read.prefetch.HAND_OVER_BYTES", hand_over_bytes)
         pack_plain(Path(directory), counts, chunk)
         catalogue = Shards(f"{directory}/*.h5", window).scan()
         runs = [
@@ -306,7 +306,7 @@ def test_batches_belong_to_the_caller(tmp_path):
 
 
 def test_a_hint_is_used_and_its_error_comes_with_the_batch(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpitrain.data.ahead.HAND_OVER_BYTES", 0)
+    monkeypatch.setattr("mpitrain.data.read.prefetch.HAND_OVER_BYTES", 0)
     pack_plain(tmp_path, [10], 4)
     source = Shards(f"{tmp_path}/*.h5")
     catalogue = source.scan()
@@ -344,7 +344,7 @@ def test_closing_ends_the_thread_and_closes_the_files(tmp_path):
 
 
 def test_closing_waits_for_what_the_thread_is_doing(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpitrain.data.ahead.HAND_OVER_BYTES", 0)
+    monkeypatch.setattr("mpitrain.data.read.prefetch.HAND_OVER_BYTES", 0)
     pack_plain(tmp_path, [10], 4)
     catalogue = Shards(f"{tmp_path}/*.h5").scan()
     cache = ChunkCache(catalogue, ShardFiles(catalogue))
@@ -371,7 +371,7 @@ def open_in(directory: Path) -> list[str]:
 
 
 def test_few_files_stay_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpitrain.data.files.MAX_OPEN_FILES", 3)
+    monkeypatch.setattr("mpitrain.data.read.shard_files.MAX_OPEN_FILES", 3)
     pack_plain(tmp_path, [2] * 10, 2)
     source = Shards(f"{tmp_path}/*.h5")
     with source.reader(source.scan(), 0) as reader:

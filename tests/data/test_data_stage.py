@@ -7,7 +7,7 @@ import pytest
 import mpitrain as mt
 from mpitrain.cli import main
 from mpitrain.data.check import check
-from mpitrain.data.stage import stage, staged
+from mpitrain.data.read.stage import stage, staged
 from mpitrain.errors import DataError
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpitrain.data.format.catalogue import ITEM_BYTES, OFFSETS, ArraySpec
-from mpitrain.data.order import IntArray
+from mpitrain.data.read.order import IntArray
 from mpitrain.errors import DataError
 
 Array = NDArray[np.generic]

@@ -26,8 +26,8 @@ from mpitrain.data.format.columns import (
     sample_bytes,
     take,
 )
-from mpitrain.data.order import SPLIT, IntArray, Order, permutation
 from mpitrain.data.outside import MAX_GIB, Trust
+from mpitrain.data.read.order import SPLIT, IntArray, Order, permutation
 from mpitrain.errors import DataError, UsageError
 
 MIXED_BYTES = 4 << 30  # a source up to this size is permuted as a whole, a larger one in blocks

@@ -9,8 +9,8 @@ import numpy as np
 
 from mpitrain.data.format.catalogue import OFFSETS
 from mpitrain.data.format.columns import Columns, Ragged
-from mpitrain.data.reader import Reader
-from mpitrain.data.shards import Shards
+from mpitrain.data.read.reader import Reader
+from mpitrain.data.read.shards import Shards
 from mpitrain.data.sources.base import Selection, Source, SourceOptions, file_fingerprint
 from mpitrain.errors import DataError
 

@@ -25,7 +25,7 @@ from mpitrain.data.format.columns import (
     columns_of,
     sample_bytes,
 )
-from mpitrain.data.order import IntArray
+from mpitrain.data.read.order import IntArray
 from mpitrain.data.sources.base import ArraySource, Source, content_digest
 from mpitrain.errors import DataError, UsageError
 

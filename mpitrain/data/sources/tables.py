@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.format.columns import Column, Columns, Ragged, check_columns, join, sample_bytes, take
-from mpitrain.data.order import IntArray
 from mpitrain.data.outside import LARGER, check_regular, check_size, gib, open_regular, reading
+from mpitrain.data.read.order import IntArray
 from mpitrain.data.sources.base import ArraySource, Selection, Source, SourceOptions, file_fingerprint
 from mpitrain.errors import DataError, UsageError
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue
-from mpitrain.data.order import IntArray
+from mpitrain.data.read.order import IntArray
 
 Batch = dict[str, torch.Tensor]
 Entries = NDArray[np.generic]

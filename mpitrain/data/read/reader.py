@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Hashable, Iterator
 from types import TracebackType
 
-from mpitrain.data.ahead import Batch, ReadAhead, Store
 from mpitrain.data.format.catalogue import Catalogue
-from mpitrain.data.order import IntArray, Order, chunk_sizes
+from mpitrain.data.read.order import IntArray, Order, chunk_sizes
+from mpitrain.data.read.prefetch import Batch, ReadAhead, Store
 from mpitrain.errors import UsageError
 
 Run = tuple[int | None, int, int]  # epoch (None: the order of the files), start, count

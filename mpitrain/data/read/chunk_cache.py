@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpitrain.data.buffers import NUM_SPARE, BatchBuffers
 from mpitrain.data.format.catalogue import Catalogue
-from mpitrain.data.order import IntArray
-from mpitrain.data.ragged import EntryPlaces, fixed_arrays
+from mpitrain.data.read.batch_memory import NUM_SPARE, BatchBuffers
+from mpitrain.data.read.order import IntArray
+from mpitrain.data.read.ragged import EntryPlaces, fixed_arrays
 
 CACHE_BYTES = 256 << 20
 

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from mpitrain.data.format.catalogue import ITEM_BYTES, ArraySpec, Catalogue, ShardInfo
-from mpitrain.data.order import IntArray, keyed_bits
-from mpitrain.data.reader import Batch, Reader
+from mpitrain.data.read.order import IntArray, keyed_bits
+from mpitrain.data.read.reader import Batch, Reader
 from mpitrain.errors import UsageError
 
 NUM_OFFSETS = 1 << 20

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from mpitrain.data.order import IntArray
+from mpitrain.data.read.order import IntArray
 from mpitrain.errors import DataError
 
 Batch = dict[str, torch.Tensor]

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mpitrain.data.ahead import Batch
 from mpitrain.data.format.catalogue import Catalogue
-from mpitrain.data.ragged import samples_of
+from mpitrain.data.read.prefetch import Batch
+from mpitrain.data.read.ragged import samples_of
 from mpitrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from mpitrain.data.shards import Shards
+    from mpitrain.data.read.shards import Shards
 
 Share = tuple[int, int]  # index, number
 Run = tuple[int, int]  # start, count

@@ -1,0 +1,1 @@
+"""From shard files to batches."""
