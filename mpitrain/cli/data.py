@@ -298,9 +298,9 @@ def _check(arguments: argparse.Namespace, ranks: Any) -> int:
     import sys
 
     from mpitrain.console import Console
-    from mpitrain.data.check import check
     from mpitrain.data.outside import Trust
     from mpitrain.data.progress import Pace
+    from mpitrain.data.tools.check import check
     from mpitrain.errors import DataError
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
@@ -323,8 +323,8 @@ def run_info(arguments: argparse.Namespace) -> int:
     """Print counts, shapes, dtypes, filters and what reading takes."""
     if launched_rank() != 0:
         return EXIT_OK
-    from mpitrain.data.info import info
     from mpitrain.data.outside import Trust
+    from mpitrain.data.tools.info import info
 
     for line in info(arguments.pattern, Trust(arguments.allow_external, arguments.max_gib)):
         print(printable(line))

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from mpitrain.data import Shards
-from mpitrain.data.check import check
 from mpitrain.data.format.layout import (
     CHUNK_ATTRIBUTE,
     ENTRIES_ATTRIBUTE,
@@ -23,6 +22,7 @@ from mpitrain.data.format.layout import (
     cache_bytes_needed,
 )
 from mpitrain.data.pack import pack
+from mpitrain.data.tools.check import check
 from mpitrain.data.write import write_shard
 from mpitrain.errors import DataError, UsageError
 

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader
 
 import mpitrain as mt
 from mpitrain.cli import main
-from mpitrain.data.check import check
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.read.chunk_cache import ChunkCache
 from mpitrain.data.read.ragged import num_samples_in, samples_of
 from mpitrain.data.read.reader import Reader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.sources import open_source
+from mpitrain.data.tools.check import check
 from mpitrain.errors import DataError
 from tests.data.mortal import no_power_cut  # noqa: F401
 

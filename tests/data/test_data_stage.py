@@ -6,8 +6,8 @@ import pytest
 
 import mpitrain as mt
 from mpitrain.cli import main
-from mpitrain.data.check import check
 from mpitrain.data.read.stage import stage, staged
+from mpitrain.data.tools.check import check
 from mpitrain.errors import DataError
 
 

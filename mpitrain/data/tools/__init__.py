@@ -1,0 +1,1 @@
+"""What `mpitrain data` does with a packed dataset."""
