@@ -47,8 +47,8 @@ from common import machine, table, write_row
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.data.pack import PackOptions, pack
 from mpitrain.data.sources import load_source
+from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.simulation import simulate
 from mpitrain.text import parse
 

@@ -41,8 +41,8 @@ from common import machine, median_ratio, table, write_row
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
-from mpitrain.data.pack import PackOptions, pack
 from mpitrain.data.sources import load_source
+from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.inject import Straggler, read
 from mpitrain.job import load_job
 from mpitrain.mpi.runtime import start

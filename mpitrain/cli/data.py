@@ -212,7 +212,7 @@ def run_pack(arguments: argparse.Namespace) -> int:
 def _with_ranks(work: Callable[[argparse.Namespace, Any], int], arguments: argparse.Namespace) -> int:
     """`work(arguments, ranks)` on every rank of the launch, or alone where there is none; MPI is started only if."""
     if not is_rank() or launched_size() == 1:
-        from mpitrain.data.ranks import ALONE
+        from mpitrain.data.write.ranks import ALONE
 
         return work(arguments, ALONE)
     from mpitrain.mpi.runtime import start
@@ -239,9 +239,9 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
 
     from mpitrain.console import Console
     from mpitrain.data.outside import at_home
-    from mpitrain.data.pack import PackOptions, pack
-    from mpitrain.data.progress import Pace
     from mpitrain.data.sources import SourceOptions, open_source
+    from mpitrain.data.write.pack import PackOptions, pack
+    from mpitrain.data.write.progress import Pace
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
     try:
@@ -299,8 +299,8 @@ def _check(arguments: argparse.Namespace, ranks: Any) -> int:
 
     from mpitrain.console import Console
     from mpitrain.data.outside import Trust
-    from mpitrain.data.progress import Pace
     from mpitrain.data.tools.check import check
+    from mpitrain.data.write.progress import Pace
     from mpitrain.errors import DataError
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpitrain.data.read.reader import Reader
     from mpitrain.data.read.shards import Shards
     from mpitrain.data.read.synthetic import Synthetic
-    from mpitrain.data.writer import ShardWriter
+    from mpitrain.data.write.writer import ShardWriter
 
 _home = {
     "ArraySpec": "mpitrain.data.format.catalogue",
@@ -29,7 +29,7 @@ _home = {
     "Order": "mpitrain.data.read.order",
     "Reader": "mpitrain.data.read.reader",
     "ShardInfo": "mpitrain.data.format.catalogue",
-    "ShardWriter": "mpitrain.data.writer",
+    "ShardWriter": "mpitrain.data.write.writer",
     "Shards": "mpitrain.data.read.shards",
     "Synthetic": "mpitrain.data.read.synthetic",
 }

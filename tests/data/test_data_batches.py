@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mpitrain.data import Shards
 from mpitrain.data.read.batches import ShardBatches
-from mpitrain.data.write import write_shard
+from mpitrain.data.write.shard_file import write_shard
 from mpitrain.errors import UsageError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from mpitrain.data import Catalogue, Shards
-from mpitrain.data.write import write_shard
+from mpitrain.data.write.shard_file import write_shard
 
 
 def pack_plain(directory: Path, counts: list[int], chunk: int) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.data.format.manifest import Manifest
-from mpitrain.data.pack import pack
 from mpitrain.data.tools.check import check
-from mpitrain.data.write import write_shard
+from mpitrain.data.write.pack import pack
+from mpitrain.data.write.shard_file import write_shard
 from mpitrain.errors import DataError
 from tests.data.mortal import no_power_cut, on_ranks  # noqa: F401
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpitrain.data import Shards
 from mpitrain.data.read.order import Order, chunk_sizes
-from mpitrain.data.write import write_shard
+from mpitrain.data.write.shard_file import write_shard
 from mpitrain.strategies.sampling.dealer import Dealer
 from mpitrain.strategies.sampling.peer_partition import Shares
 

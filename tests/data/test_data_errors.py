@@ -21,9 +21,9 @@ from mpitrain.data.format.layout import (
     SCHEMA_ATTRIBUTE,
     cache_bytes_needed,
 )
-from mpitrain.data.pack import pack
 from mpitrain.data.tools.check import check
-from mpitrain.data.write import write_shard
+from mpitrain.data.write.pack import pack
+from mpitrain.data.write.shard_file import write_shard
 from mpitrain.errors import DataError, UsageError
 
 X, Y = np.arange(24, dtype=np.float32).reshape(12, 2), np.arange(12)

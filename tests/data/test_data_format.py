@@ -14,7 +14,7 @@ import pytest
 import mpitrain.data
 from mpitrain.data.format.catalogue import ITEM_BYTES
 from mpitrain.data.format.manifest import Manifest
-from mpitrain.data.pack import pack
+from mpitrain.data.write.pack import pack
 from tests.data.mortal import no_power_cut  # noqa: F401
 
 PAGE = Path(mpitrain.data.__file__).with_name("FORMAT.md").read_text()

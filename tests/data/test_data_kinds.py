@@ -15,10 +15,10 @@ from pyarrow import csv, parquet, table
 
 from mpitrain.cli import main
 from mpitrain.data.format.columns import Columns, Ragged
-from mpitrain.data.pack import pack
 from mpitrain.data.sources import SourceOptions, open_source
 from mpitrain.data.sources import base as sources_base
 from mpitrain.data.sources.python import as_source
+from mpitrain.data.write.pack import pack
 from mpitrain.errors import DataError, UsageError
 from tests.data.mortal import no_power_cut  # noqa: F401
 

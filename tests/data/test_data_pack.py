@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from mpitrain.data import Shards
 from mpitrain.data.atomic import replacing
 from mpitrain.data.format.manifest import NAME, Manifest
-from mpitrain.data.pack import PackOptions, pack
 from mpitrain.data.sources.base import ArraySource
+from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.errors import DataError, UsageError
 from tests.data.mortal import die_at, no_power_cut, on_ranks  # noqa: F401
 

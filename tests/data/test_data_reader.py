@@ -17,7 +17,7 @@ from mpitrain.data import Reader, Shards
 from mpitrain.data.read.batch_memory import NUM_SPARE
 from mpitrain.data.read.chunk_cache import ChunkCache, slots_for
 from mpitrain.data.read.shard_files import ShardFiles
-from mpitrain.data.write import write_shard
+from mpitrain.data.write.shard_file import write_shard
 from mpitrain.errors import UsageError
 
 DTYPES = [

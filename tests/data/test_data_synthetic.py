@@ -125,7 +125,7 @@ import sys
 import mpitrain.cli.data
 light = {"torch", "h5py", "numpy", "sklearn", "mpi4py"} & set(sys.modules)
 assert not light, light
-import mpitrain.data, mpitrain.data.pack, mpitrain.data.tools.check, mpitrain.data.sources
+import mpitrain.data, mpitrain.data.write.pack, mpitrain.data.tools.check, mpitrain.data.sources
 assert "h5py" in sys.modules and not {"torch", "sklearn", "pyarrow", "PIL"} & set(sys.modules)
 mpitrain.data.Shards
 assert "torch" in sys.modules and "mpi4py" not in sys.modules and "sklearn" not in sys.modules

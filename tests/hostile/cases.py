@@ -29,7 +29,7 @@ from pyarrow import csv, parquet
 from mpitrain.checkpoint import write_part
 from mpitrain.checkpoint.parts import folder_of
 from mpitrain.data.format.manifest import NAME
-from mpitrain.data.pack import pack
+from mpitrain.data.write.pack import pack
 from mpitrain.run_directory import Identity
 
 X, Y = np.arange(96, dtype=np.float32).reshape(24, 4), np.arange(24)

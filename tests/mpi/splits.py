@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.data.pack import PackOptions, pack
 from mpitrain.data.sources import load_source
+from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.job import load_job
 from mpitrain.model.replica import seed_step
 from tests import toy

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mpitrain.data.write import write_shard
+from mpitrain.data.write.shard_file import write_shard
 from tests.ranks import run_ranks
 
 MPITRAIN = [sys.executable, "-m", "mpitrain"]

@@ -31,12 +31,12 @@ from mpitrain.data.format.manifest import (
     make_room,
 )
 from mpitrain.data.outside import at_home, read_json
-from mpitrain.data.plan import PackOptions, Plan
-from mpitrain.data.ranks import ALONE, Ranks
 from mpitrain.data.read.order import SPLIT, keyed_bits
 from mpitrain.data.sources import Source, SourceOptions, Stream, as_source, open_source
-from mpitrain.data.write import ShardFile
-from mpitrain.data.writer import ShardWriter
+from mpitrain.data.write.plan import PackOptions, Plan
+from mpitrain.data.write.ranks import ALONE, Ranks
+from mpitrain.data.write.shard_file import ShardFile
+from mpitrain.data.write.writer import ShardWriter
 from mpitrain.errors import DataError, UsageError
 
 Progress = Callable[[int, int | None], None]  # samples done and to do, of this rank

@@ -16,7 +16,7 @@ from mpitrain.data.format.filters import Compression
 from mpitrain.data.format.layout import SCHEMA
 from mpitrain.data.format.manifest import SPLITS, Manifest, shard_name, specs_to_json
 from mpitrain.data.sources import Source
-from mpitrain.data.writer import shard_sizes
+from mpitrain.data.write.writer import shard_sizes
 from mpitrain.errors import UsageError
 
 

@@ -27,9 +27,9 @@ from mpitrain.data.format.filters import Compression
 from mpitrain.data.format.layout import RUN_BYTES
 from mpitrain.data.format.manifest import Manifest, file_sha256, make_room, shard_name, specs_to_json
 from mpitrain.data.outside import at_home
-from mpitrain.data.ranks import ALONE, Ranks
 from mpitrain.data.read.order import IntArray
-from mpitrain.data.write import ShardFile
+from mpitrain.data.write.ranks import ALONE, Ranks
+from mpitrain.data.write.shard_file import ShardFile
 from mpitrain.errors import UsageError
 
 SHARD_BYTES = 256 << 20
