@@ -47,7 +47,7 @@ from chaos_relaunch import run_server, run_signal, run_writing
 from common import write_row
 
 from mpitrain.checkpoint.parts import folder_of, newest, read_part, write_part
-from mpitrain.run_directory import Identity
+from mpitrain.system.run_directory import Identity
 
 OURS = Identity("chaos", "files")
 BATCH_SIZE = 16  # the digits job's

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 from chaos_launch import HERE
 from common import table, write_row
 
-from mpitrain import rank_status
 from mpitrain.checkpoint.parts import newest
+from mpitrain.system import rank_status
 
 PAGE = HERE.parent / "docs" / "fault-tolerance.md"
 RECEIVERS = ("launch", "mpirun", "rank")

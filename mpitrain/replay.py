@@ -17,7 +17,7 @@ from typing import Any
 from mpitrain.effects import Effect, Kind, Message, Recv, Role, watched
 from mpitrain.errors import UsageError
 from mpitrain.report import writing
-from mpitrain.run_directory import RUN_FILE
+from mpitrain.system.run_directory import RUN_FILE
 
 UNRECORDED = (Kind.NOTE, Kind.ALIVE, Kind.AWAY)
 

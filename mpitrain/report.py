@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from mpitrain.console import Console, date, short
 from mpitrain.errors import OutputError
-from mpitrain.folders import make_private
+from mpitrain.system.folders import make_private
 
 SCHEMA = 1
 METRICS_FILE = "metrics.jsonl"

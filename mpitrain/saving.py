@@ -20,9 +20,16 @@ import torch
 from mpitrain.checkpoint import Checkpoint, write_part
 from mpitrain.checkpoint.parts import FIRST, folder_of, prune
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.folders import make_private
-from mpitrain.run_directory import Identity, adopt, make_room, new_attempt_id, new_run_id, wait_for_room
-from mpitrain.run_lock import RunLock
+from mpitrain.system.folders import make_private
+from mpitrain.system.run_directory import (
+    Identity,
+    adopt,
+    make_room,
+    new_attempt_id,
+    new_run_id,
+    wait_for_room,
+)
+from mpitrain.system.run_lock import RunLock
 from mpitrain.training.agree import attempt
 from mpitrain.training.cutting import copied, own_part
 from mpitrain.training.resuming import find, identify

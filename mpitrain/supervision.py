@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain import rank_status
 from mpitrain.errors import EXIT_ENDED_AT_ONCE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_REQUEUE, MpitrainError
-from mpitrain.processes import is_gone, runs, send_signal
-from mpitrain.rank_status import ENDED, READY, STARTED, STARTING_MPI, RankStatus
+from mpitrain.system import rank_status
+from mpitrain.system.processes import is_gone, runs, send_signal
+from mpitrain.system.rank_status import ENDED, READY, STARTED, STARTING_MPI, RankStatus
 
 LOOK_EVERY_S = 1.0
 _FOLDER = ".launch-"

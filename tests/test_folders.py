@@ -5,9 +5,9 @@ import stat
 import torch
 
 from mpitrain.checkpoint.parts import folder_of, write_part
-from mpitrain.folders import make_private
 from mpitrain.report import Report
-from mpitrain.run_directory import Identity
+from mpitrain.system.folders import make_private
+from mpitrain.system.run_directory import Identity
 from mpitrain.training.alarm import Alarm
 
 

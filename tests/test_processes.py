@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mpitrain.processes import identity, is_gone, is_visible, runs, send_signal
+from mpitrain.system.processes import identity, is_gone, is_visible, runs, send_signal
 
 
 @pytest.fixture

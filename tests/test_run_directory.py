@@ -10,8 +10,16 @@ from mpitrain.checkpoint import newest, write_part
 from mpitrain.checkpoint.parts import folder_of
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
-from mpitrain.run_directory import Identity, adopt, make_room, progress, run_of, wait_for_room, why_no_room
 from mpitrain.saving import LoopRun
+from mpitrain.system.run_directory import (
+    Identity,
+    adopt,
+    make_room,
+    progress,
+    run_of,
+    wait_for_room,
+    why_no_room,
+)
 from mpitrain.training.opening import open_run
 from tests import toy
 

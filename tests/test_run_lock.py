@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from mpitrain import run_lock
 from mpitrain.errors import OutputError, UsageError
-from mpitrain.run_lock import LOCK_FILE, RunLock, _who_we_are
+from mpitrain.system import run_lock
+from mpitrain.system.run_lock import LOCK_FILE, RunLock, _who_we_are
 
 FORK = multiprocessing.get_context("fork")
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain import rank_status
 from mpitrain.launch import relaunch
-from mpitrain.processes import identity
-from mpitrain.rank_status import ENDED, IMPORTING, READY, STARTED, STARTING_MPI, RankStatus
 from mpitrain.supervision import Outcome, Requests, Supervisor, Watch, died_early, launch_folder
+from mpitrain.system import rank_status
+from mpitrain.system.processes import identity
+from mpitrain.system.rank_status import ENDED, IMPORTING, READY, STARTED, STARTING_MPI, RankStatus
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 

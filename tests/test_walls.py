@@ -20,15 +20,15 @@ PACKAGE = Path(__file__).parents[1] / "mpitrain"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 
 # The ground that every storey stands on: errors, and the values that print as text. Standard library only.
-GROUND = {"mpitrain.errors", "mpitrain.text", "mpitrain.folders"}
+GROUND = {"mpitrain.errors", "mpitrain.text", "mpitrain.system.folders"}
 ANYTHING = {"mpitrain"}
 # place -> (what of the package it may import besides itself, which third parties)
 WALLS: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "folders": (set(), set()),
     "text": ({"mpitrain.errors"}, set()),
-    "run_directory": ({"mpitrain.folders"}, set()),
-    "run_lock": ({"mpitrain.errors", "mpitrain.folders", "mpitrain.run_directory"}, set()),
+    "run_directory": ({"mpitrain.system.folders"}, set()),
+    "run_lock": ({"mpitrain.errors", "mpitrain.system.folders", "mpitrain.system.run_directory"}, set()),
     "effects": (set(), set()),
     "inject": (GROUND | {"mpitrain.effects"}, set()),
     "rules": (GROUND, set()),
@@ -36,27 +36,38 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
     "roles": (GROUND | {"mpitrain.strategies", "mpitrain.effects"}, set()),
     "mpi": (
         GROUND
-        | {"mpitrain.effects", "mpitrain.environment", "mpitrain.processes", "mpitrain.rank_status"}
-        | {"mpitrain.tracebacks"},
+        | {
+            "mpitrain.effects",
+            "mpitrain.environment",
+            "mpitrain.system.processes",
+            "mpitrain.system.rank_status",
+        }
+        | {"mpitrain.system.tracebacks"},
         {"mpi4py", "torch", "numpy"},
     ),
     "virtual": (GROUND | {"mpitrain.effects"}, {"torch"}),
     "model": (GROUND | {"mpitrain.strategies", "mpitrain.codecs"}, {"torch", "numpy", "safetensors"}),
     "data": (GROUND, {"torch", "h5py", "numpy", "sklearn", "hdf5plugin", "pyarrow", "PIL"}),
     "checkpoint": (
-        GROUND | {"mpitrain.run_directory", "mpitrain.strategies", "mpitrain.codecs", "mpitrain.model"},
+        GROUND
+        | {"mpitrain.system.run_directory", "mpitrain.strategies", "mpitrain.codecs", "mpitrain.model"},
         {"torch", "numpy", "safetensors"},
     ),
     "console": (GROUND, set()),
     "report": (GROUND | {"mpitrain.console"}, set()),
-    "slurm": (GROUND | {"mpitrain.run_directory"}, set()),
+    "slurm": (GROUND | {"mpitrain.system.run_directory"}, set()),
     "processes": (set(), set()),
     "tracebacks": (set(), set()),
-    "rank_status": (GROUND | {"mpitrain.environment", "mpitrain.processes"}, set()),
-    "supervision": (GROUND | {"mpitrain.processes", "mpitrain.rank_status"}, set()),
+    "rank_status": (GROUND | {"mpitrain.environment", "mpitrain.system.processes"}, set()),
+    "supervision": (GROUND | {"mpitrain.system.processes", "mpitrain.system.rank_status"}, set()),
     "launch": (
         GROUND
-        | {"mpitrain.environment", "mpitrain.launchers", "mpitrain.run_directory", "mpitrain.supervision"},
+        | {
+            "mpitrain.environment",
+            "mpitrain.launchers",
+            "mpitrain.system.run_directory",
+            "mpitrain.supervision",
+        },
         set(),
     ),
     "launchers": (GROUND, set()),

@@ -10,8 +10,8 @@ import torch
 from mpitrain.checkpoint import Keeper, newest, read_part
 from mpitrain.errors import CheckpointError
 from mpitrain.report import METRICS_FILE
-from mpitrain.run_directory import Identity
 from mpitrain.strategies.checkpoint_policy import read_policy
+from mpitrain.system.run_directory import Identity
 from mpitrain.training.alarm import Alarm
 from mpitrain.training.emergency import Emergency, Guard, KeptBuffers, Taken
 from mpitrain.training.roll_call import RollCall

@@ -15,8 +15,8 @@ from typing import Any
 
 from mpitrain.checkpoint.parts import corrupt_part, folder_of, prune, write_part
 from mpitrain.errors import CheckpointError
-from mpitrain.run_directory import Identity
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
+from mpitrain.system.run_directory import Identity
 
 MAX_FAILURES = 3
 

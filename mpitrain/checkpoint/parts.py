@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.folders import make_private
-from mpitrain.run_directory import (
+from mpitrain.system.folders import make_private
+from mpitrain.system.run_directory import (
     CHECKPOINTS,
     FIRST_PART,
     MAX_RECORD_BYTES,

@@ -14,11 +14,11 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain import rank_status
 from mpitrain.cli import data, doctor, env, launch, simulate, slurm, train
 from mpitrain.cli.parser import Parser
 from mpitrain.environment import is_rank, launched_rank
 from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageError, printable
+from mpitrain.system import rank_status
 
 _DESCRIPTION = """\
 Train PyTorch models over MPI. The job is a Python file, the strategy by which

@@ -238,10 +238,10 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
     import sys
 
     from mpitrain.console import Console
-    from mpitrain.data.outside import at_home
     from mpitrain.data.sources import SourceOptions, open_source
     from mpitrain.data.write.pack import PackOptions, pack
     from mpitrain.data.write.progress import Pace
+    from mpitrain.system.outside import at_home
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
     try:
@@ -281,8 +281,8 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
 
 def run_stage(arguments: argparse.Namespace) -> int:
     """Copy; prints where the shards are now. srun starts one on each node, so every caller copies."""
-    from mpitrain.data.outside import at_home, expanded
     from mpitrain.data.read.stage import stage
+    from mpitrain.system.outside import at_home, expanded
 
     target, copied = stage(at_home(arguments.source), expanded(arguments.dest), arguments.allow_external)
     print(printable(f"{target}: ") + (f"staged, {copied / 2**20:.1f} MiB" if copied else "already there"))
@@ -298,10 +298,10 @@ def _check(arguments: argparse.Namespace, ranks: Any) -> int:
     import sys
 
     from mpitrain.console import Console
-    from mpitrain.data.outside import Trust
     from mpitrain.data.tools.check import check
     from mpitrain.data.write.progress import Pace
     from mpitrain.errors import DataError
+    from mpitrain.system.outside import Trust
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
     pace = Pace(console, "checking", "shards")
@@ -323,8 +323,8 @@ def run_info(arguments: argparse.Namespace) -> int:
     """Print counts, shapes, dtypes, filters and what reading takes."""
     if launched_rank() != 0:
         return EXIT_OK
-    from mpitrain.data.outside import Trust
     from mpitrain.data.tools.info import info
+    from mpitrain.system.outside import Trust
 
     for line in info(arguments.pattern, Trust(arguments.allow_external, arguments.max_gib)):
         print(printable(line))

@@ -172,9 +172,9 @@ class _Launch:
             return self.requests.exit_code(once([]).code)
 
     def _once(self, folder: Path | None, more: list[str]) -> Outcome:
-        from mpitrain import rank_status
         from mpitrain.launch import completed, result_mark
         from mpitrain.supervision import Supervisor, Watch, told_by_ranks
+        from mpitrain.system import rank_status
 
         arguments, run_dir = self.arguments, self.run_dir
         before = result_mark(run_dir) if run_dir else None
@@ -204,8 +204,8 @@ class _Launch:
 
     def _command(self, folder: Path | None) -> tuple[list[str], dict[str, str]]:
         """The command line and what it needs in its environment."""
-        from mpitrain import rank_status
         from mpitrain.launch import launch_command
+        from mpitrain.system import rank_status
 
         extra = {"MPITRAIN_RUN_DIR": str(self.run_dir)} if self.run_dir else {}
         extra |= {rank_status.VARIABLE: str(folder)} if folder else {}

@@ -17,8 +17,8 @@ import sys
 
 import mpi4py
 
-from mpitrain import rank_status
 from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm
+from mpitrain.system import rank_status
 
 # A rank has two busy threads, its own computing and MPI's; where cores are scarce, an MPI call that spins in wait for
 # a peer would steal the core from its own backward pass. Yielding costs nothing measurable where cores abound.

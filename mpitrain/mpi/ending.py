@@ -31,7 +31,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 from zlib import crc32
 
-from mpitrain import processes, rank_status
 from mpitrain.errors import (
     EXIT_ERROR,
     EXIT_INTERRUPTED,
@@ -44,10 +43,11 @@ from mpitrain.errors import (
     UsageError,
     printable,
 )
-from mpitrain.folders import make_private
 from mpitrain.mpi.agreement import CalledOffError, agree, revoke
 from mpitrain.mpi.bindings import MPI
-from mpitrain.tracebacks import own_part
+from mpitrain.system import processes, rank_status
+from mpitrain.system.folders import make_private
+from mpitrain.system.tracebacks import own_part
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpitrain import processes, rank_status
 from mpitrain.environment import node_key
 from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError, printable
 from mpitrain.mpi import ending, exchange, points
@@ -25,7 +24,8 @@ from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.graves import failed_ranks
 from mpitrain.mpi.places import name_ranks, node_indices
 from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
-from mpitrain.tracebacks import own_part
+from mpitrain.system import processes, rank_status
+from mpitrain.system.tracebacks import own_part
 
 # Where MPI tells of no death: longest wait for others at a collective, and of rank 0 for a rank's counts in the end.
 PATIENCE_S, LIVING_S = 900.0, 120.0

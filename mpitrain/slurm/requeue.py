@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.run_directory import progress, read_bounded
+from mpitrain.system.run_directory import progress, read_bounded
 
 MARKER = "REQUEUE"
 LOG = "restarts.jsonl"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.run_directory import progress, read_json
 from mpitrain.slurm.requeue import MARKER, restarts
+from mpitrain.system.run_directory import progress, read_json
 
 
 def describe(run_dir: Path) -> str:

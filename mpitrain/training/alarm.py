@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.folders import make_private
+from mpitrain.system.folders import make_private
 
 FOLDER = "stacks"
 LOOK_EVERY_S = 0.05

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpitrain.mpi.allreduce_plan import AUTO, VARIABLE, pinned
 from mpitrain.report import write_json
-from mpitrain.run_directory import RUN_FILE
+from mpitrain.system.run_directory import RUN_FILE
 from mpitrain.training.session import Session
 
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from mpitrain.checkpoint import Checkpoint
 from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, mark_of, survey
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.folders import make_private
 from mpitrain.job import Job, Overrides
 from mpitrain.report import default_run_dir
-from mpitrain.run_directory import Identity, adopt, make_room, new_attempt_id, new_run_id, run_of
-from mpitrain.run_lock import RunLock
+from mpitrain.system.folders import make_private
+from mpitrain.system.run_directory import Identity, adopt, make_room, new_attempt_id, new_run_id, run_of
+from mpitrain.system.run_lock import RunLock
 from mpitrain.training.agree import attempt
 from mpitrain.training.resuming import find, identify
 

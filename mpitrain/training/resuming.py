@@ -15,8 +15,8 @@ from mpitrain.checkpoint import Checkpoint, Keeper
 from mpitrain.checkpoint.parts import candidates, damage, nothing_verifies
 from mpitrain.errors import CheckpointError
 from mpitrain.inject import FileFault
-from mpitrain.run_directory import Identity
 from mpitrain.strategies.checkpoint_policy import read_policy
+from mpitrain.system.run_directory import Identity
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt
 from mpitrain.training.resume_options import changed_options, chosen, refuse_others

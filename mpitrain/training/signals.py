@@ -11,7 +11,7 @@ import signal
 import threading
 from typing import Any
 
-from mpitrain import rank_status
+from mpitrain.system import rank_status
 
 _asked = threading.Event()
 _before: dict[int, Any] = {}

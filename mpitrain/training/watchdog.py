@@ -26,10 +26,10 @@ from typing import Any
 
 from mpitrain.checkpoint import newest
 from mpitrain.errors import CheckpointError, MpitrainError
-from mpitrain.folders import make_private
-from mpitrain.processes import place, send_signal
 from mpitrain.report import METRICS_FILE
 from mpitrain.strategies import Roles, ServerStrategy, Strategy
+from mpitrain.system.folders import make_private
+from mpitrain.system.processes import place, send_signal
 from mpitrain.training.alarm import Alarm
 from mpitrain.training.emergency import Emergency
 from mpitrain.training.roll_call import RollCall

@@ -21,8 +21,8 @@ from mpitrain.checkpoint.background_writer import Keeper
 from mpitrain.checkpoint.parts import OtherSchemaError, _digest, folder_of, listed, mark_of, prune, verify
 from mpitrain.checkpoint.state_tree import join, split
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.run_directory import Identity, progress
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy, read_policy
+from mpitrain.system.run_directory import Identity, progress
 
 OURS = Identity("run", "attempt")
 LEAVES = st.one_of(
@@ -296,7 +296,7 @@ WRITER = """
 import sys, torch
 from pathlib import Path
 from mpitrain.checkpoint.parts import folder_of, write_part
-from mpitrain.run_directory import Identity, progress
+from mpitrain.system.run_directory import Identity, progress
 run_dir, ours = Path(sys.argv[1]), Identity("run", "attempt")
 print("ready", flush=True)
 for mark in range(1, 10**6):

@@ -17,12 +17,12 @@ from mpitrain.cli import main
 from mpitrain.data import Shards
 from mpitrain.data.format.chunk_lengths import ChunkLengths
 from mpitrain.data.format.manifest import NAME, Manifest
-from mpitrain.data.outside import Trust, expanded
 from mpitrain.data.read.stage import stage
 from mpitrain.data.sources import SourceOptions, open_source
 from mpitrain.data.tools.check import check
 from mpitrain.data.write.pack import pack
 from mpitrain.errors import DataError, UsageError, printable
+from mpitrain.system.outside import Trust, expanded
 
 X = np.arange(48, dtype=np.float32).reshape(12, 4)
 

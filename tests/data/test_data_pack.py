@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.data import Shards
-from mpitrain.data.atomic import replacing
 from mpitrain.data.format.manifest import NAME, Manifest
 from mpitrain.data.sources.base import ArraySource
 from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.errors import DataError, UsageError
+from mpitrain.system.atomic import replacing
 from tests.data.mortal import die_at, no_power_cut, on_ranks  # noqa: F401
 
 ARRAYS = {"y": np.arange(1000), "x": np.arange(64000, dtype=np.float32).reshape(1000, 8, 8)}

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides, load_job
 from mpitrain.model.user_code import Checked, check_made_optimizer, check_module, unused_parameters
-from mpitrain.tracebacks import own_part
+from mpitrain.system.tracebacks import own_part
 from mpitrain.training.options import fingerprint
 from tests import toy
 

@@ -11,8 +11,8 @@ import pytest
 from mpitrain import Sync, simulate
 from mpitrain.checkpoint.parts import FOLDER, _digest, folder_of, newest, write_part
 from mpitrain.job import load_job
-from mpitrain.run_directory import Identity
-from mpitrain.run_lock import RunLock
+from mpitrain.system.run_directory import Identity
+from mpitrain.system.run_lock import RunLock
 from mpitrain.training.measure import same_model
 from tests.ranks import run_ranks
 

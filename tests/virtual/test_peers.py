@@ -13,8 +13,8 @@ from mpitrain.model.flat import FlatModel
 from mpitrain.model.peering import PeerReplica
 from mpitrain.report import NullReport
 from mpitrain.roles.peer import Peer
-from mpitrain.run_directory import Identity
 from mpitrain.strategies.sampling.peer_partition import Endless, Shares
+from mpitrain.system.run_directory import Identity
 from mpitrain.training.measure import build
 from mpitrain.training.peer_cutting import restore
 from mpitrain.training.resuming import Resume

@@ -29,8 +29,8 @@ import numpy as np
 from mpitrain.data.format.catalogue import ITEM_BYTES, OFFSETS, ArraySpec, ShardInfo
 from mpitrain.data.format.filters import check_readable
 from mpitrain.data.format.links import find
-from mpitrain.data.outside import CAREFUL, Trust, check_regular, check_size, gib
 from mpitrain.errors import DataError
+from mpitrain.system.outside import CAREFUL, Trust, check_regular, check_size, gib
 
 SCHEMA = 1
 VARIABLE_SCHEMA = 2  # of shards with variable arrays

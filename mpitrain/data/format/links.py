@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import h5py
 
-from mpitrain.data.outside import ALLOW, check_regular
 from mpitrain.errors import DataError
+from mpitrain.system.outside import ALLOW, check_regular
 
 MAX_HOPS = 16  # soft links after each other
 

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpitrain.data.atomic import partial_of, replacing, sync_directory, write_all
 from mpitrain.data.format.catalogue import ArraySpec
-from mpitrain.data.outside import check_inside, open_regular, read_json
 from mpitrain.errors import DataError, UsageError
+from mpitrain.system.atomic import partial_of, replacing, sync_directory, write_all
+from mpitrain.system.outside import check_inside, open_regular, read_json
 
 NAME = "mpitrain-pack.json"
 SCHEMA = 2  # 1 had neither arrays nor splits

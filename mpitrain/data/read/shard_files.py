@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from mpitrain.data.format.catalogue import OFFSETS, Catalogue
 from mpitrain.data.format.chunk_lengths import ChunkLengths
 from mpitrain.data.format.layout import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
-from mpitrain.data.outside import CAREFUL, Trust
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.read.stage import staged
 from mpitrain.errors import DataError
+from mpitrain.system.outside import CAREFUL, Trust
 
 MAX_OPEN_FILES = 32
 

@@ -18,12 +18,12 @@ from torch.utils.data import IterableDataset
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.format.layout import describe_shard
 from mpitrain.data.format.manifest import check_against_manifest
-from mpitrain.data.outside import MAX_GIB, Trust, check_inside, check_size, root_of
 from mpitrain.data.read.batches import ShardBatches, Share, iterate_samples, place
 from mpitrain.data.read.chunk_cache import ChunkCache, memory_needed
 from mpitrain.data.read.reader import Batch, Reader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.errors import DataError, UsageError
+from mpitrain.system.outside import MAX_GIB, Trust, check_inside, check_size, root_of
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mpitrain.data.format.manifest import NAME, Manifest, file_sha256
-from mpitrain.data.outside import MAX_INDEX_BYTES, check_inside, expanded, open_regular
 from mpitrain.errors import DataError, UsageError
+from mpitrain.system.outside import MAX_INDEX_BYTES, check_inside, expanded, open_regular
 
 STAGED = "MPITRAIN_STAGED"  # the folder that packs were staged into; $VARIABLES in it are the node's
 

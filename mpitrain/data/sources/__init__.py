@@ -10,12 +10,12 @@ import os
 from pathlib import Path
 
 from mpitrain.data.format.columns import Columns, check_columns
-from mpitrain.data.outside import at_home, check_inside, root_of
 from mpitrain.data.sources import examples
 from mpitrain.data.sources.base import ArraySource, Selection, Source, SourceOptions
 from mpitrain.data.sources.files import load_npz, npy_source, npz_source
 from mpitrain.data.sources.python import Stream, as_source, looks_like_python, python_source
 from mpitrain.errors import UsageError
+from mpitrain.system.outside import at_home, check_inside, root_of
 
 EXAMPLES = {"digits": examples.digits, "topics": examples.topics}
 KINDS = {".npy": "npy", ".npz": "npz", ".csv": "CSV", ".csv.gz": "CSV", ".parquet": "Parquet", ".tar": "tar"}

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.format.columns import Array, Column, Columns, Ragged, sample_bytes
-from mpitrain.data.outside import check_inside, check_regular, check_size, open_regular, reading
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.sources.base import Source, SourceOptions, file_fingerprint
 from mpitrain.errors import DataError, UsageError
+from mpitrain.system.outside import check_inside, check_regular, check_size, open_regular, reading
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")  # Pillow would start Ghostscript for an EPS

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.format.columns import Column, Columns, Ragged, check_columns, sample_bytes
-from mpitrain.data.outside import Trust, open_regular, reading
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.sources.base import Selection, Source, SourceOptions, file_fingerprint
 from mpitrain.data.sources.files import read_npy
 from mpitrain.data.sources.images import images_column, is_image
 from mpitrain.errors import DataError, UsageError
+from mpitrain.system.outside import Trust, open_regular, reading
 
 NUMBERS = ("cls", "index", "id")
 PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")

@@ -18,10 +18,10 @@ from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue, ShardI
 from mpitrain.data.format.columns import Array
 from mpitrain.data.format.layout import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
 from mpitrain.data.format.manifest import NAME, Manifest, file_sha256, specs_to_json
-from mpitrain.data.outside import CAREFUL, Trust, at_home, check_inside, check_size, root_of
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.errors import DataError
+from mpitrain.system.outside import CAREFUL, Trust, at_home, check_inside, check_size, root_of
 
 CHUNK_RANGE = (
     256 << 10,

@@ -11,9 +11,9 @@ from mpitrain.data.format.catalogue import OFFSETS, ArraySpec, Catalogue
 from mpitrain.data.format.filters import filters_of
 from mpitrain.data.format.layout import open_shard
 from mpitrain.data.format.manifest import Manifest
-from mpitrain.data.outside import CAREFUL, Trust
 from mpitrain.data.read.chunk_cache import slots_for
 from mpitrain.data.read.shards import Shards
+from mpitrain.system.outside import CAREFUL, Trust
 
 MAX_FILES = 20
 

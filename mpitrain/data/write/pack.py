@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.data.atomic import replacing, write_all
 from mpitrain.data.format.columns import check_alike
 from mpitrain.data.format.filters import Compression
 from mpitrain.data.format.manifest import (
@@ -30,7 +29,6 @@ from mpitrain.data.format.manifest import (
     file_sha256,
     make_room,
 )
-from mpitrain.data.outside import at_home, read_json
 from mpitrain.data.read.order import SPLIT, keyed_bits
 from mpitrain.data.sources import Source, SourceOptions, Stream, as_source, open_source
 from mpitrain.data.write.plan import PackOptions, Plan
@@ -38,6 +36,8 @@ from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.data.write.shard_file import ShardFile
 from mpitrain.data.write.writer import ShardWriter
 from mpitrain.errors import DataError, UsageError
+from mpitrain.system.atomic import replacing, write_all
+from mpitrain.system.outside import at_home, read_json
 
 Progress = Callable[[int, int | None], None]  # samples done and to do, of this rank
 

@@ -26,11 +26,11 @@ from mpitrain.data.format.columns import (
 from mpitrain.data.format.filters import Compression
 from mpitrain.data.format.layout import RUN_BYTES
 from mpitrain.data.format.manifest import Manifest, file_sha256, make_room, shard_name, specs_to_json
-from mpitrain.data.outside import at_home
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.data.write.shard_file import ShardFile
 from mpitrain.errors import UsageError
+from mpitrain.system.outside import at_home
 
 SHARD_BYTES = 256 << 20
 MAX_CHUNK_BYTES = (1 << 32) - 1  # HDF5's own limit

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.environment import is_rank, launched_local_rank, launched_rank
-from mpitrain.processes import identity
+from mpitrain.system.processes import identity
 
 VARIABLE = "MPITRAIN_LAUNCH_DIR"
 LOOK_EVERY_S = 0.5  # for a request; rank 0 of each node looks, or everybody where nobody knows who that is

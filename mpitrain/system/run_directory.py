@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.folders import make_private
+from mpitrain.system.folders import make_private
 
 CHECKPOINTS = "checkpoints"
 RUN_ID_FILE = "run-id"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import OutputError, UsageError
-from mpitrain.run_directory import read_bounded
+from mpitrain.system.run_directory import read_bounded
 
 LOCK_FILE = "lock"
 REFRESH_S = 5.0
