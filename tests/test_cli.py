@@ -411,7 +411,7 @@ def test_env_is_printed_where_mpi_cannot_start(tmp_path: Path) -> None:
 
 
 def test_env_under_a_launcher_is_printed_once_with_every_ranks_node() -> None:
-    from mpitrain.launchers import find_launcher
+    from mpitrain.launch.discover import find_launcher
 
     try:
         find_launcher()

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from mpitrain import launchers
 from mpitrain.errors import UsageError
-from mpitrain.launch import completed, launch_command, relaunch, result_mark
-from mpitrain.launchers import Launcher, find_launcher, installed_library, launcher_flavour
-from mpitrain.supervision import Outcome, Requests
+from mpitrain.launch.command import completed, discover, launch_command, relaunch, result_mark
+from mpitrain.launch.discover import Launcher, find_launcher, installed_library, launcher_flavour
+from mpitrain.launch.supervision import Outcome, Requests
 
 OPENMPI = Launcher("openmpi", "/v/bin/mpirun", "openmpi", "/v")
 MPICH = Launcher("mpich", "/v/bin/mpirun", "mpich")
@@ -323,7 +322,7 @@ def test_a_run_without_a_result_has_not_ended_well_whatever_its_launcher_says(
     (tmp_path / "mpirun").chmod(0o755)
     (tmp_path / "job.py").touch()
     monkeypatch.setattr(
-        "mpitrain.launchers.find_launcher", lambda wanted: Launcher("openmpi", str(tmp_path / "mpirun"))
+        "mpitrain.launch.discover.find_launcher", lambda wanted: Launcher("openmpi", str(tmp_path / "mpirun"))
     )
     words = ["launch", "-n", "2", "train", str(tmp_path / "job.py"), "--run-dir", str(tmp_path / "run")]
     assert main(words) == 1
@@ -341,7 +340,7 @@ def test_what_was_told_to_end_before_it_began_is_no_failure(
         os.kill(os.getpid(), signal.SIGUSR1)
         return Launcher("openmpi", "/bin/false")
 
-    monkeypatch.setattr("mpitrain.launchers.find_launcher", find)
+    monkeypatch.setattr("mpitrain.launch.discover.find_launcher", find)
     words = ["launch", "-n", "2", "--ft", "ulfm", "train", str(tmp_path / "job.py")]
     assert main([*words, "--run-dir", str(tmp_path / "run")]) == 75
     assert capsys.readouterr().err == "" and not (tmp_path / "run").exists()
@@ -466,7 +465,7 @@ def test_a_rank_cannot_launch(tmp_path: Path) -> None:
 def test_flavours_are_those_the_option_offers() -> None:
     from mpitrain.cli import build_parser
 
-    for flavour in ("auto", *launchers.FLAVOURS):
+    for flavour in ("auto", *discover.FLAVOURS):
         assert build_parser().parse_args(["launch", "-n", "1", "--mpi", flavour, "x.py"]).mpi == flavour
 
 
@@ -506,7 +505,7 @@ def test_a_run_is_started_again_only_from_checkpoints_of_its_own_and_where_there
         started == [[], *[["--resume", "auto"]] * 3]
         and "from the checkpoint at 300 samples" in capsys.readouterr().err
     )
-    monkeypatch.setattr("mpitrain.launch.why_no_room", lambda run_dir: "No space left on device")
+    monkeypatch.setattr("mpitrain.launch.command.why_no_room", lambda run_dir: "No space left on device")
     started.clear()
     run_dir = tmp_path / "full"
     assert relaunch(fail, run_dir, 9, Requests()) == 1 and started == [[]]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch import relaunch
-from mpitrain.supervision import Outcome, Requests, Supervisor, Watch, died_early, launch_folder
+from mpitrain.launch.command import relaunch
+from mpitrain.launch.supervision import Outcome, Requests, Supervisor, Watch, died_early, launch_folder
 from mpitrain.system import rank_status
 from mpitrain.system.processes import identity
 from mpitrain.system.rank_status import ENDED, IMPORTING, READY, STARTED, STARTING_MPI, RankStatus
@@ -347,7 +347,7 @@ while True:
 LAUNCH = """
 import sys
 from mpitrain import supervision
-from mpitrain.supervision import Requests, Supervisor
+from mpitrain.launch.supervision import Requests, Supervisor
 supervision.END_GRACE_S = float(sys.argv[1])
 with Requests() as requests:
     outcome = Supervisor("openmpi", requests).run([sys.executable, "-c", sys.argv[2]], {})
@@ -398,7 +398,7 @@ def test_the_exit_code_comes_back() -> None:
 
 
 def test_a_launcher_that_does_not_end_after_the_result_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpitrain.supervision.RESULT_GRACE_S", 0.0)
+    monkeypatch.setattr("mpitrain.launch.supervision.RESULT_GRACE_S", 0.0)
     outcome = Supervisor("openmpi", Requests(), finished=lambda: True).run(["sleep", "600"], {})
     assert outcome.code == 0 and outcome.final and "after a complete result" in outcome.reason
 
@@ -407,8 +407,8 @@ def test_a_launcher_that_stays_after_its_last_rank_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks without a result to end the launch by: they have failed, and a host of the launcher's is gone."""
-    monkeypatch.setattr("mpitrain.supervision.RESULT_GRACE_S", 0.0)
-    monkeypatch.setattr("mpitrain.supervision.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("mpitrain.launch.supervision.RESULT_GRACE_S", 0.0)
+    monkeypatch.setattr("mpitrain.launch.supervision.LOOK_EVERY_S", 0.1)
     with launch_folder(tmp_path, True) as folder:
         assert folder is not None
         rank_status.open_folder(folder, 1.0)
@@ -423,7 +423,7 @@ def test_a_launcher_that_stays_after_its_last_rank_is_ended(
 def test_a_launcher_is_not_left_behind_when_watching_over_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(
-        "mpitrain.supervision.subprocess.Popen",
+        "mpitrain.launch.supervision.subprocess.Popen",
         lambda *words, popen=subprocess.Popen, **more: (children.append(popen(*words, **more)), children[0])[
             1
         ],
@@ -443,14 +443,16 @@ def test_a_request_is_not_looked_for_in_every_ranks_file_all_the_time(
     """Ten times a second it would be, for as long as the run takes to write and to end."""
     looks, requests = [], Requests()
     requests.hear(USR1)
-    monkeypatch.setattr("mpitrain.supervision.rank_status.read_all", lambda folder: looks.append(1) or {})
-    monkeypatch.setattr("mpitrain.supervision._any_began", lambda told: True)
+    monkeypatch.setattr(
+        "mpitrain.launch.supervision.rank_status.read_all", lambda folder: looks.append(1) or {}
+    )
+    monkeypatch.setattr("mpitrain.launch.supervision._any_began", lambda told: True)
     polls = iter([None] * 50 + [0])
-    monkeypatch.setattr("mpitrain.supervision._ended", lambda child: next(polls))
+    monkeypatch.setattr("mpitrain.launch.supervision._ended", lambda child: next(polls))
     with launch_folder(tmp_path, True) as folder:
         assert folder is not None
         rank_status.open_folder(folder, 1.0)
-        monkeypatch.setattr("mpitrain.supervision.LOOK_EVERY_S", 600.0)
+        monkeypatch.setattr("mpitrain.launch.supervision.LOOK_EVERY_S", 600.0)
         Supervisor("openmpi", requests, folder, trains=True)._watch_over(None)  # type: ignore[arg-type]
     assert len(looks) == 2, "at the request, and at the end"
 
@@ -469,7 +471,7 @@ def test_a_rank_that_its_launcher_has_left_behind_is_ended(tmp_path: Path) -> No
 def test_a_request_before_the_first_step_ends_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mpitrain.supervision.UNHEARD_S", 0.0)
+    monkeypatch.setattr("mpitrain.launch.supervision.UNHEARD_S", 0.0)
     requests = Requests()
     with launch_folder(tmp_path, True) as folder:
         assert folder is not None
@@ -481,7 +483,7 @@ def test_a_request_before_the_first_step_ends_the_ranks(
         ]
         supervisor = Supervisor("openmpi", requests, folder, trains=True)
         monkeypatch.setattr(
-            "mpitrain.supervision.subprocess.Popen",
+            "mpitrain.launch.supervision.subprocess.Popen",
             lambda *words, popen=subprocess.Popen, **more: (popen(*words, **more), requests.hear(TERM))[0],
         )
         outcome = supervisor.run(command, {})

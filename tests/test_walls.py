@@ -64,9 +64,9 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
         GROUND
         | {
             "mpitrain.environment",
-            "mpitrain.launchers",
+            "mpitrain.launch.discover",
             "mpitrain.system.run_directory",
-            "mpitrain.supervision",
+            "mpitrain.launch.supervision",
         },
         set(),
     ),

@@ -19,7 +19,7 @@ from mpitrain.environment import is_rank, launched_size, usable_cores
 from mpitrain.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from mpitrain.supervision import Outcome, Requests
+    from mpitrain.launch.supervision import Outcome, Requests
 
 _DESCRIPTION = """\
 Start N ranks of a command with the MPI that belongs to this python: srun inside
@@ -107,7 +107,7 @@ def add_parser(commands: Any) -> None:
 
 def run_launch(arguments: argparse.Namespace) -> int:
     """Find the launcher, build the command, run it, and return its exit code, or what the result says."""
-    from mpitrain.supervision import Requests
+    from mpitrain.launch.supervision import Requests
 
     if is_rank():
         raise UsageError(
@@ -143,8 +143,8 @@ class _Launch:
         inner: argparse.Namespace | None,
         requests: Requests,
     ):
-        from mpitrain.launch import is_local
-        from mpitrain.launchers import find_launcher
+        from mpitrain.launch.command import is_local
+        from mpitrain.launch.discover import find_launcher
 
         self.arguments, self.num_ranks, self.requests = arguments, num_ranks, requests
         self.program = _program(words)
@@ -156,8 +156,8 @@ class _Launch:
 
     def run(self) -> int:
         """The exit code."""
-        from mpitrain.launch import relaunch
-        from mpitrain.supervision import launch_folder
+        from mpitrain.launch.command import relaunch
+        from mpitrain.launch.supervision import launch_folder
 
         if self.arguments.dry_run:
             print(shell_line(*self._command(None)))
@@ -172,8 +172,8 @@ class _Launch:
             return self.requests.exit_code(once([]).code)
 
     def _once(self, folder: Path | None, more: list[str]) -> Outcome:
-        from mpitrain.launch import completed, result_mark
-        from mpitrain.supervision import Supervisor, Watch, told_by_ranks
+        from mpitrain.launch.command import completed, result_mark
+        from mpitrain.launch.supervision import Supervisor, Watch, told_by_ranks
         from mpitrain.system import rank_status
 
         arguments, run_dir = self.arguments, self.run_dir
@@ -204,7 +204,7 @@ class _Launch:
 
     def _command(self, folder: Path | None) -> tuple[list[str], dict[str, str]]:
         """The command line and what it needs in its environment."""
-        from mpitrain.launch import launch_command
+        from mpitrain.launch.command import launch_command
         from mpitrain.system import rank_status
 
         extra = {"MPITRAIN_RUN_DIR": str(self.run_dir)} if self.run_dir else {}

@@ -25,8 +25,8 @@ from mpitrain.errors import (
     EXIT_USAGE,
     UsageError,
 )  # fmt: skip
-from mpitrain.launchers import Launcher
-from mpitrain.supervision import Outcome, Requests
+from mpitrain.launch.discover import Launcher
+from mpitrain.launch.supervision import Outcome, Requests
 from mpitrain.system.run_directory import NO_PROGRESS, progress, read_json, why_no_room
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.

@@ -1,0 +1,1 @@
+"""Starting ranks: finding the launcher, supervising what it has started, starting again."""
