@@ -34,7 +34,7 @@ from mpitrain.model import FlatModel, ShardStore
 from mpitrain.model.replica import Gradient, Replica
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, Worker
 from mpitrain.strategies import Async, Roles
 

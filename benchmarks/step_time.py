@@ -31,7 +31,7 @@ from mpitrain.model import FlatModel, Replica, ShardStore
 from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, Worker
 from mpitrain.strategies import Async, Roles
 from mpitrain.training.parallel import data_parallel

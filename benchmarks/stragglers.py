@@ -46,9 +46,9 @@ from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.inject import Straggler, read
 from mpitrain.job import load_job
 from mpitrain.mpi.runtime import start
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
+from mpitrain.reporting.targets import read_target
 from mpitrain.strategies.sampling.dealer import share_out
-from mpitrain.targets import read_target
 from mpitrain.text import parse
 from mpitrain.training.measure import Meter, build, make_measure, num_warmup
 from mpitrain.training.straggling import Nap

@@ -12,7 +12,7 @@ import torch
 
 from mpitrain.job import Job, Overrides
 from mpitrain.rehearsal import Rehearsal
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles.local_worker import LocalWorker
 from mpitrain.strategies import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Shares

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import mpitrain.strategies
 from mpitrain import inject as injection
 from mpitrain.errors import UsageError
+from mpitrain.reporting.targets import LOSS, check_targets, option_text, read_option
 from mpitrain.strategies import AllReduce, Schedule, Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
-from mpitrain.targets import LOSS, check_targets, option_text, read_option
 from mpitrain.text import nearest, parse
 
 if TYPE_CHECKING:

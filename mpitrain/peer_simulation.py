@@ -14,7 +14,7 @@ from mpitrain.job import Job, Overrides
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peering import PeerReplica
 from mpitrain.rehearsal import Rehearsal
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Shares

@@ -70,7 +70,7 @@ def join_peers(
     """
     from mpitrain.effects import Kind
     from mpitrain.mpi.world import MpiWorld
-    from mpitrain.report import NullReport
+    from mpitrain.reporting.report import NullReport
     from mpitrain.roles.peer import Peer
     from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
     from mpitrain.strategies.sampling.peer_partition import Endless

@@ -15,8 +15,8 @@ from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import METRICS_ARE, Job, Overrides
-from mpitrain.report import Report, default_run_dir
-from mpitrain.targets import missed_targets
+from mpitrain.reporting.report import Report, default_run_dir
+from mpitrain.reporting.targets import missed_targets
 from mpitrain.training.measure import MODEL_FILE
 from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
 from mpitrain.virtual_log import VirtualLog

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpitrain.effects import Effect, Kind, Message, Recv, Role, watched
 from mpitrain.errors import UsageError
-from mpitrain.report import writing
+from mpitrain.reporting.report import writing
 from mpitrain.system.run_directory import RUN_FILE
 
 UNRECORDED = (Kind.NOTE, Kind.ALIVE, Kind.AWAY)

@@ -24,7 +24,8 @@ from mpitrain.model import FlatModel, Replica, local_steps
 from mpitrain.model.assemble import check_optimizer, flat_model, push_coder, remote_steps, shard_store
 from mpitrain.peer_simulation import simulate_peers
 from mpitrain.replay import load_order, load_run, repeat
-from mpitrain.report import NullReport, Report, default_run_dir
+from mpitrain.reporting.report import NullReport, Report, default_run_dir
+from mpitrain.reporting.targets import missed_targets
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.roles.attendance import SIGNS_S
 from mpitrain.strategies import (
@@ -38,7 +39,6 @@ from mpitrain.strategies import (
     assign,
     disagreement,
 )
-from mpitrain.targets import missed_targets
 from mpitrain.text import names, parse, registered
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
 from mpitrain.training.orders import check_rehearsal

@@ -9,7 +9,7 @@ import math
 import sys
 from typing import Any
 
-from mpitrain.report import Report
+from mpitrain.reporting.report import Report
 from mpitrain.training.session import say_end
 from mpitrain.virtual import VirtualWorld
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpitrain.effects import Kind
 from mpitrain.errors import EXIT_ERROR, UsageError
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Save, SavingServer, Worker
 from mpitrain.roles.attendance import SIGNS_S
 from mpitrain.strategies import AllReduce, Decentralized, LocalSGD, Roles, ServerStrategy, Strategy
@@ -123,7 +123,7 @@ def _join_all(
 
 def _watch(runtime: Any, strategy: Strategy, resume: str | os.PathLike[str] | None, timeout_s: float) -> Any:
     """Collective: from here on every rank owes progress."""
-    from mpitrain.report import default_run_dir
+    from mpitrain.reporting.report import default_run_dir
     from mpitrain.training.session import assign_roles, attempt
     from mpitrain.training.watchdog import LoopWatchdog
 

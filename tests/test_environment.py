@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain import environment
-from mpitrain.environment import collect, git_revision, is_rank, launched_nodes, launched_rank, launched_size
+from mpitrain.reporting import environment
+from mpitrain.reporting.environment import (
+    collect,
+    git_revision,
+    is_rank,
+    launched_nodes,
+    launched_rank,
+    launched_size,
+)
 
 OPENMPI_IN_SLURM = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -73,7 +80,7 @@ def test_collect_names_what_ran(tmp_path: Path) -> None:
 def test_collect_imports_neither_torch_nor_mpi() -> None:
     code = """
 import sys
-from mpitrain.environment import collect
+from mpitrain.reporting.environment import collect
 facts = collect()
 print(facts["mpi"], facts["gpus"], {"torch", "mpi4py", "h5py"} & set(sys.modules))
 """

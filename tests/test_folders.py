@@ -5,7 +5,7 @@ import stat
 import torch
 
 from mpitrain.checkpoint.parts import folder_of, write_part
-from mpitrain.report import Report
+from mpitrain.reporting.report import Report
 from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.alarm import Alarm

@@ -18,7 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import OutputError
-from mpitrain.report import NullReport, Report, default_run_dir, explained, fom_line, plain, write_json
+from mpitrain.reporting.report import (
+    NullReport,
+    Report,
+    default_run_dir,
+    explained,
+    fom_line,
+    plain,
+    write_json,
+)
 from mpitrain.training.measure import save_tensors
 
 RESULT = {

@@ -16,7 +16,7 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
-from mpitrain.report import write_json
+from mpitrain.reporting.report import write_json
 from mpitrain.slurm import LAUNCHERS, pieces, render_site
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,7 +8,7 @@ import pytest
 from mpitrain import Async, Decentralized, LocalSGD, simulate
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Overrides, apply_overrides
-from mpitrain.targets import check_targets, missed_targets, option_text, read_option, read_target
+from mpitrain.reporting.targets import check_targets, missed_targets, option_text, read_option, read_target
 from tests import toy
 from tests.test_session import judged
 

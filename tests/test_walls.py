@@ -38,7 +38,7 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
         GROUND
         | {
             "mpitrain.effects",
-            "mpitrain.environment",
+            "mpitrain.reporting.environment",
             "mpitrain.system.processes",
             "mpitrain.system.rank_status",
         }
@@ -54,16 +54,16 @@ WALLS: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "safetensors"},
     ),
     "console": (GROUND, set()),
-    "report": (GROUND | {"mpitrain.console"}, set()),
+    "report": (GROUND | {"mpitrain.reporting.console"}, set()),
     "slurm": (GROUND | {"mpitrain.system.run_directory"}, set()),
     "processes": (set(), set()),
     "tracebacks": (set(), set()),
-    "rank_status": (GROUND | {"mpitrain.environment", "mpitrain.system.processes"}, set()),
+    "rank_status": (GROUND | {"mpitrain.reporting.environment", "mpitrain.system.processes"}, set()),
     "supervision": (GROUND | {"mpitrain.system.processes", "mpitrain.system.rank_status"}, set()),
     "launch": (
         GROUND
         | {
-            "mpitrain.environment",
+            "mpitrain.reporting.environment",
             "mpitrain.launch.discover",
             "mpitrain.system.run_directory",
             "mpitrain.launch.supervision",

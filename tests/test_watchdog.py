@@ -9,7 +9,7 @@ import torch
 
 from mpitrain.checkpoint import Keeper, newest, read_part
 from mpitrain.errors import CheckpointError
-from mpitrain.report import METRICS_FILE
+from mpitrain.reporting.report import METRICS_FILE
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.alarm import Alarm

@@ -16,8 +16,8 @@ from typing import Any
 
 from mpitrain.cli import data, doctor, env, launch, simulate, slurm, train
 from mpitrain.cli.parser import Parser
-from mpitrain.environment import is_rank, launched_rank
 from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageError, printable
+from mpitrain.reporting.environment import is_rank, launched_rank
 from mpitrain.system import rank_status
 
 _DESCRIPTION = """\

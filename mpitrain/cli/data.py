@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.cli.parser import natural, positive
-from mpitrain.environment import is_rank, launched_rank, launched_size
 from mpitrain.errors import EXIT_OK, AgreedError, UsageError, printable
+from mpitrain.reporting.environment import is_rank, launched_rank, launched_size
 
 _DESCRIPTION = """\
 Make HDF5 shards from samples, and show what shards hold."""
@@ -237,10 +237,10 @@ def _with_ranks(work: Callable[[argparse.Namespace, Any], int], arguments: argpa
 def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
     import sys
 
-    from mpitrain.console import Console
     from mpitrain.data.sources import SourceOptions, open_source
     from mpitrain.data.write.pack import PackOptions, pack
     from mpitrain.data.write.progress import Pace
+    from mpitrain.reporting.console import Console
     from mpitrain.system.outside import at_home
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)
@@ -297,10 +297,10 @@ def run_check(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace, ranks: Any) -> int:
     import sys
 
-    from mpitrain.console import Console
     from mpitrain.data.tools.check import check
     from mpitrain.data.write.progress import Pace
     from mpitrain.errors import DataError
+    from mpitrain.reporting.console import Console
     from mpitrain.system.outside import Trust
 
     console = Console(sys.stderr, quiet=ranks.rank != 0)

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
-from mpitrain.environment import is_rank, launched_rank
 from mpitrain.errors import EXIT_OK
+from mpitrain.reporting.environment import is_rank, launched_rank
 
 _DESCRIPTION = """\
 Print what surrounds a run started here, as JSON: package versions, the MPI
@@ -41,14 +41,14 @@ def run_env(_arguments: argparse.Namespace) -> int:
 
 
 def _probe_here() -> dict[str, Any]:
-    from mpitrain.environment import probe
+    from mpitrain.reporting.environment import probe
 
     return probe()
 
 
 def _probe_apart() -> dict[str, Any]:
     """Start MPI in another process: where it cannot start (a login node) the rest is still worth printing."""
-    command = [sys.executable, "-m", "mpitrain.environment"]
+    command = [sys.executable, "-m", "mpitrain.reporting.environment"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_DEADLINE_S)
         if run.returncode == 0:
@@ -57,6 +57,6 @@ def _probe_apart() -> dict[str, Any]:
         reason = f"MPI does not start here (exit code {run.returncode}): {run.stderr.strip()[-500:]}"
     except subprocess.TimeoutExpired:
         reason = f"MPI did not start within {_PROBE_DEADLINE_S} s"
-    from mpitrain.environment import collect
+    from mpitrain.reporting.environment import collect
 
     return collect() | {"mpi": {"error": reason}}

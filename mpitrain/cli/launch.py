@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.parser import did_you_mean, natural, positive, rate
-from mpitrain.environment import is_rank, launched_size, usable_cores
 from mpitrain.errors import EXIT_OK, UsageError
+from mpitrain.reporting.environment import is_rank, launched_size, usable_cores
 
 if TYPE_CHECKING:
     from mpitrain.launch.supervision import Outcome, Requests
@@ -286,7 +286,7 @@ def _safe_path() -> list[str]:
 
 def _run_dir(words: list[str], inner: argparse.Namespace | None) -> Path:
     """Where `result.json` will be, fixed before the launch: under --ft that file says how the run ended."""
-    from mpitrain.report import default_run_dir
+    from mpitrain.reporting.report import default_run_dir
 
     given = getattr(inner, "run_dir", None)
     if given:

@@ -14,8 +14,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from mpitrain.environment import launched_rank
 from mpitrain.errors import EXIT_USAGE
+from mpitrain.reporting.environment import launched_rank
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

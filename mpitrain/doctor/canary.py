@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from mpitrain.environment import node_name
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
+from mpitrain.reporting.environment import node_name
 
 SIZES = (256, 1 << 21)  # numbers: an eager message and a rendezvous one
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.environment import launched_nodes
 from mpitrain.errors import (
     EXIT_ENDED_AT_ONCE,
     EXIT_ERROR,
@@ -27,6 +26,7 @@ from mpitrain.errors import (
 )  # fmt: skip
 from mpitrain.launch.discover import Launcher
 from mpitrain.launch.supervision import Outcome, Requests
+from mpitrain.reporting.environment import launched_nodes
 from mpitrain.system.run_directory import NO_PROGRESS, progress, read_json, why_no_room
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.

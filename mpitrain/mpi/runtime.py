@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpitrain.environment import node_key
 from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError, printable
 from mpitrain.mpi import ending, exchange, points
 from mpitrain.mpi.allreduce_plan import Plan
@@ -24,6 +23,7 @@ from mpitrain.mpi.engine import Engine
 from mpitrain.mpi.graves import failed_ranks
 from mpitrain.mpi.places import name_ranks, node_indices
 from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
+from mpitrain.reporting.environment import node_key
 from mpitrain.system import processes, rank_status
 from mpitrain.system.tracebacks import own_part
 

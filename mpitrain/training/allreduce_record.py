@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from mpitrain.mpi.allreduce_plan import AUTO, VARIABLE, pinned
-from mpitrain.report import write_json
+from mpitrain.reporting.report import write_json
 from mpitrain.system.run_directory import RUN_FILE
 from mpitrain.training.session import Session
 

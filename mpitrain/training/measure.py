@@ -21,8 +21,8 @@ from mpitrain.job import Job
 from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import set_learning_rate
 from mpitrain.model.user_code import check_made_optimizer, check_module
-from mpitrain.report import writing
-from mpitrain.targets import LOSS, check_targets
+from mpitrain.reporting.report import writing
+from mpitrain.reporting.targets import LOSS, check_targets
 
 MODEL_FILE = "model.safetensors"
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.model.loss import Tally, read_loss
+from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies import Grid
-from mpitrain.targets import LOSS
 from mpitrain.training.parallel import weight_among_all
 from mpitrain.training.pieces import local, whole_tensor
 from mpitrain.training.session import Session, attempt

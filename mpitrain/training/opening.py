@@ -17,7 +17,7 @@ from mpitrain.checkpoint import Checkpoint
 from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, mark_of, survey
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.job import Job, Overrides
-from mpitrain.report import default_run_dir
+from mpitrain.reporting.report import default_run_dir
 from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import Identity, adopt, make_room, new_attempt_id, new_run_id, run_of
 from mpitrain.system.run_lock import RunLock

@@ -23,8 +23,8 @@ from mpitrain.model.loss import Tally
 from mpitrain.model.stages import Stage, keep_only, split_stages
 from mpitrain.model.step_hooks import check_whole
 from mpitrain.mpi.process_group import default_group
+from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies import Grid, Pipeline
-from mpitrain.targets import LOSS
 from mpitrain.training.measure import build, pick_device, share_module
 from mpitrain.training.parallel import data_parallel
 from mpitrain.training.relay import Relay

@@ -27,7 +27,7 @@ from mpitrain.mpi.broadcast import broadcast_tensors
 from mpitrain.mpi.ending import is_lost_peer
 from mpitrain.mpi.process_group import init_default_group, leave_default_group
 from mpitrain.mpi.recovery import lost_peer, recover
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.measure import Meter
 from mpitrain.training.session import Session

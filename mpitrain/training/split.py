@@ -21,9 +21,9 @@ from mpitrain.model.flat import all_finite
 from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.replica import seed_step
+from mpitrain.reporting.targets import check_targets
 from mpitrain.strategies import Grid, Split
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
-from mpitrain.targets import check_targets
 from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.cutting import StepCuts
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors

@@ -26,7 +26,7 @@ from typing import Any
 
 from mpitrain.checkpoint import newest
 from mpitrain.errors import CheckpointError, MpitrainError
-from mpitrain.report import METRICS_FILE
+from mpitrain.reporting.report import METRICS_FILE
 from mpitrain.strategies import Roles, ServerStrategy, Strategy
 from mpitrain.system.folders import make_private
 from mpitrain.system.processes import place, send_signal

@@ -179,7 +179,7 @@ def test_a_step_that_leaves_out_more_than_the_first_is_told_at_once(tmp_path):
 WRONG_INPUT = """
 import sys
 import mpitrain as mt
-from mpitrain.environment import code_versions
+from mpitrain.reporting.environment import code_versions
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.runtime import start
 from mpitrain.training import session

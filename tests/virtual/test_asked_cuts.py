@@ -12,7 +12,7 @@ from mpitrain import strategies
 from mpitrain.effects import Compute
 from mpitrain.errors import UsageError
 from mpitrain.inject import Kill, Straggler
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Save, SavingServer, Worker
 from mpitrain.strategies import Elastic, Lease, assign
 from mpitrain.virtual import Constant, Ideal, VirtualWorld

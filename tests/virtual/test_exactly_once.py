@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.effects import Break, Send, Sleep
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.strategies import Dealer, Elastic, assign
 from mpitrain.virtual import Constant, VirtualWorld

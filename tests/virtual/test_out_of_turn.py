@@ -5,7 +5,7 @@ import pytest
 import mpitrain as mt
 from mpitrain.effects import Kind, Message, Now, Recv
 from mpitrain.errors import WireError
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.strategies import assign
 from tests.virtual.worlds import Desk, NumberStore

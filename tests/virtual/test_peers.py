@@ -11,7 +11,7 @@ from mpitrain.checkpoint.parts import write_part
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peering import PeerReplica
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies.sampling.peer_partition import Endless, Shares
 from mpitrain.system.run_directory import Identity

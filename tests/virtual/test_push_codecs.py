@@ -12,7 +12,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, PushCoder, Replica, push_coder, shard_store
 from mpitrain.model.pushing import fields_of
 from mpitrain.model.replying import ReplyReader
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.strategies import Dealer, assign
 from mpitrain.text import parse

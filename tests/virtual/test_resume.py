@@ -6,7 +6,7 @@ import torch
 
 from mpitrain.effects import Compute, Send
 from mpitrain.model import FlatModel, Replica, ShardStore
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, Worker
 from mpitrain.strategies import Async, Dealer, assign
 from mpitrain.training.measure import build

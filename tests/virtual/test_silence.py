@@ -8,7 +8,7 @@ from mpitrain import strategies
 from mpitrain.effects import Kind, Message, Now, Recv, Send
 from mpitrain.errors import GivenUpError, LostRankError
 from mpitrain.inject import Stop
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer
 from mpitrain.roles.attendance import AWAY_SILENCE_S, PATIENCE, Attendance
 from mpitrain.roles.pulse import QUESTIONS, Pulse

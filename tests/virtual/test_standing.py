@@ -8,7 +8,7 @@ import torch
 import mpitrain as mt
 from mpitrain.errors import CheckpointError
 from mpitrain.model import flat_model, shard_store
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer
 from mpitrain.training.emergency import Emergency
 from mpitrain.training.standing import shard_writer

@@ -10,7 +10,7 @@ import torch
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.model import Replica, flat_model, local_steps, remote_steps, shard_store
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.strategies import Dealer, assign
 from mpitrain.training.measure import build

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.effects import Compute, Kind, Message, Recv, Send
 from mpitrain.inject import Injection, Pause, Slow, Straggler
-from mpitrain.report import NullReport
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.roles.attendance import SIGNS_S
 from mpitrain.strategies import Dealer, Elastic, Lease, ServerStrategy, assign

@@ -9,7 +9,7 @@ TERMINAL_S, LOG_S = 0.2, 30.0  # between two lines
 
 
 class Line(Protocol):
-    """Where progress is drawn; `mpitrain.console.Console` is one."""
+    """Where progress is drawn; `mpitrain.reporting.console.Console` is one."""
 
     is_terminal: bool
 

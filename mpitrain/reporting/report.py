@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpitrain.console import Console, date, short
 from mpitrain.errors import OutputError
+from mpitrain.reporting.console import Console, date, short
 from mpitrain.system.folders import make_private
 
 SCHEMA = 1
