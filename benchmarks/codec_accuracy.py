@@ -28,7 +28,7 @@ from common import machine, table, write_row
 from torch import nn
 
 from mpitrain.codecs import Part, add_message
-from mpitrain.model.compression import check_optimizer, make_encoder, make_layout_of
+from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
 from mpitrain.text import parse
 
 NUM_WORKERS, BATCH = 4, 16

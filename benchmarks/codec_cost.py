@@ -19,7 +19,7 @@ import torch
 from common import machine, table, write_row
 
 from mpitrain.codecs import Part, add_message
-from mpitrain.model.compression import make_encoder, make_layout_of
+from mpitrain.model.codec_registry import make_encoder, make_layout_of
 from mpitrain.text import parse
 
 CODECS = ["float16", "bfloat16", "eightbit", "qsgd", "onebit", "powersgd", "topk", "threshold"]

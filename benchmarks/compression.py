@@ -36,7 +36,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
-from mpitrain.model.compression import is_reduced
+from mpitrain.model.codec_registry import is_reduced
 from mpitrain.training.hooks import attach_codec
 from mpitrain.training.parallel import data_parallel
 

@@ -12,7 +12,7 @@ import torch
 
 from mpitrain.job import Job, Overrides
 from mpitrain.model.flat import FlatModel
-from mpitrain.model.peering import PeerReplica
+from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.rehearsal import Rehearsal
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer

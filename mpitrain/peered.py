@@ -19,7 +19,7 @@ from mpitrain.strategies import Decentralized
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpitrain.model.peering import PeerReplica
+    from mpitrain.model.peer_replica import PeerReplica
     from mpitrain.saving import Resumed, Saver
 
 
@@ -118,7 +118,7 @@ def join_peers(
 def _replica(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Decentralized) -> PeerReplica:
     from mpitrain.model.flat import FlatModel
     from mpitrain.model.optimizer import check_closure
-    from mpitrain.model.peering import PeerReplica
+    from mpitrain.model.peer_replica import PeerReplica
 
     if strategy.warmup.epochs:
         raise UsageError(f"{strategy}: a warm-up is counted in epochs, which only `train` knows, not `wrap`")

@@ -16,7 +16,7 @@ def allreduced(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str]
     """A codec on the allreduce of `num` ranks."""
     if codec.is_none:
         return []
-    from mpitrain.model.compression import is_reduced
+    from mpitrain.model.codec_registry import is_reduced
     from mpitrain.model.cost import try_codec
 
     cost = try_codec(codec, module)
@@ -61,8 +61,8 @@ def pushed(strategy: ServerStrategy, module: Any, num_bytes: int) -> list[str]:
 
 def message_sizes(strategy: ServerStrategy, module: Any, numbers: int, dtype: Any) -> tuple[float, float]:
     """Bytes of a worker's push and of a reply, over all shards, for parameters of `dtype`."""
+    from mpitrain.model.buffers import wire_dtype
     from mpitrain.model.cost import try_codec
-    from mpitrain.model.frame import wire_dtype
 
     sizes = []
     for codec, wire in (

@@ -28,7 +28,7 @@ def join_reduced(
     Raises:
         UsageError (AgreedError under MPI): the codec does not fit the optimizer, or a checkpoint of another run.
     """
-    from mpitrain.model.compression import check_optimizer
+    from mpitrain.model.codec_registry import check_optimizer
     from mpitrain.model.optimizer import Rates
     from mpitrain.mpi.process_group import init_default_group
     from mpitrain.training.measure import share_module

@@ -21,7 +21,7 @@ from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import SILENT, Straggler, check_workers
 from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides, load_job
 from mpitrain.model import FlatModel, Replica, local_steps
-from mpitrain.model.assemble import check_optimizer, flat_model, push_coder, remote_steps, shard_store
+from mpitrain.model.factory import check_optimizer, flat_model, push_coder, remote_steps, shard_store
 from mpitrain.peer_simulation import simulate_peers
 from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.reporting.report import NullReport, Report, default_run_dir

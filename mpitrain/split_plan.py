@@ -54,7 +54,7 @@ def _model(job: Job, grid: Grid, module: Any) -> list[str]:
     lines = [f"model       {total:,} numbers"]
     strategy = job.strategy
     if isinstance(strategy, Pipeline):
-        from mpitrain.model.stages import split_stages
+        from mpitrain.model.pipeline_stages import split_stages
 
         sizes = [stage.num_parameters for stage in split_stages(module, grid.num_parts, job.stages)]
         lines += [f"            stage {index}: {size:,} numbers" for index, size in enumerate(sizes)]

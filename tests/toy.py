@@ -12,7 +12,7 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.model.loss import read_loss
-from mpitrain.model.replica import seed_step
+from mpitrain.model.worker_replica import seed_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@
     add_message(message, [Part(sums, layout)], weight)   # anywhere, by whoever knows the layout
 
 An encoder belongs to one stream from one worker and has `state` and `restore`; decoding has no state. Nothing
-here knows MPI, clocks or strategies: `model/compression.py` makes the encoder that a strategy's codec names, and
+here knows MPI, clocks or strategies: `model/codec_registry.py` makes the encoder that a strategy's codec names, and
 `training/hooks.py` carries messages between data-parallel ranks.
 """
 

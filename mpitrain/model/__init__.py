@@ -1,15 +1,15 @@
 """The model as one flat vector: shards for servers, a replica for workers, and buffers that can travel."""
 
-from mpitrain.model.assemble import check_optimizer, flat_model, push_coder, remote_steps, shard_store
-from mpitrain.model.elastic import ElasticStore
+from mpitrain.model.buffers import Frame, FramePool
+from mpitrain.model.elastic_shard import ElasticStore
+from mpitrain.model.factory import check_optimizer, flat_model, push_coder, remote_steps, shard_store
 from mpitrain.model.flat import FlatModel, Layout
-from mpitrain.model.frame import Frame, FramePool
-from mpitrain.model.local import LocalSteps, local_steps
+from mpitrain.model.local_steps import LocalSteps, local_steps
 from mpitrain.model.optimizer import check_elementwise, rebuild
-from mpitrain.model.pushing import PushCoder
-from mpitrain.model.replica import Gradient, Replica
+from mpitrain.model.push_codec import PushCoder
 from mpitrain.model.reshard import reshard
-from mpitrain.model.shard import ShardStore
+from mpitrain.model.server_shard import ShardStore
+from mpitrain.model.worker_replica import Gradient, Replica
 
 __all__ = [
     "ElasticStore", "FlatModel", "Frame", "FramePool", "Gradient", "Layout", "LocalSteps", "PushCoder", "Replica",

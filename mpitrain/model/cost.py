@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.codecs.message import HEADER_BYTES
-from mpitrain.model.compression import make_encoder, make_layout_of
+from mpitrain.model.codec_registry import make_encoder, make_layout_of
 from mpitrain.strategies.compression import Codec
 
 TRIED = 1 << 21  # numbers

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.model.frame import Frame, FramePool, Parcel, wire_dtype
+from mpitrain.model.buffers import Frame, FramePool, Parcel, wire_dtype
 
 WIRE_DTYPES = (torch.float32, torch.float64)
 

@@ -21,8 +21,8 @@ from mpitrain.errors import UsageError
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.replica import seed_step
 from mpitrain.model.user_code import unused_parameters
+from mpitrain.model.worker_replica import seed_step
 from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.strategies.sampling.step_partition import Rounds
 from mpitrain.training.cutting import StepCuts

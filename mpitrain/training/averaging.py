@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.model.flat import trainable
-from mpitrain.model.outer import OuterOptimizer
+from mpitrain.model.outer_optimizer import OuterOptimizer
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.means import Means
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.codecs import Encoder, Field, Layout, Part, PowerSgdEncoder, add_message
 from mpitrain.errors import UsageError
-from mpitrain.model.compression import make_encoder, merge_states
+from mpitrain.model.codec_registry import make_encoder, merge_states
 from mpitrain.strategies.compression import Codec
 
 # torch 2.13 renamed it and warns at the old name

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.model.compression import check_optimizer
+from mpitrain.model.codec_registry import check_optimizer
 from mpitrain.model.optimizer import Rates
 from mpitrain.mpi.process_group import default_group
 from mpitrain.training.allreduce import Trainer

@@ -13,8 +13,8 @@ import torch
 
 from mpitrain.checkpoint import Keeper
 from mpitrain.errors import UsageError
-from mpitrain.model.compression import merge_states
-from mpitrain.model.peering import PeerReplica
+from mpitrain.model.codec_registry import merge_states
+from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_cuts import PeerCuts
 from mpitrain.strategies import Decentralized

@@ -12,7 +12,7 @@ import torch
 
 from mpitrain.effects import Kind
 from mpitrain.model.flat import FlatModel
-from mpitrain.model.peering import PeerReplica
+from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, Shares

@@ -20,7 +20,7 @@ from mpitrain.data.format.catalogue import OFFSETS
 from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.errors import UsageError
 from mpitrain.model.loss import Tally
-from mpitrain.model.stages import Stage, keep_only, split_stages
+from mpitrain.model.pipeline_stages import Stage, keep_only, split_stages
 from mpitrain.model.step_hooks import check_whole
 from mpitrain.mpi.process_group import default_group
 from mpitrain.reporting.targets import LOSS

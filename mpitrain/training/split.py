@@ -20,7 +20,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.flat import all_finite
 from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.replica import seed_step
+from mpitrain.model.worker_replica import seed_step
 from mpitrain.reporting.targets import check_targets
 from mpitrain.strategies import Grid, Split
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out

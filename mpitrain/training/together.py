@@ -18,7 +18,7 @@ from mpitrain.job import Job
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import read_loss
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.replica import seed_step
+from mpitrain.model.worker_replica import seed_step
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.averaging import Ask, Averager

@@ -9,7 +9,7 @@ from mpitrain import strategies
 from mpitrain.codecs import Field, Part, add_message
 from mpitrain.codecs.message import HEADER_BYTES
 from mpitrain.errors import UsageError, WireError
-from mpitrain.model.compression import ENCODERS
+from mpitrain.model.codec_registry import ENCODERS
 from mpitrain.text import names
 from tests.codecs.course import (
     COURSE,

@@ -7,7 +7,7 @@ import torch
 
 from mpitrain import strategies
 from mpitrain.codecs import ThresholdEncoder, TopKEncoder, add_message, whole
-from mpitrain.model.compression import make_encoder
+from mpitrain.model.codec_registry import make_encoder
 from tests.codecs.course import LAYOUT, NUMEL, decoded, gradients, part, residual
 
 D = 0.5 ** (1 / 20)
@@ -220,7 +220,7 @@ def test_qsgd_is_unbiased_and_within_its_variance():
 
 def test_residuals_dealt_to_another_number_of_workers_keep_their_mean():
     """4 workers' states to 2 and to 6: the sum over workers / workers stays; who gets none has the others' step."""
-    from mpitrain.model.compression import merge_states
+    from mpitrain.model.codec_registry import merge_states
 
     encoders = [make_encoder(strategies.Threshold(density=0.05), 4, worker) for worker in range(4)]
     for worker, encoder in enumerate(encoders):

@@ -5,7 +5,7 @@ from torch import nn
 
 from mpitrain.model import FlatModel, Frame, ShardStore, reshard
 from mpitrain.model.flat import make_layout
-from mpitrain.model.replying import ReplyReader
+from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.strategies import EightBit, Keep
 
 

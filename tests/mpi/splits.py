@@ -12,7 +12,7 @@ import mpitrain as mt
 from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.job import load_job
-from mpitrain.model.replica import seed_step
+from mpitrain.model.worker_replica import seed_step
 from tests import toy
 
 ROOT = Path(__file__).resolve().parents[2]

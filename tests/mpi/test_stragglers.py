@@ -149,7 +149,7 @@ from pathlib import Path
 import torch
 
 from mpitrain.effects import Kind, Message, Now, Recv, Send, Sleep
-from mpitrain.model.frame import Frame
+from mpitrain.model.buffers import Frame
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 

@@ -11,8 +11,8 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, ShardStore
-from mpitrain.model.assemble import check_optimizer
-from mpitrain.model.replying import ReplyReader
+from mpitrain.model.factory import check_optimizer
+from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.strategies import (
     Async,
     BySpeed,

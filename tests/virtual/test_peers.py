@@ -10,7 +10,7 @@ from mpitrain import Decentralized, EightBit, Threshold, TopK, Warmup, simulate
 from mpitrain.checkpoint.parts import write_part
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
 from mpitrain.model.flat import FlatModel
-from mpitrain.model.peering import PeerReplica
+from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies.sampling.peer_partition import Endless, Shares

@@ -10,8 +10,8 @@ import mpitrain as mt
 from mpitrain.codecs import Part, write_message
 from mpitrain.errors import UsageError
 from mpitrain.model import FlatModel, PushCoder, Replica, push_coder, shard_store
-from mpitrain.model.pushing import fields_of
-from mpitrain.model.replying import ReplyReader
+from mpitrain.model.push_codec import fields_of
+from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.strategies import Dealer, assign

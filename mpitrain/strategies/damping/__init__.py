@@ -4,7 +4,7 @@
 
 Law of this file: a damping is a frozen value with one pure function `weight(staleness)`; 0 means the gradient
 is dropped. A weight multiplies weight decay too, so the fixed point of training is no matter of staleness. Two of them
-also ask for an elementwise correction of the gradient, which the model wing carries out (`model/correction.py`): they
+also ask for an elementwise correction of the gradient, which the model wing carries out (`model/stale_correction.py`): they
 are only named here.
 """
 

@@ -19,9 +19,9 @@ import torch
 
 from mpitrain.codecs import Encoder, Field, Part, add_message
 from mpitrain.codecs import Layout as Fields
-from mpitrain.model.compression import make_encoder, make_layout_of, merge_states
+from mpitrain.model.buffers import Frame, Parcel
+from mpitrain.model.codec_registry import make_encoder, make_layout_of, merge_states
 from mpitrain.model.flat import Layout
-from mpitrain.model.frame import Frame, Parcel
 from mpitrain.strategies.compression import Codec
 
 _PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]")

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from mpitrain.codecs import Encoder, Part, add_message
-from mpitrain.model.compression import make_encoder
+from mpitrain.model.buffers import Frame, Parcel
+from mpitrain.model.codec_registry import make_encoder
 from mpitrain.model.flat import Layout
-from mpitrain.model.frame import Frame, Parcel
-from mpitrain.model.pushing import fields_of
+from mpitrain.model.push_codec import fields_of
 from mpitrain.strategies.compression import Codec
 
 

@@ -9,14 +9,14 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.model.compression import check_optimizer as check_momentum
-from mpitrain.model.elastic import ElasticStore
+from mpitrain.model.codec_registry import check_optimizer as check_momentum
+from mpitrain.model.elastic_shard import ElasticStore
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.optimizer import check_closure, check_elementwise, check_weighable
 from mpitrain.model.optimizer_state import state_slices
-from mpitrain.model.pushing import PushCoder
+from mpitrain.model.push_codec import PushCoder
 from mpitrain.model.remote_steps import RemoteSteps
-from mpitrain.model.shard import ShardStore
+from mpitrain.model.server_shard import ShardStore
 from mpitrain.model.step_hooks import check_step
 from mpitrain.strategies import Elastic, ServerStrategy
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpitrain.model.buffers import Frame, Parcel
 from mpitrain.model.flat import FlatModel, all_finite
-from mpitrain.model.frame import Frame, Parcel
-from mpitrain.model.local import LocalSteps
+from mpitrain.model.local_steps import LocalSteps
 from mpitrain.model.loss import read_loss
-from mpitrain.model.pushing import PushCoder
+from mpitrain.model.push_codec import PushCoder
 from mpitrain.model.remote_steps import RemoteSteps
-from mpitrain.model.replying import ReplyReader
+from mpitrain.model.reply_codec import ReplyReader
 
 Batch = dict[str, torch.Tensor]
 

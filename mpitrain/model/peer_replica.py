@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.errors import UsageError
-from mpitrain.model.compression import check_optimizer, make_encoder, make_layout_of
+from mpitrain.model.buffers import Frame, FramePool, Parcel
+from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
 from mpitrain.model.flat import FlatModel, all_finite
-from mpitrain.model.frame import Frame, FramePool, Parcel
 from mpitrain.model.loss import read_loss
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.replica import Batch, Gradient, seed_step
+from mpitrain.model.worker_replica import Batch, Gradient, seed_step
 from mpitrain.strategies import Lease, Schedule
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Turn

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpitrain.model.correction import make_correction
+from mpitrain.model.buffers import Frame, FramePool, Parcel, wire_dtype
 from mpitrain.model.flat import Layout
-from mpitrain.model.frame import Frame, FramePool, Parcel, wire_dtype
 from mpitrain.model.group_options import FollowedOptions
 from mpitrain.model.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
-from mpitrain.model.pushing import PushDecoder
-from mpitrain.model.replying import ReplyCoder
+from mpitrain.model.push_codec import PushDecoder
+from mpitrain.model.reply_codec import ReplyCoder
+from mpitrain.model.stale_correction import make_correction
 from mpitrain.model.step_hooks import without_global_hooks
 from mpitrain.strategies import Codec, Damping, Keep, Uncompressed
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from mpitrain.model.buffers import Frame, FramePool, wire_dtype
 from mpitrain.model.flat import Layout
-from mpitrain.model.frame import Frame, FramePool, wire_dtype
 
 
 class ElasticStore:

@@ -19,8 +19,8 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from mpitrain.errors import UsageError
+from mpitrain.model.buffers import Frame, FramePool
 from mpitrain.model.flat import FlatModel, all_finite
-from mpitrain.model.frame import Frame, FramePool
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.step_hooks import without_global_hooks
 from mpitrain.strategies import Schedule, ServerStrategy
