@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.model import FlatModel, Replica, ShardStore
-from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.reporting.report import NullReport

@@ -19,7 +19,7 @@ import torch
 
 from mpitrain.mpi.allreduce_plan import AUTO, DIRECT, HIERARCHICAL, LIBRARY, Transport
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.lines import Task
+from mpitrain.mpi.engine.collective_queue import Task
 
 if TYPE_CHECKING:
     from mpitrain.mpi.group_core import GroupCore

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpitrain.mpi.lines import Task
+from mpitrain.mpi.engine.collective_queue import Task
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.reduction import Reduction, is_sixteen
 

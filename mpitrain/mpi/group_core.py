@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mpitrain.errors import MismatchError
 from mpitrain.mpi import buffers, choice
-from mpitrain.mpi.lines import LEFT, Task
+from mpitrain.mpi.engine.collective_queue import LEFT, Task
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.mpi.work import MpiWork

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.mpi.ending import is_dead_peer
-from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.exchange import from_bytes, to_bytes
 from mpitrain.mpi.op import Op
 

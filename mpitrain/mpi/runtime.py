@@ -19,7 +19,7 @@ from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, 
 from mpitrain.mpi import ending, exchange, points
 from mpitrain.mpi.allreduce_plan import Plan
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.graves import failed_ranks
 from mpitrain.mpi.places import name_ranks, node_indices
 from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat

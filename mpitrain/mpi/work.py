@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.op import Op
 
 _NO_TIMEOUT = timedelta(0)  # what torch passes when the user says nothing

@@ -21,9 +21,9 @@ from mpitrain.errors import WireError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.breaking import break_down
 from mpitrain.mpi.ending import is_dead_peer
-from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.engine.backoff import LONG_NAP_S, SHORT_NAP_S, give_way
+from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.op import Op
-from mpitrain.mpi.waiting import LONG_NAP_S, SHORT_NAP_S, give_way
 from mpitrain.mpi.wire import HEADER_BYTES, decode, encode
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12

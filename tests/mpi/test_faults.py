@@ -146,7 +146,7 @@ TOGETHER = """
 import os, signal
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.ending import is_dead_peer
-from mpitrain.mpi.engine import Engine
+from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.runtime import start
 
 runtime = start()

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine import Engine
-from mpitrain.mpi.lines import Line
-from mpitrain.mpi.progress import Progress
+from mpitrain.mpi.engine.collective_queue import Line
+from mpitrain.mpi.engine.engine import Engine
+from mpitrain.mpi.engine.requests import Progress
 from tests.mpi.cases import run_cases
 
 SIZES = (

@@ -15,8 +15,8 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine.collective_queue import LEFT, GaveUpError, Line, Task, Turn, failing
 from mpitrain.mpi.graves import Graves
-from mpitrain.mpi.lines import LEFT, GaveUpError, Line, Task, Turn, failing
 from mpitrain.mpi.op import Op
 
 

@@ -29,13 +29,13 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.mpi.bell import Bell
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine.backoff import Backoff, give_way
+from mpitrain.mpi.engine.posting import Posting, withdraw
+from mpitrain.mpi.engine.requests import Progress
+from mpitrain.mpi.engine.wakeup import Bell
 from mpitrain.mpi.graves import Graves
 from mpitrain.mpi.op import Op
-from mpitrain.mpi.posting import Posting, withdraw
-from mpitrain.mpi.progress import Progress
-from mpitrain.mpi.waiting import Backoff, give_way
 
 _LOOK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
 

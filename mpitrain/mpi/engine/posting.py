@@ -12,7 +12,7 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.op import Op
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.progress import Progress
+    from mpitrain.mpi.engine.requests import Progress
 
 
 class Posting:

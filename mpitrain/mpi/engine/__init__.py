@@ -1,0 +1,1 @@
+"""Nonblocking operations, and the one thread at a time that drives them."""
