@@ -67,7 +67,7 @@ def notes(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 class NotedOs:
-    """The module `os` for `mpi/breaking.py`: a rank that kills itself says so first."""
+    """The module `os` for `mpi/faults/self_destruct.py`: a rank that kills itself says so first."""
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -15,7 +15,7 @@ from chaos_launch import NotedOs, note
 from torch import nn
 
 import mpitrain as mt
-import mpitrain.mpi.breaking as breaking
+import mpitrain.mpi.faults.self_destruct as breaking
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.mpi.runtime import start
 from mpitrain.training.allreduce import Trainer

@@ -8,7 +8,7 @@ import torch
 
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Overrides
-from mpitrain.mpi.tolerance import why_no_heartbeat
+from mpitrain.mpi.faults.level import why_no_heartbeat
 from mpitrain.strategies import AllReduce, Async, Decentralized, LocalSGD, Roles, Sync
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.levels import level, warning

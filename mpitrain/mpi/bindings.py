@@ -17,7 +17,7 @@ import sys
 
 import mpi4py
 
-from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm
+from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm
 from mpitrain.system import rank_status
 
 # A rank has two busy threads, its own computing and MPI's; where cores are scarce, an MPI call that spins in wait for

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.mpi.ending import is_dead_peer
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.exchange import from_bytes, to_bytes
+from mpitrain.mpi.faults.abort import is_dead_peer
 from mpitrain.mpi.op import Op
 
 LENGTH_TAG, BODY_TAG, BYE_TAG = 21, 22, 23

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError, printable
-from mpitrain.mpi import ending, exchange, points
+from mpitrain.mpi import exchange, points
 from mpitrain.mpi.allreduce_plan import Plan
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.engine import Engine
+from mpitrain.mpi.faults import abort
+from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
 from mpitrain.mpi.graves import failed_ranks
 from mpitrain.mpi.places import name_ranks, node_indices
-from mpitrain.mpi.tolerance import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
 from mpitrain.reporting.environment import node_key
 from mpitrain.system import processes, rank_status
 from mpitrain.system.tracebacks import own_part
@@ -72,9 +73,9 @@ class Runtime:
             self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
             self.open_gate()
         except MPI.Exception as error:
-            if not ending.is_lost_peer(error):
+            if not abort.is_lost_peer(error):
                 raise
-            ending.leave_start(self.comm, error)
+            abort.leave_start(self.comm, error)
         self.groups: list[Any] = []  # process groups that this rank has not left
         self.rank, self.size = self.comm.rank, self.comm.size
         self.launched = list(range(self.size))
@@ -85,7 +86,7 @@ class Runtime:
         self._patience_s = PATIENCE_S if self.fault_tolerance == "heartbeat" else None
         self.engine: Engine = Engine(self.comm, tolerant=self.fault_tolerance == "ulfm")
         self.engine.on_wait = self.stamp_waiting
-        ending.install_hooks(self)
+        abort.install_hooks(self)
         atexit.register(self.finish)
         told = self.allgather([node_key(), socket.gethostname(), processes.identity()])
         self.nodes = node_indices([key for key, _, _ in told])
@@ -243,7 +244,7 @@ class Runtime:
 
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error` with rank, role and step, and end the whole job with its exit code (`ending.py`)."""
-        ending.end_job(self, error)
+        abort.end_job(self, error)
 
     def finish(self) -> None:
         """The orderly end: finish what is under way, wait for every rank, finalize MPI. Safe to call twice."""
@@ -251,7 +252,7 @@ class Runtime:
             return
         rank_status.reach(rank_status.ENDED, self.exit_code)
         if self.given_up or self.lost:
-            ending.end_without_some(self)
+            abort.end_without_some(self)
         for group in list(self.groups):
             group.shutdown()
         try:
@@ -260,7 +261,7 @@ class Runtime:
             MPI.Finalize()
         except Exception as error:
             late = self.fault_tolerance == "heartbeat" and isinstance(error, TimeoutError)
-            if not late and (self.fault_tolerance != "ulfm" or not ending.is_lost_peer(error)):
+            if not late and (self.fault_tolerance != "ulfm" or not abort.is_lost_peer(error)):
                 raise
             sys.stdout.flush()  # a rank died after its last word; Finalize would hang one time in four
             os._exit(self.exit_code)

@@ -19,10 +19,10 @@ from typing import Any
 from mpitrain.effects import Break, Compute, Effect, Forget, Kind, Message, Now, Recv, Role, Send, Sleep
 from mpitrain.errors import WireError
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.breaking import break_down
-from mpitrain.mpi.ending import is_dead_peer
 from mpitrain.mpi.engine.backoff import LONG_NAP_S, SHORT_NAP_S, give_way
 from mpitrain.mpi.engine.engine import Engine
+from mpitrain.mpi.faults.abort import is_dead_peer
+from mpitrain.mpi.faults.self_destruct import break_down
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.wire import HEADER_BYTES, decode, encode
 

@@ -165,7 +165,9 @@ def prepare(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )
     if runtime.rank == 0:
-        from mpitrain.mpi.ending import forget_reports  # a rehearsal shares this file, and starts no MPI
+        from mpitrain.mpi.faults.abort import (
+            forget_reports,  # a rehearsal shares this file, and starts no MPI
+        )
 
         forget_reports(run_dir)
         session.open_report()

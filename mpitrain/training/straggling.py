@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from mpitrain.inject import Straggler
-from mpitrain.mpi.breaking import break_down
+from mpitrain.mpi.faults.self_destruct import break_down
 
 
 class Nap:

@@ -171,7 +171,7 @@ class Watchdog:
             return math.inf
 
     def _bark(self, heard: bool, silent: set[int] | None = None) -> None:
-        """Ends the job, whatever the file system does: see mpi/ending.py. `silent`: who does not answer."""
+        """Ends the job, whatever the file system does: see mpi/faults/abort.py. `silent`: who does not answer."""
         what = f"{self.runtime.where()}: no progress for {self.timeout_s:g} s"
         if silent:
             what += f", because {self._named(silent)} stands still: it does not answer"

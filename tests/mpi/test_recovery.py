@@ -25,7 +25,7 @@ ALARM = """
 import gc
 from torch.nn.parallel import DistributedDataParallel
 import mpitrain as mt
-from mpitrain.mpi.recovery import lost_peer
+from mpitrain.mpi.faults.shrink import lost_peer
 from mpitrain.mpi.runtime import start
 from mpitrain.text import parse
 from mpitrain.training.allreduce import Trainer

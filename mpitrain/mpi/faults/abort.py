@@ -43,8 +43,8 @@ from mpitrain.errors import (
     UsageError,
     printable,
 )
-from mpitrain.mpi.agreement import CalledOffError, agree, revoke
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.faults.agreement import CalledOffError, agree, revoke
 from mpitrain.system import processes, rank_status
 from mpitrain.system.folders import make_private
 from mpitrain.system.tracebacks import own_part

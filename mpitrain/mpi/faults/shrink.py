@@ -15,8 +15,8 @@ from typing import cast
 
 import torch.distributed as dist
 
-from mpitrain.mpi.agreement import CALLED_OFF, GO_ON, CalledOffError, agree, revoke
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.faults.agreement import CALLED_OFF, GO_ON, CalledOffError, agree, revoke
 from mpitrain.mpi.places import node_indices
 from mpitrain.mpi.runtime import Runtime
 

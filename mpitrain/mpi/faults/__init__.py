@@ -1,0 +1,1 @@
+"""Dead ranks: agreement, shrinking, abort, and the level of fault tolerance."""
