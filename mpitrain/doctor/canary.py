@@ -20,7 +20,7 @@ def run_canary(runtime: Any) -> int:
     """`doctor --gpu-mpi`: prints on rank 0; the exit code on every rank."""
     import torch
 
-    from mpitrain.mpi.gpu import gpu_aware
+    from mpitrain.mpi.memory.cuda_aware import gpu_aware
 
     os.environ["MPITRAIN_GPU_BUFFERS"] = "on"  # the question is what happens then
     gpu_aware.cache_clear()
@@ -53,7 +53,7 @@ def _faults(runtime: Any, device: Any, wait: Callable[[], None]) -> list[str]:
     """What came out wrong on this rank: a ring of point-to-point messages and an allreduce, small and large."""
     import torch
 
-    from mpitrain.mpi.buffers import message_of
+    from mpitrain.mpi.memory.buffers import message_of
 
     faults = []
     left, right = (runtime.rank - 1) % runtime.size, (runtime.rank + 1) % runtime.size

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpitrain.mpi.buffers import lease
+from mpitrain.mpi.memory.buffers import lease
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime

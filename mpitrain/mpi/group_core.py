@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.errors import MismatchError
-from mpitrain.mpi import buffers, choice
+from mpitrain.mpi import choice
 from mpitrain.mpi.engine.collective_queue import LEFT, Task
+from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.mpi.work import MpiWork

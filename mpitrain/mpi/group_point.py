@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from mpitrain.errors import MismatchError
-from mpitrain.mpi import buffers
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import Task, last_tag, word
 from mpitrain.mpi.group_core import GroupCore, as_list, shape_of
+from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.op import Op
 from mpitrain.mpi.work import MpiWork
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from mpitrain.mpi import buffers, choice, direct
+from mpitrain.mpi import choice, direct
 from mpitrain.mpi.engine.collective_queue import Task
 from mpitrain.mpi.group_core import GroupCore, as_list, shape_of
+from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.reduction import Reduction, is_sixteen
 from mpitrain.mpi.work import MpiWork
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.buffers import as_buffer
+from mpitrain.mpi.memory.buffers import as_buffer
 
 _NUMBERS = {name: name for name in ("SUM", "PRODUCT", "MIN", "MAX")}
 _AVERAGES = _NUMBERS | {"AVG": "SUM", "PREMUL_SUM": "SUM"}

@@ -170,7 +170,7 @@ def mpi_facts(runtime: Any = None) -> dict[str, Any] | None:
         "size": module.COMM_WORLD.Get_size(),
     }
     if "torch" in sys.modules:
-        from mpitrain.mpi.buffers import gpu_aware
+        from mpitrain.mpi.memory.buffers import gpu_aware
 
         aware, why = gpu_aware()
         facts["gpu_aware"] = {"verdict": aware, "why": why}

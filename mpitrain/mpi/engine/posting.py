@@ -135,6 +135,6 @@ def _message(buffer: Any) -> Any:
     torch = sys.modules.get("torch")  # no torch in this process, no tensor
     if torch is None or not isinstance(buffer, torch.Tensor):
         return buffer
-    from mpitrain.mpi.buffers import as_buffer
+    from mpitrain.mpi.memory.buffers import as_buffer
 
     return as_buffer(buffer)

@@ -5,8 +5,8 @@ import os
 import torch
 
 from mpitrain.errors import UsageError
-from mpitrain.mpi import buffers, gpu
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.memory import buffers, cuda_aware
 from tests.mpi.cases import run_cases
 
 INTEGERS = [
@@ -208,13 +208,13 @@ def staged(function):
         before = buffers._accelerator
         buffers.use_accelerator(stand)
         os.environ["MPITRAIN_GPU_BUFFERS"] = "off"
-        gpu.gpu_aware.cache_clear()
+        cuda_aware.gpu_aware.cache_clear()
         try:
             function(rt, stand)
         finally:
             buffers.use_accelerator(before)
             del os.environ["MPITRAIN_GPU_BUFFERS"]
-            gpu.gpu_aware.cache_clear()
+            cuda_aware.gpu_aware.cache_clear()
 
     return run
 
@@ -263,7 +263,7 @@ def case_pinned_buffers_are_reused(rt, stand):
 def case_a_gpu_aware_mpi_gets_the_device_memory(rt, stand):
     """No staging then, but still a wait for the kernels, and one after for what followed MPI."""
     os.environ["MPITRAIN_GPU_BUFFERS"] = "on"
-    gpu.gpu_aware.cache_clear()
+    cuda_aware.gpu_aware.cache_clear()
     tensor = stand.put(torch.full((10,), float(rt.rank == 0)))
     held = buffers.lease(tensor, reads=rt.rank == 0, writes=rt.rank != 0, after=buffers.mark(tensor))
     for message in held.messages():
@@ -280,14 +280,14 @@ def case_gpu_awareness_ladder(rt):
     """The override wins; a wrong word is told; the wheels here say no, and say why."""
     for value, verdict in (("on", True), ("off", False)):
         os.environ["MPITRAIN_GPU_BUFFERS"] = value
-        gpu.gpu_aware.cache_clear()
-        assert gpu.gpu_aware() == (verdict, f"MPITRAIN_GPU_BUFFERS={value}")
+        cuda_aware.gpu_aware.cache_clear()
+        assert cuda_aware.gpu_aware() == (verdict, f"MPITRAIN_GPU_BUFFERS={value}")
     os.environ["MPITRAIN_GPU_BUFFERS"] = "maybe"
-    gpu.gpu_aware.cache_clear()
-    refused(UsageError, "on, off or auto", gpu.gpu_aware)
+    cuda_aware.gpu_aware.cache_clear()
+    refused(UsageError, "on, off or auto", cuda_aware.gpu_aware)
     del os.environ["MPITRAIN_GPU_BUFFERS"]
-    gpu.gpu_aware.cache_clear()
-    verdict, why = gpu.gpu_aware()
+    cuda_aware.gpu_aware.cache_clear()
+    verdict, why = cuda_aware.gpu_aware()
     assert not verdict and ("Query_cuda_support" in why or "alloc_kinds" in why), why
     for kinds, granted in (
         ("mpi,system", False),
@@ -295,7 +295,7 @@ def case_gpu_awareness_ladder(rt):
         ("cuda:host", False),
         ("rocm", True),
     ):
-        assert gpu.grants_device(kinds) == granted, kinds
+        assert cuda_aware.grants_device(kinds) == granted, kinds
 
 
 if __name__ == "__main__":

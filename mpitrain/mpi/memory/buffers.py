@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.gpu import gpu_aware
-from mpitrain.mpi.staging import Accelerator, Cuda, Pool
+from mpitrain.mpi.memory.cuda_aware import gpu_aware
+from mpitrain.mpi.memory.staging import Accelerator, Cuda, Pool
 
 IN_PLACE = MPI.IN_PLACE
 MAX_COUNT = 2**31 - 1  # MPI counts are C ints; collectives over more elements go in pieces (`pieces`)

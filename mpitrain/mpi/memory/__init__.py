@@ -1,0 +1,1 @@
+"""What may be handed to MPI, and how device memory gets there."""
