@@ -20,7 +20,7 @@ from step_time import MODELS, runtime
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.mpi.process_group import init_default_group
+from mpitrain.mpi.process_group.process_group import init_default_group
 from mpitrain.training.averaging import Averager
 from mpitrain.training.parallel import data_parallel
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from mpitrain.mpi.register import register_backend_lazily
+from mpitrain.mpi.process_group.register import register_backend_lazily
 from mpitrain.system import rank_status
 
 __version__ = "0.1.0"

@@ -104,7 +104,7 @@ def join_averaged(
         UsageError (AgreedError under MPI): periods in samples, or a checkpoint of another run or number of workers.
     """
     from mpitrain.model.optimizer import Rates
-    from mpitrain.mpi.process_group import init_default_group
+    from mpitrain.mpi.process_group.process_group import init_default_group
     from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
     from mpitrain.training.averaging import Averager
     from mpitrain.training.cutting import own_part

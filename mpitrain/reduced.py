@@ -30,7 +30,7 @@ def join_reduced(
     """
     from mpitrain.model.codec_registry import check_optimizer
     from mpitrain.model.optimizer import Rates
-    from mpitrain.mpi.process_group import init_default_group
+    from mpitrain.mpi.process_group.process_group import init_default_group
     from mpitrain.training.measure import share_module
     from mpitrain.training.parallel import attach, data_parallel
 

@@ -202,7 +202,7 @@ def _transport(runtime: Any) -> dict[str, Any]:
     """How the process group's allreduces travel here, measured between the nodes."""
     import torch.distributed as dist
 
-    from mpitrain.mpi.process_group import init_default_group
+    from mpitrain.mpi.process_group.process_group import init_default_group
 
     init_default_group(runtime)
     group: Any = dist.group.WORLD

@@ -12,7 +12,7 @@ from torch import nn
 
 from mpitrain.model.codec_registry import check_optimizer
 from mpitrain.model.optimizer import Rates
-from mpitrain.mpi.process_group import default_group
+from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.training.allreduce import Trainer
 from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.levels import survives

@@ -60,7 +60,7 @@ def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.opti
 
 def share_module(runtime: Any, module: nn.Module) -> None:
     """Everybody starts from rank 0's parameters and buffers."""
-    from mpitrain.mpi.broadcast import broadcast_tensors
+    from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 
     broadcast_tensors(runtime, [*module.parameters(), *module.buffers()])
 

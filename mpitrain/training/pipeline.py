@@ -22,7 +22,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.loss import Tally
 from mpitrain.model.pipeline_stages import Stage, keep_only, split_stages
 from mpitrain.model.step_hooks import check_whole
-from mpitrain.mpi.process_group import default_group
+from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies import Grid, Pipeline
 from mpitrain.training.measure import build, pick_device, share_module

@@ -22,11 +22,11 @@ import torch
 
 from mpitrain.checkpoint.state_tree import join, split
 from mpitrain.errors import AgreedError
-from mpitrain.mpi.broadcast import broadcast_tensors
 from mpitrain.mpi.faults.abort import is_lost_peer
 from mpitrain.mpi.faults.agreement import CALLED_OFF, GO_ON, WELL, CalledOffError, agree
 from mpitrain.mpi.faults.shrink import lost_peer, recover
-from mpitrain.mpi.process_group import init_default_group, leave_default_group
+from mpitrain.mpi.process_group.broadcast import broadcast_tensors
+from mpitrain.mpi.process_group.process_group import init_default_group, leave_default_group
 from mpitrain.reporting.report import NullReport
 from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.measure import Meter

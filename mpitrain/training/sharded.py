@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from mpitrain.mpi.process_group import default_group
+from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
 from mpitrain.training.mesh import MeshRun
 from mpitrain.training.resume_options import describe_optimizer

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mpitrain.errors import UsageError
-from mpitrain.mpi.process_group import default_group
+from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.strategies import Grid
 from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
 from mpitrain.training.mesh import MeshRun

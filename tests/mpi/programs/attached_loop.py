@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 import mpitrain as mt
 from mpitrain import wrapping
 from mpitrain.errors import UsageError
-from mpitrain.mpi.process_group import leave_default_group
+from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.mpi.runtime import start
 from mpitrain.text import parse
 from tests import toy

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import mpitrain as mt
-from mpitrain.mpi.process_group import init_default_group
+from mpitrain.mpi.process_group.process_group import init_default_group
 from mpitrain.training.averaging import Averager
 from mpitrain.training.means import Means
 from tests import toy

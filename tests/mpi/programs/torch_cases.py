@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
-from mpitrain.mpi import hooks
+from mpitrain.mpi.process_group.process_group import wire_hooks
 from tests.mpi.cases import run_cases
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -143,7 +143,7 @@ def case_torch_hooks_do_what_they_do_over_gloo(rt):
 def case_our_sixteen_bit_hook(rt):
     """The mean of gradients rounded to bfloat16, added in float32: one bucket against the formula."""
     parallel = DistributedDataParallel(model(torch.float32))
-    parallel.register_comm_hook(None, hooks.bfloat16_wire)
+    parallel.register_comm_hook(None, wire_hooks.bfloat16_wire)
     x, y = batches(torch.float32)
     (parallel(mine(rt, x[0])) - mine(rt, y[0])).square().mean().backward()
     lone = model(torch.float32)

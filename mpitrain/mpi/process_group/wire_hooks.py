@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from mpitrain.errors import UsageError
-from mpitrain.mpi.group_reductions import Reductions
+from mpitrain.mpi.process_group.reductions import Reductions
 
 
 def bfloat16_wire(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:

@@ -15,10 +15,10 @@ import torch
 from mpitrain.errors import MismatchError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import Task, last_tag, word
-from mpitrain.mpi.group_core import GroupCore, as_list, shape_of
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.op import Op
-from mpitrain.mpi.work import MpiWork
+from mpitrain.mpi.process_group.base import GroupCore, as_list, shape_of
+from mpitrain.mpi.process_group.work import MpiWork
 
 _HEAD = struct.Struct("<QQQQ")  # word(dtype), elements, bytes, number of the body
 _INLINE_BYTES = 4096 - _HEAD.size

@@ -21,10 +21,10 @@ import torch
 
 from mpitrain.mpi.engine.collective_queue import Task
 from mpitrain.mpi.op import Op
-from mpitrain.mpi.reduction import Reduction, is_sixteen
+from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.group_core import GroupCore
+    from mpitrain.mpi.process_group.base import GroupCore
 
 SCATTER_TAG, GATHER_TAG = 1, 2
 WINDOW = 3  # segments under way at once in each direction

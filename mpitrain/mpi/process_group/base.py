@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.errors import MismatchError
-from mpitrain.mpi import choice
 from mpitrain.mpi.engine.collective_queue import LEFT, Task
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.op import Op
+from mpitrain.mpi.process_group.process_group import algorithm_choice
+from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime
-from mpitrain.mpi.work import MpiWork
 
 if TYPE_CHECKING:
     from mpitrain.mpi.bindings import MPI
@@ -117,7 +117,7 @@ class GroupCore(dist.ProcessGroup):
         """The Work of a collective whose ranks must all say the same `what`."""
         timeout = self._limit(opts)
         work = MpiWork(self._engine, name, result, timeout)
-        text = f"{name}({what})" + (f" by {self._told}" if self._told != choice.AUTO else "")
+        text = f"{name}({what})" + (f" by {self._told}" if self._told != algorithm_choice.AUTO else "")
         quiet = not getattr(opts, "asyncOp", True)  # torch waits for it next
         op = self._engine.line_up(carry, self._gate, text, balance, timeout.total_seconds(), quiet)
         op.then(work.settle)
@@ -141,24 +141,24 @@ class GroupCore(dist.ProcessGroup):
 
     def _algorithm(self, calm: bool, num_bytes: int) -> Generator[Iterable[Op], None, str]:
         """The algorithm for a message of this size, the same on all ranks (`choice.py`)."""
-        if self._transport is None and choice.needs_measuring(num_bytes, self._nodes, self._told):
+        if self._transport is None and algorithm_choice.needs_measuring(num_bytes, self._nodes, self._told):
             self._transport = self._runtime.allreduce_plan.known(self._layout)
             if self._transport is None:
-                self._transport = yield from choice.measure(self, self._nodes, calm)
+                self._transport = yield from algorithm_choice.measure(self, self._nodes, calm)
                 self._runtime.allreduce_plan.learn(self._layout, self._transport)
-        return choice.choose(num_bytes, self._nodes, self._transport, self._told)
+        return algorithm_choice.choose(num_bytes, self._nodes, self._transport, self._told)
 
     def _segment_bytes(self) -> int:
         """How our own algorithms cut what they send, the same on all ranks."""
-        return choice.segment_bytes(self._transport)
+        return algorithm_choice.segment_bytes(self._transport)
 
     def transport(self) -> dict[str, Any]:
         """Collective: how this group's allreduces travel, with what was measured (JSON values)."""
         work = self._collective(
-            "transport", "", lambda calm: self._algorithm(calm, choice.MEASURE_FROM_BYTES), []
+            "transport", "", lambda calm: self._algorithm(calm, algorithm_choice.MEASURE_FROM_BYTES), []
         )
         work.wait()
-        return choice.describe(self._nodes, self._transport, self._told)
+        return algorithm_choice.describe(self._nodes, self._transport, self._told)
 
     def _send(self, memory: torch.Tensor, dest: int, tag: int) -> list[Op]:
         """Send host memory of any size to a rank of the group, inside a Task."""

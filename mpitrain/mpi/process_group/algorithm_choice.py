@@ -22,7 +22,7 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import Task
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.group_core import GroupCore
+    from mpitrain.mpi.process_group.base import GroupCore
 
 _SLOW_BYTES_PER_S = 3e8  # up to 2.5 Gbit/s
 MEASURE_FROM_BYTES = 16384  # smaller messages do not pay for a measurement

@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    from mpitrain.mpi.process_group import create
+    from mpitrain.mpi.process_group.process_group import create
 
     return create(options, backend_options)
 
@@ -56,7 +56,7 @@ def _ask_mpi(original: Any) -> Any:
         if str(backend).lower() != BACKEND or told:
             original(backend, *args, **kwargs)
             return
-        from mpitrain.mpi.process_group import rendezvous
+        from mpitrain.mpi.process_group.process_group import rendezvous
 
         original(backend, **{**kwargs, **rendezvous()})
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from mpitrain.mpi.engine.collective_queue import Task, word
-from mpitrain.mpi.group_core import GroupCore, as_list, shape_of
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.work import MpiWork
+from mpitrain.mpi.process_group.base import GroupCore, as_list, shape_of
+from mpitrain.mpi.process_group.work import MpiWork
 
 MOVE_TAG = 4
 

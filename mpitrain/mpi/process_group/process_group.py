@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.errors import AgreedError, UsageError
-from mpitrain.mpi.group_moves import Moves
-from mpitrain.mpi.group_point import Points
-from mpitrain.mpi.group_reductions import Reductions
-from mpitrain.mpi.register import BACKEND, register
+from mpitrain.mpi.process_group.data_movement import Moves
+from mpitrain.mpi.process_group.point_to_point import Points
+from mpitrain.mpi.process_group.reductions import Reductions
+from mpitrain.mpi.process_group.register import BACKEND, register
+from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime, start
-from mpitrain.mpi.work import MpiWork
 
 
 def init_default_group(runtime: Runtime) -> None:

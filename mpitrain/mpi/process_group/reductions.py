@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from mpitrain.mpi import choice, direct
 from mpitrain.mpi.engine.collective_queue import Task
-from mpitrain.mpi.group_core import GroupCore, as_list, shape_of
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.reduction import Reduction, is_sixteen
-from mpitrain.mpi.work import MpiWork
+from mpitrain.mpi.process_group.base import GroupCore, as_list, shape_of
+from mpitrain.mpi.process_group.process_group import algorithm_choice, allreduce_algorithms
+from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
+from mpitrain.mpi.process_group.work import MpiWork
 
 
 class Reductions(GroupCore):
@@ -43,7 +43,7 @@ class Reductions(GroupCore):
         def carry(calm: bool) -> Task:
             for tensor, reduction, mark in zip(tensors, wanted, marks):
                 algorithm = yield from self._choose(calm, tensor, wire)
-                on_host = not calm or algorithm != choice.LIBRARY
+                on_host = not calm or algorithm != algorithm_choice.LIBRARY
                 held = buffers.lease(tensor, reads=True, writes=True, after=mark, on_host=on_host)
                 yield from self._allreduce(calm, algorithm, held, reduction, wire)
                 held.finish()
@@ -68,7 +68,7 @@ class Reductions(GroupCore):
         """Whether MPI can add this tensor where it lies, and the library is known to be the right algorithm."""
         return (
             len(self._nodes) == 1
-            and self._told in (choice.AUTO, choice.LIBRARY)
+            and self._told in (algorithm_choice.AUTO, algorithm_choice.LIBRARY)
             and not buffers.on_device(tensor)
             and tensor.is_contiguous()
             and 0 < tensor.numel() <= buffers.MAX_COUNT
@@ -79,8 +79,8 @@ class Reductions(GroupCore):
         """The algorithm for this tensor; the first large message between nodes measures the network."""
         num_bytes = tensor.numel() * (wire or tensor.dtype).itemsize
         algorithm = yield from self._algorithm(calm, num_bytes)
-        if algorithm == choice.LIBRARY and is_sixteen(wire or tensor.dtype):
-            return choice.DIRECT  # MPI adds no 16-bit floats
+        if algorithm == algorithm_choice.LIBRARY and is_sixteen(wire or tensor.dtype):
+            return algorithm_choice.DIRECT  # MPI adds no 16-bit floats
         return algorithm
 
     def _allreduce(
@@ -88,16 +88,16 @@ class Reductions(GroupCore):
     ) -> Task:
         memory = held.memory
         reduction.before(memory)
-        if algorithm == choice.LIBRARY:
+        if algorithm == algorithm_choice.LIBRARY:
             for message in held.messages(reduction=True):
                 yield from self._call(calm, "Allreduce", buffers.IN_PLACE, message, reduction.operation)
             reduction.after(memory, self.size())
         elif memory.numel():
             flat, finish = memory.view(-1), self._finish(reduction)
-            if algorithm == choice.HIERARCHICAL:
-                yield from direct.hierarchical(self, flat, reduction, finish, self._nodes, wire)
+            if algorithm == algorithm_choice.HIERARCHICAL:
+                yield from allreduce_algorithms.hierarchical(self, flat, reduction, finish, self._nodes, wire)
             else:
-                yield from direct.allreduce(self, flat, reduction, finish, wire=wire)
+                yield from allreduce_algorithms.allreduce(self, flat, reduction, finish, wire=wire)
 
     def reduce(self, tensors: Any, opts: Any) -> MpiWork:  # type: ignore[override]
         """The root's tensors become the reduction; the other ranks' keep their values."""
@@ -122,21 +122,21 @@ class Reductions(GroupCore):
     def _reduce(self, calm: bool, memory: torch.Tensor, root: int, reduction: Reduction) -> Task:
         is_root = self.rank() == root
         if is_sixteen(memory.dtype):
-            parts = direct.cut(memory, self.size())
+            parts = allreduce_algorithms.cut(memory, self.size())
             own = torch.empty_like(parts[self.rank()])
             if memory.numel():
                 finish = self._finish(reduction)
-                yield from direct.reduce_scatter(self, parts, own, reduction, finish)
+                yield from allreduce_algorithms.reduce_scatter(self, parts, own, reduction, finish)
             if is_root:
                 parts[root].copy_(own)
                 yield [
                     op
                     for rank in range(self.size())
                     if rank != root
-                    for op in self._receive(parts[rank], rank, direct.GATHER_TAG)
+                    for op in self._receive(parts[rank], rank, allreduce_algorithms.GATHER_TAG)
                 ]
             else:
-                yield self._send(own, root, direct.GATHER_TAG)
+                yield self._send(own, root, allreduce_algorithms.GATHER_TAG)
             return
         for piece in buffers.pieces(memory):
             message = buffers.message_of(piece, reduction=True)
@@ -225,15 +225,17 @@ class Reductions(GroupCore):
         num_bytes = sum(part.numel() for part in parts) * out.element_size()
         algorithm = yield from self._algorithm(calm, num_bytes)
         counts = [part.numel() for part in parts]
-        if algorithm != choice.LIBRARY or is_sixteen(out.dtype) or sum(counts) > buffers.MAX_COUNT:
-            yield from direct.reduce_scatter(self, parts, out, reduction, self._finish(reduction))
+        if algorithm != algorithm_choice.LIBRARY or is_sixteen(out.dtype) or sum(counts) > buffers.MAX_COUNT:
+            yield from allreduce_algorithms.reduce_scatter(
+                self, parts, out, reduction, self._finish(reduction)
+            )
             return
         whole = buffers.as_buffer(_joined(parts), reduction=True)
         target = buffers.as_buffer(out, reduction=True)
         yield from self._call(calm, "Reduce_scatter", whole, target, counts, reduction.operation)
         reduction.after(out, self.size())
 
-    def _finish(self, reduction: Reduction) -> direct.Finish:
+    def _finish(self, reduction: Reduction) -> allreduce_algorithms.Finish:
         return lambda total: reduction.after(total, self.size())
 
 

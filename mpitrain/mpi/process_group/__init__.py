@@ -1,0 +1,1 @@
+"""torch.distributed's process group, written on mpi4py."""
