@@ -24,7 +24,7 @@ def run_comm(runtime: Any, failing: Path | None, slow: float = SLOW) -> int:
 
 
 def _between_nodes(runtime: Any, names: list[str]) -> dict[tuple[str, str], Link]:
-    from mpitrain.mpi.survey import ping_pong
+    from mpitrain.mpi.ping_pong import ping_pong
 
     first = [runtime.nodes.index(node) for node in range(runtime.num_nodes)]
     mine: list[Any] = []
@@ -42,7 +42,7 @@ def _between_nodes(runtime: Any, names: list[str]) -> dict[tuple[str, str], Link
 
 def _within_nodes(runtime: Any) -> list[list[Any]]:
     """[lower rank, higher rank, latency, rate] of all pairs on one node; nodes are measured side by side."""
-    from mpitrain.mpi.survey import ping_pong
+    from mpitrain.mpi.ping_pong import ping_pong
 
     local = [rank for rank, node in enumerate(runtime.nodes) if node == runtime.nodes[runtime.rank]]
     most = max(runtime.nodes.count(node) for node in set(runtime.nodes))

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError, printable
-from mpitrain.mpi import exchange, points
+from mpitrain.mpi import json_collectives, json_messages
 from mpitrain.mpi.allreduce_plan import Plan
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.engine import Engine
+from mpitrain.mpi.failed_ranks import failed_ranks
 from mpitrain.mpi.faults import abort
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
-from mpitrain.mpi.graves import failed_ranks
-from mpitrain.mpi.places import name_ranks, node_indices
+from mpitrain.mpi.node_map import name_ranks, node_indices
 from mpitrain.reporting.environment import node_key
 from mpitrain.system import processes, rank_status
 from mpitrain.system.tracebacks import own_part
@@ -163,11 +163,13 @@ class Runtime:
 
     def share(self, value: Any, root: int = 0) -> Any:
         """The JSON value of `root` on every rank; the other ranks' argument is ignored."""
-        return self.together(lambda: exchange.share(self.comm, value, root), f"share from rank {root}")
+        return self.together(
+            lambda: json_collectives.share(self.comm, value, root), f"share from rank {root}"
+        )
 
     def gather(self, value: Any) -> list[Any] | None:
         """The JSON values of all ranks in rank order, on rank 0; None elsewhere."""
-        return self.together(lambda: exchange.gather(self.comm, value), "gather")
+        return self.together(lambda: json_collectives.gather(self.comm, value), "gather")
 
     def gather_living(self, value: Any, wait_s: float = 10.0) -> dict[int, Any] | None:
         """The JSON values of all ranks that still answer, by rank, on rank 0; None elsewhere. Messages, no collective:
@@ -175,15 +177,15 @@ class Runtime:
         living_s = None
         if self.fault_tolerance == "heartbeat":
             wait_s, living_s = 1.0, LIVING_S  # most of those who were given up are dead
-        return points.gather(self.engine, self.rank, self.size, value, self.given_up, wait_s, living_s)
+        return json_messages.gather(self.engine, self.rank, self.size, value, self.given_up, wait_s, living_s)
 
     def share_living(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank that still answers."""
-        return points.share(self.engine, self.rank, self.size, value, self.given_up, self._patience_s)
+        return json_messages.share(self.engine, self.rank, self.size, value, self.given_up, self._patience_s)
 
     def allgather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks in rank order, on every rank."""
-        return self.together(lambda: exchange.allgather(self.comm, value), "allgather")
+        return self.together(lambda: json_collectives.allgather(self.comm, value), "allgather")
 
     def agree(self, error: Exception | None) -> None:
         """Return if no rank brings an error; otherwise rank 0 prints each once and every rank raises AgreedError.

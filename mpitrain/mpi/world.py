@@ -23,8 +23,8 @@ from mpitrain.mpi.engine.backoff import LONG_NAP_S, SHORT_NAP_S, give_way
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.faults.abort import is_dead_peer
 from mpitrain.mpi.faults.self_destruct import break_down
-from mpitrain.mpi.op import Op
-from mpitrain.mpi.wire import HEADER_BYTES, decode, encode
+from mpitrain.mpi.message_header import HEADER_BYTES, decode, encode
+from mpitrain.mpi.operation import Op
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
 

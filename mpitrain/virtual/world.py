@@ -36,7 +36,9 @@ from mpitrain.virtual.network import Links, NetworkLaw
 
 DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
 MOST_LOOKS = 100_000  # of those who wait, while nothing happens but that somebody is silent
-HEADER_BYTES = 160  # what a message costs on the wire beside its payload: the size of mpi/wire.py's header
+HEADER_BYTES = (
+    160  # what a message costs on the wire beside its payload: the size of mpi/message_header.py's header
+)
 
 
 class _Process:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mpitrain.mpi import graves
-from mpitrain.mpi.op import Op
+from mpitrain.mpi import failed_ranks
+from mpitrain.mpi.operation import Op
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -182,7 +182,7 @@ def test_what_waits_for_the_dead_is_given_up_at_the_second_look(monkeypatch):
     ops = [Op("receive", None, peer) for peer in (1, 2, 2)] + [Op("arrival"), Op("call")]
     for op, comm in zip(ops, (world, world, group, group, None)):
         op.comm = comm
-    grave = graves.Graves()
+    grave = failed_ranks.Graves()
     assert grave.look(ops) == []
     world.dead = {2}
     assert grave.look(ops) == [] and grave.look(ops) == [ops[1]]

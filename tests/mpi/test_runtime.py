@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpitrain.mpi.places import name_ranks, node_indices
+from mpitrain.mpi.node_map import name_ranks, node_indices
 from tests.mpi.cases import assert_passed, case_names, launch
 from tests.ranks import run_ranks
 

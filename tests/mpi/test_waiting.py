@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.mpi.engine.engine import backoff
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.operation import Op
 
 POLL_S = 20e-6  # what a poll of a few receives costs at most
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from mpitrain.errors import MismatchError
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.operation import Op
 
 LEFT = "no collective: it has left the group"
 Task = Generator[Iterable[Op], None, Any]  # yields what it waits for, is resumed when all of that is done

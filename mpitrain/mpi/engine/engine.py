@@ -34,8 +34,8 @@ from mpitrain.mpi.engine.backoff import Backoff, give_way
 from mpitrain.mpi.engine.posting import Posting, withdraw
 from mpitrain.mpi.engine.requests import Progress
 from mpitrain.mpi.engine.wakeup import Bell
-from mpitrain.mpi.graves import Graves
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.failed_ranks import Graves
+from mpitrain.mpi.operation import Op
 
 _LOOK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
 

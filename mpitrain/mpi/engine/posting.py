@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.operation import Op
 
 if TYPE_CHECKING:
     from mpitrain.mpi.engine.requests import Progress

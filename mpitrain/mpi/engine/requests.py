@@ -16,8 +16,8 @@ from typing import Any
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import LEFT, GaveUpError, Line, Task, Turn, failing
-from mpitrain.mpi.graves import Graves
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.failed_ranks import Graves
+from mpitrain.mpi.operation import Op
 
 
 class Progress:

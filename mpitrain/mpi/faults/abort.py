@@ -169,9 +169,9 @@ def end_without_some(runtime: "Runtime") -> NoReturn:
 
     `MPI_Finalize` is left out: after a failure it hangs one time in four, and a stopped rank would hold it for ever.
     """
-    from mpitrain.mpi import points
+    from mpitrain.mpi import json_messages
 
-    points.say_bye(runtime.engine, runtime.rank, runtime.size, runtime.given_up)
+    json_messages.say_bye(runtime.engine, runtime.rank, runtime.size, runtime.given_up)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpitrain.errors import MpitrainError
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.operation import Op
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime

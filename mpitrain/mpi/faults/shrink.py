@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.faults.agreement import CALLED_OFF, GO_ON, CalledOffError, agree, revoke
-from mpitrain.mpi.places import node_indices
+from mpitrain.mpi.node_map import node_indices
 from mpitrain.mpi.runtime import Runtime
 
 

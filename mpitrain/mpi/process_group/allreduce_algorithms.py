@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpitrain.mpi.engine.collective_queue import Task
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 
 if TYPE_CHECKING:

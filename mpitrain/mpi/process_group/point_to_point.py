@@ -16,7 +16,7 @@ from mpitrain.errors import MismatchError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import Task, last_tag, word
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group.base import GroupCore, as_list, shape_of
 from mpitrain.mpi.process_group.work import MpiWork
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from mpitrain.mpi.engine.engine import Engine
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.operation import Op
 
 _NO_TIMEOUT = timedelta(0)  # what torch passes when the user says nothing
 _GRACE_S = 2.0

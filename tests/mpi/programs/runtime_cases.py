@@ -6,7 +6,7 @@ import pickle
 import sys
 
 from mpitrain.errors import AgreedError, DataError, MismatchError
-from mpitrain.mpi import exchange
+from mpitrain.mpi import json_collectives
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.runtime import start
 from tests.mpi.cases import run_cases
@@ -175,7 +175,7 @@ def case_a_pickle_among_our_own_messages_runs_nothing(rt):
     assert sys.exploded  # it would go off
     del sys.exploded
     try:
-        exchange.from_bytes(bomb)
+        json_collectives.from_bytes(bomb)
     except ValueError:
         assert not hasattr(sys, "exploded")
     else:

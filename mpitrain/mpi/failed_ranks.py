@@ -10,7 +10,7 @@ of such a receive: whoever gives it up leaks it on purpose.
 import time
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.operation import Op
 
 LOOK_EVERY_S = 0.1
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mpitrain.mpi.engine.engine import Engine
-from mpitrain.mpi.exchange import from_bytes, to_bytes
 from mpitrain.mpi.faults.abort import is_dead_peer
-from mpitrain.mpi.op import Op
+from mpitrain.mpi.json_collectives import from_bytes, to_bytes
+from mpitrain.mpi.operation import Op
 
 LENGTH_TAG, BODY_TAG, BYE_TAG = 21, 22, 23
 
