@@ -220,7 +220,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         monkeypatch.setitem(sys.modules, module, double)
 
     stand_in("mpitrain.training", "train_command")
-    stand_in("mpitrain.planning", "dry_run_command")
+    stand_in("mpitrain.planning.dry_run", "dry_run_command")
     stand_in("mpitrain.simulation", "simulate_command")
     return seen
 

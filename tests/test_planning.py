@@ -10,10 +10,9 @@ import mpitrain as mt
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
-from mpitrain.model import cost
-from mpitrain.model.cost import try_codec
-from mpitrain.planning import block_nodes, describe
-from mpitrain.planning_text import pays
+from mpitrain.planning.codec_cost import try_codec
+from mpitrain.planning.dry_run import block_nodes, codec_cost, describe
+from mpitrain.planning.units import pays
 from tests import toy
 
 

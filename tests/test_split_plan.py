@@ -8,7 +8,7 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
-from mpitrain.planning import describe
+from mpitrain.planning.dry_run import describe
 from mpitrain.training.mesh import MeshRun
 from mpitrain.training.session import assign_roles
 from tests import toy

@@ -216,7 +216,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         return train_command(arguments.job, overrides(arguments))
     if launched_rank() != 0:
         return 0
-    from mpitrain.planning import dry_run_command
+    from mpitrain.planning.dry_run import dry_run_command
 
     chosen = overrides(arguments)
     if arguments.gpus_per_node is not None:
@@ -233,8 +233,8 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 
 def _machine(arguments: argparse.Namespace) -> Any:
-    """The `mpitrain.planning.Machine` that --nodes or --hosts, --gpus-per-node and --server-nodes describe."""
-    from mpitrain.planning import Machine
+    """The `mpitrain.planning.dry_run.Machine` that --nodes or --hosts, --gpus-per-node and --server-nodes describe."""
+    from mpitrain.planning.dry_run import Machine
 
     hosts = tuple((arguments.hosts or "").split())
     if arguments.ranks:

@@ -12,9 +12,9 @@ from typing import Any
 
 from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.planning_codecs import allreduced, message_sizes, pushed
-from mpitrain.planning_peers import averaging, peers
-from mpitrain.planning_text import size_text
+from mpitrain.planning.codecs import allreduced, message_sizes, pushed
+from mpitrain.planning.serverless import averaging, peers
+from mpitrain.planning.units import size_text
 from mpitrain.strategies import (
     AllReduce,
     Decentralized,
@@ -102,7 +102,7 @@ def describe(
     """
     import torch
 
-    from mpitrain.split_plan import describe_split
+    from mpitrain.planning.model_parallel import describe_split
     from mpitrain.training.measure import build
     from mpitrain.training.orders import check_orders
 

@@ -1,6 +1,6 @@
 """What a dry run says of codecs: bytes a step, what they cost here, and on which links that pays.
 
-Law of this file: bytes and seconds are tried out on this machine (`model/cost.py`). A codec pays where the time that
+Law of this file: bytes and seconds are tried out on this machine (`planning/codec_cost.py`). A codec pays where the time that
 its fewer bytes save on the link is more than its own time; both are taken as not hidden behind backward.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.planning_text import pays, size_text
+from mpitrain.planning.units import pays, size_text
 from mpitrain.strategies import Codec, ServerStrategy
 
 
@@ -17,7 +17,7 @@ def allreduced(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str]
     if codec.is_none:
         return []
     from mpitrain.model.codec_registry import is_reduced
-    from mpitrain.model.cost import try_codec
+    from mpitrain.planning.codec_cost import try_codec
 
     cost = try_codec(codec, module)
     full = 2 * (num - 1) / num * num_bytes
@@ -41,7 +41,7 @@ def pushed(strategy: ServerStrategy, module: Any, num_bytes: int) -> list[str]:
     for what, codec in (("push", strategy.push_codec), ("reply", strategy.reply_codec)):
         if codec.is_none:
             continue
-        from mpitrain.model.cost import try_codec
+        from mpitrain.planning.codec_cost import try_codec
 
         cost = try_codec(codec, module)
         per_server_s = (cost.decode_s if what == "push" else cost.encode_s) / strategy.servers
@@ -62,7 +62,7 @@ def pushed(strategy: ServerStrategy, module: Any, num_bytes: int) -> list[str]:
 def message_sizes(strategy: ServerStrategy, module: Any, numbers: int, dtype: Any) -> tuple[float, float]:
     """Bytes of a worker's push and of a reply, over all shards, for parameters of `dtype`."""
     from mpitrain.model.buffers import wire_dtype
-    from mpitrain.model.cost import try_codec
+    from mpitrain.planning.codec_cost import try_codec
 
     sizes = []
     for codec, wire in (

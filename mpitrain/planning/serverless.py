@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.planning_text import pays, size_text
+from mpitrain.planning.units import pays, size_text
 from mpitrain.strategies import Decentralized, LocalSGD
 
 
@@ -16,7 +16,7 @@ def averaging(
     strategy: LocalSGD, module: Any, num_bytes: int, numbers: int, num_workers: int, step_samples: int
 ) -> list[str]:
     """What periodic averaging sends, what it costs here, and where allreduce would have hidden it."""
-    from mpitrain.model.cost import copying_s, try_codec
+    from mpitrain.planning.codec_cost import copying_s, try_codec
     from mpitrain.strategies import BFloat16, Codec, EightBit, Float16
 
     wide = {"full": num_bytes, "float16": 2 * numbers, "bfloat16": 2 * numbers, "int8": 65 * numbers / 64}
@@ -50,7 +50,7 @@ def averaging(
 
 def peers(strategy: Decentralized, module: Any, num_bytes: int, number: int) -> list[str]:
     """What a peer sends and holds, and whether allreduce would send less."""
-    from mpitrain.model.cost import try_codec
+    from mpitrain.planning.codec_cost import try_codec
 
     cost = None if strategy.codec.is_none else try_codec(strategy.codec, module)
     message = num_bytes if cost is None else cost.message_bytes
