@@ -27,7 +27,7 @@ from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.reporting.report import NullReport, Report, default_run_dir
 from mpitrain.reporting.targets import missed_targets
 from mpitrain.roles import TolerantServer, Worker
-from mpitrain.roles.attendance import SIGNS_S
+from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.strategies import (
     Dealer,
     Decentralized,

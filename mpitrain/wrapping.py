@@ -24,7 +24,7 @@ from mpitrain.effects import Kind
 from mpitrain.errors import EXIT_ERROR, UsageError
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Save, SavingServer, Worker
-from mpitrain.roles.attendance import SIGNS_S
+from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.strategies import AllReduce, Decentralized, LocalSGD, Roles, ServerStrategy, Strategy
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Send
-from mpitrain.roles.attendance import AWAY_SILENCE_S
+from mpitrain.roles.failure_detector.server_side import SILENT
+from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S
 from mpitrain.roles.out_of_turn import out_of_turn
-from mpitrain.roles.vigil import SILENT
 
 if TYPE_CHECKING:
     from mpitrain.roles.tolerant import TolerantServer

@@ -17,9 +17,9 @@ from typing import Any
 
 from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Role, Send
 from mpitrain.roles.delivery import Deliver, stay
+from mpitrain.roles.failure_detector.worker_side import Pulse
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.ports import Gradient, Keeper, Replica, Report
-from mpitrain.roles.pulse import Pulse
 from mpitrain.roles.saving import Save, save
 from mpitrain.strategies import Lease, Roles
 

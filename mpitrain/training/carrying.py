@@ -12,8 +12,8 @@ from typing import Any
 from mpitrain.effects import Role
 from mpitrain.errors import GivenUpError, LostRankError
 from mpitrain.mpi.world import MpiWorld
-from mpitrain.roles.attendance import MID_SILENCE_S
-from mpitrain.roles.pulse import last_words
+from mpitrain.roles.failure_detector.silence import MID_SILENCE_S
+from mpitrain.roles.failure_detector.worker_side import last_words
 from mpitrain.training.session import Session
 
 

@@ -32,7 +32,7 @@ from mpitrain.model.flat import Layout, make_layout
 from mpitrain.model.step_hooks import StepHooks
 from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, TolerantServer, Worker
-from mpitrain.roles.attendance import SIGNS_S
+from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.recut import recut
 from mpitrain.roles.tolerant import NOT_FINITE
 from mpitrain.strategies import Dealer, ServerStrategy

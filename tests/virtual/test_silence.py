@@ -10,9 +10,9 @@ from mpitrain.errors import GivenUpError, LostRankError
 from mpitrain.inject import Stop
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer
-from mpitrain.roles.attendance import AWAY_SILENCE_S, PATIENCE, Attendance
-from mpitrain.roles.pulse import QUESTIONS, Pulse
-from mpitrain.roles.vigil import LOOK_EVERY_S
+from mpitrain.roles.failure_detector.server_side import LOOK_EVERY_S
+from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, PATIENCE, Attendance
+from mpitrain.roles.failure_detector.worker_side import QUESTIONS, Pulse
 from mpitrain.virtual import Constant
 from tests.virtual.test_course import samples_of
 from tests.virtual.worlds import NumberStore, Shuffled, all_leases, play

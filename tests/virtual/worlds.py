@@ -18,7 +18,7 @@ from mpitrain.effects import Compute, Kind, Message, Recv, Send
 from mpitrain.inject import Injection, Pause, Slow, Straggler
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, TolerantServer, Worker
-from mpitrain.roles.attendance import SIGNS_S
+from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.strategies import Dealer, Elastic, Lease, ServerStrategy, assign
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Generator
 from typing import Any
 
 from mpitrain.effects import Effect, Kind, Message, Now, Recv, Send
-from mpitrain.roles.attendance import Attendance
+from mpitrain.roles.failure_detector.silence import Attendance
 
 LOOK_EVERY_S = 0.5
 SILENT = "silent"
