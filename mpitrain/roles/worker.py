@@ -16,11 +16,11 @@ from collections.abc import Generator
 from typing import Any
 
 from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Role, Send
-from mpitrain.roles.delivery import Deliver, stay
 from mpitrain.roles.failure_detector.worker_side import Pulse
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.ports import Gradient, Keeper, Replica, Report
-from mpitrain.roles.saving import Save, save
+from mpitrain.roles.server.final_model import Deliver, stay
+from mpitrain.roles.server.user_checkpoints import Save, save
 from mpitrain.strategies import Lease, Roles
 
 PREFETCH = 2  # batches to read ahead

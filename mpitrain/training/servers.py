@@ -33,8 +33,8 @@ from mpitrain.model.step_hooks import StepHooks
 from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
-from mpitrain.roles.recut import recut
-from mpitrain.roles.tolerant import NOT_FINITE
+from mpitrain.roles.server.fault_tolerant import NOT_FINITE
+from mpitrain.roles.server.resharding import recut
 from mpitrain.strategies import Dealer, ServerStrategy
 from mpitrain.training.carrying import carry, heartbeat_s
 from mpitrain.training.measure import (

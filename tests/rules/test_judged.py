@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.roles.deals import Deals
+from mpitrain.roles.server.leases import Deals
 from mpitrain.strategies import Async, Dealer, Judged, Lease, Sync
 from mpitrain.strategies.parameter_server.judged import in_all, in_any, torn
 

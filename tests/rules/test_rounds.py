@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.roles.deals import Deals
+from mpitrain.roles.server.leases import Deals
 from mpitrain.strategies import Dealer, Sync
 from mpitrain.strategies.sampling.dealer import share_out
 from mpitrain.strategies.sampling.step_partition import Rounds

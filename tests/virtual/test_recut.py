@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.roles.recut import judged_by, recut
+from mpitrain.roles.server.resharding import judged_by, recut
 from mpitrain.strategies import Dealer, Judged
 
 NUMBERS, SAMPLES = 12, 8  # of the model, and of one epoch

@@ -18,7 +18,7 @@ from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S
 from mpitrain.roles.out_of_turn import out_of_turn
 
 if TYPE_CHECKING:
-    from mpitrain.roles.tolerant import TolerantServer
+    from mpitrain.roles.server.fault_tolerant import TolerantServer
     from mpitrain.roles.worker import Worker
 
 Steps = Generator[Effect, Any, None]

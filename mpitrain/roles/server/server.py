@@ -23,12 +23,12 @@ from typing import Any
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv, Role, Send
 from mpitrain.errors import WireError
-from mpitrain.roles.cuts import Cuts
-from mpitrain.roles.deals import Deals
-from mpitrain.roles.gathering import Gathering
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.ports import Keeper, Report, Store
-from mpitrain.roles.recut import judged_by
+from mpitrain.roles.server.checkpoint_schedule import Cuts
+from mpitrain.roles.server.gathering import Gathering
+from mpitrain.roles.server.leases import Deals
+from mpitrain.roles.server.resharding import judged_by
 from mpitrain.strategies import Dealer, Judged, Lease, Ledger, Push, Schedule, ServerStrategy, Verdict
 from mpitrain.strategies.parameter_server.judged import in_any
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from mpitrain.effects import Forget, Kind, Message, Role, Send
 from mpitrain.errors import LostRankError
-from mpitrain.roles.delivery import see_off
 from mpitrain.roles.failure_detector.server_side import SILENT, Vigil
 from mpitrain.roles.failure_detector.silence import Attendance
-from mpitrain.roles.server import Server, Steps
+from mpitrain.roles.server.final_model import see_off
+from mpitrain.roles.server.server import Server, Steps
 
 REPORTER = 0
 RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up

@@ -1,0 +1,1 @@
+"""The parameter server: generators that yield effects."""
