@@ -13,7 +13,7 @@ import torch
 from mpitrain.job import Job, Overrides
 from mpitrain.rehearsal import Rehearsal
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles.local_worker import LocalWorker
+from mpitrain.roles.local_sgd_worker import LocalWorker
 from mpitrain.strategies import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Shares
 from mpitrain.training.measure import MODEL_FILE, build, make_measure, save_model

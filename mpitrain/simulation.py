@@ -23,11 +23,11 @@ from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides, load_job
 from mpitrain.model import FlatModel, Replica, local_steps
 from mpitrain.model.factory import check_optimizer, flat_model, push_coder, remote_steps, shard_store
 from mpitrain.peer_simulation import simulate_peers
-from mpitrain.replay import load_order, load_run, repeat
 from mpitrain.reporting.report import NullReport, Report, default_run_dir
 from mpitrain.reporting.targets import missed_targets
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
+from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.strategies import (
     Dealer,
     Decentralized,

@@ -15,8 +15,8 @@ from typing import Any
 
 from mpitrain.effects import ASKS, Compute, Effect, Kind, Message, Now, Recv, Role, Send
 from mpitrain.errors import LostRankError, NonFiniteError
-from mpitrain.roles.peer_cuts import PeerCuts
-from mpitrain.roles.ports import PeerReplica, Report
+from mpitrain.roles.peer_checkpoints import PeerCuts
+from mpitrain.roles.protocols import PeerReplica, Report
 from mpitrain.strategies import topology
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, Shares, Turn

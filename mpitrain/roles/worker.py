@@ -18,7 +18,7 @@ from typing import Any
 from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Role, Send
 from mpitrain.roles.failure_detector.worker_side import Pulse
 from mpitrain.roles.out_of_turn import out_of_turn
-from mpitrain.roles.ports import Gradient, Keeper, Replica, Report
+from mpitrain.roles.protocols import Gradient, Keeper, Replica, Report
 from mpitrain.roles.server.final_model import Deliver, stay
 from mpitrain.roles.server.user_checkpoints import Save, save
 from mpitrain.strategies import Lease, Roles

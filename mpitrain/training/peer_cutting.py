@@ -16,7 +16,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.codec_registry import merge_states
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
-from mpitrain.roles.peer_cuts import PeerCuts
+from mpitrain.roles.peer_checkpoints import PeerCuts
 from mpitrain.strategies import Decentralized
 from mpitrain.text import parse
 from mpitrain.training import signals

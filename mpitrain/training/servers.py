@@ -30,9 +30,9 @@ from mpitrain.model import (
 )  # fmt: skip
 from mpitrain.model.flat import Layout, make_layout
 from mpitrain.model.step_hooks import StepHooks
-from mpitrain.replay import record, save_order
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
+from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import recut
 from mpitrain.strategies import Dealer, ServerStrategy

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.effects import ASKS, Message
-from mpitrain.roles.ports import Keeper
+from mpitrain.roles.protocols import Keeper
 
 
 class Cuts:

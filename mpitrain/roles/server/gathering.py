@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-from mpitrain.roles.ports import Store
+from mpitrain.roles.protocols import Store
 
 
 class Gathering:

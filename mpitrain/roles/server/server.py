@@ -24,7 +24,7 @@ from typing import Any
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv, Role, Send
 from mpitrain.errors import WireError
 from mpitrain.roles.out_of_turn import out_of_turn
-from mpitrain.roles.ports import Keeper, Report, Store
+from mpitrain.roles.protocols import Keeper, Report, Store
 from mpitrain.roles.server.checkpoint_schedule import Cuts
 from mpitrain.roles.server.gathering import Gathering
 from mpitrain.roles.server.leases import Deals

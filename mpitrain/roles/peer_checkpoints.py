@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.effects import Kind, Message
-from mpitrain.roles.ports import Keeper
+from mpitrain.roles.protocols import Keeper
 
 LOOK_EVERY_S = 0.5
 MOST_STEPS = 1000

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from typing import Any, NamedTuple, Protocol
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send
-from mpitrain.roles.ports import Report
+from mpitrain.roles.protocols import Report
 from mpitrain.strategies.sampling.peer_partition import Shares, Turn
 
 
