@@ -64,7 +64,7 @@ _home = {
     "Synthetic": "mpitrain.data",
     "PackOptions": "mpitrain.data.write.plan",
     "pack": "mpitrain.data.write.pack",
-    "simulate": "mpitrain.simulation",
+    "simulate": "mpitrain.simulation.servers",
     "train": "mpitrain.training",
     "finish": "mpitrain.wrapping",
     "num_workers": "mpitrain.wrapping",

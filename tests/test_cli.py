@@ -221,7 +221,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     stand_in("mpitrain.training", "train_command")
     stand_in("mpitrain.planning.dry_run", "dry_run_command")
-    stand_in("mpitrain.simulation", "simulate_command")
+    stand_in("mpitrain.simulation.servers", "simulate_command")
     return seen
 
 

@@ -72,7 +72,7 @@ def test_a_rehearsal_starts_no_mpi():
     import subprocess
     import sys
 
-    code = "import sys, mpitrain.simulation; sys.exit('mpi4py.MPI' in sys.modules)"
+    code = "import sys, mpitrain.simulation.servers; sys.exit('mpi4py.MPI' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> None:
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Run the simulation; prints loss against virtual time and the staleness histogram."""
-    from mpitrain.simulation import simulate_command
+    from mpitrain.simulation.servers import simulate_command
     from mpitrain.system.tracebacks import own_part
 
     try:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from mpitrain.job import Job, Overrides
-from mpitrain.rehearsal import Rehearsal
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.local_sgd_worker import LocalWorker
+from mpitrain.simulation.base import Rehearsal
+from mpitrain.simulation.replicas_in_one_process import LocalReplica, Table, modules_of
+from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Shares
 from mpitrain.training.measure import MODEL_FILE, build, make_measure, save_model
-from mpitrain.training.together import LocalReplica, Table, modules_of
 from mpitrain.virtual import ComputeLaw, NetworkLaw
-from mpitrain.virtual_log import VirtualLog
 
 
 def simulate_averaging(

@@ -17,9 +17,9 @@ from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import METRICS_ARE, Job, Overrides
 from mpitrain.reporting.report import Report, default_run_dir
 from mpitrain.reporting.targets import missed_targets
+from mpitrain.simulation.report import VirtualLog
 from mpitrain.training.measure import MODEL_FILE
 from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
-from mpitrain.virtual_log import VirtualLog
 
 
 class Rehearsal:

@@ -15,19 +15,20 @@ from typing import Any
 
 import torch
 
-from mpitrain.averaging_simulation import simulate_averaging
 from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import SILENT, Straggler, check_workers
 from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides, load_job
 from mpitrain.model import FlatModel, Replica, local_steps
 from mpitrain.model.factory import check_optimizer, flat_model, push_coder, remote_steps, shard_store
-from mpitrain.peer_simulation import simulate_peers
 from mpitrain.reporting.report import NullReport, Report, default_run_dir
 from mpitrain.reporting.targets import missed_targets
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.replay import load_order, load_run, repeat
+from mpitrain.simulation.local_sgd import simulate_averaging
+from mpitrain.simulation.peers import simulate_peers
+from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies import (
     Dealer,
     Decentralized,
@@ -44,7 +45,6 @@ from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_m
 from mpitrain.training.orders import check_rehearsal
 from mpitrain.training.session import NOBODY_LEFT
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
-from mpitrain.virtual_log import VirtualLog
 
 
 def simulate(

@@ -13,9 +13,9 @@ import torch
 from mpitrain.job import Job, Overrides
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
-from mpitrain.rehearsal import Rehearsal
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer
+from mpitrain.simulation.base import Rehearsal
 from mpitrain.strategies import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Shares
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, save_model
