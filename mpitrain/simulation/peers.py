@@ -1,6 +1,6 @@
 """Peers in virtual time: the very role of the cluster, one process, any number of them.
 
-Law of this file: it composes like `training/peers.py`, with the virtual world in place of MPI. All virtual peers share
+Law of this file: it composes like `training/decentralized/run.py`, with the virtual world in place of MPI. All virtual peers share
 one module, each with its own parameters, optimizer and buffers.
 """
 
@@ -18,8 +18,8 @@ from mpitrain.roles.peer import Peer
 from mpitrain.simulation.base import Rehearsal
 from mpitrain.strategies import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Shares
+from mpitrain.training.decentralized.run import summary
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, save_model
-from mpitrain.training.peers import summary
 from mpitrain.virtual import ComputeLaw, NetworkLaw
 
 

@@ -95,7 +95,7 @@ def _runner(strategy: Strategy) -> Any:
 
         return run_localsgd
     if isinstance(strategy, Decentralized):
-        from mpitrain.training.peers import run_peers
+        from mpitrain.training.decentralized.run import run_peers
 
         return run_peers
     if isinstance(strategy, Pipeline):

@@ -15,8 +15,8 @@ from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies.sampling.peer_partition import Endless, Shares
 from mpitrain.system.run_directory import Identity
+from mpitrain.training.decentralized.checkpoints import restore
 from mpitrain.training.measure import build
-from mpitrain.training.peer_cutting import restore
 from mpitrain.training.resuming import Resume
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests import toy

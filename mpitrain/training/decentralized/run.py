@@ -16,6 +16,7 @@ from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, Shares
+from mpitrain.training.decentralized.checkpoints import check_cuts, make_cuts, restore
 from mpitrain.training.measure import (
     Meter,
     build,
@@ -26,7 +27,6 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
-from mpitrain.training.peer_cutting import check_cuts, make_cuts, restore
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.resuming import about_run
 from mpitrain.training.session import Session, attempt
