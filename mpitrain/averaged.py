@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mpitrain.saving import Resumed, Saver
     from mpitrain.strategies import LocalSGD
-    from mpitrain.training.averaging import Averager
+    from mpitrain.training.local_sgd.averager import Averager
 
 
 class AveragedOptimizer(DelegatingOptimizer):
@@ -106,8 +106,8 @@ def join_averaged(
     from mpitrain.model.optimizer import Rates
     from mpitrain.mpi.process_group.process_group import init_default_group
     from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
-    from mpitrain.training.averaging import Averager
     from mpitrain.training.cutting import own_part
+    from mpitrain.training.local_sgd.averager import Averager
     from mpitrain.training.measure import share_module
     from mpitrain.training.parallel import data_parallel
     from mpitrain.training.session import attempt

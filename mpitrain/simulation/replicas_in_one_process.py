@@ -1,6 +1,6 @@
 """Workers under periodic averaging, all of them in one process: what a rehearsal computes.
 
-Law of this file: every worker has a module and an optimizer of its own and steps as `training/localsgd.py` does; at an
+Law of this file: every worker has a module and an optimizer of its own and steps as `training/local_sgd/trainer.py` does; at an
 exchange nobody's state is touched before everybody has handed in, and then everybody's at once, in rank order. So
 parameters are those of the run over MPI wherever sums do not depend on their order, and there to the bit.
 """
@@ -21,8 +21,8 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Turn
-from mpitrain.training.averaging import Ask, Averager
-from mpitrain.training.means import MeansTogether
+from mpitrain.training.local_sgd.averager import Ask, Averager
+from mpitrain.training.local_sgd.means import MeansTogether
 from mpitrain.training.measure import build_optimizer
 
 GRADIENTS, PARAMETERS, VALIDATION = "gradients", "parameters", "validation"

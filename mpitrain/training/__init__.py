@@ -91,7 +91,7 @@ def _runner(strategy: Strategy) -> Any:
 
         return run_allreduce
     if isinstance(strategy, LocalSGD):
-        from mpitrain.training.localsgd import run_localsgd
+        from mpitrain.training.local_sgd.trainer import run_localsgd
 
         return run_localsgd
     if isinstance(strategy, Decentralized):

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from mpitrain.mpi.process_group.process_group import init_default_group
-from mpitrain.training.averaging import Averager
-from mpitrain.training.means import Means
+from mpitrain.training.local_sgd.averager import Averager
+from mpitrain.training.local_sgd.means import Means
 from tests import toy
 from tests.mpi.cases import run_cases
 from tests.mpi.rehearsed import RUNS

@@ -14,8 +14,8 @@ import torch
 
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.allreduce import Trainer
-from mpitrain.training.averaging import Averager
 from mpitrain.training.cutting import copied
+from mpitrain.training.local_sgd.averager import Averager
 from mpitrain.training.lockstep import run_lockstep
 from mpitrain.training.recovering import Kept
 from mpitrain.training.session import Session

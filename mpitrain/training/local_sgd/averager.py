@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from mpitrain.model.flat import trainable
 from mpitrain.model.outer_optimizer import OuterOptimizer
 from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.training.means import Means
+from mpitrain.training.local_sgd.means import Means
 
 
 class Ask(NamedTuple):

@@ -1,0 +1,1 @@
+"""Local steps and periodic averages."""
