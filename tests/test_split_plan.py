@@ -9,7 +9,7 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.planning.dry_run import describe
-from mpitrain.training.mesh import MeshRun
+from mpitrain.training.model_parallel.mesh import MeshRun
 from mpitrain.training.session import assign_roles
 from tests import toy
 

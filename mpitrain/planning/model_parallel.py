@@ -66,7 +66,7 @@ def _model(job: Job, grid: Grid, module: Any) -> list[str]:
             f"bubble      {100 * strategy.bubble:.0f} % of a step idle, where stages take equally long"
         )
     elif isinstance(strategy, TensorParallel):
-        from mpitrain.training.tensor import slices
+        from mpitrain.training.model_parallel.tensor import slices
 
         plan = slices(module, job.tensor_plan, grid.num_parts)
         lines += [f"            {name}: {way}, 1/{grid.num_parts} per rank" for name, way in plan.items()]
@@ -76,7 +76,7 @@ def _model(job: Job, grid: Grid, module: Any) -> list[str]:
         if grid.num_replicas > 1:
             lines.append(f"            gradients averaged over {grid.num_replicas} models by FSDP2")
     else:
-        from mpitrain.training.sharded import units
+        from mpitrain.training.model_parallel.sharded import units
 
         held = num_bytes / grid.num_parts
         lines += [

@@ -99,15 +99,15 @@ def _runner(strategy: Strategy) -> Any:
 
         return run_peers
     if isinstance(strategy, Pipeline):
-        from mpitrain.training.pipeline import run_pipeline
+        from mpitrain.training.model_parallel.pipeline import run_pipeline
 
         return run_pipeline
     if isinstance(strategy, TensorParallel):
-        from mpitrain.training.tensor import run_tensor
+        from mpitrain.training.model_parallel.tensor import run_tensor
 
         return run_tensor
     if isinstance(strategy, Sharded):
-        from mpitrain.training.sharded import run_sharded
+        from mpitrain.training.model_parallel.sharded import run_sharded
 
         return run_sharded
     from mpitrain.training.servers import run_servers

@@ -27,7 +27,7 @@ from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
 from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.cutting import StepCuts
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
-from mpitrain.training.pieces import put_back, take
+from mpitrain.training.model_parallel.state_shards import put_back, take
 from mpitrain.training.session import Session, attempt
 
 Batch = dict[str, torch.Tensor]

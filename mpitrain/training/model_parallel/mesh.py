@@ -18,11 +18,11 @@ from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.model.loss import Tally, read_loss
 from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies import Grid
+from mpitrain.training.model_parallel.base import Batch, SplitRun
+from mpitrain.training.model_parallel.state_shards import local, whole_tensor
+from mpitrain.training.model_parallel.whole_matrices import check_muon, whole_matrices
 from mpitrain.training.parallel import weight_among_all
-from mpitrain.training.pieces import local, whole_tensor
 from mpitrain.training.session import Session, attempt
-from mpitrain.training.split import Batch, SplitRun
-from mpitrain.training.whole_matrices import check_muon, whole_matrices
 
 
 class MeshRun(SplitRun):

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
-from mpitrain.training.mesh import MeshRun
+from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
+from mpitrain.training.model_parallel.mesh import MeshRun
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
-from mpitrain.training.split import compare_parameters, device_mesh, grid_of
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

@@ -1,0 +1,1 @@
+"""Runs that divide the model: pipeline, tensor parallelism, sharded state."""
