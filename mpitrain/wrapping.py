@@ -206,7 +206,7 @@ def _join(
     from mpitrain.saving import Saver, about_loop, look, loop_state
     from mpitrain.training.levels import check_own_loop
     from mpitrain.training.measure import share_module
-    from mpitrain.training.servers import restore_worker
+    from mpitrain.training.parameter_server.run import restore_worker
     from mpitrain.training.session import assign_roles, attempt
 
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy, own_loop=True))
@@ -289,7 +289,7 @@ def _serve(
     """Until all workers have left or are lost; then leave the process."""
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.saving import write_shard
-    from mpitrain.training.servers import restore_shard
+    from mpitrain.training.parameter_server.run import restore_shard
     from mpitrain.training.session import attempt
 
     shard = roles.servers.index(runtime.rank)

@@ -110,6 +110,6 @@ def _runner(strategy: Strategy) -> Any:
         from mpitrain.training.model_parallel.sharded import run_sharded
 
         return run_sharded
-    from mpitrain.training.servers import run_servers
+    from mpitrain.training.parameter_server.run import run_servers
 
     return run_servers

@@ -11,7 +11,7 @@ from mpitrain.model import flat_model, shard_store
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer
 from mpitrain.training.emergency import Emergency
-from mpitrain.training.standing import shard_writer
+from mpitrain.training.parameter_server.emergency_state import shard_writer
 from tests import toy
 
 

@@ -36,7 +36,6 @@ from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import recut
 from mpitrain.strategies import Dealer, ServerStrategy
-from mpitrain.training.carrying import carry, heartbeat_s
 from mpitrain.training.measure import (
     Meter,
     build,
@@ -47,10 +46,11 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
+from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
+from mpitrain.training.parameter_server.run_role import carry, heartbeat_s
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
-from mpitrain.training.standing import shard_writer, worker_writer
 
 # What the dealing server's shard tells of the whole run; every shard's own counts are under "ranks".
 _SHOWN = (
