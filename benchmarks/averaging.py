@@ -22,7 +22,7 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.mpi.process_group.process_group import init_default_group
 from mpitrain.training.local_sgd.averager import Averager
-from mpitrain.training.parallel import data_parallel
+from mpitrain.training.synchronous.ddp import data_parallel
 
 BATCH, NUM_BATCHES = 32, 16
 WAYS = {

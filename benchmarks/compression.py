@@ -37,8 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
 from mpitrain.model.codec_registry import is_reduced
-from mpitrain.training.hooks import attach_codec
-from mpitrain.training.parallel import data_parallel
+from mpitrain.training.synchronous.codec_hooks import attach_codec
+from mpitrain.training.synchronous.ddp import data_parallel
 
 BATCH, NUM_BATCHES = 32, 64
 CODECS = {

@@ -18,8 +18,8 @@ import mpitrain as mt
 import mpitrain.mpi.faults.self_destruct as breaking
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.mpi.runtime import start
-from mpitrain.training.allreduce import Trainer
-from mpitrain.training.recovering import Survivors
+from mpitrain.training.synchronous.recovery import Survivors
+from mpitrain.training.synchronous.trainer import Trainer
 
 NOTES = Path(os.environ["CHAOS_DIR"])
 NUM_SAMPLES, NUM_PARTS, EPOCHS = int(os.environ["CHAOS_SAMPLES"]), 5, 2

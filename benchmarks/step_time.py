@@ -34,7 +34,7 @@ from mpitrain.mpi.world import MpiWorld
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, Worker
 from mpitrain.strategies import Async, Roles
-from mpitrain.training.parallel import data_parallel
+from mpitrain.training.synchronous.ddp import data_parallel
 
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402

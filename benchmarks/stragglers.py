@@ -51,7 +51,7 @@ from mpitrain.reporting.targets import read_target
 from mpitrain.strategies.sampling.dealer import share_out
 from mpitrain.text import parse
 from mpitrain.training.measure import Meter, build, make_measure, num_warmup
-from mpitrain.training.straggling import Nap
+from mpitrain.training.synchronous.injected_delay import Nap
 
 WORKERS, SLOW_WORKER, FACTOR = 4, 2, 5
 BASE, PEER = "sync()", "torch DDP over gloo"

@@ -57,7 +57,7 @@ _home = {
     "Threshold": "mpitrain.strategies",
     "TopK": "mpitrain.strategies",
     "Uncompressed": "mpitrain.strategies",
-    "attach_codec": "mpitrain.training.hooks",
+    "attach_codec": "mpitrain.training.synchronous.codec_hooks",
     "Job": "mpitrain.job",
     "ShardWriter": "mpitrain.data",
     "Shards": "mpitrain.data",

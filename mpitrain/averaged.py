@@ -106,11 +106,11 @@ def join_averaged(
     from mpitrain.model.optimizer import Rates
     from mpitrain.mpi.process_group.process_group import init_default_group
     from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
-    from mpitrain.training.cutting import own_part
     from mpitrain.training.local_sgd.averager import Averager
     from mpitrain.training.measure import share_module
-    from mpitrain.training.parallel import data_parallel
     from mpitrain.training.session import attempt
+    from mpitrain.training.synchronous.checkpoints import own_part
+    from mpitrain.training.synchronous.ddp import data_parallel
 
     if strategy.unit != "steps":
         raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')

@@ -74,9 +74,9 @@ def join_peers(
     from mpitrain.roles.peer import Peer
     from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
     from mpitrain.strategies.sampling.peer_partition import Endless
-    from mpitrain.training.cutting import own_part
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import attempt
+    from mpitrain.training.synchronous.checkpoints import own_part
 
     runtime.role = "peer"
     runtime.compare(

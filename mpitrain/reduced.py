@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
 from mpitrain.saving import Resumed, Saver, about_loop, lockstep_saver, look, loop_state
-from mpitrain.training.cutting import own_part
+from mpitrain.training.synchronous.checkpoints import own_part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +32,7 @@ def join_reduced(
     from mpitrain.model.optimizer import Rates
     from mpitrain.mpi.process_group.process_group import init_default_group
     from mpitrain.training.measure import share_module
-    from mpitrain.training.parallel import attach, data_parallel
+    from mpitrain.training.synchronous.ddp import attach, data_parallel
 
     runtime.role = "worker"
     check_optimizer(strategy.codec, optimizer)

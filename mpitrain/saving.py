@@ -31,8 +31,8 @@ from mpitrain.system.run_directory import (
 )
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training.agree import attempt
-from mpitrain.training.cutting import copied, own_part
 from mpitrain.training.resuming import find, identify
+from mpitrain.training.synchronous.checkpoints import copied, own_part
 
 if TYPE_CHECKING:
     from mpitrain.roles import Save

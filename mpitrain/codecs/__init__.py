@@ -6,7 +6,7 @@
 
 An encoder belongs to one stream from one worker and has `state` and `restore`; decoding has no state. Nothing
 here knows MPI, clocks or strategies: `model/codec_registry.py` makes the encoder that a strategy's codec names, and
-`training/hooks.py` carries messages between data-parallel ranks.
+`training/synchronous/codec_hooks.py` carries messages between data-parallel ranks.
 """
 
 from mpitrain.codecs.decode import add_message, write_message

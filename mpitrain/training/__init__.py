@@ -87,7 +87,7 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
 def _runner(strategy: Strategy) -> Any:
     """What carries a run of this strategy; each imports only what it needs of torch."""
     if isinstance(strategy, AllReduce):
-        from mpitrain.training.lockstep import run_allreduce
+        from mpitrain.training.synchronous.launch import run_allreduce
 
         return run_allreduce
     if isinstance(strategy, LocalSGD):

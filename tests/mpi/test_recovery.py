@@ -28,7 +28,7 @@ import mpitrain as mt
 from mpitrain.mpi.faults.shrink import lost_peer
 from mpitrain.mpi.runtime import start
 from mpitrain.text import parse
-from mpitrain.training.allreduce import Trainer
+from mpitrain.training.synchronous.trainer import Trainer
 from tests import toy
 
 runtime = start()

@@ -20,10 +20,10 @@ from mpitrain.roles.peer_checkpoints import PeerCuts
 from mpitrain.strategies import Decentralized
 from mpitrain.text import parse
 from mpitrain.training import signals
-from mpitrain.training.cutting import own_part
 from mpitrain.training.resume_options import same_codec
 from mpitrain.training.resuming import Resume, check, make_keeper, read_own_part
 from mpitrain.training.session import Session
+from mpitrain.training.synchronous.checkpoints import own_part
 
 
 def check_cuts(session: Session, rule: Decentralized, about: dict[str, Any]) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.training.allreduce import Trainer
-from mpitrain.training.cutting import copied
 from mpitrain.training.local_sgd.averager import Averager
-from mpitrain.training.lockstep import run_lockstep
-from mpitrain.training.recovering import Kept
 from mpitrain.training.session import Session
+from mpitrain.training.synchronous.checkpoints import copied
+from mpitrain.training.synchronous.launch import run_lockstep
+from mpitrain.training.synchronous.recovery import Kept
+from mpitrain.training.synchronous.trainer import Trainer
 
 
 def run_localsgd(session: Session) -> dict[str, Any]:

@@ -24,11 +24,11 @@ from mpitrain.model.worker_replica import seed_step
 from mpitrain.reporting.targets import check_targets
 from mpitrain.strategies import Grid, Split
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
-from mpitrain.training.allreduce_record import settle_allreduce
-from mpitrain.training.cutting import StepCuts
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
 from mpitrain.training.model_parallel.state_shards import put_back, take
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.synchronous.allreduce_record import settle_allreduce
+from mpitrain.training.synchronous.checkpoints import StepCuts
 
 Batch = dict[str, torch.Tensor]
 _COUNTS = ("epoch", "cursor", "step", "samples", "nonfinite", "left_out")

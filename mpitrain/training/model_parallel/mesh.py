@@ -21,8 +21,8 @@ from mpitrain.strategies import Grid
 from mpitrain.training.model_parallel.base import Batch, SplitRun
 from mpitrain.training.model_parallel.state_shards import local, whole_tensor
 from mpitrain.training.model_parallel.whole_matrices import check_muon, whole_matrices
-from mpitrain.training.parallel import weight_among_all
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.synchronous.ddp import weight_among_all
 
 
 class MeshRun(SplitRun):

@@ -29,9 +29,9 @@ from mpitrain.training.measure import build, pick_device, share_module
 from mpitrain.training.model_parallel.base import Batch, SplitRun, compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.loss_proxy import model_inputs, with_output
 from mpitrain.training.model_parallel.stage_forward import Relay
-from mpitrain.training.parallel import data_parallel
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.synchronous.ddp import data_parallel
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 

@@ -9,8 +9,8 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.codecs import Part, write_message
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
-from mpitrain.training.hooks import attach_codec
-from mpitrain.training.parallel import data_parallel
+from mpitrain.training.synchronous.codec_hooks import attach_codec
+from mpitrain.training.synchronous.ddp import data_parallel
 from tests.mpi.cases import run_cases
 
 CODECS = [

@@ -28,13 +28,13 @@ from mpitrain.mpi.faults.shrink import lost_peer, recover
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.mpi.process_group.process_group import init_default_group, leave_default_group
 from mpitrain.reporting.report import NullReport
-from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.measure import Meter
 from mpitrain.training.session import Session
-from mpitrain.training.straggling import Nap
+from mpitrain.training.synchronous.allreduce_record import settle_allreduce
+from mpitrain.training.synchronous.injected_delay import Nap
 
 if TYPE_CHECKING:
-    from mpitrain.training.allreduce import Trainer
+    from mpitrain.training.synchronous.trainer import Trainer
 
 
 class Kept(NamedTuple):

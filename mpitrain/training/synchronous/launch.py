@@ -13,13 +13,13 @@ from torch import nn
 from mpitrain.model.codec_registry import check_optimizer
 from mpitrain.model.optimizer import Rates
 from mpitrain.mpi.process_group.process_group import default_group
-from mpitrain.training.allreduce import Trainer
-from mpitrain.training.allreduce_record import settle_allreduce
 from mpitrain.training.levels import survives
 from mpitrain.training.measure import build, pick_device, share_module
-from mpitrain.training.parallel import codec_of
-from mpitrain.training.recovering import Kept, Survivors
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.synchronous.allreduce_record import settle_allreduce
+from mpitrain.training.synchronous.ddp import codec_of
+from mpitrain.training.synchronous.recovery import Kept, Survivors
+from mpitrain.training.synchronous.trainer import Trainer
 
 
 def run_allreduce(session: Session) -> dict[str, Any]:

@@ -25,9 +25,7 @@ from mpitrain.model.user_code import unused_parameters
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.strategies.sampling.step_partition import Rounds
-from mpitrain.training.cutting import StepCuts
 from mpitrain.training.emergency import KeptBuffers
-from mpitrain.training.hooks import CodecHook, reattach
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
@@ -35,11 +33,13 @@ from mpitrain.training.measure import (
     num_warmup,
     save_model,
 )
-from mpitrain.training.parallel import attach, codec_of, data_parallel, weight_among_all
-from mpitrain.training.recovering import Kept
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.session import Session, attempt
-from mpitrain.training.straggling import Nap
+from mpitrain.training.synchronous.checkpoints import StepCuts
+from mpitrain.training.synchronous.codec_hooks import CodecHook, reattach
+from mpitrain.training.synchronous.ddp import attach, codec_of, data_parallel, weight_among_all
+from mpitrain.training.synchronous.injected_delay import Nap
+from mpitrain.training.synchronous.recovery import Kept
 
 _COUNTS = ("epoch", "step", "samples", "nonfinite", "left_out")
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.strategies import AllReduce, Codec, Uncompressed
-from mpitrain.training.hooks import CodecHook, attach_codec
+from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec
 
 
 def codec_of(strategy: Any) -> Codec:

@@ -1,0 +1,1 @@
+"""Synchronous data parallelism: torch's DDP over the process group."""
