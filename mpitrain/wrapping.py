@@ -125,7 +125,7 @@ def _watch(runtime: Any, strategy: Strategy, resume: str | os.PathLike[str] | No
     """Collective: from here on every rank owes progress."""
     from mpitrain.reporting.report import default_run_dir
     from mpitrain.training.session import assign_roles, attempt
-    from mpitrain.training.watchdog import LoopWatchdog
+    from mpitrain.training.watchdog.watchdog import LoopWatchdog
 
     def check() -> Roles:
         if not 0 <= timeout_s < math.inf:

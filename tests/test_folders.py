@@ -8,7 +8,7 @@ from mpitrain.checkpoint.parts import folder_of, write_part
 from mpitrain.reporting.report import Report
 from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import Identity
-from mpitrain.training.alarm import Alarm
+from mpitrain.training.watchdog.alarm_files import Alarm
 
 
 def mode(path):

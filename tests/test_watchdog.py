@@ -12,10 +12,10 @@ from mpitrain.errors import CheckpointError
 from mpitrain.reporting.report import METRICS_FILE
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.system.run_directory import Identity
-from mpitrain.training.alarm import Alarm
-from mpitrain.training.emergency import Emergency, Guard, KeptBuffers, Taken
 from mpitrain.training.roll_call import RollCall
-from mpitrain.training.watchdog import PATIENCE, Watchdog
+from mpitrain.training.watchdog.alarm_files import Alarm
+from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken
+from mpitrain.training.watchdog.watchdog import PATIENCE, Watchdog
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def writer(tmp_path, part, guard, taken, **options):
 
 
 def test_what_may_be_torn_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpitrain.training.emergency.HOLD_S", 0.01)
+    monkeypatch.setattr("mpitrain.training.watchdog.emergency.HOLD_S", 0.01)
     alarm, guard = Alarm(tmp_path, 0, 5), Guard()
     alarm.ring()
     one = writer(tmp_path, "shard-0", guard, Taken(96, 3, {"w": torch.ones(2)}), parts=lambda: ["shard-0"])
@@ -93,8 +93,8 @@ def test_what_may_be_torn_is_not_written(tmp_path, monkeypatch):
 
 
 def test_parts_of_different_steps_make_no_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpitrain.training.emergency.HOLD_S", 0.01)
-    monkeypatch.setattr("mpitrain.training.emergency.OTHERS_S", 0.0)
+    monkeypatch.setattr("mpitrain.training.watchdog.emergency.HOLD_S", 0.01)
+    monkeypatch.setattr("mpitrain.training.watchdog.emergency.OTHERS_S", 0.0)
     guard, alarm = Guard(), Alarm(tmp_path, 0, 5)
     alarm.ring()
     guard.end()

@@ -66,7 +66,7 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
     from mpitrain.mpi.runtime import start
     from mpitrain.training import signals
     from mpitrain.training.session import begin, prepare
-    from mpitrain.training.watchdog import Watchdog
+    from mpitrain.training.watchdog.watchdog import Watchdog
 
     runtime, session = start(), None
     try:

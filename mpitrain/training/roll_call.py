@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mpitrain.training.alarm import FOLDER, LOOK_EVERY_S
+from mpitrain.training.watchdog.alarm_files import FOLDER, LOOK_EVERY_S
 
 
 class RollCall:

@@ -36,7 +36,7 @@ from mpitrain.training.resume_options import contents_of
 from mpitrain.training.resuming import Resume
 
 if TYPE_CHECKING:
-    from mpitrain.training.emergency import Emergency
+    from mpitrain.training.watchdog.emergency import Emergency
 
 NOBODY_LEFT = "no worker was left to save and validate the model"
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto

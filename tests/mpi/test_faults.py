@@ -211,7 +211,7 @@ DEADLOCK = """
 from pathlib import Path
 from types import SimpleNamespace
 from mpitrain.mpi.runtime import start
-from mpitrain.training.watchdog import Watchdog
+from mpitrain.training.watchdog.watchdog import Watchdog
 
 runtime = start()
 with Watchdog(runtime, SimpleNamespace(run_dir=Path("{path}"), emergency="nothing to write"), 0.5):

@@ -10,8 +10,8 @@ from mpitrain.errors import CheckpointError
 from mpitrain.model import flat_model, shard_store
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer
-from mpitrain.training.emergency import Emergency
 from mpitrain.training.parameter_server.emergency_state import shard_writer
+from mpitrain.training.watchdog.emergency import Emergency
 from tests import toy
 
 

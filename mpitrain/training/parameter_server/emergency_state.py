@@ -18,9 +18,9 @@ from mpitrain.checkpoint import Keeper
 from mpitrain.effects import Compute, Effect, Recv, Role, watched
 from mpitrain.errors import CheckpointError
 from mpitrain.roles import Server, TolerantServer, Worker
-from mpitrain.training.alarm import Cut
-from mpitrain.training.emergency import Emergency, Guard, KeptBuffers, Taken
 from mpitrain.training.session import Session
+from mpitrain.training.watchdog.alarm_files import Cut
+from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken
 
 
 def stand_still(role: Role, guard: Guard, look: Callable[[], None]) -> Role:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from mpitrain.checkpoint import Keeper
 from mpitrain.strategies import Grid
 from mpitrain.training import signals
-from mpitrain.training.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
 from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
 
 LOOK_EVERY_S = 0.5
 MOST_STEPS = 1000

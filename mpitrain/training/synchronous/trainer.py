@@ -25,7 +25,6 @@ from mpitrain.model.user_code import unused_parameters
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.strategies.sampling.step_partition import Rounds
-from mpitrain.training.emergency import KeptBuffers
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
@@ -40,6 +39,7 @@ from mpitrain.training.synchronous.codec_hooks import CodecHook, reattach
 from mpitrain.training.synchronous.ddp import attach, codec_of, data_parallel, weight_among_all
 from mpitrain.training.synchronous.injected_delay import Nap
 from mpitrain.training.synchronous.recovery import Kept
+from mpitrain.training.watchdog.emergency import KeptBuffers
 
 _COUNTS = ("epoch", "step", "samples", "nonfinite", "left_out")
 

@@ -20,7 +20,7 @@ import torch
 from mpitrain.checkpoint import Keeper
 from mpitrain.checkpoint.parts import FIRST, folder_of, verify
 from mpitrain.errors import CheckpointError
-from mpitrain.training.alarm import LOOK_EVERY_S, Alarm, Cut
+from mpitrain.training.watchdog.alarm_files import LOOK_EVERY_S, Alarm, Cut
 
 HOLD_S = 5.0  # longest change of a rank that is not stuck in it, on a machine that is busy
 NAMED_S = (

@@ -1,0 +1,1 @@
+"""What ends a run that stands still: alarms, stacks and emergency checkpoints."""
