@@ -204,7 +204,7 @@ def _join(
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.remote import RemoteOptimizer
     from mpitrain.saving import Saver, about_loop, look, loop_state
-    from mpitrain.training.levels import check_own_loop
+    from mpitrain.training.fault_tolerance import check_own_loop
     from mpitrain.training.measure import share_module
     from mpitrain.training.parameter_server.run import restore_worker
     from mpitrain.training.session import assign_roles, attempt

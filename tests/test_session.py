@@ -11,10 +11,10 @@ from mpitrain.job import Overrides
 from mpitrain.mpi.faults.level import why_no_heartbeat
 from mpitrain.strategies import AllReduce, Async, Decentralized, LocalSGD, Roles, Sync
 from mpitrain.system.run_directory import Identity
-from mpitrain.training.levels import level, warning
-from mpitrain.training.options import fingerprint
-from mpitrain.training.orders import check_orders
+from mpitrain.training.fault_tolerance import level, warning
+from mpitrain.training.fingerprint import fingerprint
 from mpitrain.training.session import judge
+from mpitrain.training.validate import check_orders
 from tests import toy
 
 

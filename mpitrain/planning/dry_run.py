@@ -104,7 +104,7 @@ def describe(
 
     from mpitrain.planning.model_parallel import describe_split
     from mpitrain.training.measure import build
-    from mpitrain.training.orders import check_orders
+    from mpitrain.training.validate import check_orders
 
     assert job.strategy is not None
     nodes = machine.nodes(job.strategy) if machine else block_nodes(num_ranks, num_nodes)

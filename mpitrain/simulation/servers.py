@@ -42,8 +42,8 @@ from mpitrain.strategies import (
 )
 from mpitrain.text import names, parse, registered
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
-from mpitrain.training.orders import check_rehearsal
 from mpitrain.training.session import NOBODY_LEFT
+from mpitrain.training.validate import check_rehearsal
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
 

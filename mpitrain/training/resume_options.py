@@ -18,7 +18,7 @@ from mpitrain.data.format.manifest import Manifest
 from mpitrain.errors import DataError, UsageError
 from mpitrain.strategies import Codec, Decentralized, ServerStrategy, Strategy
 from mpitrain.text import parse
-from mpitrain.training.options import fingerprint, options
+from mpitrain.training.fingerprint import fingerprint, options
 
 if TYPE_CHECKING:
     from mpitrain.training.session import Session

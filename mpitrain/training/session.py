@@ -28,12 +28,12 @@ from mpitrain.system.run_directory import RUN_FILE, Identity
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt as attempt
-from mpitrain.training.levels import level, survives, warning
+from mpitrain.training.fault_tolerance import level, survives, warning
+from mpitrain.training.fingerprint import options
 from mpitrain.training.opening import open_run
-from mpitrain.training.options import options
-from mpitrain.training.orders import check_orders
+from mpitrain.training.resume import Resume
 from mpitrain.training.resume_options import contents_of
-from mpitrain.training.resuming import Resume
+from mpitrain.training.validate import check_orders
 
 if TYPE_CHECKING:
     from mpitrain.training.watchdog.emergency import Emergency

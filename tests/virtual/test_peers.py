@@ -17,7 +17,7 @@ from mpitrain.strategies.sampling.peer_partition import Endless, Shares
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.decentralized.checkpoints import restore
 from mpitrain.training.measure import build
-from mpitrain.training.resuming import Resume
+from mpitrain.training.resume import Resume
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests import toy
 

@@ -20,8 +20,8 @@ from mpitrain.roles.peer_checkpoints import PeerCuts
 from mpitrain.strategies import Decentralized
 from mpitrain.text import parse
 from mpitrain.training import signals
+from mpitrain.training.resume import Resume, check, make_keeper, read_own_part
 from mpitrain.training.resume_options import same_codec
-from mpitrain.training.resuming import Resume, check, make_keeper, read_own_part
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.checkpoints import own_part
 

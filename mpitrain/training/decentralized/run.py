@@ -27,8 +27,8 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
+from mpitrain.training.resume import about_run
 from mpitrain.training.resume_options import describe_optimizer
-from mpitrain.training.resuming import about_run
 from mpitrain.training.session import Session, attempt
 
 

@@ -48,8 +48,8 @@ from mpitrain.training.measure import (
 )
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
 from mpitrain.training.parameter_server.run_role import carry, heartbeat_s
+from mpitrain.training.resume import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.resume_options import describe_optimizer, same_codec
-from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
 
 # What the dealing server's shard tells of the whole run; every shard's own counts are under "ranks".

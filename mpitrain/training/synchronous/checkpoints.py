@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mpitrain.checkpoint import Keeper
 from mpitrain.strategies import Grid
 from mpitrain.training import signals
-from mpitrain.training.resuming import Resume, about_run, check, make_keeper, read_own_part
+from mpitrain.training.resume import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
 

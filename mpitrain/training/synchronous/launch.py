@@ -13,7 +13,7 @@ from torch import nn
 from mpitrain.model.codec_registry import check_optimizer
 from mpitrain.model.optimizer import Rates
 from mpitrain.mpi.process_group.process_group import default_group
-from mpitrain.training.levels import survives
+from mpitrain.training.fault_tolerance import survives
 from mpitrain.training.measure import build, pick_device, share_module
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
