@@ -66,12 +66,12 @@ _home = {
     "pack": "mpitrain.data.write.pack",
     "simulate": "mpitrain.simulation.servers",
     "train": "mpitrain.training",
-    "finish": "mpitrain.wrapping",
-    "num_workers": "mpitrain.wrapping",
-    "resumed": "mpitrain.wrapping",
-    "save": "mpitrain.wrapping",
-    "worker_index": "mpitrain.wrapping",
-    "wrap": "mpitrain.wrapping",
+    "finish": "mpitrain.wrapping.loop",
+    "num_workers": "mpitrain.wrapping.loop",
+    "resumed": "mpitrain.wrapping.loop",
+    "save": "mpitrain.wrapping.loop",
+    "worker_index": "mpitrain.wrapping.loop",
+    "wrap": "mpitrain.wrapping.loop",
 }
 
 __all__ = sorted(_home)  # noqa: PLE0605

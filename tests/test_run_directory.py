@@ -10,7 +10,6 @@ from mpitrain.checkpoint import newest, write_part
 from mpitrain.checkpoint.parts import folder_of
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
-from mpitrain.saving import LoopRun
 from mpitrain.system.run_directory import (
     Identity,
     adopt,
@@ -21,6 +20,7 @@ from mpitrain.system.run_directory import (
     why_no_room,
 )
 from mpitrain.training.opening import open_run
+from mpitrain.wrapping.checkpoints import LoopRun
 from tests import toy
 
 

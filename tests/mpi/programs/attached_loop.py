@@ -11,11 +11,11 @@ import torch
 from torch.optim import lr_scheduler
 
 import mpitrain as mt
-from mpitrain import wrapping
 from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.mpi.runtime import start
 from mpitrain.text import parse
+from mpitrain.wrapping.loop import loop
 from tests import toy
 
 warnings.filterwarnings("error", module="torch.optim")  # which warns of schedulers that count no steps
@@ -48,7 +48,7 @@ def train(text):
 
     optimizer.register_step_pre_hook(clip)
     if text:
-        wrapping._wrapped = None
+        loop._wrapped = None
         model, optimizer = mt.wrap(model, optimizer, parse(text, "strategy"))
     after = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     optimizer.register_step_post_hook(

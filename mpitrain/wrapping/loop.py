@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from mpitrain.saving import Resumed, Saver
+    from mpitrain.wrapping.checkpoints import Resumed, Saver
 
 
 @dataclasses.dataclass
@@ -104,15 +104,15 @@ def _join_all(
     everybody = Roles((), tuple(range(runtime.size)))
     joined: Any = None
     if isinstance(strategy, AllReduce):
-        from mpitrain.reduced import join_reduced
+        from mpitrain.wrapping.ddp import join_reduced
 
         model, *saving = join_reduced(runtime, model, optimizer, strategy, resume)
     elif isinstance(strategy, LocalSGD):
-        from mpitrain.averaged import join_averaged
+        from mpitrain.wrapping.local_sgd_optimizer import join_averaged
 
         model, joined, *saving = join_averaged(runtime, model, optimizer, strategy, resume)
     elif isinstance(strategy, Decentralized):
-        from mpitrain.peered import join_peers
+        from mpitrain.wrapping.peer_optimizer import join_peers
 
         joined, *saving = join_peers(runtime, model, optimizer, strategy, resume)
     else:
@@ -202,12 +202,12 @@ def _join(
     """Set up the roles; on a server, serve and leave."""
     from mpitrain.model import Replica, check_optimizer, flat_model, local_steps, push_coder, remote_steps
     from mpitrain.mpi.world import MpiWorld
-    from mpitrain.remote import RemoteOptimizer
-    from mpitrain.saving import Saver, about_loop, look, loop_state
     from mpitrain.training.fault_tolerance import check_own_loop
     from mpitrain.training.measure import share_module
     from mpitrain.training.parameter_server.run import restore_worker
     from mpitrain.training.session import assign_roles, attempt
+    from mpitrain.wrapping.checkpoints import Saver, about_loop, look, loop_state
+    from mpitrain.wrapping.server_optimizer import RemoteOptimizer
 
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy, own_loop=True))
     assert isinstance(strategy, ServerStrategy), strategy
@@ -288,9 +288,9 @@ def _serve(
 ) -> NoReturn:
     """Until all workers have left or are lost; then leave the process."""
     from mpitrain.mpi.world import MpiWorld
-    from mpitrain.saving import write_shard
     from mpitrain.training.parameter_server.run import restore_shard
     from mpitrain.training.session import attempt
+    from mpitrain.wrapping.checkpoints import write_shard
 
     shard = roles.servers.index(runtime.rank)
     write = write_shard(run, f"shard-{shard}", about, roles.workers, store)

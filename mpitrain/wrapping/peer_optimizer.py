@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from mpitrain.delegating import DelegatingOptimizer
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Decentralized
+from mpitrain.wrapping.delegating import DelegatingOptimizer
 
 if TYPE_CHECKING:
     from torch import nn
 
     from mpitrain.model.peer_replica import PeerReplica
-    from mpitrain.saving import Resumed, Saver
+    from mpitrain.wrapping.checkpoints import Resumed, Saver
 
 
 class PeerOptimizer(DelegatingOptimizer):
@@ -72,11 +72,11 @@ def join_peers(
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.reporting.report import NullReport
     from mpitrain.roles.peer import Peer
-    from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
     from mpitrain.strategies.sampling.peer_partition import Endless
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import attempt
     from mpitrain.training.synchronous.checkpoints import own_part
+    from mpitrain.wrapping.checkpoints import about_loop, lockstep_saver, look, loop_state
 
     runtime.role = "peer"
     runtime.compare(

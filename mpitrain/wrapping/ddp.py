@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.saving import Resumed, Saver, about_loop, lockstep_saver, look, loop_state
 from mpitrain.training.synchronous.checkpoints import own_part
+from mpitrain.wrapping.checkpoints import Resumed, Saver, about_loop, lockstep_saver, look, loop_state
 
 if TYPE_CHECKING:
     from torch import nn

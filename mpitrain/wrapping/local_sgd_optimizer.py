@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from mpitrain.delegating import DelegatingOptimizer
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
 from mpitrain.model.flat import all_finite
 from mpitrain.model.optimizer import check_closure
+from mpitrain.wrapping.delegating import DelegatingOptimizer
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpitrain.saving import Resumed, Saver
     from mpitrain.strategies import LocalSGD
     from mpitrain.training.local_sgd.averager import Averager
+    from mpitrain.wrapping.checkpoints import Resumed, Saver
 
 
 class AveragedOptimizer(DelegatingOptimizer):
@@ -105,12 +105,12 @@ def join_averaged(
     """
     from mpitrain.model.optimizer import Rates
     from mpitrain.mpi.process_group.process_group import init_default_group
-    from mpitrain.saving import about_loop, lockstep_saver, look, loop_state
     from mpitrain.training.local_sgd.averager import Averager
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import attempt
     from mpitrain.training.synchronous.checkpoints import own_part
     from mpitrain.training.synchronous.ddp import data_parallel
+    from mpitrain.wrapping.checkpoints import about_loop, lockstep_saver, look, loop_state
 
     if strategy.unit != "steps":
         raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')

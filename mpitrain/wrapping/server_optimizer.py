@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mpitrain.delegating import DelegatingOptimizer
 from mpitrain.errors import NonFiniteError, UsageError
 from mpitrain.roles import Save
 from mpitrain.strategies import ServerStrategy
+from mpitrain.wrapping.delegating import DelegatingOptimizer
 
 
 class RemoteOptimizer(DelegatingOptimizer):
