@@ -17,7 +17,7 @@ import pytest
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
 from mpitrain.reporting.report import write_json
-from mpitrain.slurm import LAUNCHERS, pieces, render_site
+from mpitrain.slurm import LAUNCHERS, render_site, script_parts
 
 ROOT = Path(__file__).resolve().parents[1]
 DEAF = """bash -c 'trap "" USR1; exec "$@"' rank"""
@@ -61,10 +61,10 @@ def launched(tmp_path: Path, site: str, ends: str = "", code: int = 0) -> list[s
         (tmp_path / name).chmod(0o755)
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "hosts").write_text("n1\nn1\nn2\n")
-    start = pieces.START.replace('"${MPITRAIN_SITE:-slurm/site.sh}"', "site.sh")
-    call = f'RUN_DIR=run COPY=()\nset -- "my job.py"\n{pieces.DEAF}{pieces.TRAIN.replace("finish", "exit")}'
+    start = script_parts.START.replace('"${MPITRAIN_SITE:-slurm/site.sh}"', "site.sh")
+    call = f'RUN_DIR=run COPY=()\nset -- "my job.py"\n{script_parts.DEAF}{script_parts.TRAIN.replace("finish", "exit")}'
     (tmp_path / "site.sh").write_text(site)
-    (tmp_path / "script").write_text(f"{start}{pieces.SIGNALS}{pieces.LAUNCH}{call}")
+    (tmp_path / "script").write_text(f"{start}{script_parts.SIGNALS}{script_parts.LAUNCH}{call}")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_ON_NODE": "8"}
     run = subprocess.run(
         ["bash", "script"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120

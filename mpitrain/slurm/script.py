@@ -13,12 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.slurm import pieces
+from mpitrain.slurm import script_parts
 from mpitrain.text import nearest
 
 _NO_WORD = r"""[\s"'`#$\\]"""  # what sbatch would not take for a part of a directive's word
 
-_BASE = (pieces.NODES, pieces.SIGNALS, pieces.EACH, pieces.CHECK_NODES, pieces.PLACE, pieces.LAUNCH)
+_BASE = (
+    script_parts.NODES,
+    script_parts.SIGNALS,
+    script_parts.EACH,
+    script_parts.CHECK_NODES,
+    script_parts.PLACE,
+    script_parts.LAUNCH,
+)
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,12 @@ class _Kind:
 
 
 _TRAIN = (
-    pieces.RUN_DIR,
+    script_parts.RUN_DIR,
     *_BASE,
-    pieces.ALL_FIT,
-    pieces.STAGE,
-    pieces.FINISH,
-    pieces.SIMPLE_BODY + pieces.DEAF + pieces.TRAIN,
+    script_parts.ALL_FIT,
+    script_parts.STAGE,
+    script_parts.FINISH,
+    script_parts.SIMPLE_BODY + script_parts.DEAF + script_parts.TRAIN,
 )
 KINDS: dict[str, _Kind] = {
     "single-node": _Kind("Train on the GPUs of one node.", "jobs/digits.py", 1, _TRAIN),
@@ -54,23 +61,23 @@ KINDS: dict[str, _Kind] = {
         "jobs/digits.py --strategy 'async(servers=1)'",
         2,
         (
-            pieces.RUN_DIR,
-            pieces.HET_NODES,
-            pieces.SIGNALS,
-            pieces.HET_EACH,
-            pieces.CHECK_NODES,
-            pieces.ALL_FIT,
-            pieces.STAGE,
-            pieces.FINISH,
-            pieces.DEAF,
-            pieces.HET_BODY,
+            script_parts.RUN_DIR,
+            script_parts.HET_NODES,
+            script_parts.SIGNALS,
+            script_parts.HET_EACH,
+            script_parts.CHECK_NODES,
+            script_parts.ALL_FIT,
+            script_parts.STAGE,
+            script_parts.FINISH,
+            script_parts.DEAF,
+            script_parts.HET_BODY,
         ),
     ),
     "array-sweep": _Kind(
         "Train once for every line of options in a text file, one array index a line.",
         "sweep.txt jobs/digits.py",
         1,
-        (pieces.SWEEP_OPTIONS, *_TRAIN),
+        (script_parts.SWEEP_OPTIONS, *_TRAIN),
         "SWEEP.txt JOB.py [options for all lines]",
     ),
     "tolerant": _Kind(
@@ -78,20 +85,20 @@ KINDS: dict[str, _Kind] = {
         "jobs/digits.py --strategy 'async(servers=2)'",
         3,
         (
-            pieces.RUN_DIR,
+            script_parts.RUN_DIR,
             *_BASE,
-            pieces.STAGE,
-            pieces.FINISH,
-            pieces.ANSWERING,
-            pieces.DEAF,
-            pieces.TOLERANT_BODY,
+            script_parts.STAGE,
+            script_parts.FINISH,
+            script_parts.ANSWERING,
+            script_parts.DEAF,
+            script_parts.TOLERANT_BODY,
         ),
     ),
     "benchmark": _Kind(
         "Measure samples per second on 1, 2, 4, ... and all nodes of the allocation.",
         "jobs/digits.py --strategy 'allreduce()'",
         4,
-        (pieces.RUN_DIR, *_BASE, pieces.ALL_FIT, pieces.BENCHMARK_BODY),
+        (script_parts.RUN_DIR, *_BASE, script_parts.ALL_FIT, script_parts.BENCHMARK_BODY),
         requeue=False,
     ),
 }
@@ -176,7 +183,7 @@ def render(script: Script) -> str:
     parts = [
         _header(script, kind),
         _directives(script, kind),
-        pieces.START,
+        script_parts.START,
         _arguments(script, kind),
         *kind.body,
     ]
