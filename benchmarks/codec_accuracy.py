@@ -29,7 +29,7 @@ from torch import nn
 
 from mpitrain.codecs import Part, add_message
 from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
-from mpitrain.text import parse
+from mpitrain.values import parse
 
 NUM_WORKERS, BATCH = 4, 16
 CODECS = [

@@ -20,7 +20,7 @@ from common import machine, table, write_row
 
 from mpitrain.codecs import Part, add_message
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
-from mpitrain.text import parse
+from mpitrain.values import parse
 
 CODECS = ["float16", "bfloat16", "eightbit", "qsgd", "onebit", "powersgd", "topk", "threshold"]
 ROW = 1 << 20  # numbers of a parameter

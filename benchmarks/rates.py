@@ -50,7 +50,7 @@ import mpitrain as mt
 from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.simulation.servers import simulate
-from mpitrain.text import parse
+from mpitrain.values import parse
 
 PARTS, SPLIT, BATCH, MARKS, GOAL = 4, 4, 128, 4, 0.95
 COMPUTE, SLOWER = "shifted_exponential(0.5, 0.5)", 5

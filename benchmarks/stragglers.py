@@ -49,9 +49,9 @@ from mpitrain.mpi.runtime import start
 from mpitrain.reporting.report import NullReport
 from mpitrain.reporting.targets import read_target
 from mpitrain.strategies.sampling.dealer import share_out
-from mpitrain.text import parse
 from mpitrain.training.measure import Meter, build, make_measure, num_warmup
 from mpitrain.training.synchronous.injected_delay import Nap
+from mpitrain.values import parse
 
 WORKERS, SLOW_WORKER, FACTOR = 4, 2, 5
 BASE, PEER = "sync()", "torch DDP over gloo"

@@ -22,7 +22,7 @@ from mpitrain.errors import UsageError
 from mpitrain.reporting.targets import LOSS, check_targets, option_text, read_option
 from mpitrain.strategies import AllReduce, Schedule, Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
-from mpitrain.text import nearest, parse
+from mpitrain.values import nearest, parse
 
 if TYPE_CHECKING:
     import torch

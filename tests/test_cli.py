@@ -331,7 +331,7 @@ def test_a_rehearsal_shows_an_error_of_the_jobs_own_from_the_job_on(
 
 def test_the_default_laws_exist() -> None:
     import mpitrain.virtual  # noqa: F401 - registers them
-    from mpitrain.text import parse
+    from mpitrain.values import parse
 
     arguments = cli.parse(["simulate", "j.py"])
     assert str(parse(arguments.compute, "compute")) == "constant()"

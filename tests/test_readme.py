@@ -78,7 +78,7 @@ def test_its_commands_parse():
 def test_every_strategy_and_damping_is_in_the_readme_and_in_the_help(capsys):
     import mpitrain.strategies  # noqa: F401 - registers them
     from mpitrain.cli import parse
-    from mpitrain.text import names
+    from mpitrain.values import names
 
     with pytest.raises(SystemExit):
         parse(["train", "--help"])

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "mpitrain"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 
 # The ground that every storey stands on: errors, and the values that print as text. Standard library only.
-GROUND = {"mpitrain.errors", "mpitrain.text", "mpitrain.system.folders"}
+GROUND = {"mpitrain.errors", "mpitrain.values", "mpitrain.system.folders"}
 ANYTHING = {"mpitrain"}
 # place -> (what of the package it may import besides itself, which third parties)
 WALLS: dict[str, tuple[set[str], set[str]]] = {

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
-from mpitrain.text import Value, parse, register
+from mpitrain.values import Value, parse, register
 
 
 @dataclass(frozen=True, repr=False)

@@ -40,10 +40,10 @@ from mpitrain.strategies import (
     assign,
     disagreement,
 )
-from mpitrain.text import names, parse, registered
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
 from mpitrain.training.session import NOBODY_LEFT
 from mpitrain.training.validate import check_rehearsal
+from mpitrain.values import names, parse, registered
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.slurm import script_parts
-from mpitrain.text import nearest
+from mpitrain.values import nearest
 
 _NO_WORD = r"""[\s"'`#$\\]"""  # what sbatch would not take for a part of a directive's word
 

@@ -10,7 +10,7 @@ import shlex
 from typing import NamedTuple
 
 from mpitrain.errors import UsageError
-from mpitrain.text import nearest
+from mpitrain.values import nearest
 
 
 class Launcher(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.compression import Codec, Uncompressed
-from mpitrain.text import register
+from mpitrain.values import register
 
 
 @register("strategy", "allreduce")

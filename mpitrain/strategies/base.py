@@ -22,7 +22,7 @@ from mpitrain.strategies.damping import Damping, DelayCompensated, Keep
 from mpitrain.strategies.parameter_server.batch_size import Batching, PerWorker
 from mpitrain.strategies.placement import PLACEMENTS
 from mpitrain.strategies.warmup import Warmup
-from mpitrain.text import Value, nearest
+from mpitrain.values import Value, nearest
 
 
 class Push(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
-from mpitrain.text import Value, nearest, register
+from mpitrain.values import Value, nearest, register
 
 CODINGS = ("auto", "raw", "bitmap", "elias_fano", "rice")
 ROUNDINGS = ("eighth", "power_of_two", "none")

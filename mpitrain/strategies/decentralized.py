@@ -20,7 +20,7 @@ from mpitrain.strategies import topology
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.compression import Codec, Uncompressed
 from mpitrain.strategies.warmup import Warmup
-from mpitrain.text import register
+from mpitrain.values import register
 
 # ChocoSGD's gamma where none is given: numbers that all arrive, if rounded, let peers move the whole way
 ROUNDING = ("none", "float16", "bfloat16", "eightbit")

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Strategy
-from mpitrain.text import Value, nearest, register
+from mpitrain.values import Value, nearest, register
 
 OUTER_WIRES = ("full", "float16", "bfloat16", "int8")
 UNITS = ("steps", "samples")

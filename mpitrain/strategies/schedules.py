@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from mpitrain.errors import UsageError
-from mpitrain.text import Value, nearest, register
+from mpitrain.values import Value, nearest, register
 
 SCALES = {"none": lambda num_workers: 1.0, "linear": float, "sqrt": math.sqrt}
 

@@ -16,7 +16,7 @@ All but the one-peer graph are symmetric. On a ring |x - xbar| shrinks by (1 + 2
 from __future__ import annotations
 
 from mpitrain.errors import UsageError
-from mpitrain.text import nearest
+from mpitrain.values import nearest
 
 TOPOLOGIES = ("full", "ring", "torus", "exponential")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
-from mpitrain.text import Value, register
+from mpitrain.values import Value, register
 
 
 @register("warmup", "warmup")

@@ -17,8 +17,8 @@ from mpitrain.data import Catalogue
 from mpitrain.data.format.manifest import Manifest
 from mpitrain.errors import DataError, UsageError
 from mpitrain.strategies import Codec, Decentralized, ServerStrategy, Strategy
-from mpitrain.text import parse
 from mpitrain.training.fingerprint import fingerprint, options
+from mpitrain.values import parse
 
 if TYPE_CHECKING:
     from mpitrain.training.session import Session

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
-from mpitrain.text import Value, register
+from mpitrain.values import Value, register
 
 
 @dataclass(frozen=True, repr=False)

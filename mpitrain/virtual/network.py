@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mpitrain.errors import UsageError
-from mpitrain.text import Value, register
+from mpitrain.values import Value, register
 
 
 @dataclass

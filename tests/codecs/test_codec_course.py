@@ -10,7 +10,7 @@ from mpitrain.codecs import Field, Part, add_message
 from mpitrain.codecs.message import HEADER_BYTES
 from mpitrain.errors import UsageError, WireError
 from mpitrain.model.codec_registry import ENCODERS
-from mpitrain.text import names
+from mpitrain.values import names
 from tests.codecs.course import (
     COURSE,
     LAYOUT,

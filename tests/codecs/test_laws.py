@@ -250,14 +250,14 @@ def _restored(state):
 )  # fmt: skip
 def test_wrong_options_are_refused(text):
     from mpitrain.errors import UsageError
-    from mpitrain.text import parse
+    from mpitrain.values import parse
 
     with pytest.raises(UsageError):
         parse(text, "codec")
 
 
 def test_the_text_of_an_allreduce_with_a_codec():
-    from mpitrain.text import parse
+    from mpitrain.values import parse
 
     value = parse("allreduce(codec=threshold(density=0.01))", "strategy")
     assert value == strategies.AllReduce(codec=strategies.Threshold(density=0.01))

@@ -27,7 +27,7 @@ ENDS = """
 import sys, time
 import torch
 import mpitrain as mt
-from mpitrain.text import parse
+from mpitrain.values import parse
 from tests import toy
 
 model = toy.linear_float32()

@@ -21,7 +21,7 @@ RUNS = """
 import shutil
 from pathlib import Path
 import mpitrain as mt
-from mpitrain.text import parse
+from mpitrain.values import parse
 from mpitrain.mpi.runtime import start
 from tests import toy
 
@@ -135,7 +135,7 @@ SIGNALLED = """
 import os, signal, sys, threading, time
 import torch
 import mpitrain as mt
-from mpitrain.text import parse
+from mpitrain.values import parse
 from mpitrain.mpi.runtime import start
 from mpitrain.training import signals
 from tests import toy

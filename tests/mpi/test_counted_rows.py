@@ -21,7 +21,7 @@ import mpitrain as mt
 from mpitrain.effects import Kind, Send, watched
 from mpitrain.mpi.runtime import start
 from mpitrain.roles import Worker
-from mpitrain.text import parse
+from mpitrain.values import parse
 from mpitrain.training import signals
 from tests import toy
 

@@ -23,7 +23,7 @@ PROGRAM = """
 import time
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
-from mpitrain.text import parse
+from mpitrain.values import parse
 from torch import nn
 from tests import toy
 

@@ -22,7 +22,7 @@ import os, random, signal, sys, threading, time
 import torch
 from torch import nn
 import mpitrain as mt
-from mpitrain.text import parse
+from mpitrain.values import parse
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import PAYLOAD_TAG
 from tests import toy

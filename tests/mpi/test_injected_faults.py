@@ -15,7 +15,7 @@ import os, time
 import mpitrain as mt
 from mpitrain.inject import Fault, read
 from mpitrain.mpi.runtime import start
-from mpitrain.text import parse
+from mpitrain.values import parse
 from tests import toy
 
 runtime, orders, calls = start(), {orders!r}, []

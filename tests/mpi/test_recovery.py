@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpitrain as mt
 from mpitrain.mpi.faults.shrink import lost_peer
 from mpitrain.mpi.runtime import start
-from mpitrain.text import parse
+from mpitrain.values import parse
 from mpitrain.training.synchronous.trainer import Trainer
 from tests import toy
 
@@ -88,7 +88,7 @@ def test_a_step_that_nobody_has_finished_is_redone_and_one_that_some_have_is_tak
 RUN = """
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
-from mpitrain.text import parse
+from mpitrain.values import parse
 from tests import toy
 
 job = toy.make_job(epochs=6, batch_size=4, checkpoint_every="{every}", keep_checkpoints=99, validate=toy.Memory())

@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain import simulate
 from mpitrain.errors import UsageError
-from mpitrain.text import parse
+from mpitrain.values import parse
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -35,7 +35,7 @@ STRATEGIES = (
 
 RUNS = """
 import mpitrain as mt
-from mpitrain.text import parse
+from mpitrain.values import parse
 from tests import toy
 
 for index, text in enumerate({strategies!r}):

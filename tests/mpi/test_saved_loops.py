@@ -17,7 +17,7 @@ import mpitrain as mt
 from mpitrain import wrapping
 from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.mpi.runtime import start
-from mpitrain.text import parse
+from mpitrain.values import parse
 from mpitrain.training.measure import save_model
 from tests import toy
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mpitrain import simulate
 from mpitrain.strategies.sampling.step_partition import Rounds
-from mpitrain.text import parse
+from mpitrain.values import parse
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -26,7 +26,7 @@ import torch
 
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
-from mpitrain.text import parse
+from mpitrain.values import parse
 from tests import toy
 
 size, rank, path = start().size, start().rank, Path("{path}")

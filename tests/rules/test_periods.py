@@ -6,7 +6,7 @@ import torch
 from mpitrain import Average, DiLoCo, LocalSGD, SlowMo
 from mpitrain.errors import UsageError
 from mpitrain.model.outer_optimizer import OuterOptimizer
-from mpitrain.text import parse
+from mpitrain.values import parse
 
 
 def averaged_after(rule, steps):

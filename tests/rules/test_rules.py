@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Async, Backup, Drop, Inverse, Keep, Power, Push, SoftSync, StaleSync, Sync
-from mpitrain.text import registered
+from mpitrain.values import registered
 from tests.virtual.course import COURSE, on_servers
 
 EVENTS = st.lists(

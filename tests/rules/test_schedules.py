@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from mpitrain.model.worker_replica import seed_step
-from mpitrain.text import parse, registered
+from mpitrain.values import parse, registered
 from tests import toy
 
 

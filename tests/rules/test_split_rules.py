@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Pipeline, Sharded, TensorParallel, arrange
-from mpitrain.text import parse
+from mpitrain.values import parse
 
 
 @given(

@@ -9,7 +9,7 @@ import pytest
 import mpitrain
 from mpitrain import strategies
 from mpitrain.errors import UsageError
-from mpitrain.text import Value, names, parse, register, registered
+from mpitrain.values import Value, names, parse, register, registered
 from mpitrain.virtual import Constant, Link, ShiftedExponential
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mpitrain import Decentralized, EightBit, TopK
 from mpitrain.errors import UsageError
 from mpitrain.strategies import topology
-from mpitrain.text import parse
+from mpitrain.values import parse
 
 GRAPHS = st.tuples(
     st.sampled_from(topology.TOPOLOGIES), st.integers(1, 65), st.one_of(st.none(), st.integers(0, 40))

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import mpitrain as mt
-from mpitrain.text import parse
+from mpitrain.values import parse
 from mpitrain.virtual import Constant, Exponential, Link, LogNormal
 from tests import toy
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Backup, ServerStrategy, SoftSync, Warmup
-from mpitrain.text import registered
+from mpitrain.values import registered
 from mpitrain.virtual import Constant, Ideal, Link, LogNormal
 from tests.virtual.course import COURSE, on_servers
 from tests.virtual.worlds import Shuffled, all_leases, play

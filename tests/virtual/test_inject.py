@@ -29,7 +29,7 @@ from mpitrain.inject import (
     read,
     texts,
 )  # fmt: skip
-from mpitrain.text import parse, registered
+from mpitrain.values import parse, registered
 from mpitrain.virtual import Constant
 from tests import toy
 

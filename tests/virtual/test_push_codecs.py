@@ -15,8 +15,8 @@ from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
 from mpitrain.strategies import Dealer, assign
-from mpitrain.text import parse
 from mpitrain.training.measure import build
+from mpitrain.values import parse
 from mpitrain.virtual import Ideal, ShiftedExponential, VirtualWorld
 from tests import toy
 

@@ -157,7 +157,7 @@ def test_staleness_identity_is_exact_for_every_way_of_reading(tmp_path, workers,
     ],
 )
 def test_what_makes_no_sense_together_is_refused(text, said):
-    from mpitrain.text import parse
+    from mpitrain.values import parse
 
     with pytest.raises(UsageError, match=said):
         parse(text, "strategy")

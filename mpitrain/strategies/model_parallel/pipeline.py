@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.model_parallel.base import Split, at_least_one
-from mpitrain.text import nearest, register
+from mpitrain.values import nearest, register
 
 SCHEDULES = ("1f1b", "gpipe")
 TOGETHER = ("replicas", "stages")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.model_parallel.base import Split, at_least_one
-from mpitrain.text import register
+from mpitrain.values import register
 
 
 @register("strategy", "sharded")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpitrain.strategies.model_parallel.base import Split, at_least_one
-from mpitrain.text import register
+from mpitrain.values import register
 
 
 @register("strategy", "tensor")

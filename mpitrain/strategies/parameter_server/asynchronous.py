@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.strategies.base import Push, ServerStrategy, Verdict
-from mpitrain.text import register
+from mpitrain.values import register
 
 
 @register("strategy", "async")

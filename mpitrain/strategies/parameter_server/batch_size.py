@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
-from mpitrain.text import Value, register
+from mpitrain.values import Value, register
 
 
 @dataclass(frozen=True, repr=False)

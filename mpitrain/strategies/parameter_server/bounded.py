@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import NOTHING, Push, ServerStrategy, Verdict
-from mpitrain.text import register
+from mpitrain.values import register
 
 
 @register("strategy", "bounded")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Push, ServerStrategy, Verdict
 from mpitrain.strategies.damping import Keep
-from mpitrain.text import register
+from mpitrain.values import register
 
 
 @register("strategy", "elastic")

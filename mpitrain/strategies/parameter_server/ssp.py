@@ -16,7 +16,7 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Push, ServerStrategy, Verdict
-from mpitrain.text import register
+from mpitrain.values import register
 
 
 @register("strategy", "ssp")

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import NOTHING, Push, ServerStrategy, Verdict
-from mpitrain.text import nearest, register
+from mpitrain.values import nearest, register
 
 STRAGGLERS = ("finish", "abort")
 

@@ -18,12 +18,12 @@ from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_checkpoints import PeerCuts
 from mpitrain.strategies import Decentralized
-from mpitrain.text import parse
 from mpitrain.training import signals
 from mpitrain.training.resume import Resume, check, make_keeper, read_own_part
 from mpitrain.training.resume_options import same_codec
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.checkpoints import own_part
+from mpitrain.values import parse
 
 
 def check_cuts(session: Session, rule: Decentralized, about: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.mpi.runtime import start
-from mpitrain.text import parse
+from mpitrain.values import parse
 from mpitrain.wrapping.loop import loop
 from tests import toy
 
