@@ -1,6 +1,6 @@
 """What is to be trained: a job is one frozen value, and a job file is Python that ends in a `job`.
 
-Law of this file: a job knows nothing of ranks or MPI. Command-line options override its fields by making
+Invariants: a job knows nothing of ranks or MPI. Command-line options override its fields by making
 another job, never in place.
 """
 

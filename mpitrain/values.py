@@ -1,6 +1,6 @@
 """Values that print as the text that makes them, and the parser that reads that text back.
 
-Law of this file: text is parsed into registered frozen dataclasses and literals; nothing is ever evaluated.
+Invariants: text is parsed into registered frozen dataclasses and literals; nothing is ever evaluated.
 `str(value)` is command-line text without blanks (`async(servers=2)`), `repr(value)` the Python that makes it
 (`Async(servers=2)`); both round-trip, and both leave out fields that have their default. A name or argument
 that does not exist is answered with the nearest one and the list.

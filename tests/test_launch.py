@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from mpitrain.errors import UsageError
-from mpitrain.launch.command import completed, discover, launch_command, relaunch, result_mark
+from mpitrain.launch import discover
+from mpitrain.launch.command import completed, launch_command, relaunch, result_mark
 from mpitrain.launch.discover import Launcher, find_launcher, installed_library, launcher_flavour
 from mpitrain.launch.supervision import Outcome, Requests
 

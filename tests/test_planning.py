@@ -10,8 +10,9 @@ import mpitrain as mt
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
+from mpitrain.planning import codec_cost
 from mpitrain.planning.codec_cost import try_codec
-from mpitrain.planning.dry_run import block_nodes, codec_cost, describe
+from mpitrain.planning.dry_run import block_nodes, describe
 from mpitrain.planning.units import pays
 from tests import toy
 
@@ -155,7 +156,7 @@ def test_what_saves_nothing_is_said_to_pay_nowhere():
 @pytest.mark.parametrize("codec", [mt.Threshold(density=0.01), mt.EightBit(), mt.TopK(density=0.02)], ids=str)
 def test_a_part_of_a_model_tells_the_bytes_of_all_of_it(monkeypatch, codec):
     whole = try_codec(codec, wide())
-    monkeypatch.setattr(cost, "TRIED", 12000)
+    monkeypatch.setattr(codec_cost, "TRIED", 12000)
     part = try_codec(codec, wide())
     assert whole.tried == whole.total == part.total > 2 * part.tried
     assert part.message_bytes == pytest.approx(whole.message_bytes, rel=0.1)

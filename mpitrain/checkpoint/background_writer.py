@@ -1,6 +1,6 @@
 """When this rank's part of a checkpoint is due, and its writing in the background.
 
-Law of this file: the role hands over a state of its own (tensors copied), one writer thread brings it to disk, and at
+Invariants: the role hands over a state of its own (tensors copied), one writer thread brings it to disk, and at
 most one is under way: a second waits for it. A failed write warns, is counted and leaves the checkpoints before it
 alone; only the third in a row ends the run.
 """

@@ -1,6 +1,6 @@
 """The command `mpitrain`: subcommands, their help, and what an error looks like.
 
-Law of this folder: a module here builds its parser from the standard library alone, and imports what it runs
+Invariants: a module here builds its parser from the standard library alone, and imports what it runs
 (torch, h5py, MPI) inside its `run` function, so that `mpitrain --help` answers at once. The words and exit
 codes live here; the work lives elsewhere.
 """

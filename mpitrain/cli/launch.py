@@ -1,6 +1,6 @@
 """`mpitrain launch`: start the ranks with the MPI that belongs to this python.
 
-Law of this file: whatever can be wrong with the command line is said here, once, before any rank exists.
+Invariants: whatever can be wrong with the command line is said here, once, before any rank exists.
 """
 
 from __future__ import annotations

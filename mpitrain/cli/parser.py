@@ -1,6 +1,6 @@
 """The argument parser of every subcommand: 80 columns, nearest-word answers, one copy of each message.
 
-Law of this file: it is imported by `mpitrain --help`, so it imports only what answers that. Under `mpirun`
+Invariants: it is imported by `mpitrain --help`, so it imports only what answers that. Under `mpirun`
 every rank fails on the same command line in the same way before MPI has started; only rank 0, as the
 launcher's environment tells, prints.
 """

@@ -14,7 +14,7 @@ from mpitrain.codecs.eightbit import EightBitEncoder
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.floats import BFloat16Encoder, Float16Encoder
 from mpitrain.codecs.layout import Field, Layout, Part, make_plan, whole
-from mpitrain.codecs.message import message_statistics
+from mpitrain.codecs.message_format import message_statistics
 from mpitrain.codecs.onebit import OneBitEncoder
 from mpitrain.codecs.powersgd import PowerSgdEncoder
 from mpitrain.codecs.qsgd import QsgdEncoder

@@ -1,6 +1,6 @@
 """Unsigned integers of any width as packed bits, little end first, vectorised.
 
-Law of this file: `unpack(pack(v, w), w, len(v)) == v` for every v < 2^w, and `pack` takes
+Invariants: `unpack(pack(v, w), w, len(v)) == v` for every v < 2^w, and `pack` takes
 ceil(len(v) * w / 8) bytes.
 """
 

@@ -3,7 +3,7 @@ Optimizers via Block-wise Quantization", ICLR 2022, with linear levels), rounded
 
     s = max |u| / 127 over the block;  q = s round(u / s);  r = u - q
 
-Law of this file: blocks start anew with every parameter (and every chunk of one), the same on both sides.
+Invariants: blocks start anew with every parameter (and every chunk of one), the same on both sides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpitrain.codecs import message
+from mpitrain.codecs import message_format
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import CHUNK, Part, Plan
 
@@ -32,9 +32,9 @@ class EightBitEncoder(Encoder):
         kept = self.memory.slot("residual", parts)
         pieces = [run for _, run in plan.field_chunks()]
         counts = [-(-(run.stop - run.start) // BLOCK) for run in pieces]
-        dense = message.dense_numbers(parts, plan, alpha)
-        sheet = message.Sheet(
-            self._header(plan, message.EIGHTBIT),
+        dense = message_format.dense_numbers(parts, plan, alpha)
+        sheet = message_format.Sheet(
+            self._header(plan, message_format.EIGHTBIT),
             dense,
             (sum(counts), torch.float32),
             (plan.num_coded, torch.int8),
@@ -57,7 +57,11 @@ class EightBitEncoder(Encoder):
 
 
 def add(
-    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+    reader: message_format.Reader,
+    header: message_format.Header,
+    parts: Sequence[Part],
+    plan: Plan,
+    weight: float,
 ) -> None:
     """parts += weight * scale * code."""
     scales = [

@@ -1,6 +1,6 @@
 """The encoder: gradients in, one message a step out, what was not sent kept for the next.
 
-Law of this file: with x the clipped gradient and r the residual,
+Invariants: with x the clipped gradient and r the residual,
 
     u = r + x;  send q = C(u);  r = u - q
 
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mpitrain.codecs import message
+from mpitrain.codecs import message_format
 from mpitrain.codecs.error_feedback import Memory
 from mpitrain.codecs.layout import Part, Plan, plan_of
 
@@ -69,7 +69,9 @@ class Encoder:
         plan = plan_of(parts, self.dense_below)
         alpha = self._alpha(parts)
         if alpha is None:
-            message = message.assemble(message.Header(message.POISON, plan.num_coded, self.dense_below), [])
+            message = message_format.assemble(
+                message_format.Header(message_format.POISON, plan.num_coded, self.dense_below), []
+            )
         elif dense or self.is_dense:
             message = self._in_full(parts, plan, alpha)
         else:
@@ -153,8 +155,8 @@ class Encoder:
         sent = [Part(mine, part.layout) for mine, part in zip(self._drain(scaled, plan), parts, strict=True)]
         coded = [sent[part].flat[start:stop].cpu() for part, start, stop, _ in plan.runs]
         self.last["density"] = 1.0
-        header = message.Header(message.DENSE, plan.num_coded, self.dense_below)
-        return message.assemble(header, [message.dense_numbers(sent, plan, 1.0), *coded])
+        header = message_format.Header(message_format.DENSE, plan.num_coded, self.dense_below)
+        return message_format.assemble(header, [message_format.dense_numbers(sent, plan, 1.0), *coded])
 
-    def _header(self, plan: Plan, kind: int, **fields: Any) -> message.Header:
-        return message.Header(kind, plan.num_coded, self.dense_below, **fields)
+    def _header(self, plan: Plan, kind: int, **fields: Any) -> message_format.Header:
+        return message_format.Header(kind, plan.num_coded, self.dense_below, **fields)

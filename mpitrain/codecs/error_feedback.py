@@ -1,6 +1,6 @@
 """What an encoder keeps from one message to the next: flat tensors beside the parts, keyed by parameter name.
 
-Law of this file: a slot (say "residual") has one flat tensor a part, so that a codec works on it at full speed;
+Invariants: a slot (say "residual") has one flat tensor a part, so that a codec works on it at full speed;
 when the layouts change (DDP rebuilds its buckets after the first step) everything moves over by name, and what
 `state` returns does not depend on the layouts at all.
 """

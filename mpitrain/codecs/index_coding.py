@@ -1,6 +1,6 @@
 """Lossless coding of sorted sets of indices: four coders, and the choice between them by size.
 
-Law of this file: a coder maps m strictly increasing indices below n to bytes and back, exactly; m and n travel
+Invariants: a coder maps m strictly increasing indices below n to bytes and back, exactly; m and n travel
 outside. Everything is vectorised; nothing loops over indices. Sizes in bits, p = m/n, H the binary entropy
 (an iid set cannot do with less than H(p)/p a index on average):
 

@@ -2,7 +2,7 @@
 
     q = mean of the u >= 0 of its column, or mean of the u < 0;  r = u - q
 
-Law of this file: a column is what flows into one output, that is a row of torch's (out, in) weights, all but the
+Invariants: a column is what flows into one output, that is a row of torch's (out, in) weights, all but the
 first dimension of any other tensor. Within a column the residuals of each sign add up to zero.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mpitrain.codecs import message
+from mpitrain.codecs import message_format
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import CHUNK, Field, Part, Plan
 
@@ -41,8 +41,8 @@ class OneBitEncoder(Encoder):
                 means.append(_quantise(u).cpu())
         packed = np.packbits(signs, bitorder="little")
         self.last["density"] = 1.0
-        dense = message.dense_numbers(parts, plan, alpha)
-        return message.assemble(self._header(plan, message.ONEBIT), [dense, *means, packed])
+        dense = message_format.dense_numbers(parts, plan, alpha)
+        return message_format.assemble(self._header(plan, message_format.ONEBIT), [dense, *means, packed])
 
 
 def _quantise(u: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,11 @@ def _spread(positive: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
 
 
 def add(
-    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+    reader: message_format.Reader,
+    header: message_format.Header,
+    parts: Sequence[Part],
+    plan: Plan,
+    weight: float,
 ) -> None:
     """parts += weight * the mean that the sign names."""
     means = []

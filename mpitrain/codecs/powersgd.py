@@ -2,7 +2,7 @@
 
     M = r + x as (n, m);  P = mean over workers of M Q;  P = orthogonal(P);  Q = mean of M^T P;  q = P Q^T;  r = M - q
 
-Law of this file: P and Q are linear in M, so workers may sum them (`reduce`) and all hold the same bits; as a
+Invariants: P and Q are linear in M, so workers may sum them (`reduce`) and all hold the same bits; as a
 message one worker's own P and Q travel. A matrix is compressed when (n + m) rank rate < n m, rate 2; everything
 else travels in full. The first Q is keyed by (seed, name): the same on every worker.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.codecs import message
+from mpitrain.codecs import message_format
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Field, Part, Plan, plan_of
 from mpitrain.codecs.onebit import columns
@@ -46,8 +46,10 @@ class PowerSgdEncoder(Encoder):
         for piece in pieces:
             piece.zero_()
         self.last["density"] = 1.0
-        dense = message.dense_numbers(parts, plan, alpha)
-        return message.assemble(self._header(plan, message.POWER, extra=self.rank), [dense, *sections])
+        dense = message_format.dense_numbers(parts, plan, alpha)
+        return message_format.assemble(
+            self._header(plan, message_format.POWER, extra=self.rank), [dense, *sections]
+        )
 
     def reduce(self, parts: Sequence[Part], mean: Callable[[torch.Tensor], None]) -> None:
         """Replace `parts` by their compressed mean over workers; `mean` averages a tensor in place over all.
@@ -157,7 +159,11 @@ def _mean_of(tensors: list[torch.Tensor], mean: Callable[[torch.Tensor], None]) 
 
 
 def add(
-    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+    reader: message_format.Reader,
+    header: message_format.Header,
+    parts: Sequence[Part],
+    plan: Plan,
+    weight: float,
 ) -> None:
     """parts += weight * P Q^T."""
     rank = header.extra

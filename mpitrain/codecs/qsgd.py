@@ -2,7 +2,7 @@
 
     q_i = m xi_i / s, xi_i = floor(s x_i / m) or one more, at random so that the mean is right
 
-Law of this file: m is the largest magnitude of a bucket of 512 numbers, as in the paper's experiments: with the
+Invariants: m is the largest magnitude of a bucket of 512 numbers, as in the paper's experiments: with the
 Euclidean norm of its theorems, whose bounds on the variance hold for m too, the steps are seven times as wide on
 Gaussian numbers. A level takes ceil(log2(2 s + 1)) bits.
 The randomness is keyed by (seed, worker, message, parameter), so a message can be made again.
@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from mpitrain.codecs import message
+from mpitrain.codecs import message_format
 from mpitrain.codecs.bits import num_packed_bytes, pack, unpack_bytes
 from mpitrain.codecs.eightbit import blocks
 from mpitrain.codecs.encoder import Encoder
@@ -49,9 +49,9 @@ class QsgdEncoder(Encoder):
             largest.append(most.view(-1).mul_(alpha).cpu())
             codes.append(pack(code.view(-1)[: stop - start].cpu().numpy(), width))
         self.last["density"] = 1.0
-        dense = message.dense_numbers(parts, plan, alpha)
-        return message.assemble(
-            self._header(plan, message.QSGD, extra=self.levels), [dense, *largest, *codes]
+        dense = message_format.dense_numbers(parts, plan, alpha)
+        return message_format.assemble(
+            self._header(plan, message_format.QSGD, extra=self.levels), [dense, *largest, *codes]
         )
 
     def _add_noise(self, level: torch.Tensor, name: str) -> None:
@@ -69,7 +69,11 @@ class QsgdEncoder(Encoder):
 
 
 def add(
-    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+    reader: message_format.Reader,
+    header: message_format.Header,
+    parts: Sequence[Part],
+    plan: Plan,
+    weight: float,
 ) -> None:
     """parts += weight * m * level / s."""
     largest = [

@@ -1,6 +1,6 @@
 """Finding large numbers and putting numbers back where they were: what the sparse codecs share.
 
-Law of this file: indices count in the coded space and are strictly increasing.
+Invariants: indices count in the coded space and are strictly increasing.
 """
 
 from __future__ import annotations

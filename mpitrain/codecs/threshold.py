@@ -3,7 +3,7 @@ commodity GPU cloud computing", Interspeech 2015).
 
     u = r + x;  q_i = tau sign(u_i) where |u_i| >= tau, else 0;  r = u - q
 
-Law of this file: the tau in use is rounded to an eighth of its power of two (or to that power, as is usual), so
+Invariants: the tau in use is rounded to an eighth of its power of two (or to that power, as is usual), so
 that u - q is exact in float32 as long as |u| < 2^20 tau; it travels with each message. tau is steered towards a
 density in both directions: it shrinks by d while the mean density is below density / band, grows by 1/d while it is
 above density * band, d = 0.5^(1/20) (Deeplearning4j's rule), so after k steps out of band it is tau0 d^(+-k). The
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.codecs import index_coding, message
+from mpitrain.codecs import index_coding, message_format
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Part, Plan
 from mpitrain.codecs.sparse import Search, pack_signs, scatter, split, unpack_signs
@@ -86,10 +86,10 @@ class ThresholdEncoder(Encoder):
         if self.adaptive:
             self._steer(density)
         header = self._header(
-            plan, message.THRESHOLD, coder=coder, num_sent=len(indices), scale=tau, extra=len(coded)
+            plan, message_format.THRESHOLD, coder=coder, num_sent=len(indices), scale=tau, extra=len(coded)
         )
-        return message.assemble(
-            header, [message.dense_numbers(parts, plan, alpha), pack_signs(negative), coded]
+        return message_format.assemble(
+            header, [message_format.dense_numbers(parts, plan, alpha), pack_signs(negative), coded]
         )
 
     def _select(
@@ -131,7 +131,11 @@ class ThresholdEncoder(Encoder):
 
 
 def add_signs(
-    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+    reader: message_format.Reader,
+    header: message_format.Header,
+    parts: Sequence[Part],
+    plan: Plan,
+    weight: float,
 ) -> None:
     """parts += weight * (+-tau) at the indices."""
     signs = unpack_signs(reader.take((header.num_sent + 7) // 8, "|u1"), header.num_sent)

@@ -3,7 +3,7 @@
     v = mu v + x (momentum 0: v = x);  u = r + v;  send the largest |u_i|, k = density * n of each field
     r = u, v = v, both zero where something was sent
 
-Law of this file: what is sent is a copy (or its float16 rounding, whose error stays in r). The threshold comes
+Invariants: what is sent is a copy (or its float16 rounding, whose error stays in r). The threshold comes
 from a 1 % strided sample with a seeded offset; it is taken when between 0.8 k and 1.3 k numbers pass, else moved,
 at most ten times. A dense message (warm-up) sends r + v and masks nothing: with momentum SGD's mean of the v it
 *is* momentum SGD, so the optimizer itself must have no momentum.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.codecs import index_coding, message
+from mpitrain.codecs import index_coding, message_format
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Field, Part, Plan
 from mpitrain.codecs.sparse import Search, scatter
@@ -49,7 +49,9 @@ class TopKEncoder(Encoder):
         kept = self.memory.slot("residual", parts)
         for mine, step in zip(kept, sums, strict=True):
             mine.add_(step)
-        dense = message.dense_numbers([Part(mine, part.layout) for mine, part in zip(kept, parts)], plan, 1.0)
+        dense = message_format.dense_numbers(
+            [Part(mine, part.layout) for mine, part in zip(kept, parts)], plan, 1.0
+        )
         for part, start, stop, _ in plan.dense:
             kept[part][start:stop] = 0
         indices, values = [], []
@@ -61,9 +63,11 @@ class TopKEncoder(Encoder):
         chosen = np.concatenate(indices) if indices else np.zeros(0, np.int64)
         coder, coded = index_coding.encode(chosen, plan.num_coded, self.coding)
         self.last["density"] = len(chosen) / max(1, plan.num_coded)
-        kind = message.SPARSE16 if self.values == "float16" else message.SPARSE
+        kind = message_format.SPARSE16 if self.values == "float16" else message_format.SPARSE
         header = self._header(plan, kind, coder=coder, num_sent=len(chosen), extra=len(coded))
-        return message.assemble(header, [dense, torch.cat(values) if values else torch.zeros(0), coded])
+        return message_format.assemble(
+            header, [dense, torch.cat(values) if values else torch.zeros(0), coded]
+        )
 
     def _take(self, kept: torch.Tensor, part: int, field: Field) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices in the field of what is sent and the values; takes them out of the memory."""
@@ -116,10 +120,14 @@ class TopKEncoder(Encoder):
 
 
 def add(
-    reader: message.Reader, header: message.Header, parts: Sequence[Part], plan: Plan, weight: float
+    reader: message_format.Reader,
+    header: message_format.Header,
+    parts: Sequence[Part],
+    plan: Plan,
+    weight: float,
 ) -> None:
     """parts += weight * the sent values."""
-    name = "float16" if header.kind == message.SPARSE16 else "float32"
+    name = "float16" if header.kind == message_format.SPARSE16 else "float32"
     values = torch.from_numpy(reader.take(header.num_sent, _DTYPES[name][0]).copy()).float()
     indices = index_coding.decode(
         header.coder, reader.take(header.extra, "|u1"), header.num_sent, plan.num_coded

@@ -1,6 +1,6 @@
 """Does this MPI carry device memory, to the bit? Run it as a step of its own: a wrong answer may be a crash.
 
-Law of this file: contents are compared, because an MPI that copies from the wrong place reports success. What it asks
+Invariants: contents are compared, because an MPI that copies from the wrong place reports success. What it asks
 is whether `MPITRAIN_GPU_BUFFERS=on` may be set; nothing is decided for the user. Not run on a GPU so far.
 """
 

@@ -1,6 +1,6 @@
 """Which links and which nodes are slow, and which ranks share a device: pure functions of what was measured.
 
-Law of this file: a node is judged by its *best* link, because one bad cable makes every link to it slow and nobody
+Invariants: a node is judged by its *best* link, because one bad cable makes every link to it slow and nobody
 else's fault; a link is blamed only if both its ends have better ones. With two nodes there is one link and nobody can
 say whose fault it is.
 """

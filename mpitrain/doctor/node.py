@@ -1,6 +1,6 @@
 """What one node can find out about itself, without MPI: a node that hangs here hangs nobody else.
 
-Law of this file: every check runs in a thread with a deadline, because a sick file system does not answer at all, and
+Invariants: every check runs in a thread with a deadline, because a sick file system does not answer at all, and
 returns text on success or raises `Unfit`. The report is one JSON file a node; `collect` reads them, and a node that
 has not written one is unfit.
 """

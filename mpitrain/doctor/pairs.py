@@ -1,6 +1,6 @@
 """Measure every pair of nodes, and every pair of ranks on one node, and say what stands out.
 
-Law of this file: collective over all ranks; rank 0 prints and decides. Pairs of nodes are measured by their first
+Invariants: collective over all ranks; rank 0 prints and decides. Pairs of nodes are measured by their first
 ranks in rounds in which no node has two partners.
 """
 

@@ -1,6 +1,6 @@
 """What is ordered for one worker, carried out between its role and its world.
 
-Law of this file: every effect of the role passes through unchanged, and the role cannot tell.
+Invariants: every effect of the role passes through unchanged, and the role cannot tell.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What can be ordered, as values: each says whom it hits and when.
 
-Law of this file: arithmetic only; `straggler.py` carries it out at the effect seam.
+Invariants: arithmetic only; `straggler.py` carries it out at the effect seam.
 """
 
 from __future__ import annotations

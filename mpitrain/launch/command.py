@@ -1,6 +1,6 @@
 """`mpitrain launch`: build the launcher's command line, judge how it ended, start it again.
 
-Law of this file: building the command is a pure function of what was found and asked (`launch_command`), so
+Invariants: building the command is a pure function of what was found and asked (`launch_command`), so
 that every decision has a test; `supervision.py` starts the process and watches over it. The launcher adds nothing to
 the command line that a person could not type: `mpirun` and `srun` by hand stay equal. Nothing here imports MPI or
 torch.

@@ -1,6 +1,6 @@
 """Which MPI launchers exist here, and which of them belongs to the MPI that mpi4py loads.
 
-Law of this file: it looks at the machine and decides nothing about the command line (`launch.py` does). A
+Invariants: it looks at the machine and decides nothing about the command line (`launch.py` does). A
 launcher of another MPI than mpi4py's is refused: it would start N programs of which each believes it is
 alone, and nothing would say so. Nothing here imports MPI.
 """

@@ -1,6 +1,6 @@
 """Watching over a launch: what signals to `mpitrain launch` mean, and when it ends what would not end by itself.
 
-Law of this file: INT ends the job, TERM and USR1 ask it to write a checkpoint and to end, a second INT or TERM ends it
+Invariants: INT ends the job, TERM and USR1 ask it to write a checkpoint and to end, a second INT or TERM ends it
 at once, and after any of them nothing is started again. The request travels through the launch's folder
 (`rank_status.py`), for every MPI launcher makes something else of a signal: Open MPI's kills its ranks at INT and TERM,
 Hydra and srun hand them on, and a rank that still imports dies of USR1. When to give a launch up is a rule without

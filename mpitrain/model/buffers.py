@@ -1,6 +1,6 @@
 """A shard's numbers in a buffer that can travel: 64 bytes, the numbers, 64 bytes.
 
-Law of this file: a frame is used by whoever holds it and goes back to its pool when the last holder lets go;
+Invariants: a frame is used by whoever holds it and goes back to its pool when the last holder lets go;
 nobody writes into a frame that somebody else holds. The 64 bytes at each end carry a sequence stamp, so a
 buffer that was half overwritten, or only half arrived, is noticed for the price of two stores.
 64 bytes keep the numbers on a cache line.

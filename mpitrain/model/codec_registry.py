@@ -1,6 +1,6 @@
 """The encoder that a strategy's codec asks for, and layouts by parameter name.
 
-Law of this file: a codec's fields are its encoder's arguments; nothing is translated.
+Invariants: a codec's fields are its encoder's arguments; nothing is translated.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     d = a (x_i - xc)        xc <- xc + d        answered with d: the worker takes x_i <- x_i - d
 
-Law of this file: d is made once and used on both sides, so xc + sum over i of x_i is conserved (to the bit on
+Invariants: d is made once and used on both sides, so xc + sum over i of x_i is conserved (to the bit on
 dyadic numbers). Zhang, Choromanska and LeCun, NIPS 2015; `strategies/parameter_server/elastic.py` holds the formulas.
 """
 

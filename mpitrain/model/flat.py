@@ -1,6 +1,6 @@
 """The trainable parameters as one flat vector, cut into contiguous shards.
 
-Law of this file: the order of the vector is the order of the optimizer's parameter groups, so every shard is
+Invariants: the order of the vector is the order of the optimizer's parameter groups, so every shard is
 at most one slice per group and a server's optimizer keeps the groups intact. The layout is a pure function of
 names, shapes and the number of shards: all ranks compute the same.
 

@@ -1,6 +1,6 @@
 """What a worker does with its parameters between two reads, and what it pushes for it.
 
-Law of this file: the worker's parameters move by one optimizer step a batch, and what is pushed is exactly what
+Invariants: the worker's parameters move by one optimizer step a batch, and what is pushed is exactly what
 has happened since the last push:
 
     "update"      sum over the batches of (w before - w after): the server subtracts it

@@ -1,6 +1,6 @@
 """What a job's loss returns: its mean over the batch, or (sum, weight) for a mean of another kind.
 
-Law of this file: where the loss divides by something else than samples (class weights, tokens that count), only the
+Invariants: where the loss divides by something else than samples (class weights, tokens that count), only the
 sum and what to divide it by can be put together over ranks; a mean that each rank has taken for itself cannot.
 """
 

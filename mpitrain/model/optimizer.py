@@ -1,6 +1,6 @@
 """Rebuilding a torch optimizer over slices of a flat vector.
 
-Law of this file: a server may only run an optimizer whose update of one element looks at no other element,
+Invariants: a server may only run an optimizer whose update of one element looks at no other element,
 for then any slicing gives the same bits. What needs a whole layer (norms, matrices, line searches) is refused
 with the reason, never approximated.
 """

@@ -4,7 +4,7 @@
     slowmo     v <- beta (eta / eta_before) v + d;   x = x0 - rate v           (v = eta u of `strategies/local_sgd.py`)
     diloco     v <- momentum v + d;                  x = x0 - rate (d + momentum v)
 
-with d = x0 - xbar. Law of this file: x is computed as xbar plus what differs from it, so an outer optimizer without
+with d = x0 - xbar. Invariants: x is computed as xbar plus what differs from it, so an outer optimizer without
 momentum and of rate 1 is the mean itself, to the bit. Every worker computes the same from the same.
 """
 

@@ -1,6 +1,6 @@
 """A peer's replica: its parameters as one flat vector, its own optimizer, and what it tells and hears.
 
-Law of this file: `x` is the peer's parameters, and nothing but the methods below changes it; replicas that take in the
+Invariants: `x` is the peer's parameters, and nothing but the methods below changes it; replicas that take in the
 same messages in the same order hold the same bits. An encoder works on updates with its residual (full topology), or
 on x - xhat without one, for there what was not sent stays in the difference by itself (ChocoSGD). Several virtual
 peers may share one module: each then has its own x, optimizer and buffers.

@@ -1,6 +1,6 @@
 """A module split by layers into the stages of a pipeline, and what every stage's tensors are called in the whole.
 
-Law of this file: a stage is made of the model's own layers, so all of its parameters are the model's, under the
+Invariants: a stage is made of the model's own layers, so all of its parameters are the model's, under the
 names that the model gave them; every parameter belongs to exactly one stage.
 """
 

@@ -1,6 +1,6 @@
 """Pushes through a codec: a worker's gradients become one message a shard, and what was not sent stays here.
 
-Law of this file: every shard has an encoder of its own (a threshold of its own, too), whose fields are the parameters
+Invariants: every shard has an encoder of its own (a threshold of its own, too), whose fields are the parameters
 that lie in the shard; one that straddles a cut is two fields, `name[start:stop]`. So what all shards are sent and what
 is kept add up to the gradients, and residuals can be saved by parameter and cut anew. A gradient that is flagged as not
 finite is refused by the server as a whole, so nothing of it enters a residual here. Clipping is by the norm of the

@@ -2,7 +2,7 @@
 
     server:  q = C(w - what);  what <- what + D(q)          worker:  what <- what + D(q), and computes on it
 
-Law of this file: server and worker hold the same copy `what`, to the bit, because both add the same message to it; what
+Invariants: server and worker hold the same copy `what`, to the bit, because both add the same message to it; what
 a message does not say stays in the next difference by itself, so no residual is kept. The first message to a worker
 of a process says the copy in full.
 """

@@ -1,6 +1,6 @@
 """A checkpoint's shards, cut anew for another number of servers.
 
-Law of this file: only what belongs to single elements is cut (parameters and the optimizer's tensors of their shape);
+Invariants: only what belongs to single elements is cut (parameters and the optimizer's tensors of their shape);
 what belongs to a whole slice, such as Adam's step, is the same in all slices of a group in lockstep, and otherwise the
 largest of them is taken. With the same cuts nothing goes through here.
 """

@@ -1,6 +1,6 @@
 """A server's shard: a slice of the flat vector with the optimizer state that belongs to it.
 
-Law of this file: whoever was given a version keeps exactly that version. The live frame is sent without
+Invariants: whoever was given a version keeps exactly that version. The live frame is sent without
 copying; when an update comes while somebody still holds it, the update goes into a fresh frame and the old
 one stays as it was (copy on write). Gradients are used where they arrived. A weight scales the learning rate of
 its gradient, weight decay included, so where training comes to rest depends on no weight:

@@ -1,6 +1,6 @@
 """Elementwise corrections of stale gradients: the part of a damping that needs the parameters.
 
-Law of this file: a correction changes a gradient in place, given the parameters now and those that the
+Invariants: a correction changes a gradient in place, given the parameters now and those that the
 gradient was computed on; when they are the same it changes nothing, to the bit.
 """
 

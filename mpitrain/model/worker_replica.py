@@ -1,7 +1,7 @@
 """A worker's copy of the model: takes over parameters, turns a lease into a gradient, and measures itself on
 the validation data.
 
-Law of this file: one batch's randomness (dropout and the like) is keyed by (seed, worker, number of the batch), so
+Invariants: one batch's randomness (dropout and the like) is keyed by (seed, worker, number of the batch), so
 it does not depend on timing. Several virtual workers may share one module: each then brings its own parameters and
 buffers with it.
 """

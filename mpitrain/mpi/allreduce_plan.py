@@ -1,7 +1,7 @@
 """What decides which algorithm carries an allreduce, besides its size and where the ranks lie: a user's word, or a
 measurement.
 
-Law of this file: algorithms add in different orders, and a measurement depends on timing. So both are kept in
+Invariants: algorithms add in different orders, and a measurement depends on timing. So both are kept in
 checkpoints, and a run that goes on among ranks that lie alike decides by them: its bits depend on no timing. A word of
 this launch (`MPITRAIN_ALLREDUCE`) wins. No torch, no messages.
 """

@@ -1,6 +1,6 @@
 """What nobody will ever answer: operations with a rank that MPI knows to be dead, and has not failed itself.
 
-Law of this file: to be told of a death must not hang on one receive being failed. MPI fails what is outstanding with a
+Invariants: to be told of a death must not hang on one receive being failed. MPI fails what is outstanding with a
 dead rank (80 of 80 kills aimed at the middle of a payload, over TCP and shared memory), but nothing promises it for a
 receive that has matched a rendezvous whose data will never come. So MPI's own list of the dead is looked at ten times a
 second, and what is still outstanding with one of them at the second look is given up. MPI may yet write to the buffer

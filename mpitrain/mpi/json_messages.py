@@ -1,6 +1,6 @@
 """JSON between ranks of which some may be dead: messages from and to rank 0, no collective.
 
-Law of this file: every receive is from one rank, so that a dead one is told apart; nobody waits for a rank that is
+Invariants: every receive is from one rank, so that a dead one is told apart; nobody waits for a rank that is
 known to be lost, and for one that was given up no longer than the deadline.
 """
 

@@ -1,6 +1,6 @@
 """The header of a message: 160 bytes, the same on every machine.
 
-Law of this file: a header is believed only when its magic number, its checksum and its place in the
+Invariants: a header is believed only when its magic number, its checksum and its place in the
 sequence are right. It is small enough to travel eagerly; what follows it (a payload, or a
 note's text) has its exact length in it.
 

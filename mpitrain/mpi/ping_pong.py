@@ -1,6 +1,6 @@
 """Latency and rate between two ranks, in the manner of the OSU benchmarks: ping-pong over one message size.
 
-Law of this file: plain blocking calls on bytes, because the MPI library's own figures are wanted, not ours. The best
+Invariants: plain blocking calls on bytes, because the MPI library's own figures are wanted, not ours. The best
 of several rounds counts: whatever else the machine does can only make a round slower.
 """
 

@@ -1,6 +1,6 @@
 """The world on a cluster: answers a role's effects over nonblocking Isend/Irecv.
 
-Law of this file: one role a rank, driven by the thread that owns MPI; the role is never blocked by a send.
+Invariants: one role a rank, driven by the thread that owns MPI; the role is never blocked by a send.
 From each peer one header receive is always listening (directed, never ANY_SOURCE: a dead peer must be
 tellable); what the header announces is then received into the frame that `frame_for` provides, and only
 after that the next header, so messages of one peer keep their order. A payload whose length or whose stamps

@@ -1,6 +1,6 @@
 """What a codec makes of a model and what it costs here: tried out, not guessed.
 
-Law of this file: random numbers of one seed stand for gradients; the codec's own encoder and decoder run over as much
+Invariants: random numbers of one seed stand for gradients; the codec's own encoder and decoder run over as much
 of the model as takes a fraction of a second, on one thread, and the rest is reckoned from that.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpitrain.codecs import Encoder, Part, add_message
-from mpitrain.codecs.message import HEADER_BYTES
+from mpitrain.codecs.message_format import HEADER_BYTES
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
 from mpitrain.strategies.compression import Codec
 

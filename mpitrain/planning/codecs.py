@@ -1,7 +1,7 @@
 """What a dry run says of codecs: bytes a step, what they cost here, and on which links that pays.
 
-Law of this file: bytes and seconds are tried out on this machine (`planning/codec_cost.py`). A codec pays where the time that
-its fewer bytes save on the link is more than its own time; both are taken as not hidden behind backward.
+Invariants: bytes and seconds are tried out on this machine (`planning/codec_cost.py`). A codec pays where the time
+that its fewer bytes save on the link is more than its own time; both are taken as not hidden behind backward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`mpitrain train JOB --dry-run`: who would do what, and what would travel, without MPI.
 
-Law of this file: it asks the same pure functions that the run asks (roles, layout, dealing), so what it
+Invariants: it asks the same pure functions that the run asks (roles, layout, dealing), so what it
 prints is what will happen.
 """
 

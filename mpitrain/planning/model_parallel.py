@@ -1,6 +1,6 @@
 """The dry run of strategies that split the model: who would hold what, and what would travel.
 
-Law of this file: it asks the functions that the run asks (grid, stages, slices, units).
+Invariants: it asks the functions that the run asks (grid, stages, slices, units).
 """
 
 from __future__ import annotations

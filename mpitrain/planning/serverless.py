@@ -1,6 +1,6 @@
 """What a dry run says of strategies without a server: bytes a step, and where they do not pay.
 
-Law of this file: sizes come from the functions that the run asks; what is compared with is allreduce at its bound,
+Invariants: sizes come from the functions that the run asks; what is compared with is allreduce at its bound,
 2 (N - 1)/N of the model a step and rank.
 """
 

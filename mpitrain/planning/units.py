@@ -1,6 +1,6 @@
 """Numbers of a dry run as people read them.
 
-Law of this file: text from numbers, and nothing else.
+Invariants: text from numbers, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The line for eyes: drawn over itself on a terminal, one dated line after another in a log.
 
-Law of this file: what it prints can be lost without loss. Nothing parses it.
+Invariants: what it prints can be lost without loss. Nothing parses it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What surrounds a run: how this process was launched, and the contents of `env.json`.
 
-Law of this file: only named things are collected. Environment variables pass an allow-list, never the whole
+Invariants: only named things are collected. Environment variables pass an allow-list, never the whole
 environment, because a run directory is shared and an environment holds secrets. Nothing here may end a run:
 what cannot be found out is recorded as `None` or as the reason. Torch and MPI are looked at only where
 somebody else has imported them; `mpitrain env` asks for more.

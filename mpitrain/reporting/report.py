@@ -1,6 +1,6 @@
 """What a run tells the outside: a progress line, `metrics.jsonl`, `result.json`, and the figure of merit.
 
-Law of this file: only rank 0 reports. The FOM line is the only thing on stdout; everything for eyes goes to
+Invariants: only rank 0 reports. The FOM line is the only thing on stdout; everything for eyes goes to
 stderr, so that `mpitrain train ... | grep FOM` always works. `result.json` is written last, whole or not at
 all: its presence *is* the claim that the run came to its end (under ULFM no exit
 code says so). Reporting is cheap: a call inside the interval compares two floats and returns, without even

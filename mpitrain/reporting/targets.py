@@ -1,6 +1,6 @@
 """What validation must reach: one reading and one judgement of targets, for every place that has them.
 
-Law of this file: a target is a number, which means at least that, or a text: "<X", "<=X", ">X" or ">=X". A metric that
+Invariants: a target is a number, which means at least that, or a text: "<X", "<=X", ">X" or ">=X". A metric that
 is NaN, infinite or not measured misses every target. Standard library only.
 """
 

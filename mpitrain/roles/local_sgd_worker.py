@@ -1,8 +1,9 @@
 """A worker that trains by itself and now and then takes the mean with all others, in virtual time.
 
-Law of this file: an averaging is a ring in which every worker sends 2 (N - 1) pieces of 1/N of the bytes, the least
+Invariants: an averaging is a ring in which every worker sends 2 (N - 1) pieces of 1/N of the bytes, the least
 that any algorithm sends; whoever has come round has heard of everybody, so all have handed in what they hold. What is
-averaged only the replica knows, and when only its rule. Over MPI `training/local_sgd/trainer.py` does the same with collectives.
+averaged only the replica knows, and when only its rule. Over MPI `training/local_sgd/trainer.py` does the same with
+collectives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The peer: trains on its own replica, tells its neighbours what has become of it, and takes in what they tell.
 
-Law of this file: a peer sends one message to each receiver at every step. A synchronous one then waits for the
+Invariants: a peer sends one message to each receiver at every step. A synchronous one then waits for the
 messages of the same step from all its senders, and takes them in in rank order; an asynchronous one takes what is
 there. At a meeting every peer has first heard everything that the others had to say before it; sums go up a tree of
 all peers and the mean comes down, so nothing is under way when it is over. What an update is and how it is mixed only

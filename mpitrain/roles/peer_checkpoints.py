@@ -1,6 +1,6 @@
 """When peers write a checkpoint, and when they ask one another whether to.
 
-Law of this file: arithmetic on counts that all peers share. A mark in samples needs no message; what one peer alone
+Invariants: arithmetic on counts that all peers share. A mark in samples needs no message; what one peer alone
 knows (that it was told to end, that time is up) is agreed over the tree of all peers every so many steps, about twice a
 second, or, where peers do not wait for one another, at their meetings.
 """

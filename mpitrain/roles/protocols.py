@@ -1,6 +1,6 @@
 """What the roles need of their surroundings: a store, a replica and a report, opaque to them.
 
-Law of this file: protocols only. Whoever implements them knows torch; the roles do not.
+Invariants: protocols only. Whoever implements them knows torch; the roles do not.
 """
 
 from __future__ import annotations

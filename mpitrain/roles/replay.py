@@ -1,6 +1,6 @@
 """Record the order in which servers took their messages, and repeat it in virtual time.
 
-Law of this file: it stands at the effect seam and changes no role. Everything that an asynchronous run leaves
+Invariants: it stands at the effect seam and changes no role. Everything that an asynchronous run leaves
 to chance is the order in which each server receives; who read which version, which batch went to whom and
 every bit of the parameters follow from it. Messages of one worker keep their order by themselves, so the list
 of their senders is all there is to record. What changes nothing (notes, signs of life) is left out.

@@ -1,7 +1,7 @@
 """The worker: reads the model from every shard, computes a gradient, pushes each shard its slice, and goes on
 when all have answered.
 
-Law of this file: a worker knows versions, leases and who has answered; what a gradient is, and what its own
+Invariants: a worker knows versions, leases and who has answered; what a gradient is, and what its own
 parameters do between two reads, only its replica knows. Every push is answered; the answer brings parameters
 when the push asked for them. With two pushes in flight the answer to one is taken in just before the next
 leaves.

@@ -1,6 +1,6 @@
 """What rehearsals without servers have in common: the checks, the virtual world and its log, and what is told of them.
 
-Law of this file: it knows no strategy; `peer_simulation.py` and `averaging_simulation.py` bring their roles.
+Invariants: it knows no strategy; `peer_simulation.py` and `averaging_simulation.py` bring their roles.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Periodic averaging in virtual time: what `training/local_sgd/trainer.py` does on a cluster, in one process.
 
-Law of this file: it composes. Workers draw their times, averagings are messages round a ring, and parameters are those
+Invariants: it composes. Workers draw their times, averagings are messages round a ring, and parameters are those
 of the run over MPI. Every worker has its own module: so many models have to fit into memory.
 """
 

@@ -1,7 +1,7 @@
 """Peers in virtual time: the very role of the cluster, one process, any number of them.
 
-Law of this file: it composes like `training/decentralized/run.py`, with the virtual world in place of MPI. All virtual peers share
-one module, each with its own parameters, optimizer and buffers.
+Invariants: it composes like `training/decentralized/run.py`, with the virtual world in place of MPI. All virtual
+peers share one module, each with its own parameters, optimizer and buffers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Workers under periodic averaging, all of them in one process: what a rehearsal computes.
 
-Law of this file: every worker has a module and an optimizer of its own and steps as `training/local_sgd/trainer.py` does; at an
-exchange nobody's state is touched before everybody has handed in, and then everybody's at once, in rank order. So
+Invariants: every worker has a module and an optimizer of its own and steps as `training/local_sgd/trainer.py` does;
+at an exchange nobody's state is touched before everybody has handed in, and then everybody's at once, in rank order. So
 parameters are those of the run over MPI wherever sums do not depend on their order, and there to the bit.
 """
 

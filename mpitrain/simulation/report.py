@@ -1,6 +1,6 @@
 """What a rehearsal prints: loss against virtual time, and the staleness histogram.
 
-Law of this file: text from numbers, at most 80 columns wide; nothing here knows a role or a rule.
+Invariants: text from numbers, at most 80 columns wide; nothing here knows a role or a rule.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rehearse a job in virtual time: the very roles of the cluster, real gradients, seeded times, one process.
 
-Law of this file: it composes like `training`, with the virtual world in place of MPI. All virtual workers
+Invariants: it composes like `training`, with the virtual world in place of MPI. All virtual workers
 share one module, each with its own parameters and buffers. What it prints in seconds is virtual; only ratios
 of virtual times mean something until a law has been fitted to a measurement.
 """

@@ -1,6 +1,6 @@
 """Slurm: batch scripts as text, handing them in, whether a job may run again, and what became of it.
 
-Law of this folder: the standard library only, no MPI, no torch. A script is a pure function of a `Script`
+Invariants: the standard library only, no MPI, no torch. A script is a pure function of a `Script`
 (`script.py`); the files in `slurm/` of the checkout are what `render` gives for its defaults, and a test compares
 them whole. Decisions that a batch script takes are functions here (`requeue.py`), so that they have tests.
 """

@@ -1,6 +1,6 @@
 """Whether a job that was told to stop may run again: a bounded number of times, and only while it gets on.
 
-Law of this file: progress is another newest checkpoint, by its mark (accepted samples) and the start that wrote it, and
+Invariants: progress is another newest checkpoint, by its mark (accepted samples) and the start that wrote it, and
 every answer is kept in `restarts.jsonl` of the run directory, one line each, so that the next one can compare. A line
 that is torn is no answer.
 """

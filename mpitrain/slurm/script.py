@@ -1,6 +1,6 @@
 """A batch script as a value, and its text: a pure function.
 
-Law of this file: the same `Script` gives the same text on every machine, and the defaults give the templates in
+Invariants: the same `Script` gives the same text on every machine, and the defaults give the templates in
 `slurm/`, to the byte.
 """
 

@@ -1,6 +1,6 @@
 """What is a centre's own, `slurm/site.sh`, for each way to start ranks: a pure function.
 
-Law of this file: the same names give the same text on every machine, and the defaults give `slurm/site.sh`, to the
+Invariants: the same names give the same text on every machine, and the defaults give `slurm/site.sh`, to the
 byte. Every way stands in every file; all but one are comments.
 """
 

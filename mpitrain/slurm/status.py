@@ -1,6 +1,6 @@
 """What became of a run: from the files in its run directory, and from Slurm where it still knows the job.
 
-Law of this file: it only reads, and every file may be missing, or be half-written by a run that is going on.
+Invariants: it only reads, and every file may be missing, or be half-written by a run that is going on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a rule is told and what it answers.
 
-Law of this folder: a rule decides and does nothing else. It is a frozen value; its memory is a plain
+Invariants: a rule decides and does nothing else. It is a frozen value; its memory is a plain
 JSON-able dict that the role owns and hands in; it never touches a tensor, a clock, a message or the network,
 and it never asks which world it is in.
 

@@ -1,6 +1,6 @@
 """How often to write a checkpoint.
 
-Law of this file: pure arithmetic. `auto` is the interval that loses least time to writing and to work done twice:
+Invariants: pure arithmetic. `auto` is the interval that loses least time to writing and to work done twice:
 sqrt(2 C M) for a checkpoint that costs C seconds and a mean time between failures of M (Young, CACM 1974; Daly, FGCS
 2006, first order).
 """

@@ -1,6 +1,6 @@
 """Codecs by name: what travels in place of float32 gradients, and what it costs.
 
-Law of this file: values only. `model/codec_registry.py` makes the encoder a value asks for; the fields here carry the
+Invariants: values only. `model/codec_registry.py` makes the encoder a value asks for; the fields here carry the
 names that the encoders in `codecs/` take. Everything a codec does not send is kept for the next message, but for
 float16, bfloat16 and qsgd, which keep nothing.
 """

@@ -7,7 +7,7 @@
 
 Full topology with a threshold is Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing",
 Interspeech 2015. Gossip without a codec is D-PSGD, step first (Lian et al., NIPS 2017), with one it is ChocoSGD
-(Koloskova, Stich and Jaggi, ICML 2019). Law of this file: whom a peer sends to, hears from and meets is decided here
+(Koloskova, Stich and Jaggi, ICML 2019). Invariants: whom a peer sends to, hears from and meets is decided here
 and in `topology.py`, from counts alone.
 """
 

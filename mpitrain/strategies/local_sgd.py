@@ -5,7 +5,7 @@
 
 x0 is what all held after the averaging before. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019;
 with `start`, gradients are averaged at every step until then (post-local SGD: Lin et al., "Don't Use Large
-Mini-Batches, Use Local SGD", ICLR 2020). Bytes a step are those of allreduce divided by H. Law of this file: when to
+Mini-Batches, Use Local SGD", ICLR 2020). Bytes a step are those of allreduce divided by H. Invariants: when to
 average is decided here, from counts alone, so that all workers decide the same without a message.
 """
 

@@ -1,6 +1,6 @@
 """Which rank plays which role: a pure function of (number of ranks, node of every rank, number of servers).
 
-Law of this file: any rank can compute everybody's role without a message. On one node the servers are ranks
+Invariants: any rank can compute everybody's role without a message. On one node the servers are ranks
 0..s-1. Over several nodes the strategy's placement picks them:
 
 - "spread": round-robin over the nodes, from the last local rank of each, so that no node's link carries two

@@ -9,7 +9,7 @@
                  log2 N steps).
                  Static, where a peer has to keep track of the others: all that are 2^k ranks away, equal weights
 
-Law of this file: the matrix W of all rows is doubly stochastic at every step, so mixing x <- W x keeps the mean of x.
+Invariants: the matrix W of all rows is doubly stochastic at every step, so mixing x <- W x keeps the mean of x.
 All but the one-peer graph are symmetric. On a ring |x - xbar| shrinks by (1 + 2 cos(2 pi/N))/3 a step.
 """
 

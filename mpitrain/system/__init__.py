@@ -1,1 +1,4 @@
-"""What the operating system and the launcher give: files, folders, processes and the variables of a launch. Standard library only."""
+"""What the operating system and the launcher give: files, folders, processes and the variables of a launch.
+
+Standard library only.
+"""

@@ -1,6 +1,6 @@
 """Writing one file so that it is either whole under its final name or not there at all.
 
-Law of this file: temporary file beside the target, fsync, rename, fsync of the directory; on any failure the
+Invariants: temporary file beside the target, fsync, rename, fsync of the directory; on any failure the
 temporary file is removed. HDF5 cannot close a file whose last writes failed (it keeps the descriptor, so even
 the disk space, until the process ends), therefore its bytes pass through `Sink`, which remembers the first
 failure and lets HDF5 believe that the rest was written.

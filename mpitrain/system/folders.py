@@ -1,6 +1,6 @@
 """Folders of a run: whoever makes them, they are for the run's owner alone.
 
-Law of this file: standard library only, so that every floor may use it; only what is missing is made, and what is there
+Invariants: standard library only, so that every floor may use it; only what is missing is made, and what is there
 keeps its permissions.
 """
 

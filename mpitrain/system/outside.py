@@ -1,6 +1,6 @@
 """What comes from outside is looked at before it is believed: is it a file, how large, and where does it lie.
 
-Law of this file: it imports the standard library only, opens nothing but regular files (a pipe would make the opener
+Invariants: it imports the standard library only, opens nothing but regular files (a pipe would make the opener
 wait for ever), and reads no more than it was told to.
 """
 

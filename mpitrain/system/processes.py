@@ -1,6 +1,6 @@
 """Which process a number means: numbers are used again, and every PID namespace (a container's) has its own.
 
-Law of this file: an identity is one word that can be written down and compared anywhere: the machine's boot, the PID
+Invariants: an identity is one word that can be written down and compared anywhere: the machine's boot, the PID
 namespace, the number there, and when the process began. Nobody is signalled by number alone. Standard library only.
 """
 

@@ -4,7 +4,7 @@
     FOLDER/rank-3.json      who rank 3 is, how far its start-up has come, its last beat and progress
     FOLDER/requests/stop    the launch asks all ranks to write a checkpoint and to end
 
-Law of this file: files, no signals and no MPI, so that it works before MPI is up, while it hangs, on every host and
+Invariants: files, no signals and no MPI, so that it works before MPI is up, while it hangs, on every host and
 under every launcher. A rank whose launch has named no folder tells nothing. A folder that cannot be written to ends no
 run. Standard library only.
 """

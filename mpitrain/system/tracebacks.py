@@ -1,6 +1,6 @@
 """Where an error came from, in the user's words: of a job's own error only the frames from the job on.
 
-Law of this file: what begins in the user's own code, and what has no frame of it, is shown whole.
+Invariants: what begins in the user's own code, and what has no frame of it, is shown whole.
 """
 
 import sysconfig

@@ -1,6 +1,6 @@
 """How much a run survives, named in its report.
 
-Law of this file: what is said holds for this launch and this strategy together, and nothing more is promised than was
+Invariants: what is said holds for this launch and this strategy together, and nothing more is promised than was
 seen to work. Peers and split models end with a dead rank under ULFM too; under MPICH a worker's death is survived where
 srun leaves the others alone, by server strategies, and ends the job everywhere else.
 """

@@ -1,6 +1,6 @@
 """What ranks must have been started with alike, as JSON values that can be compared.
 
-Law of this file: values are told in full, functions by their name and a digest of their code, so that two versions of a
+Invariants: values are told in full, functions by their name and a digest of their code, so that two versions of a
 job file are told apart, and two ranks with the same file are not.
 """
 

@@ -1,6 +1,6 @@
 """What both kinds of run share: building the model, validating it, saving it, and measuring throughput.
 
-Law of this file: a trained model is always saved, as safetensors, written beside and renamed. Throughput
+Invariants: a trained model is always saved, as safetensors, written beside and renamed. Throughput
 leaves out the first steps, in which buffers are allocated and connections made.
 """
 

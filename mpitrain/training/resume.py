@@ -1,6 +1,6 @@
 """Checkpoints of a run: who writes what, where a run resumes from, and whether that belongs to this job.
 
-Law of this file: rank 0 looks for the newest checkpoint that verifies and tells the others which it is; every rank then
+Invariants: rank 0 looks for the newest checkpoint that verifies and tells the others which it is; every rank then
 reads its own part of that one. What would silently change the meaning of a run (parameters, samples, seed) is refused;
 another number of workers or servers is not.
 """

@@ -1,6 +1,6 @@
 """What becomes of every option when a run goes on from a checkpoint: one table, and what refuses and tells by it.
 
-Law of this file: no option is accepted and ignored. What is set now acts; what cannot act without changing the meaning
+Invariants: no option is accepted and ignored. What is set now acts; what cannot act without changing the meaning
 of what was trained before (seed, data, batches in the middle of an epoch) is refused with the old value and the new.
 """
 

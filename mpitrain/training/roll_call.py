@@ -2,7 +2,7 @@
 
     RUN_DIR/stacks/roll-1763723821093/call-0  here-0-0 here-0-2  call-1 ...
 
-Law of this file: as in `alarm.py` names of files alone, and threads that call neither MPI nor CUDA. Who answers nothing
+Invariants: as in `alarm.py` names of files alone, and threads that call neither MPI nor CUDA. Who answers nothing
 has no thread left that runs: its process is stopped, its host is gone, or it is inside a call that lets no other thread
 run. A rank that merely waits, or works, says so; one that is stuck says that too, and its own watchdog ends it.
 """

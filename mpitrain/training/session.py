@@ -1,6 +1,6 @@
 """What every run has, whatever its strategy: an agreed start, roles, data, a run directory and an agreed end.
 
-Law of this file: before the first step all ranks have loaded the same job with the same options and found the
+Invariants: before the first step all ranks have loaded the same job with the same options and found the
 same parameters, or all leave together with one message. Rank 0 alone looks at the shards and tells the
 others. The end is a gathering too: every rank hands its counts to rank 0, which writes `result.json` last,
 and all ranks leave with the same exit code.

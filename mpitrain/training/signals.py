@@ -1,6 +1,6 @@
 """SIGUSR1 and SIGTERM ask a run to write a checkpoint and end with exit code 75; SIGINT ends it with 130.
 
-Law of this file: the handler only sets a flag. Receive loops poll (no rank blocks inside MPI), so it is seen within
+Invariants: the handler only sets a flag. Receive loops poll (no rank blocks inside MPI), so it is seen within
 one nap or one batch. A second SIGTERM or SIGINT is the kernel's affair: it ends this rank at once, whatever it is stuck
 in, and its launcher the others. What the launch asks of all ranks counts as a signal to each (`rank_status.py`).
 """

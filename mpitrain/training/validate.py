@@ -1,6 +1,6 @@
 """What is asked of a run besides its strategy, and refused where the strategy cannot do it.
 
-Law of this file: an option that would have no effect is an error, in the dry run as in the run.
+Invariants: an option that would have no effect is an error, in the dry run as in the run.
 """
 
 from __future__ import annotations

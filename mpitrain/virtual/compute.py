@@ -1,6 +1,6 @@
 """How long one gradient takes in virtual time.
 
-Law of this file: a law is a frozen value with one function of a random stream; the stream is keyed by (seed,
+Invariants: a law is a frozen value with one function of a random stream; the stream is keyed by (seed,
 worker, step), so the time of a step does not depend on what else happened. Times are in seconds.
 """
 

@@ -1,6 +1,6 @@
 """How long a message takes in virtual time.
 
-Law of this file: a network law turns (now, source, destination, bytes) into a time of arrival; what its links
+Invariants: a network law turns (now, source, destination, bytes) into a time of arrival; what its links
 are busy with is a plain object that the world owns. Messages between two ranks keep their order.
 """
 

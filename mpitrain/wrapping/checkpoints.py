@@ -1,6 +1,6 @@
 """Checkpoints of a loop of one's own: `mt.save(run_dir, step)`, and `mt.wrap(..., resume=run_dir)`.
 
-Law of this file: every worker calls `save` at the same step, each writes what it holds, and servers what they hold, in
+Invariants: every worker calls `save` at the same step, each writes what it holds, and servers what they hold, in
 the parts that `mpitrain train` writes too; a checkpoint is complete when all parts are there. What is resumed goes on
 bit for bit where the strategy is synchronous or has one worker. Position in the data, schedulers and random numbers are
 the loop's own: it hands them in as `state`, and finds them again in `resumed()`.

@@ -1,6 +1,6 @@
 """A wrapped loop under allreduce: torch's DDP around the user's model, and what a checkpoint of it holds.
 
-Law of this file: model and optimizer are the user's own and the same on all workers, so the first one writes them for
+Invariants: model and optimizer are the user's own and the same on all workers, so the first one writes them for
 all; buffers, and what a codec keeps back, are each worker's. Another number of workers deals the latter out anew.
 """
 

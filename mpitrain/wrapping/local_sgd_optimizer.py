@@ -1,6 +1,6 @@
 """The optimizer that a wrapped loop holds under periodic averaging: the user's own, which averages when it is due.
 
-Law of this file: `step()` steps the user's optimizer on this worker alone; averagings come after it. A worker that
+Invariants: `step()` steps the user's optimizer on this worker alone; averagings come after it. A worker that
 sees a gradient that is not finite leaves out the step and goes on until the next averaging, where all hear of it.
 """
 

@@ -1,7 +1,7 @@
 """Keep your own training loop: `model, optimizer = mt.wrap(model, optimizer, mt.Async(servers=1))` under
 `mpirun` or `srun`.
 
-Law of this file: nothing of the user's is touched except that everybody starts from rank 0's parameters and
+Invariants: nothing of the user's is touched except that everybody starts from rank 0's parameters and
 buffers. `wrap` returns on workers only: a server serves inside it and then leaves the process. The loop is
 the worker role turned inside out: where the role asks for a gradient the user's loop runs, and
 `optimizer.step()` hands the gradient in.

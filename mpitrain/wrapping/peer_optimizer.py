@@ -1,6 +1,6 @@
 """The optimizer that a wrapped loop holds among peers: the user's own, whose steps the other peers hear of.
 
-Law of this file: it is the peer role turned inside out: where the role asks for a gradient, the user's loop runs.
+Invariants: it is the peer role turned inside out: where the role asks for a gradient, the user's loop runs.
 Peers take equally many steps, as DDP demands too.
 """
 

@@ -1,6 +1,6 @@
 """The optimizer that a wrapped loop holds in place of its own: `step()` hands gradients in and brings parameters back.
 
-Law of this file: it is a worker role turned inside out: where the role asks for a gradient, the user's loop runs.
+Invariants: it is a worker role turned inside out: where the role asks for a gradient, the user's loop runs.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch
 
 from mpitrain import strategies
 from mpitrain.codecs import Field, Part, add_message
-from mpitrain.codecs.message import HEADER_BYTES
+from mpitrain.codecs.message_format import HEADER_BYTES
 from mpitrain.errors import UsageError, WireError
 from mpitrain.model.codec_registry import ENCODERS
 from mpitrain.values import names

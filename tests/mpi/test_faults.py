@@ -176,8 +176,8 @@ def test_what_waits_for_the_dead_is_given_up_at_the_second_look(monkeypatch):
         def __init__(self, handle, dead):
             self.handle, self.dead = handle, dead
 
-    monkeypatch.setattr(graves, "failed_ranks", lambda comm: comm.dead)
-    monkeypatch.setattr(graves, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(failed_ranks, "failed_ranks", lambda comm: comm.dead)
+    monkeypatch.setattr(failed_ranks, "LOOK_EVERY_S", 0.0)
     world, group = Comm(1, set()), Comm(2, set())
     ops = [Op("receive", None, peer) for peer in (1, 2, 2)] + [Op("arrival"), Op("call")]
     for op, comm in zip(ops, (world, world, group, group, None)):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpitrain.mpi.engine.engine import backoff
+from mpitrain.mpi.engine import backoff as waiting
 from mpitrain.mpi.operation import Op
 
 POLL_S = 20e-6  # what a poll of a few receives costs at most
@@ -42,27 +42,27 @@ def poll_until(clock, backoff, end_s, transferring):
 
 
 def test_nobody_sleeps_while_a_transfer_runs(clock):
-    poll_until(clock, backoff.Backoff(), 0.2, transferring=True)
+    poll_until(clock, waiting.Backoff(), 0.2, transferring=True)
     assert clock.slept_s == 0
 
 
 def test_an_idle_rank_uses_less_than_a_twentieth_of_a_core(clock):
     """One second without traffic: the time not slept, from the first moment on."""
-    poll_until(clock, backoff.Backoff(), 1.0, transferring=False)
+    poll_until(clock, waiting.Backoff(), 1.0, transferring=False)
     assert clock.slept_s > 0.95
-    assert poll_until(clock, backoff.Backoff(), 1.0, transferring=False) == 0
+    assert poll_until(clock, waiting.Backoff(), 1.0, transferring=False) == 0
 
 
 def test_long_naps_come_only_after_quiet_and_end_with_traffic(clock):
-    backoff = backoff.Backoff()
+    backoff = waiting.Backoff()
     assert backoff.nap_s() == 0
-    clock.now_s += backoff.GIVE_WAY_S
-    assert backoff.nap_s() == backoff.SHORT_NAP_S
-    clock.now_s += backoff.QUIET_AFTER_S
-    assert backoff.nap_s() == backoff.LONG_NAP_S
-    assert backoff.nap_s(arriving=True) == backoff.SHORT_NAP_S
-    clock.now_s += backoff.QUIET_AFTER_ARRIVING_S
-    assert backoff.nap_s(arriving=True) == backoff.LONG_NAP_S
+    clock.now_s += waiting.GIVE_WAY_S
+    assert backoff.nap_s() == waiting.SHORT_NAP_S
+    clock.now_s += waiting.QUIET_AFTER_S
+    assert backoff.nap_s() == waiting.LONG_NAP_S
+    assert backoff.nap_s(arriving=True) == waiting.SHORT_NAP_S
+    clock.now_s += waiting.QUIET_AFTER_ARRIVING_S
+    assert backoff.nap_s(arriving=True) == waiting.LONG_NAP_S
     backoff.traffic()
     assert backoff.nap_s() == 0
 
@@ -73,11 +73,11 @@ def test_naps_never_shrink_without_traffic(earlier_s, later_s):
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr(waiting, "time", clock)
-        backoff = backoff.Backoff()
+        backoff = waiting.Backoff()
         clock.now_s = earlier_s
         first_s = backoff.nap_s()
         clock.now_s = later_s
-        assert first_s <= backoff.nap_s() <= backoff.LONG_NAP_S
+        assert first_s <= backoff.nap_s() <= waiting.LONG_NAP_S
 
 
 def test_callbacks_run_once_each_even_if_added_while_it_completes():

@@ -34,7 +34,7 @@ class Nested(Value):
 def test_both_spellings_round_trip(value):
     assert parse(str(value), value.kind) == value
     known = {
-        **vars(rules),
+        **vars(strategies),
         "Constant": Constant,
         "Link": Link,
         "ShiftedExponential": ShiftedExponential,

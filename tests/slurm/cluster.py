@@ -1,6 +1,6 @@
 """A real Slurm on one machine: munged, slurmctld and several slurmd with fake GPUs, from Debian packages.
 
-Law of this file: the standard library only, everything below one directory, and `down` ends exactly the daemons that
+Invariants: the standard library only, everything below one directory, and `down` ends exactly the daemons that
 `up` started, by their pid files. The tests and `make slurm` use the same class; a person calls
 
     python tests/slurm/cluster.py shell        a shell in which sbatch, srun and the templates work

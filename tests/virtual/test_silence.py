@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from mpitrain import strategies
 from mpitrain.effects import Kind, Message, Now, Recv, Send
 from mpitrain.errors import GivenUpError, LostRankError
 from mpitrain.inject import Stop
@@ -13,6 +12,7 @@ from mpitrain.roles import TolerantServer
 from mpitrain.roles.failure_detector.server_side import LOOK_EVERY_S
 from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, PATIENCE, Attendance
 from mpitrain.roles.failure_detector.worker_side import QUESTIONS, Pulse
+from mpitrain.strategies import Warmup, Async, Backup, Elastic, SoftSync, StaleSync, Sync
 from mpitrain.virtual import Constant
 from tests.virtual.test_course import samples_of
 from tests.virtual.worlds import NumberStore, Shuffled, all_leases, play
@@ -21,8 +21,8 @@ from tests.virtual.worlds import NumberStore, Shuffled, all_leases, play
 @pytest.mark.parametrize(
     "rule",
     [
-        strategies.Async(), strategies.Async(servers=3), strategies.SoftSync(updates=2), strategies.StaleSync(bound=1), strategies.Sync(),
-        strategies.SoftSync(updates=3, blocking=True), strategies.Async(servers=2, inflight=2), strategies.Elastic(push_every=2),
+        Async(), Async(servers=3), SoftSync(updates=2), StaleSync(bound=1), Sync(),
+        SoftSync(updates=3, blocking=True), Async(servers=2, inflight=2), Elastic(push_every=2),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("worker", [0, 2])
@@ -43,7 +43,7 @@ def test_who_is_silent_for_too_long_is_given_up_and_its_batches_are_done_by_othe
 
 def test_slow_is_not_silent():
     """Thirty times slower than the others from the start: its usual is known, and nobody gives it up."""
-    seen = play(strategies.Async(), 4, slow={1: 30.0}, least_silence_s=3.0, num_samples=200, batch_size=1)
+    seen = play(Async(), 4, slow={1: 30.0}, least_silence_s=3.0, num_samples=200, batch_size=1)
     assert seen.trace.server.attendance.lost == {}
     assert samples_of(seen.leases()) == samples_of(all_leases(200, 1))
 
@@ -51,9 +51,9 @@ def test_slow_is_not_silent():
 # ---- launches in which nobody is told of a death (`heartbeat`)
 
 RULES = [
-    strategies.Async(), strategies.Async(servers=2, inflight=2), strategies.SoftSync(updates=2), strategies.StaleSync(bound=2, servers=2),
-    strategies.Sync(servers=2), strategies.Backup(spare=1, servers=2), strategies.SoftSync(updates=3, blocking=True),
-    strategies.Async(warmup=strategies.Warmup(1, epochs=1)),
+    Async(), Async(servers=2, inflight=2), SoftSync(updates=2), StaleSync(bound=2, servers=2),
+    Sync(servers=2), Backup(spare=1, servers=2), SoftSync(updates=3, blocking=True),
+    Async(warmup=Warmup(1, epochs=1)),
 ]  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_a_death_nobody_tells_of_is_seen_at_the_timeout_while_the_others_go_on(v
     seen: dict = {}
     timeout_s, sizes = 40.0, {"num_samples": 400, "batch_size": 1, "epochs": 2}
     ended = play(
-        strategies.Async(),
+        Async(),
         4,
         heartbeat_s=timeout_s,
         faults=(Stop(victim, 20),),
@@ -143,7 +143,7 @@ def test_one_that_wakes_after_the_end_knows_that_it_was_given_up(rule):
 @pytest.mark.parametrize("victim", [0, 2])
 def test_who_dies_when_there_is_nothing_left_to_do_is_missed_too(victim):
     """Those who wait to be let go say so; the last batch of the run is the victim's second last word."""
-    seen = play(strategies.Sync(), 3, 30, heartbeat_s=15.0, faults=(Stop(victim, 9),), delivers=True)
+    seen = play(Sync(), 3, 30, heartbeat_s=15.0, faults=(Stop(victim, 9),), delivers=True)
     (lost,) = seen.trace.server.attendance.lost.items()
     assert lost == (victim + 1, "silent") and seen.trace.server.delivered
 
@@ -169,9 +169,7 @@ def test_a_validation_is_given_the_time_it_takes():
 
 def overhear(workers, arrivals):
     """A vigilant server that hears `arrivals`, each so many seconds after the one before; returns it."""
-    server = TolerantServer(
-        strategies.Async(), NumberStore(0.1), workers, NullReport(), floor_s=5.0, vigilant=True
-    )
+    server = TolerantServer(Async(), NumberStore(0.1), workers, NullReport(), floor_s=5.0, vigilant=True)
     steps, now_s = server._next(), 0.0
     effect = steps.send(None)
     for arrived, passed_s in arrivals:

@@ -1,6 +1,6 @@
 """What a data source holds: shards with their counts, arrays with their shapes and dtypes.
 
-Law of this file: plain frozen values that travel as JSON text; no file is opened and nothing but the standard
+Invariants: plain frozen values that travel as JSON text; no file is opened and nothing but the standard
 library is imported.
 """
 

@@ -1,6 +1,6 @@
 """Samples on their way into shards: one column per array, of one shape or of a length that differs.
 
-Law of this file: a column never loses or converts a value. What no tensor can hold, what has no name, and what
+Invariants: a column never loses or converts a value. What no tensor can hold, what has no name, and what
 does not fit to the columns before it is refused with its name, what was found and what was expected.
 """
 

@@ -13,7 +13,7 @@ A file without them, chunked or not, is a shard as well: it is read in runs of a
 a chunk boundary of its largest array. HDF5's own chunk cache is off, because the reader keeps whole chunks
 itself; only an array whose chunks do not line up with the runs needs it.
 
-Law of this file: whatever is wrong with a shard becomes one DataError that names the file, the dataset, what
+Invariants: whatever is wrong with a shard becomes one DataError that names the file, the dataset, what
 was found and the way out.
 """
 
@@ -89,7 +89,7 @@ def describe_shard(
         arrays: names of the datasets to use; all at the root if empty.
         trust: whether its datasets' bytes may lie in other files, and what a chunk may take.
     Raises:
-        DataError: not a shard, see the law of this file.
+        DataError: not a shard, see the top of this file.
     """
     with open_shard(path) as file:
         try:

@@ -4,7 +4,7 @@ An HDF5 file can name other files to read from: by a link to a dataset of anothe
 dataset's bytes, and by a virtual dataset, which is put together from others. HDF5 opens them all unasked, and where one
 is missing it hands out fill values or passes over the name.
 
-Law of this file: links are looked at before they are followed; what lies elsewhere is refused by name unless it is
+Invariants: links are looked at before they are followed; what lies elsewhere is refused by name unless it is
 allowed, and then it must be there.
 """
 

@@ -4,7 +4,7 @@ It is written before the first shard with `complete: false`, and after the last 
 pack that was killed at any moment is recognised, by a second `pack` (which goes on) and by a job (which refuses
 to train on half the data).
 
-Law of this file: only files that bear the name of one of the pack's shards are ever touched; nothing else in
+Invariants: only files that bear the name of one of the pack's shards are ever touched; nothing else in
 the directory is removed or believed.
 """
 

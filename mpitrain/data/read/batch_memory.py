@@ -5,7 +5,7 @@ next batch, so that a loop touches the same few pages all the time instead of fr
 CUDA device batches are pinned and come from torch's own pinned pool, which does the same and knows besides when a
 copy to the device that is under way has ended.
 
-Law of this file: memory is handed out again only after its last user has let go of it, and at most `NUM_SPARE`
+Invariants: memory is handed out again only after its last user has let go of it, and at most `NUM_SPARE`
 batches lie idle.
 """
 

@@ -5,7 +5,7 @@ stays, and a batch is gathered by one indexing operation over all its chunks. Ru
 the chunks of one window always fit, plus one; those of the next window too (so that they can be read ahead)
 unless that passes `CACHE_BYTES`.
 
-Law of this file: chunks are read by one thread at a time under `_reading`; the table of who sits where
+Invariants: chunks are read by one thread at a time under `_reading`; the table of who sits where
 changes only under `_table`, which is held neither while reading nor while copying: a place that a batch is being
 copied from is marked, and only unmarked places are given to other chunks.
 """
@@ -37,7 +37,7 @@ class ChunkSource(Protocol):
 
 
 def slots_for(catalogue: Catalogue, cache_bytes: int = CACHE_BYTES) -> int:
-    """Chunks that a reader keeps; see the law of this file."""
+    """Chunks that a reader keeps; see the top of this file."""
     window = catalogue.window_chunks
     both_windows = min(2 * window + 2, cache_bytes // catalogue.chunk_bytes)
     return min(catalogue.num_chunks, max(window + 1, both_windows))

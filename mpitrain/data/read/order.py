@@ -11,7 +11,7 @@ where a shuffle of all n samples puts them (n + 1) / 3 apart. So S / n, window o
 batch of b comes from W (1 - C(S - c, b) / C(S, b)) different chunks in the mean, W chunks of c samples in a window
 (`tests/data/test_data_course.py`).
 
-Law of this file: no state beyond caches. Permutations are the ranks of raw Philox words keyed by
+Invariants: no state beyond caches. Permutations are the ranks of raw Philox words keyed by
 SeedSequence, whose streams numpy promises never to change (it does not promise that of
 `Generator.permutation`), so a job resumed under another numpy keeps its order.
 """

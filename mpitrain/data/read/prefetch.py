@@ -4,7 +4,7 @@ It has two kinds of work. A batch that is announced with `expect` is put togethe
 read for it, later where its chunks are here already; the caller may come first and do it itself. The chunks given
 to `follow` are read in turn meanwhile.
 
-Law of this file: the thread sleeps unless there is work and is woken for work only; it never decides what a batch
+Invariants: the thread sleeps unless there is work and is woken for work only; it never decides what a batch
 holds, and an error it meets is kept for whoever asks for that batch.
 """
 

@@ -1,6 +1,6 @@
 """Batches from the global order, with one thread that reads meanwhile.
 
-Law of this file: what a batch holds depends on (catalogue, seed, epoch, start, count) alone. `prefetch`
+Invariants: what a batch holds depends on (catalogue, seed, epoch, start, count) alone. `prefetch`
 changes when things are read, never what is returned; an error met by the thread is raised by the `batch` that
 needs the data.
 """

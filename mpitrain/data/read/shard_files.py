@@ -1,6 +1,6 @@
 """Reading one chunk of one shard into a given place.
 
-Law of this file: a read is one contiguous run of whole chunks per array, never a list of rows (HDF5 decodes a
+Invariants: a read is one contiguous run of whole chunks per array, never a list of rows (HDF5 decodes a
 chunk again for each), straight into the caller's memory; few files are open at a time; a shard that no longer
 is what the catalogue says is refused.
 """

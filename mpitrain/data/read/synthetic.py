@@ -5,7 +5,7 @@ A benchmark must not measure its random numbers, so samples are cut out of a poo
 one copy per sample. Up to 2^20 samples are distinct, but they overlap, so they are not independent of each
 other: good for timing, no data set to draw conclusions about learning from.
 
-Law of this file: a sample's value depends only on (seed, array name, spec, sample index).
+Invariants: a sample's value depends only on (seed, array name, spec, sample index).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What packing asks of a source: how many samples, in which order, and which of them at a time.
 
-Law of this folder: a source is read deterministically, in bounded memory, by as many ranks at once as like, and
+Invariants: a source is read deterministically, in bounded memory, by as many ranks at once as like, and
 nothing from it is executed (no pickle), but for Python that the user named. Its order is a function of the seed
 and of its own layout, never of who reads which part.
 """

@@ -1,6 +1,6 @@
 """.npy and .npz files, mapped into memory where they are not compressed.
 
-Law of this file: what an array's header declares is compared with what is there before memory is taken for it.
+Invariants: what an array's header declares is compared with what is there before memory is taken for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`mpitrain data check`: is every shard what was packed, are its values finite, and will reading it be fast.
 
-Law of this file: it reads every chunk as a job would, goes on after each problem, and names shard, dataset, chunk
+Invariants: it reads every chunk as a job would, goes on after each problem, and names shard, dataset, chunk
 and sample. A problem is what a job would stumble over; an advice is what would only make it slow.
 """
 

@@ -5,7 +5,7 @@ train-*.h5. Each rank writes every size-th shard, and rank 0 the index when all 
 options give the same bytes, whoever wrote them; so packing again does nothing, and a pack that was interrupted or
 has lost a shard is completed: what is there and has its sum is kept.
 
-Law of this file: a directory with another pack or with foreign shards is refused, a job reads nothing until the
+Invariants: a directory with another pack or with foreign shards is refused, a job reads nothing until the
 index is complete, and what fails leaves whole shards that the same command goes on from, or nothing.
 """
 

@@ -1,6 +1,6 @@
 """What packing will write: options, which samples go into which file, and what the index says of it.
 
-Law of this file: a plan is a function of source and options alone; how many ranks carry it out never enters.
+Invariants: a plan is a function of source and options alone; how many ranks carry it out never enters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One shard on its way to the disk: chunk by chunk, in bounded memory, under its name only when it is whole.
 
-Law of this file: the bytes depend on the samples, their order and the options alone, never on time, on the size
+Invariants: the bytes depend on the samples, their order and the options alone, never on time, on the size
 of the pieces that came in, or on the version of HDF5 within one layout; only whole chunks are written, but for
 the last.
 """

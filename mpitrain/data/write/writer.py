@@ -1,6 +1,6 @@
 """`ShardWriter`: shards from a script of one's own, batch by batch, in bounded memory.
 
-Law of this file: a directory is a pack from the moment its index says so. Until then jobs refuse it, an error
+Invariants: a directory is a pack from the moment its index says so. Until then jobs refuse it, an error
 removes what was written, and what a killed process left is removed by whoever writes there next.
 """
 

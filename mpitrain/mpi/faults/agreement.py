@@ -1,6 +1,6 @@
 """What the ranks that are left agree on when others may have died (ULFM): the same answer on all of them.
 
-Law of this file: a collective that fails does not fail everywhere; some ranks may have its result, others an error. So
+Invariants: a collective that fails does not fail everywhere; some ranks may have its result, others an error. So
 nobody goes on, or ends, by what it has seen itself: `MPI_Comm_agree` gives all survivors the same bits and the same
 word on deaths, also on a communicator that was revoked. The nonblocking call is polled like everything else, so who
 waits for a slow rank sees signals and leaves the core alone.

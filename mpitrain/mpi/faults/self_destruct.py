@@ -1,6 +1,6 @@
 """Failing on purpose, as `--inject` orders.
 
-Law of this file: what is done to this process is what a cluster does to it, nothing gentler; nothing calls it unless
+Invariants: what is done to this process is what a cluster does to it, nothing gentler; nothing calls it unless
 somebody ordered it.
 """
 

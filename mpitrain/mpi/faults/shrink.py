@@ -1,6 +1,6 @@
 """Going on inside the job without the ranks that have died: revoke, agree, shrink, number anew (ULFM).
 
-Law of this file: whoever meets the death revokes, which brings everybody here, wherever they were; all agree that
+Invariants: whoever meets the death revokes, which brings everybody here, wherever they were; all agree that
 nobody calls the job off; then the survivors make a communicator of their own, in the old order, and forget all others.
 Should another rank die meanwhile, whoever notices comes here again, and so does everybody else. Old communicators are
 not freed: MPI may yet write to what was under way on them.

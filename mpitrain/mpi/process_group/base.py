@@ -18,7 +18,7 @@ from mpitrain.errors import MismatchError
 from mpitrain.mpi.engine.collective_queue import LEFT, Task
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
-from mpitrain.mpi.process_group.process_group import algorithm_choice
+from mpitrain.mpi.process_group import algorithm_choice
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime
 

@@ -1,6 +1,6 @@
 """Everybody goes on from one rank's tensors.
 
-Law of this file: a collective at start-up, of whatever lies anywhere (host or device, strided or dense),
+Invariants: a collective at start-up, of whatever lies anywhere (host or device, strided or dense),
 piece by piece in a fixed order.
 """
 

@@ -7,8 +7,8 @@ import torch
 
 from mpitrain.mpi.engine.collective_queue import Task
 from mpitrain.mpi.memory import buffers
+from mpitrain.mpi.process_group import algorithm_choice, allreduce_algorithms
 from mpitrain.mpi.process_group.base import GroupCore, as_list, shape_of
-from mpitrain.mpi.process_group.process_group import algorithm_choice, allreduce_algorithms
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 from mpitrain.mpi.process_group.work import MpiWork
 

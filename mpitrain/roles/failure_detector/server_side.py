@@ -1,6 +1,6 @@
 """What a server hears: messages, and the silence of those who owe it a sign of life.
 
-Law of this file: signs of life are taken in here and go no further; a silence that has lasted for too long comes out as
+Invariants: signs of life are taken in here and go no further; a silence that has lasted for too long comes out as
 the message that the worker is lost, with `SILENT` as its text. Time is measured on a clock that stands while this
 server does, so after a pause of its own nobody is late.
 """

@@ -1,6 +1,6 @@
 """Who has been heard of, and who is lost.
 
-Law of this file: arithmetic on times that it is handed. Who has not been answered owes nothing, so silence begins with
+Invariants: arithmetic on times that it is handed. Who has not been answered owes nothing, so silence begins with
 the last word of either side. A worker counts as silent when it has been so for longer than `PATIENCE` times its longest
 gap so far, and never sooner than `LEAST_SILENCE_S` where nothing is lost by it, or `MID_SILENCE_S` in the middle of a
 run (or a floor of the user's own in place of both); before its second message the longest gap of all workers stands in,

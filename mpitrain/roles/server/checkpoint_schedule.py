@@ -1,6 +1,6 @@
 """When every shard writes its part of a checkpoint, agreed without a message of its own.
 
-Law of this file: the dealing server names a mark (accepted samples) ahead of time; it travels on its answers to the
+Invariants: the dealing server names a mark (accepted samples) ahead of time; it travels on its answers to the
 workers and on what they send to the other servers; each shard writes at its first update at or beyond the mark, or,
 where the run ends with it, when the last worker has left. In lockstep all shards have the same update there, and each
 worker is told, with the answer that follows, that what it holds now belongs to the checkpoint. Without lockstep every

@@ -1,6 +1,6 @@
 """A server that goes on without a worker that dies or falls silent.
 
-Law of this file: no lease is lost with its worker. A worker that has nothing left to do is asked to stay while others
+Invariants: no lease is lost with its worker. A worker that has nothing left to do is asked to stay while others
 still hold leases (`park`): it says that it is idle, and to every rule it has left; should one of the others be lost,
 the dealing server wakes it, it joins again and takes over. A worker is given up as silent when everybody else waits or
 has left, and, where MPI tells of no death (`vigilant`), whatever the others do; should it wake after that, what it

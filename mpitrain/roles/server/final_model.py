@@ -1,6 +1,6 @@
 """The end of a run over parameter servers: one worker delivers the final model, and the others stay until it has.
 
-Law of this file: a worker that has pushed its last stays. The dealing server names who delivers: the validator, and
+Invariants: a worker that has pushed its last stays. The dealing server names who delivers: the validator, and
 should that be lost, the lowest worker that still stays, which then asks every shard for its part of the final model.
 When the dealing server has heard what was measured it lets all go, and a server ends when all that stayed have left or
 are lost. What was measured travels with the message, so nothing hangs on the worker after that.

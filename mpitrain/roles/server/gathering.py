@@ -1,6 +1,6 @@
 """The gradients of the update being gathered.
 
-Law of this file: they are added in rank order, never in order of arrival, so the bits depend on the set of gradients
+Invariants: they are added in rank order, never in order of arrival, so the bits depend on the set of gradients
 alone; those that wait for their turn are counted at their peak.
 """
 

@@ -1,6 +1,6 @@
 """What a server deals out to workers: leases, ahead of their need, in the sizes of the strategy's batching.
 
-Law of this file: leases are dealt in rank order before anybody asks, then one for every push that comes in, so
+Invariants: leases are dealt in rank order before anybody asks, then one for every push that comes in, so
 that who trains on what in lockstep is no matter of timing. Only the dealing server has a dealer; what a gradient
 weighs for its size, every server says alike. With several servers a lease that was pushed here stays in question until
 its worker is known to have been answered by all of them: should it be lost before that, the lease is dealt again, and

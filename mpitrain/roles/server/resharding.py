@@ -1,6 +1,6 @@
 """What the servers of a checkpoint had judged, and what becomes of that for another number of servers.
 
-Law of this file: a shard that is put together from pieces of others counts only what all of these had judged; what one
+Invariants: a shard that is put together from pieces of others counts only what all of these had judged; what one
 piece had judged before the others is dealt again, counted once by every shard, and left out of that piece.
 """
 

@@ -1,6 +1,6 @@
 """The server: owns one shard of the model, asks the rule about every push, carries out its verdict.
 
-Law of this file: the role owns who takes part (`active`), who waits for an answer (`held`) and which
+Invariants: the role owns who takes part (`active`), who waits for an answer (`held`) and which
 gradients wait to be added, and hands them to the rule; the rule owns nothing. Gradients of one update are
 added in rank order, never in order of arrival, so the bits depend on the set of gradients alone. Every read
 it sends out and every push it takes in goes through the ledger, so the counts add up by construction. The

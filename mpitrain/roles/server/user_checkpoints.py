@@ -1,6 +1,6 @@
 """Checkpoints that workers ask for, where the loop is somebody else's.
 
-Law of this file: a checkpoint is written when every worker has come to ask for it, so nothing is under way and all
+Invariants: a checkpoint is written when every worker has come to ask for it, so nothing is under way and all
 shards are cut at the same pushes. Who would wait for the gradients of those that have come is let go first, with what
 has been gathered applied as it is. Afterwards all read the model anew and the rule begins anew, as after a restart: so
 the run that goes on and the run that is resumed are the same. Elastic workers keep parameters of their own.

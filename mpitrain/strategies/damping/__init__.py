@@ -2,10 +2,10 @@
 
     w <- w - eta * c(tau) * (g + decay * w)        w as the update finds it; momentum sums up c(tau) * (g + decay * w)
 
-Law of this file: a damping is a frozen value with one pure function `weight(staleness)`; 0 means the gradient
+Invariants: a damping is a frozen value with one pure function `weight(staleness)`; 0 means the gradient
 is dropped. A weight multiplies weight decay too, so the fixed point of training is no matter of staleness. Two of them
-also ask for an elementwise correction of the gradient, which the model wing carries out (`model/stale_correction.py`): they
-are only named here.
+also ask for an elementwise correction of the gradient, which the model wing carries out (`model/stale_correction.py`):
+they are only named here.
 """
 
 from __future__ import annotations

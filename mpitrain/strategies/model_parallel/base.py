@@ -1,6 +1,6 @@
 """Strategies that spread one model over several ranks, and replicas of it over the rest.
 
-Law of this file: a split strategy only says how many ranks hold one model, which of them talk most and how many
+Invariants: a split strategy only says how many ranks hold one model, which of them talk most and how many
 batches a step takes; torch's pipelining, tensor parallel and FSDP2 do the work over our process group. All are
 synchronous: w <- w - eta * mean of the gradients of all batches of the step, as one process with the whole
 batch makes it.

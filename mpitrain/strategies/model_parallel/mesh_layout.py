@@ -1,6 +1,6 @@
 """Which ranks hold which part of which replica: a pure function of (node of every rank, parts, who sits together).
 
-Law of this file: any rank can compute everybody's place without a message. What talks most sits on one node: a
+Invariants: any rank can compute everybody's place without a message. What talks most sits on one node: a
 group of such ranks is taken from one node wherever a node still has enough, and only what is left over is put
 together across nodes. Rank 0 always holds part 0 of replica 0, so it logs and saves as in every other run.
 """

@@ -1,6 +1,6 @@
 """How large each worker's batches are.
 
-Law of this file: a batching decides sizes from counts and measured speeds that it is handed; it never asks a
+Invariants: a batching decides sizes from counts and measured speeds that it is handed; it never asks a
 clock. Sizes of one round add up to a constant, so the rate keeps its meaning whoever is slow.
 
 mu is a worker's batch and lambda the number of workers: keeping mu * lambda constant keeps the accuracy of the

@@ -1,6 +1,6 @@
 """Which samples a shard has judged: what makes a push that comes twice harmless.
 
-Law of this file: a set of (epoch, sample), kept as runs. A lease is judged whole or not at all, so a lease that is in
+Invariants: a set of (epoch, sample), kept as runs. A lease is judged whole or not at all, so a lease that is in
 here was judged by an earlier push. Epochs that are complete from the first on are one number; of the others, workers
 that read stretches of their own leave a few runs each.
 """

@@ -1,6 +1,6 @@
 """Who trains on which samples: batches are dealt as leases, one after the other, from one place.
 
-Law of this file: a lease is a run [start, start + count) of one epoch's global order; every sample of an
+Invariants: a lease is a run [start, start + count) of one epoch's global order; every sample of an
 epoch is dealt exactly once, and progress is what has been settled, not what has been dealt. A fast worker
 simply asks more often. Pure and small enough to save as integers.
 

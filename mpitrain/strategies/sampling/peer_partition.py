@@ -1,6 +1,6 @@
 """Everybody's share of the global order where nobody deals: peers walk the same course, each over its own part.
 
-Law of this file: the course is a pure function of (samples, epochs, batch size, peers, warm-up); every peer knows
+Invariants: the course is a pure function of (samples, epochs, batch size, peers, warm-up); every peer knows
 everybody's share without a message. A global batch is cut into contiguous shares that differ by at most one sample; a
 rest too small to give every peer one is left out. All peers take the same number of steps.
 """

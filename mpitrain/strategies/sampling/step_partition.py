@@ -1,6 +1,6 @@
 """Everybody's share of every step where all workers take the same steps: round by round what a server would deal.
 
-Law of this file: a pure function of (samples, batch size, workers, window), the same on every rank without a message.
+Invariants: a pure function of (samples, batch size, workers, window), the same on every rank without a message.
 As long as an epoch has a full batch for everybody, a round is what `Dealer` deals to the workers in turn, so that
 `allreduce()` and `sync()` train on the same batches and each rank reads chunks of its own; of what is left everybody
 gets as much as the others. A rest too small to give every worker one sample is left out.

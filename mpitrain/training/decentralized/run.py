@@ -1,6 +1,6 @@
 """A run without a server: builds this rank's peer and lets the MPI world carry it.
 
-Law of this file: it only composes. Every rank is a peer; the first one logs, validates and saves the model, which is
+Invariants: it only composes. Every rank is a peer; the first one logs, validates and saves the model, which is
 the mean of all, taken at the last meeting.
 """
 

@@ -1,6 +1,6 @@
 """Means of tensors over all ranks, in full or in few bits.
 
-Law of this file: every rank ends with the same bits. 16-bit numbers are summed in float32 by the group itself; 8-bit
+Invariants: every rank ends with the same bits. 16-bit numbers are summed in float32 by the group itself; 8-bit
 ones by us: rank r gets everybody's codes of the r-th part, sums them in float32 in rank order, and hands the mean out
 in codes again, so a rank sends 2 (N - 1)/N of the tensor in 8 bits. What either coding rounds off is kept and added
 next time (error feedback, as in `codecs/`).

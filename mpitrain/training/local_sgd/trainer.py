@@ -1,6 +1,6 @@
 """Periodic averaging: the lockstep run whose ranks meet only every so often.
 
-Law of this file: ranks take the same number of steps over the same shares as in allreduce; between two averagings no
+Invariants: ranks take the same number of steps over the same shares as in allreduce; between two averagings no
 byte travels. A gradient that is not finite moves nothing; the others hear of it with the next averaging, and a run
 that is to stop then stops everywhere. What is validated and saved is the mean of the workers.
 """

@@ -1,6 +1,6 @@
 """What every model-parallel run has in common: the loop over global batches, shared out among replicas.
 
-Law of this file: all ranks take the same steps in the same order. The global order of the samples is cut into
+Invariants: all ranks take the same steps in the same order. The global order of the samples is cut into
 global batches and each replica takes its contiguous share; an incomplete last batch is shared evenly and weighted,
 so that it, too, is the mean over its samples. Whether a step is finite is agreed on by one small allreduce, because
 the ranks see different gradients. Of a checkpoint each rank of the first replica writes the part it holds, and every

@@ -1,7 +1,7 @@
 """What the job's loss is handed where no rank holds the whole model: stand-ins that ask it for the model's input and
 give it the model's output.
 
-Law of this file: `loss(model, batch)` stays as it is. It may call the model once and do nothing else with it; the
+Invariants: `loss(model, batch)` stays as it is. It may call the model once and do nothing else with it; the
 first stage learns from that call what goes into the model, the last one answers it with what came out.
 """
 

@@ -1,7 +1,7 @@
 """Runs in which every rank calls the whole module and torch's DTensors hold it in pieces: what `tensor` and `sharded`
 have in common.
 
-Law of this file: the ranks enter every forward pass together, in training and in validation, because layers talk in
+Invariants: the ranks enter every forward pass together, in training and in validation, because layers talk in
 it; a rank that has no batch left lends a hand with one that does not count.
 """
 

@@ -1,7 +1,7 @@
 """`pipeline(stages=K)`: torch's pipeline schedules over our process group, each stage averaged over the pipelines by
 DDP.
 
-Law of this file: a rank keeps its own stage and forgets the others; the first stage reads the samples, the last one
+Invariants: a rank keeps its own stage and forgets the others; the first stage reads the samples, the last one
 knows the loss. An incomplete last batch goes through as one microbatch. The idle time of a rank is what
 it spends in waiting for the schedule's messages; what travels while it computes costs none.
 """

@@ -1,6 +1,6 @@
 """`sharded()`: torch's FSDP2 over our process group.
 
-Law of this file: the units whose parameters travel together are the layers of the model, found by looking into
+Invariants: the units whose parameters travel together are the layers of the model, found by looking into
 containers; a parameter that several of them share stays with the root.
 """
 

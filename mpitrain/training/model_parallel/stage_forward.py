@@ -1,7 +1,7 @@
 """A forward pass through the stages of one pipeline, outside any schedule: for validation, and to learn the shapes
 that a schedule needs to know beforehand.
 
-Law of this file: each message of tensors goes after a header of fixed length that tells their dtypes and shapes, so
+Invariants: each message of tensors goes after a header of fixed length that tells their dtypes and shapes, so
 any batch can follow any other. Stages do not wait for each other: while one validates a batch, the one before it is
 at the next.
 """

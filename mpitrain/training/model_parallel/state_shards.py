@@ -1,6 +1,6 @@
 """What one rank holds of a split model and of its optimizer, as plain tensors for a checkpoint, and back.
 
-Law of this file: no rank sees more than its own piece, and nothing is sent; a piece fits only where the model is cut
+Invariants: no rank sees more than its own piece, and nothing is sent; a piece fits only where the model is cut
 into as many parts.
 """
 

@@ -1,7 +1,7 @@
 """`tensor(parallel=K)`: torch's tensor parallelism over our process group; several models side by side are averaged by
 FSDP2 along the other dimension of the mesh.
 
-Law of this file: ranks that hold one model take the same batch and the same random numbers. All ranks have built the
+Invariants: ranks that hold one model take the same batch and the same random numbers. All ranks have built the
 same parameters, so slicing them needs no message.
 """
 

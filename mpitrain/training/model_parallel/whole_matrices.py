@@ -1,6 +1,6 @@
 """torch's Muon over slices of matrices.
 
-Law of this file: what is orthogonalised is the whole matrix, on every rank alike, so the bits are one process's. Over
+Invariants: what is orthogonalised is the whole matrix, on every rank alike, so the bits are one process's. Over
 slices torch would multiply across ranks in bfloat16, which rounds otherwise (1e-3 after eight steps) and fails for
 matrices that do not divide.
 """

@@ -1,6 +1,6 @@
 """Emergency checkpoints of a run over parameter servers.
 
-Law of this file: a server's state is whole while it waits for a message, and is then as of its last update: what has
+Invariants: a server's state is whole while it waits for a message, and is then as of its last update: what has
 been gathered since for the next one is left out, together with the counts of it, and is computed again. The dealing
 server stands still until all shards have written, so no worker gets further than the pushes it has in flight, and each
 other shard writes when it is within these; rules that gather, where all shards make the same updates, write the same

@@ -1,6 +1,6 @@
 """A run over parameter servers: builds this rank's role and lets the MPI world carry it.
 
-Law of this file: it only composes. Roles decide nothing here; every rank derives everybody's role, shard and
+Invariants: it only composes. Roles decide nothing here; every rank derives everybody's role, shard and
 sizes by itself.
 """
 

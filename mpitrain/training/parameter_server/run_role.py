@@ -1,6 +1,6 @@
 """One rank's role of a run over servers, carried by the MPI world.
 
-Law of this file: what differs between the launches that survive a death, and nothing of what the roles do.
+Invariants: what differs between the launches that survive a death, and nothing of what the roles do.
 """
 
 from __future__ import annotations

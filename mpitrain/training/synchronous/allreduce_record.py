@@ -1,7 +1,7 @@
 """Which algorithm carries a run's allreduces: settled before the first step, put on record, and said where a user or
 another machine decides otherwise than before.
 
-Law of this file: every rank calls it when the groups of the run are there. Where links are measured, all groups measure
+Invariants: every rank calls it when the groups of the run are there. Where links are measured, all groups measure
 now, and every rank then knows what each has found, so that any rank's checkpoint holds all of it.
 """
 

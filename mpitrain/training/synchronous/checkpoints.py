@@ -1,6 +1,6 @@
 """Checkpoints of runs in lockstep, in which every rank holds the same parameters.
 
-Law of this file: all ranks decide alike. A mark in samples is known to everybody; what one rank alone knows (that it
+Invariants: all ranks decide alike. A mark in samples is known to everybody; what one rank alone knows (that it
 was told to end, that time is up) is agreed in one small allreduce every so many steps, about twice a second. Rank 0
 writes what all ranks share, every other rank what is its own (a codec's residual), if there is any; of a split model
 each rank of the first replica writes its part, and nobody else anything. The position in the data is samples, so

@@ -1,6 +1,6 @@
 """DDP communication hooks for codecs: over the "mpi4py" group and any other that torch has.
 
-Law of this file: every rank adds the same messages in rank order, so replicas hold the same bits. Three ways:
+Invariants: every rank adds the same messages in rank order, so replicas hold the same bits. Three ways:
 
     float16, bfloat16   each bucket is cast and averaged by the group's allreduce, while backward still runs
     powersgd            the thin matrices are averaged, once a step

@@ -1,6 +1,6 @@
 """A module under torch's DistributedDataParallel, as every run here uses it.
 
-Law of this file: all ranks share the module already, so DDP sends nothing when it is made.
+Invariants: all ranks share the module already, so DDP sends nothing when it is made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ordered stragglers and faults where there is no role to wrap: the synchronous run sleeps, or breaks, after its own
 step.
 
-Law of this file: what counts is the rank's own time, from the forward pass to its last gradient. Backward as
+Invariants: what counts is the rank's own time, from the forward pass to its last gradient. Backward as
 a whole also waits for the others; slowing that down would pass one rank's sleep on to the next, and two slow
 ranks would feed each other's.
 """

@@ -1,6 +1,6 @@
 """Runs in which all ranks take the same steps: how they begin, and who carries them.
 
-Law of this file: it only composes; the steps themselves are a trainer's (`allreduce.py`, `localsgd.py`).
+Invariants: it only composes; the steps themselves are a trainer's (`allreduce.py`, `localsgd.py`).
 """
 
 from __future__ import annotations

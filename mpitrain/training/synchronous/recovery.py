@@ -1,6 +1,6 @@
 """A run in lockstep that goes on without the ranks that die (ULFM): shrink, agree on a step, redo.
 
-Law of this file: a rank can be at most one step ahead of another, for the next allreduce needs everybody. Where some
+Invariants: a rank can be at most one step ahead of another, for the next allreduce needs everybody. Where some
 have finished the step in which a rank died, its gradient is in their parameters: all go on from theirs, sent by one of
 them. Where nobody has, no parameter has changed, and the step is done again by those that are left. So no copy of the
 parameters is ever taken, and what follows is what a resume from a checkpoint of that step with fewer workers does, to

@@ -2,7 +2,7 @@
 
     RUN_DIR/stacks/rank-0.txt  rank-1.txt ...  alarm-1763723821093/by-1  0.busy 0.done ... cut.json
 
-Law of this file: names of files alone, since neither MPI nor the main threads may answer. The folder's being there is
+Invariants: names of files alone, since neither MPI nor the main threads may answer. The folder's being there is
 the alarm; its number is this start's, so that a run that was resumed does not hear the alarm of the start before. Every
 rank that hears it leaves `N.busy` while it writes and `N.done`, with what came of it, afterwards.
 """

@@ -1,6 +1,6 @@
 """An emergency checkpoint: the state of a run that is stuck, written by a thread that is not.
 
-Law of this file: it calls neither MPI nor CUDA, and writes nothing that may be torn. The main thread holds a `Guard`
+Invariants: it calls neither MPI nor CUDA, and writes nothing that may be torn. The main thread holds a `Guard`
 whenever it changes what a checkpoint holds; who wants to write takes it first, and the main thread then waits before
 its next change. A rank that is stuck in the middle of a change never lets go, and no checkpoint is written. Whoever
 writes the first part names the checkpoint; the others write theirs if it belongs to the same cut. A checkpoint is

@@ -1,6 +1,6 @@
 """A rank that neither works nor waits for others for too long raises the alarm and ends the job.
 
-Law of this file: a thread of its own that calls neither MPI nor CUDA, so that it works while the main thread is stuck
+Invariants: a thread of its own that calls neither MPI nor CUDA, so that it works while the main thread is stuck
 in either. Progress is any step, push, answer or validation batch of this rank. To wait for another rank (a warm-up, a
 validation over there) is no hang, for the rank that hangs has a watchdog of its own. One that stands still has none:
 who has waited for long calls the roll (`roll_call.py`), and who does not answer twice is ended by a rank on its host,

@@ -15,7 +15,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.mpi.runtime import start
 from mpitrain.values import parse
-from mpitrain.wrapping.loop import loop
+from mpitrain.wrapping import loop
 from tests import toy
 
 warnings.filterwarnings("error", module="torch.optim")  # which warns of schedulers that count no steps
