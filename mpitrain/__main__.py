@@ -6,6 +6,6 @@ import sys
 if sys.argv[1:2] == ["train"] and "--dry-run" not in sys.argv:  # as `main` does, before anything is imported
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
 
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 
 sys.exit(main())

@@ -54,7 +54,7 @@ def signal_mask() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_SLOWEST = ("tests/slurm/", "tests/mpi/", "tests/test_")
+_SLOWEST = ("tests/slurm/", "tests/mpi/", "tests/launch/", "tests/cli/", "tests/training/", "tests/test_")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,15 +1,16 @@
-"""Holds the walls between the packages: who may import whom, no pickle on the wire, no bare except, small
-files.
+"""Holds the walls between the packages: who may import whom, no circle of imports, no pickle on the wire, no bare
+except, small files.
 
-The table below *is* the plan; a new folder gets a row. Imports inside functions count like any other, because
-a wall that a lazy import climbs over is no wall. `find_breaches` works on source text, so the checker itself
-is tested on fabricated violations.
+The table below *is* the plan; a new folder gets a row. Imports inside functions count like any other, because a wall
+that a lazy import climbs over is no wall; those under `TYPE_CHECKING` do not run, and so make no circle.
+`find_breaches` and `find_circles` work on source text, so the checker itself is tested on fabricated violations.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,77 +20,46 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "mpitrain"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 
-# The ground that every storey stands on: errors, and the values that print as text. Standard library only.
-GROUND = {"mpitrain.errors", "mpitrain.values", "mpitrain.system.folders"}
-ANYTHING = {"mpitrain"}
-# place -> (what of the package it may import besides itself, which third parties)
-WALLS: dict[str, tuple[set[str], set[str]]] = {
-    "errors": (set(), set()),
-    "folders": (set(), set()),
-    "text": ({"mpitrain.errors"}, set()),
-    "run_directory": ({"mpitrain.system.folders"}, set()),
-    "run_lock": ({"mpitrain.errors", "mpitrain.system.folders", "mpitrain.system.run_directory"}, set()),
-    "effects": (set(), set()),
-    "inject": (GROUND | {"mpitrain.effects"}, set()),
-    "rules": (GROUND, set()),
-    "codecs": (GROUND, {"torch", "numpy"}),
-    "roles": (GROUND | {"mpitrain.strategies", "mpitrain.effects"}, set()),
-    "mpi": (
-        GROUND
-        | {
-            "mpitrain.effects",
-            "mpitrain.reporting.environment",
-            "mpitrain.system.processes",
-            "mpitrain.system.rank_status",
-        }
-        | {"mpitrain.system.tracebacks"},
-        {"mpi4py", "torch", "numpy"},
-    ),
-    "virtual": (GROUND | {"mpitrain.effects"}, {"torch"}),
-    "model": (GROUND | {"mpitrain.strategies", "mpitrain.codecs"}, {"torch", "numpy", "safetensors"}),
-    "data": (GROUND, {"torch", "h5py", "numpy", "sklearn", "hdf5plugin", "pyarrow", "PIL"}),
-    "checkpoint": (
-        GROUND
-        | {"mpitrain.system.run_directory", "mpitrain.strategies", "mpitrain.codecs", "mpitrain.model"},
-        {"torch", "numpy", "safetensors"},
-    ),
-    "console": (GROUND, set()),
-    "report": (GROUND | {"mpitrain.reporting.console"}, set()),
-    "slurm": (GROUND | {"mpitrain.system.run_directory"}, set()),
-    "processes": (set(), set()),
-    "tracebacks": (set(), set()),
-    "rank_status": (GROUND | {"mpitrain.reporting.environment", "mpitrain.system.processes"}, set()),
-    "supervision": (GROUND | {"mpitrain.system.processes", "mpitrain.system.rank_status"}, set()),
-    "launch": (
-        GROUND
-        | {
-            "mpitrain.reporting.environment",
-            "mpitrain.launch.discover",
-            "mpitrain.system.run_directory",
-            "mpitrain.launch.supervision",
-        },
-        set(),
-    ),
-    "launchers": (GROUND, set()),
-    # The roof composes everything, and still only mpi/ speaks MPI.
-    "roof": (ANYTHING, {"torch", "numpy", "h5py", "safetensors", "matplotlib"}),
-}
+# The floors, the lowest first. A place (a folder or a module directly under `mpitrain/`) imports from lower floors
+# only, never from another place of its own floor; what third parties it may import stands beside it.
+FLOORS: tuple[dict[str, set[str]], ...] = (
+    {"errors": set()},
+    {"values": set(), "effects": set(), "system": set()},
+    {
+        "strategies": set(),
+        "codecs": {"torch", "numpy"},
+        "data": {"torch", "h5py", "numpy", "sklearn", "hdf5plugin", "pyarrow", "PIL"},
+        "mpi": {"mpi4py", "torch", "numpy"},
+        "virtual": {"torch"},
+        "inject": set(),
+        "launch": set(),
+        "slurm": set(),
+    },
+    {
+        "model": {"torch"},
+        "checkpoint": {"torch", "safetensors"},
+        "reporting": {"torch"},
+        "doctor": {"torch", "numpy", "h5py"},
+    },
+    {"roles": set(), "job": {"torch"}},
+    {"training": {"torch", "safetensors"}},
+    {
+        "wrapping": {"torch"},
+        "simulation": {"torch"},
+        "planning": {"torch"},
+    },
+    {"cli": set()},
+    {"__init__": set(), "__main__": set()},
+)
+FLOOR = {place: number for number, floor in enumerate(FLOORS) for place in floor}
+# What lies lower and yet must not be known: a role is handed an opaque store, and the worlds carry its messages.
+UNKNOWN = {"roles": {"mpi", "virtual", "model", "codecs", "data", "checkpoint"}}
 # What `mpitrain --help` imports: at module level nothing heavy, neither directly nor through a neighbour.
 LIGHT = {
-    *(
-        "__init__",
-        "__main__",
-        "cli",
-        "errors",
-        "environment",
-        "folders",
-        "processes",
-        "rank_status",
-        "run_directory",
-    ),
-    *("launch", "launchers", "supervision", "mpi.register"),
+    *("__init__", "__main__", "cli", "errors", "system", "launch"),
+    *("mpi.process_group.register", "mpi.process_group.backend"),
 }
-# Rules and roles own neither a clock nor a thread nor a socket: the worlds do.
+# Strategies and roles own neither a clock nor a thread nor a socket: the worlds do.
 WORLDLY = {
     "time",
     "datetime",
@@ -102,7 +72,7 @@ WORLDLY = {
     "queue",
     "select",
 }
-UNWORLDLY_PLACES = {"rules", "roles", "effects", "inject", "codecs", "text", "errors"}
+UNWORLDLY_PLACES = {"strategies", "roles", "effects", "inject", "codecs", "values", "errors"}
 # What turns bytes into running code, however it is spelt.
 UNPICKLERS = {
     "pickle",
@@ -163,27 +133,80 @@ def _place(relative: str) -> str:
 
 
 def _import_breaches(relative: str, place: str, tree: ast.Module) -> Iterator[str]:
-    inside, outside = WALLS.get(place, WALLS["roof"])
-    allowed = inside | {f"mpitrain.{place}"}
     for name, line, at_top in _imports(relative, tree):
         top = name.split(".")[0]
         if top in UNPICKLERS:
             yield f"{line}: {top} runs what it reads; use JSON or safetensors"
         if top == "mpitrain":
-            if "mpitrain" not in allowed and not any(_within(name, wall) for wall in allowed):
-                yield f"{line}: {place} may not know {name}"
+            if why := _why_not(place, (name.split(".") + ["__init__"])[1]):
+                yield f"{line}: {place} may not know {name}: {why}"
         elif top in sys.stdlib_module_names:
             if place in UNWORLDLY_PLACES and top in WORLDLY:
                 yield f"{line}: {place} may not know {name}: time, threads and messages belong to the worlds"
-        elif top not in outside:
+        elif place in FLOOR and top not in FLOORS[FLOOR[place]][place]:
             yield f"{line}: {place} may not know {name}"
         if (
             at_top
-            and (place in LIGHT or relative == "mpi/process_group/register.py")
+            and _is_light(_module(relative))
             and top not in sys.stdlib_module_names
             and not _is_light(name)
         ):
             yield f"{line}: {place} is imported by --help and may import {name} only inside a function"
+
+
+def _why_not(place: str, known: str) -> str:
+    """Why `place` may not import from `known`; empty if it may."""
+    if known in (place, "__init__", "__version__"):
+        return ""
+    if place not in FLOOR or known not in FLOOR:
+        return "it has no floor yet"
+    if FLOOR[known] >= FLOOR[place]:
+        return "it is no lower floor"
+    return "messages are the worlds' affair, tensors the store's" if known in UNKNOWN.get(place, ()) else ""
+
+
+def _module(relative: str) -> str:
+    """The dotted name of a file of the package."""
+    return "mpitrain." + relative.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def find_circles(sources: dict[str, str]) -> list[str]:
+    """Circles of imports between files, and between folders that lie in the same folder; `sources` by path below
+    `mpitrain/`. A package's `__init__.py` only gathers names, and makes no circle."""
+    modules = {_module(path): path for path in sources if not path.endswith("__init__.py")}
+    files: dict[str, set[str]] = {name: set() for name in modules}
+    folders: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        tree = ast.parse(sources[path])
+        for node in ast.walk(tree):
+            if _is_type_checking(node):
+                node.body = []  # type: ignore[attr-defined]
+        for imported, _, _ in _imports(path, tree, with_names=True):
+            if imported in modules and imported != name:
+                files[name].add(imported)
+                ours, theirs = name.split(".")[1:-1], imported.split(".")[1:-1]
+                shared = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
+                if shared is not None:  # siblings: the folders in which the two paths part
+                    first, second = (".".join(parts[: shared + 1]) for parts in (ours, theirs))
+                    folders.setdefault(first, set()).add(second)
+    return [*_circles(files), *_circles(folders)]
+
+
+def _circles(graph: dict[str, set[str]]) -> list[str]:
+    found: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append(" -> ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            for known in sorted(graph.get(name, ())):
+                visit(known, [*path, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    return found
 
 
 def _is_light(name: str) -> bool:
@@ -194,8 +217,9 @@ def _within(name: str, wall: str) -> bool:
     return name == wall or name.startswith(wall + ".")
 
 
-def _imports(relative: str, tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
-    """(absolute name, line, whether it runs when the module itself is imported) of every import.
+def _imports(relative: str, tree: ast.Module, with_names: bool = False) -> Iterator[tuple[str, int, bool]]:
+    """(absolute name, line, whether it runs when the module itself is imported) of every import; `with_names`: what
+    `from package import name` names, too, since it may be a module.
 
     `importlib.import_module("...")` counts too.
     """
@@ -221,6 +245,8 @@ def _imports(relative: str, tree: ast.Module) -> Iterator[tuple[str, int, bool]]
                     yield f"mpitrain.{alias.name}", node.lineno, at_top and alias.name != "__version__"
             else:
                 yield ".".join(base), node.lineno, at_top
+                if with_names:
+                    yield from ((".".join([*base, alias.name]), node.lineno, at_top) for alias in node.names)
         elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
             yield from (
                 (str(arg.value), node.lineno, at_top)
@@ -278,18 +304,20 @@ def test_the_walls_stand(relative: str) -> None:
 @pytest.mark.parametrize(
     ("relative", "source", "word"),
     [
-        ("rules/a.py", "import torch", "torch"),
-        ("rules/a.py", "from mpitrain.mpi import world", "mpitrain.mpi"),
-        ("rules/a.py", "from mpitrain import virtual", "mpitrain.virtual"),
-        ("rules/a.py", "from ..mpi import world", "mpitrain.mpi"),
-        ("rules/a.py", "def f():\n    from mpitrain.roles import Server", "mpitrain.roles"),
-        ("rules/a.py", "import time", "time"),
-        ("rules/deep/a.py", "from ...virtual.world import VirtualWorld", "mpitrain.virtual"),
+        ("strategies/a.py", "import torch", "torch"),
+        ("strategies/a.py", "from mpitrain.mpi import world", "mpitrain.mpi"),
+        ("strategies/a.py", "from mpitrain import virtual", "mpitrain.virtual"),
+        ("strategies/a.py", "from ..mpi import world", "mpitrain.mpi"),
+        ("strategies/a.py", "def f():\n    from mpitrain.roles import Server", "mpitrain.roles"),
+        ("strategies/a.py", "import time", "time"),
+        ("strategies/deep/a.py", "from ...virtual.world import VirtualWorld", "mpitrain.virtual"),
         ("codecs/a.py", "import h5py", "h5py"),
-        ("codecs/a.py", "import mpitrain.effects", "mpitrain.effects"),
-        ("effects.py", "from mpitrain.errors import WireError", "mpitrain.errors"),
-        ("inject.py", "import time", "time"),
-        ("inject.py", "from mpitrain.roles import Worker", "mpitrain.roles"),
+        ("codecs/a.py", "import mpitrain.strategies", "mpitrain.strategies"),
+        ("roles/a.py", "from mpitrain.model import flat", "the store's"),
+        ("rooms/a.py", "from mpitrain.data import Shards", "no floor"),
+        ("effects.py", "from mpitrain.values import Value", "mpitrain.values"),
+        ("inject/a.py", "import time", "time"),
+        ("inject/a.py", "from mpitrain.roles import Worker", "mpitrain.roles"),
         ("roles/a.py", "import torch", "torch"),
         ("roles/a.py", "from mpi4py import MPI", "mpi4py"),
         ("roles/a.py", "if TYPE_CHECKING:\n    from mpitrain.mpi.runtime import Runtime", "mpitrain.mpi"),
@@ -302,15 +330,15 @@ def test_the_walls_stand(relative: str) -> None:
         ("virtual/a.py", "from mpitrain.strategies import Push", "mpitrain.strategies"),
         ("data/a.py", "from mpitrain.mpi.runtime import start", "mpitrain.mpi"),
         ("data/a.py", "from mpi4py import MPI", "mpi4py"),
-        ("report.py", "import torch", "torch"),
-        ("train.py", "from mpi4py import MPI", "mpi4py"),
-        ("train.py", "import pandas", "pandas"),
+        ("slurm/a.py", "import torch", "torch"),
+        ("training/a.py", "from mpi4py import MPI", "mpi4py"),
+        ("training/a.py", "import pandas", "pandas"),
         ("cli/a.py", "import numpy", "inside a function"),
         ("cli/a.py", "from mpitrain.job import Overrides", "inside a function"),
         ("__init__.py", "from mpitrain import job", "inside a function"),
         ("__init__.py", "from mpitrain.mpi.runtime import start", "inside a function"),
         ("mpi/process_group/register.py", "import torch", "inside a function"),
-        ("launch.py", "from mpitrain.mpi import runtime", "mpitrain.mpi"),
+        ("launch/a.py", "from mpitrain.mpi import runtime", "mpitrain.mpi"),
         ("mpi/a.py", "def f(comm):\n    comm.send(1, 0)", "pickles"),
         ("mpi/a.py", "def f(self):\n    return self._comm.bcast(1)", "pickles"),
         ("mpi/a.py", "from mpi4py import MPI\nMPI.COMM_WORLD.allgather(1)", "pickles"),
@@ -323,10 +351,10 @@ def test_the_walls_stand(relative: str) -> None:
             "runs what it reads",
         ),
         ("data/a.py", "import numpy as np\nnp.load('x', allow_pickle=True)", "runs what it reads"),
-        ("text.py", "def f(text):\n    return eval(text)", "runs what it reads"),
-        ("train.py", "try:\n    f()\nexcept:\n    pass", "bare except"),
-        ("train.py", "def f():\n" + "    x = 1\n" * 60, "has 61 lines"),
-        ("train.py", "x = 1\n" * 501, "501 lines"),
+        ("values.py", "def f(text):\n    return eval(text)", "runs what it reads"),
+        ("training/a.py", "try:\n    f()\nexcept:\n    pass", "bare except"),
+        ("training/a.py", "def f():\n" + "    x = 1\n" * 60, "has 61 lines"),
+        ("training/a.py", "x = 1\n" * 501, "501 lines"),
     ],
 )
 def test_a_breach_is_found(relative: str, source: str, word: str) -> None:
@@ -337,10 +365,10 @@ def test_a_breach_is_found(relative: str, source: str, word: str) -> None:
     ("relative", "source"),
     [
         (
-            "rules/a.py",
+            "strategies/a.py",
             "import math\nfrom mpitrain.strategies.base import Push\nfrom mpitrain.errors import UsageError",
         ),
-        ("rules/a.py", "from .base import Push"),
+        ("strategies/a.py", "from .base import Push"),
         ("codecs/a.py", "import struct\nimport torch.nn\nimport numpy"),
         ("roles/a.py", "from mpitrain.effects import Send\nfrom mpitrain.strategies import Push"),
         ("roles/a.py", "def f(generator):\n    generator.send(1)"),
@@ -349,18 +377,70 @@ def test_a_breach_is_found(relative: str, source: str, word: str) -> None:
             "from mpi4py import MPI\nimport torch\nfrom mpitrain.effects import Send\nimport threading",
         ),
         ("mpi/a.py", "def f(comm, engine):\n    comm.Send(1, 0)\n    engine.isend(1, 0)"),
-        ("cli/a.py", "def f():\n    from mpitrain.job import Overrides\n    import torch"),
+        ("cli/a.py", "def f():\n    from mpitrain.job import Overrides"),
         ("training/a.py", "import torch\nfrom mpitrain.mpi import runtime\nfrom mpitrain.data import Shards"),
         ("data/a.py", "import numpy as np\nnp.load('x', allow_pickle=False)"),
         ("training/a.py", "def f(module):\n    module.eval()"),
-        ("train.py", "def f():\n" + "    x = 1\n" * 59),
-        ("train.py", "x = 1\n" * 500),
-        ("train.py", "try:\n    f()\nexcept ValueError:\n    pass"),
+        ("training/a.py", "def f():\n" + "    x = 1\n" * 59),
+        ("training/a.py", "x = 1\n" * 500),
+        ("training/a.py", "try:\n    f()\nexcept ValueError:\n    pass"),
     ],
 )
 def test_what_is_allowed_is_not_a_breach(relative: str, source: str) -> None:
     assert find_breaches(relative, source) == []
 
 
+def test_no_imports_run_in_a_circle() -> None:
+    assert find_circles({path: (PACKAGE / path).read_text(encoding="utf-8") for path in FILES}) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "circle"),
+    [
+        (
+            {"a/x.py": "import mpitrain.a.y", "a/y.py": "def f():\n    from mpitrain.a import x"},
+            "mpitrain.a.x",
+        ),
+        ({"a/b/x.py": "from . import z", "a/b/z.py": "from .x import f"}, "mpitrain.a.b.x -> mpitrain.a.b.z"),
+        (
+            {
+                "a/b/x.py": "from mpitrain.a.c.y import f",
+                "a/c/y.py": "",
+                "a/c/z.py": "from mpitrain.a.b.w import f",
+                "a/b/w.py": "",
+            },
+            "a.b -> a.c -> a.b",
+        ),
+    ],
+)
+def test_a_circle_is_found(sources: dict[str, str], circle: str) -> None:
+    assert any(circle in found for found in find_circles(sources))
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"a/x.py": "if TYPE_CHECKING:\n    from mpitrain.a.y import Y", "a/y.py": "from mpitrain.a import x"},
+        {"a/__init__.py": "from mpitrain.a.x import X", "a/x.py": "from mpitrain.a import y", "a/y.py": ""},
+        {"a/x.py": "from mpitrain.a.b.y import f", "a/b/y.py": "from mpitrain.a.z import f", "a/z.py": ""},
+    ],
+)
+def test_what_is_no_circle(sources: dict[str, str]) -> None:
+    assert find_circles(sources) == []
+
+
+def test_public_names_are_not_hidden_by_modules() -> None:
+    """Whoever imports every module still finds every public name: no folder or module bears the name of one."""
+    program = (
+        "import importlib, pathlib, sys, mpitrain\n"
+        "public = {name: getattr(mpitrain, name) for name in mpitrain.__all__}\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "changed = [name for name, value in public.items() if getattr(mpitrain, name) is not value]\n"
+        "assert not changed, changed"
+    )
+    modules = [_module(path) for path in FILES if not path.endswith("__main__.py")]
+    subprocess.run([sys.executable, "-c", program, *modules], check=True, timeout=120)
+
+
 def test_there_is_something_to_check() -> None:
-    assert {"errors.py", "cli/__init__.py"} <= set(FILES)
+    assert {"errors.py", "cli/main.py"} <= set(FILES)

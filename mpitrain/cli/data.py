@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.cli.parser import natural, positive
 from mpitrain.errors import EXIT_OK, AgreedError, UsageError, printable
-from mpitrain.reporting.environment import is_rank, launched_rank, launched_size
+from mpitrain.system.launch_variables import is_rank, launched_rank, launched_size
 
 _DESCRIPTION = """\
 Make HDF5 shards from samples, and show what shards hold."""

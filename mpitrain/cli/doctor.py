@@ -93,7 +93,7 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
 
 def _run_node(arguments: argparse.Namespace) -> int:
     from mpitrain.doctor.node import Wanted, examine, write_report
-    from mpitrain.reporting.environment import node_name
+    from mpitrain.system.launch_variables import node_name
 
     checks = examine(
         Wanted(

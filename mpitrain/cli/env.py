@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from mpitrain.errors import EXIT_OK
-from mpitrain.reporting.environment import is_rank, launched_rank
+from mpitrain.system.launch_variables import is_rank, launched_rank
 
 _DESCRIPTION = """\
 Print what surrounds a run started here, as JSON: package versions, the MPI

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.parser import did_you_mean, natural, positive, rate
 from mpitrain.errors import EXIT_OK, UsageError
-from mpitrain.reporting.environment import is_rank, launched_size, usable_cores
+from mpitrain.system.launch_variables import is_rank, launched_size, usable_cores
 
 if TYPE_CHECKING:
     from mpitrain.launch.supervision import Outcome, Requests
@@ -115,7 +115,7 @@ def run_launch(arguments: argparse.Namespace) -> int:
         )
     num_ranks = _num_ranks(arguments)
     words = arguments.program[1:] if arguments.program[:1] == ["mpitrain"] else arguments.program
-    inner = _parsed(words)
+    inner = _parsed(arguments, words)
     if getattr(inner, "resume", None) == "auto" and not getattr(inner, "run_dir", None):
         from mpitrain.job import AUTO_WHERE
 
@@ -240,12 +240,11 @@ def _num_ranks(arguments: argparse.Namespace) -> int:
     raise UsageError("how many ranks? mpitrain launch -n N COMMAND ...")
 
 
-def _parsed(words: list[str]) -> argparse.Namespace | None:
+def _parsed(arguments: argparse.Namespace, words: list[str]) -> argparse.Namespace | None:
     """Our own command's arguments: a wrong option is answered here, before N ranks repeat it."""
     if words[:1] and words[0] in _RANKED:
-        from mpitrain.cli import parse
-
-        return parse(words)
+        inner: argparse.Namespace = arguments.parse(words)
+        return inner
     return None
 
 

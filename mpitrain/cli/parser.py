@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from mpitrain.errors import EXIT_USAGE
-from mpitrain.reporting.environment import launched_rank
+from mpitrain.system.launch_variables import launched_rank
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -138,9 +138,7 @@ def _text(arguments: argparse.Namespace) -> str:
     job, options = (arguments.program or [""])[0], tuple(arguments.program[1:])
     script = make(arguments.kind, **{"job": job, "options": options} | settings)
     if job:
-        from mpitrain.cli import parse
-
-        parse(["train", job, *options])  # a wrong option is answered here, not on the nodes
+        arguments.parse(["train", job, *options])  # a wrong option is answered here, not on the nodes
     return render(script)
 
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mpitrain.cli.parser import natural, positive, rate
-from mpitrain.reporting.environment import launched_nodes, launched_rank, launched_size
+from mpitrain.system.launch_variables import launched_nodes, launched_rank, launched_size
 
 _DESCRIPTION = """\
 Train a job. Run it under mpirun, srun or `mpitrain launch`; every rank gets the

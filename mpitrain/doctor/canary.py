@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
-from mpitrain.reporting.environment import node_name
+from mpitrain.system.launch_variables import node_name
 
 SIZES = (256, 1 << 21)  # numbers: an eager message and a rendezvous one
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpitrain.doctor.judge import SLOW, Link, judge, rounds, sharing
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
-from mpitrain.reporting.environment import node_name
+from mpitrain.system.launch_variables import node_name
 
 
 def run_comm(runtime: Any, failing: Path | None, slow: float = SLOW) -> int:

@@ -26,7 +26,7 @@ from mpitrain.errors import (
 )  # fmt: skip
 from mpitrain.launch.discover import Launcher
 from mpitrain.launch.supervision import Outcome, Requests
-from mpitrain.reporting.environment import launched_nodes
+from mpitrain.system.launch_variables import launched_nodes
 from mpitrain.system.run_directory import NO_PROGRESS, progress, read_json, why_no_room
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.mpi.engine.engine import Engine
-from mpitrain.mpi.faults.abort import is_dead_peer
+from mpitrain.mpi.faults.errors import is_dead_peer
 from mpitrain.mpi.json_collectives import from_bytes, to_bytes
 from mpitrain.mpi.operation import Op
 

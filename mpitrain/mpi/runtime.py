@@ -22,10 +22,11 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.failed_ranks import failed_ranks
 from mpitrain.mpi.faults import abort
+from mpitrain.mpi.faults.errors import is_lost_peer
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
 from mpitrain.mpi.node_map import name_ranks, node_indices
-from mpitrain.reporting.environment import node_key
 from mpitrain.system import processes, rank_status
+from mpitrain.system.launch_variables import node_key
 from mpitrain.system.tracebacks import own_part
 
 # Where MPI tells of no death: longest wait for others at a collective, and of rank 0 for a rank's counts in the end.
@@ -73,7 +74,7 @@ class Runtime:
             self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
             self.open_gate()
         except MPI.Exception as error:
-            if not abort.is_lost_peer(error):
+            if not is_lost_peer(error):
                 raise
             abort.leave_start(self.comm, error)
         self.groups: list[Any] = []  # process groups that this rank has not left
@@ -263,7 +264,7 @@ class Runtime:
             MPI.Finalize()
         except Exception as error:
             late = self.fault_tolerance == "heartbeat" and isinstance(error, TimeoutError)
-            if not late and (self.fault_tolerance != "ulfm" or not abort.is_lost_peer(error)):
+            if not late and (self.fault_tolerance != "ulfm" or not is_lost_peer(error)):
                 raise
             sys.stdout.flush()  # a rank died after its last word; Finalize would hang one time in four
             os._exit(self.exit_code)

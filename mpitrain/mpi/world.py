@@ -21,7 +21,7 @@ from mpitrain.errors import WireError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import LONG_NAP_S, SHORT_NAP_S, give_way
 from mpitrain.mpi.engine.engine import Engine
-from mpitrain.mpi.faults.abort import is_dead_peer
+from mpitrain.mpi.faults.errors import is_dead_peer
 from mpitrain.mpi.faults.self_destruct import break_down
 from mpitrain.mpi.message_header import HEADER_BYTES, decode, encode
 from mpitrain.mpi.operation import Op

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mpitrain.reporting.environment import is_rank, launched_local_rank, launched_rank
+from mpitrain.system.launch_variables import is_rank, launched_local_rank, launched_rank
 from mpitrain.system.processes import identity
 
 VARIABLE = "MPITRAIN_LAUNCH_DIR"

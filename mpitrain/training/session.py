@@ -19,11 +19,12 @@ from mpitrain.data import Catalogue
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, AgreedError, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides
-from mpitrain.reporting.environment import code_versions, collect, launched_server_nodes
+from mpitrain.reporting.environment import code_versions, collect
 from mpitrain.reporting.report import NullReport, Report, explained, write_json, writing
 from mpitrain.reporting.targets import missed_targets
 from mpitrain.strategies import Roles, ServerStrategy, Strategy, assign, disagreement
 from mpitrain.system import rank_status
+from mpitrain.system.launch_variables import launched_server_nodes
 from mpitrain.system.run_directory import RUN_FILE, Identity
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals

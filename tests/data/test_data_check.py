@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 from mpitrain.data.format.manifest import Manifest
 from mpitrain.data.tools.check import check
 from mpitrain.data.write.pack import pack

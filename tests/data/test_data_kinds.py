@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from pyarrow import csv, parquet, table
 
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 from mpitrain.data.format.columns import Columns, Ragged
 from mpitrain.data.sources import SourceOptions, open_source
 from mpitrain.data.sources import base as sources_base

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 from mpitrain.data import Shards
 from mpitrain.data.format.chunk_lengths import ChunkLengths
 from mpitrain.data.format.manifest import NAME, Manifest

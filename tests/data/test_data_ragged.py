@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import mpitrain as mt
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.read.chunk_cache import ChunkCache
 from mpitrain.data.read.ragged import num_samples_in, samples_of

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 import mpitrain as mt
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 from mpitrain.data.read.stage import stage, staged
 from mpitrain.data.tools.check import check
 from mpitrain.errors import DataError

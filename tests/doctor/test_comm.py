@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.reporting.environment import node_name
+from mpitrain.system.launch_variables import node_name
 from tests.ranks import find_mpi, run_plain, run_ranks
 
 RATES = ("400mbit", "400mbit", "20mbit")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 from mpitrain.doctor import node
 from mpitrain.doctor.node import Check, Unfit, Wanted, collect, examine, write_report
 

@@ -77,7 +77,7 @@ def test_a_rank_that_stands_still_in_its_loop_ends_the_job(tmp_path, strategy):
 
 EARLY = """
 import os, signal, sys
-from mpitrain import cli
+from mpitrain.cli import main as cli
 
 parse = cli.parse
 cli.parse = lambda argv: (os.kill(os.getpid(), signal.{name}), parse(argv))[1]

@@ -222,7 +222,7 @@ def test_a_signal_leads_to_a_checkpoint_and_exit_75_and_the_next_start_goes_on(s
 CRASHING = """
 import os, signal
 import mpitrain as mt
-from mpitrain.reporting.environment import launched_rank
+from mpitrain.system.launch_variables import launched_rank
 from tests import toy
 
 calls = []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 from tests.ranks import run_ranks
 
 

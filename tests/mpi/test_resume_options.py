@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mpitrain import Job, cli
+from mpitrain import Job
+from mpitrain.cli import main as cli
 from mpitrain.job import Overrides
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.training.resume_options import ACTS, CONVERTED, ON_RESUME, REFUSED

@@ -43,7 +43,7 @@ import ctypes, os, socket, sys
 if ctypes.CDLL(None, use_errno=True).unshare(0x04000000):  # a host name of its own
     sys.exit(77)
 socket.sethostname("host" + "aba"[int(os.environ["PMI_RANK"])])
-from mpitrain.reporting.environment import node_name
+from mpitrain.system.launch_variables import node_name
 from mpitrain.mpi.runtime import start
 rt = start()
 print(*rt.nodes, rt.num_nodes, rt.local_rank, node_name())

@@ -80,7 +80,7 @@ def test_under_ulfm_a_rank_that_never_starts_mpi_ends_the_launch_by_name(
 DIES_ONCE = """
 import os, signal
 from pathlib import Path
-from mpitrain.reporting.environment import launched_rank
+from mpitrain.system.launch_variables import launched_rank
 from tests import toy
 
 if launched_rank() == 1 and not Path("{died}").exists():

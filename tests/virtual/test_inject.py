@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import mpitrain as mt
-from mpitrain import cli
+from mpitrain.cli import main as cli
 from mpitrain.effects import Compute, Interrupted, Kind, Message, Now, Recv, Send, Sleep
 from mpitrain.errors import UsageError
 from mpitrain.inject import (

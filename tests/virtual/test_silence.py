@@ -12,7 +12,7 @@ from mpitrain.roles import TolerantServer
 from mpitrain.roles.failure_detector.server_side import LOOK_EVERY_S
 from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, PATIENCE, Attendance
 from mpitrain.roles.failure_detector.worker_side import QUESTIONS, Pulse
-from mpitrain.strategies import Warmup, Async, Backup, Elastic, SoftSync, StaleSync, Sync
+from mpitrain.strategies import Async, Backup, Elastic, SoftSync, StaleSync, Sync, Warmup
 from mpitrain.virtual import Constant
 from tests.virtual.test_course import samples_of
 from tests.virtual.worlds import NumberStore, Shuffled, all_leases, play

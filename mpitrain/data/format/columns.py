@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpitrain.data.format.catalogue import ITEM_BYTES, OFFSETS, ArraySpec
-from mpitrain.data.read.order import IntArray
 from mpitrain.errors import DataError
 
 Array = NDArray[np.generic]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

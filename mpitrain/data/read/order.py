@@ -22,11 +22,9 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpitrain.data.format.columns import IntArray
 from mpitrain.errors import UsageError
-
-IntArray = NDArray[np.int64]
 
 CHUNKS, SAMPLES, SPLIT = range(3)  # what a permutation is for: the second word of its key
 

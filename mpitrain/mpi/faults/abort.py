@@ -43,8 +43,10 @@ from mpitrain.errors import (
     UsageError,
     printable,
 )
+from mpitrain.mpi import json_messages
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.faults.agreement import CalledOffError, agree, revoke
+from mpitrain.mpi.faults.agreement import agree, revoke
+from mpitrain.mpi.faults.errors import CalledOffError, is_lost_peer
 from mpitrain.system import processes, rank_status
 from mpitrain.system.folders import make_private
 from mpitrain.system.tracebacks import own_part
@@ -102,24 +104,6 @@ def is_interrupt(error: BaseException) -> bool:
     return False
 
 
-def is_dead_peer(error: BaseException) -> bool:
-    """True if this error says that the very rank it was about is dead (ULFM), not that the job was called off."""
-    dead = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
-    return isinstance(error, MPI.Exception) and error.Get_error_class() in dead
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """True if this error only says that another rank has failed (MPI error classes of ULFM).
-
-    torch turns exceptions of a collective into a RuntimeError that keeps the text, so the text counts too.
-    """
-    if isinstance(error, MPI.Exception):
-        return error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-    return isinstance(error, CalledOffError) or any(
-        name in str(error) for name in ("MPI_ERR_PROC_FAILED", "MPI_ERR_REVOKED")
-    )
-
-
 def end_job(runtime: "Runtime", error: BaseException) -> NoReturn:
     """Report rank, role, step and traceback, then end the whole job with the error's exit code."""
     if not _ending.acquire(blocking=False):
@@ -169,8 +153,6 @@ def end_without_some(runtime: "Runtime") -> NoReturn:
 
     `MPI_Finalize` is left out: after a failure it hangs one time in four, and a stopped rank would hold it for ever.
     """
-    from mpitrain.mpi import json_messages
-
     json_messages.say_bye(runtime.engine, runtime.rank, runtime.size, runtime.given_up)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpitrain.errors import MpitrainError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.operation import Op
 
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
 
 WELL, GO_ON = 1, 2  # this rank has met no error; this rank does not call the job off
-CALLED_OFF = "another rank has ended the job; its message says why"
-
-
-class CalledOffError(MpitrainError):
-    """Another rank has ended the job, and has told why."""
 
 
 def agree(runtime: Runtime, bits: int) -> int:

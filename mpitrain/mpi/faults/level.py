@@ -5,7 +5,7 @@ started yet when this is asked.
 import os
 from collections.abc import Mapping
 
-from mpitrain.reporting.environment import HYDRA_VARIABLES
+from mpitrain.system.launch_variables import HYDRA_VARIABLES
 
 _KIN = ("MPICH", "Intel(R) MPI", "MVAPICH")  # by what the library says of itself
 

@@ -16,7 +16,8 @@ from typing import cast
 import torch.distributed as dist
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.faults.agreement import CALLED_OFF, GO_ON, CalledOffError, agree, revoke
+from mpitrain.mpi.faults.agreement import GO_ON, agree, revoke
+from mpitrain.mpi.faults.errors import CALLED_OFF, CalledOffError
 from mpitrain.mpi.node_map import node_indices
 from mpitrain.mpi.runtime import Runtime
 

@@ -18,17 +18,16 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.errors import AgreedError, UsageError
+from mpitrain.mpi.process_group.backend import BACKEND
 from mpitrain.mpi.process_group.data_movement import Moves
 from mpitrain.mpi.process_group.point_to_point import Points
 from mpitrain.mpi.process_group.reductions import Reductions
-from mpitrain.mpi.process_group.register import BACKEND, register
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime, start
 
 
 def init_default_group(runtime: Runtime) -> None:
     """Make the default torch.distributed group of all ranks; from here on a communication thread owns MPI."""
-    register()
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=runtime.rank, world_size=runtime.size)
 
 

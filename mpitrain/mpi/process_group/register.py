@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-BACKEND = "mpi4py"
+from mpitrain.mpi.process_group.backend import BACKEND
+
 _TARGET = "torch.distributed"
 
 

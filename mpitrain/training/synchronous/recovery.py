@@ -22,8 +22,8 @@ import torch
 
 from mpitrain.checkpoint.state_tree import join, split
 from mpitrain.errors import AgreedError
-from mpitrain.mpi.faults.abort import is_lost_peer
-from mpitrain.mpi.faults.agreement import CALLED_OFF, GO_ON, WELL, CalledOffError, agree
+from mpitrain.mpi.faults.agreement import GO_ON, WELL, agree
+from mpitrain.mpi.faults.errors import CALLED_OFF, CalledOffError, is_lost_peer
 from mpitrain.mpi.faults.shrink import lost_peer, recover
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.mpi.process_group.process_group import init_default_group, leave_default_group

@@ -3,7 +3,8 @@
 Invariants: all ranks take the same steps in the same order; whether a step is finite is read off the
 reduced gradient, which is the same bits everywhere, so no extra message decides it. Batches are dealt as a server
 would deal them in lockstep (`strategies/sampling/step_partition.py`), each rank from places of the order, so from
-chunks, of its own; an incomplete last round is shared evenly and weighted so that it, too, is the mean over its samples.
+chunks, of its own; an incomplete last round is shared evenly and weighted so that it, too, is the mean over its
+samples.
 """
 
 from __future__ import annotations

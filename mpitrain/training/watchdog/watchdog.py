@@ -30,9 +30,9 @@ from mpitrain.reporting.report import METRICS_FILE
 from mpitrain.strategies import Roles, ServerStrategy, Strategy
 from mpitrain.system.folders import make_private
 from mpitrain.system.processes import place, send_signal
-from mpitrain.training.roll_call import RollCall
 from mpitrain.training.watchdog.alarm_files import Alarm
 from mpitrain.training.watchdog.emergency import Emergency
+from mpitrain.training.watchdog.roll_call import RollCall
 
 PATIENCE = 4
 LOOK_EVERY_S = 2.0

@@ -4,7 +4,7 @@ import pytest
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Bounded, Drop, Inverse, Push
-from tests.rules.test_rules import explore
+from tests.strategies.test_rules import explore
 
 WORLDS = [(workers, 1, bound) for workers in (1, 2, 3, 4) for bound in (0, 1, 2, 3)]
 WORLDS += [(5, 1, 0), (5, 1, 1), (2, 2, 0), (2, 2, 1), (2, 2, 2), (3, 2, 0), (3, 2, 1), (2, 3, 0), (2, 3, 1)]

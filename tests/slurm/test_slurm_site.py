@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
 from mpitrain.reporting.report import write_json
 from mpitrain.slurm import LAUNCHERS, render_site, script_parts
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEAF = """bash -c 'trap "" USR1; exec "$@"' rank"""
 TRAIN = "mpitrain train 'my job.py' --run-dir run --resume auto"
 SRUN = (

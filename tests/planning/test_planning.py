@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mpitrain as mt
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.planning import codec_cost

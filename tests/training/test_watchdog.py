@@ -12,9 +12,9 @@ from mpitrain.errors import CheckpointError
 from mpitrain.reporting.report import METRICS_FILE
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.system.run_directory import Identity
-from mpitrain.training.roll_call import RollCall
 from mpitrain.training.watchdog.alarm_files import Alarm
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken
+from mpitrain.training.watchdog.roll_call import RollCall
 from mpitrain.training.watchdog.watchdog import PATIENCE, Watchdog
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from mpitrain import cli, errors
+from mpitrain import errors
+from mpitrain.cli import main as cli
 
 COMMANDS = [
     [],
@@ -49,7 +50,7 @@ def test_help_imports_nothing_beyond_the_standard_library(words: list[str]) -> N
     code = f"""
 import sys
 before = set(sys.modules)  # what this environment's own start-up files import is not ours
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 try:
     main({[*words, "--help"]!r})
 except SystemExit as end:
@@ -73,7 +74,7 @@ print("OWN", *sorted(name for name in sys.modules if name.startswith("mpitrain")
 def test_a_wrong_word_is_answered_without_torch(words: list[str]) -> None:
     code = f"""
 import sys
-from mpitrain.cli import main
+from mpitrain.cli.main import main
 try:
     main({words!r})
 except SystemExit:

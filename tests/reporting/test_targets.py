@@ -10,7 +10,7 @@ from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.reporting.targets import check_targets, missed_targets, option_text, read_option, read_target
 from tests import toy
-from tests.test_session import judged
+from tests.training.test_session import judged
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from mpitrain.slurm.requeue import decide
 from mpitrain.slurm.script import make
 from mpitrain.slurm.status import describe
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILLED = Script(
     "tolerant",
     job="jobs/my job.py",

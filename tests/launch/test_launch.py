@@ -317,7 +317,7 @@ def test_a_run_without_a_result_has_not_ended_well_whatever_its_launcher_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Open MPI's mpirun ends with 0 when it has lost a host."""
-    from mpitrain.cli import main
+    from mpitrain.cli.main import main
 
     (tmp_path / "mpirun").write_text(LOSES)
     (tmp_path / "mpirun").chmod(0o755)
@@ -333,7 +333,7 @@ def test_a_run_without_a_result_has_not_ended_well_whatever_its_launcher_says(
 def test_what_was_told_to_end_before_it_began_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mpitrain.cli import main
+    from mpitrain.cli.main import main
 
     (tmp_path / "job.py").touch()
 

@@ -1,0 +1,96 @@
+"""The command `mpitrain`: subcommands, their help, and what an error looks like.
+
+Invariants: a module here builds its parser from the standard library alone, and imports what it runs
+(torch, h5py, MPI) inside its `run` function, so that `mpitrain --help` answers at once. The words and exit
+codes live here; the work lives elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from mpitrain.cli import data, doctor, env, launch, simulate, slurm, train
+from mpitrain.cli.parser import Parser
+from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageError, printable
+from mpitrain.system import rank_status
+from mpitrain.system.launch_variables import is_rank, launched_rank
+
+_DESCRIPTION = """\
+Train PyTorch models over MPI. The job is a Python file, the strategy by which
+the ranks agree is a value on the command line."""
+
+_EPILOG = """\
+examples:
+  mpitrain data pack digits data/digits
+  mpitrain launch -n 4 train jobs/digits.py
+  mpitrain launch -n 4 train jobs/digits.py --strategy "async(servers=1)"
+  mpitrain simulate jobs/digits.py --strategy "async()" --workers 16
+
+exit codes:
+  0 ok   1 error   2 wrong usage   3 target missed   4 preflight failed
+  75 ended on request, run me again   130 interrupted   143 ended at once
+
+Every command answers --help with its own options and examples."""
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from mpitrain import __version__
+
+        parser._print_message(f"mpitrain {__version__}\n", sys.stdout)
+        parser.exit()
+
+
+def build_parser() -> Parser:
+    """The parser of the whole command; each subcommand sets `run`, a function of the parsed arguments."""
+    parser = Parser(prog="mpitrain", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    parser.set_defaults(parse=parse)  # for commands that are given the words of another
+    for module in (launch, train, simulate, data, slurm, doctor, env):
+        module.add_parser(commands)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, or an exit with code 2 and the nearest valid word."""
+    arguments, extras = build_parser().parse_known_args(list(argv))
+    if extras:
+        arguments.parser.refuse(extras)
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; the console script and `python -m mpitrain`.
+
+    A user's mistake is one line on stderr. Other errors show where they came from; those that nobody raised
+    on purpose pass through to the interpreter, and under MPI to the runtime's hook, which ends the job.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if is_rank() and argv[:1] == ["train"] and "--dry-run" not in argv:
+        # until `run_train` hears them: a signal that comes meanwhile waits, in place of ending the rank
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
+    arguments = parse(argv)
+    try:
+        return int(arguments.run(arguments))
+    except AgreedError as error:
+        return error.exit_code  # rank 0 has said it for all
+    except MpitrainError as error:
+        where = f" rank {launched_rank()}:" if is_rank() else ""
+        if not isinstance(error, UsageError):
+            # not by sys.excepthook: under MPI that ends the whole job
+            print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        print(f"mpitrain: error:{where} {printable(str(error))}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if is_rank():  # die of it: at an orderly exit this rank would wait for the others
+            rank_status.reach(rank_status.ENDED, EXIT_INTERRUPTED)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        print("mpitrain: interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED

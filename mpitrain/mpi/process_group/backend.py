@@ -1,0 +1,3 @@
+"""The backend's name for torch.distributed."""
+
+BACKEND = "mpi4py"
