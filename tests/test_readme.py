@@ -62,7 +62,7 @@ def test_every_file_and_test_it_names_exists():
 
 def test_its_commands_parse():
     """Every `mpitrain ...` line of a shell block is accepted by the parser."""
-    from mpitrain.cli import parse
+    from mpitrain.cli.main import parse
 
     lines = [
         line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()
@@ -77,7 +77,7 @@ def test_its_commands_parse():
 
 def test_every_strategy_and_damping_is_in_the_readme_and_in_the_help(capsys):
     import mpitrain.strategies  # noqa: F401 - registers them
-    from mpitrain.cli import parse
+    from mpitrain.cli.main import parse
     from mpitrain.values import names
 
     with pytest.raises(SystemExit):

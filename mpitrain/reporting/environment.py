@@ -79,7 +79,7 @@ def collect(runtime: Any = None) -> dict[str, Any]:
         "slurm": _chosen(SLURM_VARIABLES),
         "variables": _chosen(VARIABLES),
         "git": {
-            "mpitrain": git_revision(Path(__file__).parent),
+            "mpitrain": git_revision(Path(__file__).parents[1]),
             "directory": git_revision(Path.cwd()),
         },
     }
@@ -163,7 +163,7 @@ def git_revision(folder: Path) -> str | None:
 
 def code_versions() -> dict[str, str | None]:
     """What runs here, for ranks to compare: python, packages, and mpitrain with a digest of its sources."""
-    package, digest = Path(__file__).parent, hashlib.sha256()
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     versions = _package_versions()

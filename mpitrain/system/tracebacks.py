@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-_OURS = str(Path(__file__).resolve().parent) + "/"
+_OURS = str(Path(__file__).resolve().parents[1]) + "/"
 _INSTALLED = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "purelib", "platlib")})
 
 

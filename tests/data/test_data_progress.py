@@ -2,8 +2,8 @@
 
 import pytest
 
+from mpitrain.data.write import progress
 from mpitrain.data.write.progress import LOG_S, TERMINAL_S, Pace
-from mpitrain.data.write.shard_file import progress
 
 
 class Line:

@@ -87,7 +87,7 @@ def test_a_node_behind_a_slow_link_is_named(hosts: list[str], tmp_path: Path) ->
 # the wrong place (its bytes are read elsewhere), or the k-th sum is taken of something else; both report success.
 CANARY = """
 import torch
-from mpitrain.mpi import buffers
+from mpitrain.mpi.memory import buffers
 
 def canaries():
     whole, waits = buffers.message_of, []

@@ -464,7 +464,7 @@ def test_a_rank_cannot_launch(tmp_path: Path) -> None:
 
 
 def test_flavours_are_those_the_option_offers() -> None:
-    from mpitrain.cli import build_parser
+    from mpitrain.cli.main import build_parser
 
     for flavour in ("auto", *discover.FLAVOURS):
         assert build_parser().parse_args(["launch", "-n", "1", "--mpi", flavour, "x.py"]).mpi == flavour

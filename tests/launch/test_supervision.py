@@ -346,7 +346,7 @@ while True:
 """
 LAUNCH = """
 import sys
-from mpitrain import supervision
+from mpitrain.launch import supervision
 from mpitrain.launch.supervision import Requests, Supervisor
 supervision.END_GRACE_S = float(sys.argv[1])
 with Requests() as requests:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import mpitrain as mt
-from mpitrain.mpi import choice
+from mpitrain.mpi.process_group import algorithm_choice
 from mpitrain.mpi.allreduce_plan import VARIABLE, Plan, Transport
 from mpitrain.mpi.runtime import start
 from tests import toy
@@ -38,7 +38,7 @@ def train(name, transport, nodes=(0, 0, 1), pin=None, strategy="allreduce()", **
         return transport
         yield
 
-    choice.measure = measure
+    algorithm_choice.measure = measure
     os.environ.pop(VARIABLE, None)
     os.environ.update({{VARIABLE: pin}} if pin else {{}})
     job = toy.make_job(

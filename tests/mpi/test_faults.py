@@ -145,7 +145,7 @@ def test_kills_in_the_middle_of_a_payload_leave_no_phantom_and_no_torn_update(tm
 TOGETHER = """
 import os, signal
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.faults.abort import is_dead_peer
+from mpitrain.mpi.faults.errors import is_dead_peer
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.runtime import start
 

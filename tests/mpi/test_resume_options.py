@@ -23,7 +23,9 @@ import mpitrain as mt
 from mpitrain.checkpoint.parts import candidates
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.runtime import start
-from mpitrain.training import allreduce, servers, watchdog
+from mpitrain.training.parameter_server import run as servers
+from mpitrain.training.synchronous import trainer as allreduce
+from mpitrain.training.watchdog import watchdog
 from tests import toy
 
 runtime = start()

@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 
 from mpitrain.reporting import environment
-from mpitrain.reporting.environment import (
-    collect,
-    git_revision,
-    is_rank,
-    launched_nodes,
-    launched_rank,
-    launched_size,
-)
+from mpitrain.reporting.environment import collect, git_revision
+from mpitrain.system import launch_variables
+from mpitrain.system.launch_variables import is_rank, launched_nodes, launched_rank, launched_size
 
 OPENMPI_IN_SLURM = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -119,7 +114,7 @@ def test_usable_cores_follow_the_affinity() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert environment.usable_cores() == 1
+        assert launch_variables.usable_cores() == 1
     finally:
         os.sched_setaffinity(0, before)
 
@@ -137,8 +132,8 @@ def test_usable_cores_follow_the_affinity() -> None:
 )
 def test_a_node_goes_by_slurms_name_where_slurm_has_started_the_process(monkeypatch, environ, name):
     monkeypatch.setattr("socket.gethostname", lambda: "host")
-    assert environment.node_name(environ) == name
+    assert launch_variables.node_name(environ) == name
     # one host may be several nodes of a Slurm, and one Slurm name is handed to several hosts by Hydra
-    assert environment.node_key(environ) != environment.node_key({"SLURMD_NODENAME": "n8"})
+    assert launch_variables.node_key(environ) != launch_variables.node_key({"SLURMD_NODENAME": "n8"})
     monkeypatch.setattr("socket.gethostname", lambda: "other")
-    assert environment.node_key(environ).startswith("other")
+    assert launch_variables.node_key(environ).startswith("other")

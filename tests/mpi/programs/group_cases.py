@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.process_group.process_group import process_group
+from mpitrain.mpi.process_group import process_group
 from tests.mpi.cases import run_cases
 
 DEADLINE_S = 30.0
