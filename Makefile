@@ -52,6 +52,7 @@ lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/mypy mpitrain
+	$(VENV)/bin/pylint --score=no mpitrain
 
 format: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format .
