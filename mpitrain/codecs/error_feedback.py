@@ -46,7 +46,7 @@ class Memory:
     def norm(self, name: str) -> float:
         """Euclidean norm of a slot over all parts."""
         flats = self._flats.get(name, [])
-        return float(sum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in flats)) ** 0.5
+        return float(sum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in flats) ** 0.5)
 
     def state(self) -> dict[str, torch.Tensor]:
         """A copy of every slot: "slot/parameter" -> tensor of the parameter's shape, in host memory."""

@@ -69,7 +69,8 @@ def _fano_decode(data: np.ndarray, m: int, n: int) -> np.ndarray:
     k = _low_bits(m, n)
     low = unpack(data, k, m)
     upper = _positions(data[num_packed_bytes(m, k) :], m + (n >> k) + 1)
-    return ((upper - np.arange(len(upper))) << k) | low
+    positions: np.ndarray = ((upper - np.arange(len(upper))) << k) | low
+    return positions
 
 
 def _fano_bytes(indices: np.ndarray, n: int) -> int:
@@ -91,7 +92,7 @@ def _rice_width(gaps: np.ndarray, n: int) -> int:
     mean = max(1.0, 0.69 * float(gaps.mean()))
     around = max(0, round(np.log2(mean)))
     choices = sorted({max(0, around - 1), around, around + 1, _low_bits(m, n)})
-    return min(choices, key=lambda k: num_packed_bytes(m, k) + (m + int((gaps >> k).sum()) + 7) // 8)
+    return int(min(choices, key=lambda k: num_packed_bytes(m, k) + (m + int((gaps >> k).sum()) + 7) // 8))
 
 
 def _rice_encode(indices: np.ndarray, n: int) -> np.ndarray:

@@ -41,7 +41,8 @@ class Search:
         self._large[count:] = False
         words = np.flatnonzero(self._large.view(np.uint64))
         within = np.flatnonzero(self._large.reshape(-1, 8)[words])
-        return words[within >> 3] * 8 + (within & 7)
+        indices: np.ndarray = words[within >> 3] * 8 + (within & 7)
+        return indices
 
 
 def scatter(parts: Sequence[Part], plan: Plan, indices: np.ndarray, values: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ class ReplyReader:
         self._copies = [Frame(layout.size(shard), layout.dtype) for shard in range(layout.num_shards)]
 
     @torch.no_grad()
-    def take(self, shard: int, payload: Any) -> Frame:
+    def take(self, shard: int, payload: Frame | Parcel) -> Frame:
         """The copy after this message, held once more; anything but a message is handed back as it is."""
         if not isinstance(payload, Parcel):
             return payload

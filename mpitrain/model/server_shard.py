@@ -90,7 +90,7 @@ class ShardStore:
         """An empty frame for an arriving gradient."""
         return self._decoder.frame() if self._decoder else self.arrivals.take()
 
-    def _widen(self, payload: Any) -> Frame:
+    def _widen(self, payload: Frame | Parcel) -> Frame:
         """16 bits or a message on the wire, full sums."""
         if isinstance(payload, Parcel):
             assert self._decoder is not None, "a coded push, and no codec"
@@ -104,7 +104,7 @@ class ShardStore:
         payload.release()
         return wide
 
-    def correct(self, worker: int, payload: Any, num_reads: int) -> Frame:
+    def correct(self, worker: int, payload: Frame | Parcel, num_reads: int) -> Frame:
         """The gradient as the damping corrects it for what has changed since `worker` read what it was computed on: the
         oldest of its newest `num_reads` reads. Takes the frame over. Called on arrival: the parameters stay as they
         are until the update that takes it, but the worker may read again."""
@@ -118,7 +118,7 @@ class ShardStore:
             self.correction.apply(payload.body, self.live.body, reads[0].body)
         return payload
 
-    def mask(self, payload: Any, spans: list[tuple[int, int]]) -> Frame:
+    def mask(self, payload: Frame | Parcel, spans: list[tuple[int, int]]) -> Frame:
         """The gradient with zeros in `spans`, [start, end) of the shard; takes the frame over."""
         payload = self._widen(payload)
         for start, end in spans:

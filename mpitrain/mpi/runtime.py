@@ -170,7 +170,8 @@ class Runtime:
 
     def gather(self, value: Any) -> list[Any] | None:
         """The JSON values of all ranks in rank order, on rank 0; None elsewhere."""
-        return self.together(lambda: json_collectives.gather(self.comm, value), "gather")
+        values: list[Any] | None = self.together(lambda: json_collectives.gather(self.comm, value), "gather")
+        return values
 
     def gather_living(self, value: Any, wait_s: float = 10.0) -> dict[int, Any] | None:
         """The JSON values of all ranks that still answer, by rank, on rank 0; None elsewhere. Messages, no collective:
@@ -186,7 +187,8 @@ class Runtime:
 
     def allgather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks in rank order, on every rank."""
-        return self.together(lambda: json_collectives.allgather(self.comm, value), "allgather")
+        values: list[Any] = self.together(lambda: json_collectives.allgather(self.comm, value), "allgather")
+        return values
 
     def agree(self, error: Exception | None) -> None:
         """Return if no rank brings an error; otherwise rank 0 prints each once and every rank raises AgreedError.

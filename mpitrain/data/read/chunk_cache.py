@@ -203,4 +203,5 @@ class ChunkCache:
 def _in_order_of_appearance(chunks: IntArray) -> list[int]:
     """The distinct chunks; those of an ending window before those of the next."""
     distinct, first = np.unique(chunks, return_index=True)
-    return distinct[np.argsort(first)].tolist()
+    chunks_in_order: list[int] = distinct[np.argsort(first)].tolist()
+    return chunks_in_order

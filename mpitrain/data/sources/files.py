@@ -46,7 +46,8 @@ def _npy(path: Path) -> Array:
             needed, held = math.prod(shape) * dtype.itemsize, os.fstat(file.fileno()).st_size - file.tell()
         if needed > held:
             raise ValueError(f"it declares {needed} bytes of values, and {held} are there")
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array
 
 
 def load_npz(path: Path, trust: Trust = CAREFUL) -> dict[str, Array]:

@@ -181,11 +181,9 @@ def _columns(table: Any, selection: Selection, where: str, max_gib: float) -> Co
 def _is_bytes(kind: Any) -> bool:
     from pyarrow import types
 
-    return (
-        types.is_string(kind)
-        or types.is_binary(kind)
-        or types.is_large_string(kind)
-        or types.is_large_binary(kind)
+    return any(
+        test(kind)
+        for test in (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary)
     )
 
 
@@ -208,7 +206,8 @@ def _column(array: Any, name: str, where: str, max_gib: float) -> Column:
                 array = array.cast(pyarrow.dictionary(array.type.index_type, _large(array.type.value_type)))
         return _column(array.dictionary_decode(), name, where, max_gib)
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
-        return array.to_numpy(zero_copy_only=False)
+        numbers: np.ndarray = array.to_numpy(zero_copy_only=False)
+        return numbers
     if _is_bytes(kind):
         offsets, data = _binary(array)
         starts = offsets[array.offset : array.offset + len(array) + 1].astype(np.int64)

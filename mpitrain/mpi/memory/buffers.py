@@ -38,7 +38,7 @@ _ARITHMETIC: dict[torch.dtype, MPI.Datatype] = {
 _CARRIERS = {2: torch.uint16, 1: torch.uint8}  # moved bit by bit: bfloat16, float16, the 8-bit floats
 
 
-class Message(list):
+class Message(list[Any]):
     """An mpi4py message [memory, count, datatype] that keeps its tensor alive while MPI works on it."""
 
     owner: torch.Tensor

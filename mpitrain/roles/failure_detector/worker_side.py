@@ -46,11 +46,12 @@ class Pulse:
             GivenUpError: the servers have gone on without this worker, and left.
         """
         if not self.every_s:
-            return (yield Recv())
+            message: tuple[int, Message] = yield Recv()
+            return message
         unanswered = dict.fromkeys(awaited, 0)
         self._hurry((yield Now()))
         while True:
-            arrived = yield Recv(self.every_s)
+            arrived: tuple[int, Message] | None = yield Recv(self.every_s)
             self._hurry((yield Now()))
             if arrived is None:
                 self._judge(unanswered)
@@ -61,7 +62,7 @@ class Pulse:
                 unanswered[arrived[0]] = 0
             else:
                 self._late = False
-                return tuple(arrived)
+                return arrived
 
     def _hurry(self, now_s: float) -> None:
         """Between two words of its own this worker must not be silent for long, or it may have been given up."""

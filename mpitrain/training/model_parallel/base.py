@@ -156,7 +156,7 @@ class SplitRun:
         batch = job.batch_size * self.num_shares
         while self.cursor < num_samples and not self._over and not (limited and self.step >= self.num_steps):
             cursor = self.cursor
-            count = min(batch, num_samples - cursor)
+            count: int = min(batch, num_samples - cursor)
             if count < self.num_shares or (count < batch and job.drop_last):
                 return count
             following = min(batch, num_samples - cursor - count)

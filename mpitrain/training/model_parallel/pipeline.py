@@ -165,7 +165,8 @@ class PipelineRun(SplitRun):
                 "pipeline: the loss returned (sum, weight), and a microbatch goes backward before the weight of the "
                 "others is known; return the mean over the batch, or take allreduce() or sharded()"
             )
-        return loss if self.weight == 1.0 else loss * self.weight
+        weighted: torch.Tensor = loss if self.weight == 1.0 else loss * self.weight
+        return weighted
 
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.module.parameters() if p.grad is not None]

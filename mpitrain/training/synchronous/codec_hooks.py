@@ -110,7 +110,8 @@ class CodecHook:
             done.value()  # raises what the collective raised
             return flat.copy_(small)
 
-        return work.get_future().then(back)
+        future: Future[Any] = work.get_future()
+        return future.then(back)
 
     def _count(self, num_bytes: int, began_s: float, is_last: bool, is_first: bool) -> None:
         self._cast_bytes = num_bytes + (0 if is_first else self._cast_bytes)

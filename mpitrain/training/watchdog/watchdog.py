@@ -61,7 +61,7 @@ class Watchdog:
     def __init__(self, runtime: Any, session: Any, timeout_s: float):
         self.runtime, self.session, self.timeout_s = runtime, session, timeout_s
         self.run_dir: Path = session.run_dir
-        self.metrics = self.run_dir / METRICS_FILE
+        self.metrics: Path = self.run_dir / METRICS_FILE
         self.look_s = min(LOOK_EVERY_S, timeout_s / 4)
         self._over = threading.Event()
         self._called_s = 0.0  # idle seconds at which the roll was last called
