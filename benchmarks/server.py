@@ -36,7 +36,8 @@ from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, Worker
-from mpitrain.strategies import Async, Roles
+from mpitrain.strategies import Async
+from mpitrain.strategies.placement import Roles
 
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402

@@ -33,7 +33,8 @@ from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, Worker
-from mpitrain.strategies import Async, Roles
+from mpitrain.strategies import Async
+from mpitrain.strategies.placement import Roles
 from mpitrain.training.synchronous.ddp import data_parallel
 
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level

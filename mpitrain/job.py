@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mpitrain.strategies
 from mpitrain import inject as injection
 from mpitrain.errors import UsageError
 from mpitrain.reporting.targets import LOSS, check_targets, option_text, read_option
-from mpitrain.strategies import AllReduce, Schedule, Strategy
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
+from mpitrain.strategies.schedules import Schedule
 from mpitrain.values import nearest, parse
 
 if TYPE_CHECKING:
@@ -332,8 +333,3 @@ def load_job(path: str) -> Job:
             "optimizer=..., data=...)`"
         )
     return job if job.name else dataclasses.replace(job, name=file.stem)
-
-
-assert (
-    mpitrain.strategies.AllReduce.name == "allreduce"
-)  # importing the rules registers every strategy before a text is parsed

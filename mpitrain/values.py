@@ -18,7 +18,8 @@ from typing import Any, ClassVar, TypeVar
 
 from mpitrain.errors import UsageError
 
-_registry: dict[str, type[Value]] = {}
+_registry: dict[tuple[str, str], type[Value]] = {}  # by kind and name
+_providers: list[Callable[[], None]] = []  # what is yet to be called before the first look-up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,22 +62,34 @@ def register(kind: str, name: str) -> Callable[[V], V]:
     """
 
     def enter(cls: V) -> V:
-        assert name not in _registry, f"{name} is registered twice"
+        assert (kind, name) not in _registry, f"the {kind} {name} is registered twice"
         cls.name, cls.kind = name, kind
-        _registry[name] = cls
+        _registry[kind, name] = cls
         return cls
 
     return enter
 
 
+def provide(load: Callable[[], None]) -> None:
+    """`load` registers values, and is called once, before the first look-up."""
+    _providers.append(load)
+
+
+def _registered() -> dict[tuple[str, str], type[Value]]:
+    while _providers:
+        _providers[0]()
+        _providers.pop(0)
+    return _registry
+
+
 def names(kind: str) -> list[str]:
     """Names registered for `kind`, sorted."""
-    return sorted(name for name, cls in _registry.items() if cls.kind == kind)
+    return sorted(name for of, name in _registered() if of == kind)
 
 
 def registered(kind: str) -> list[type[Value]]:
     """Classes registered for `kind`, by name."""
-    return [_registry[name] for name in names(kind)]
+    return [_registry[kind, name] for name in names(kind)]
 
 
 def nearest(word: str, choices: list[str]) -> str:
@@ -124,7 +137,7 @@ def _build(node: ast.expr, text: str, kind: str, field: dataclasses.Field[Any] |
     if isinstance(node, ast.Name) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         bare = isinstance(node, ast.Name)
         name = node.id if isinstance(node, ast.Name) else node.func.id  # type: ignore[attr-defined]
-        cls = _registry.get(name[:-1] if name[:-1] in _KEYWORDS else name)
+        cls = _find(kind, name[:-1] if name[:-1] in _KEYWORDS else name)
         if field is not None and (cls is None or not kind):
             raise UsageError(_not_for(field, kind, name, bare, text))
         if cls is None:
@@ -136,6 +149,12 @@ def _build(node: ast.expr, text: str, kind: str, field: dataclasses.Field[Any] |
         raise UsageError(
             f"cannot read {ast.unparse(node)!r} in {text!r}: arguments are literals or registered values"
         ) from error
+
+
+def _find(kind: str, name: str) -> type[Value] | None:
+    """The class of this name and kind, or else one of another kind, which is refused by its kind."""
+    known = _registered()
+    return known.get((kind, name)) or next((cls for (_, other), cls in known.items() if other == name), None)
 
 
 def _not_for(field: dataclasses.Field[Any], kind: str, name: str, bare: bool, text: str) -> str:

@@ -58,6 +58,7 @@ UNKNOWN = {"roles": {"mpi", "virtual", "model", "codecs", "data", "checkpoint"}}
 LIGHT = {
     *("__init__", "__main__", "cli", "errors", "system", "launch"),
     *("mpi.process_group.register", "mpi.process_group.backend"),
+    *("strategies.registry", "values"),
 }
 # Strategies and roles own neither a clock nor a thread nor a socket: the worlds do.
 WORLDLY = {

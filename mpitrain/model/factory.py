@@ -18,7 +18,8 @@ from mpitrain.model.push_codec import PushCoder
 from mpitrain.model.remote_steps import RemoteSteps
 from mpitrain.model.server_shard import ShardStore
 from mpitrain.model.step_hooks import check_step
-from mpitrain.strategies import Elastic, ServerStrategy
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.parameter_server.elastic import Elastic
 
 
 def flat_model(module: nn.Module, optimizer: Optimizer, strategy: ServerStrategy) -> FlatModel:

@@ -23,7 +23,8 @@ from mpitrain.model.buffers import Frame, FramePool
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.step_hooks import without_global_hooks
-from mpitrain.strategies import Schedule, ServerStrategy
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.schedules import Schedule
 
 
 class LocalSteps:

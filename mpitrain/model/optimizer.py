@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies import ServerStrategy
+from mpitrain.strategies.base import ServerStrategy
 
 ELEMENTWISE = (
     "SGD",

@@ -24,9 +24,10 @@ from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.loss import read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.worker_replica import Batch, Gradient, seed_step
-from mpitrain.strategies import Lease, Schedule
 from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.strategies.sampling.peer_partition import Turn
+from mpitrain.strategies.schedules import Schedule
 
 
 class PeerReplica:

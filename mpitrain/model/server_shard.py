@@ -26,7 +26,9 @@ from mpitrain.model.push_codec import PushDecoder
 from mpitrain.model.reply_codec import ReplyCoder
 from mpitrain.model.stale_correction import make_correction
 from mpitrain.model.step_hooks import without_global_hooks
-from mpitrain.strategies import Codec, Damping, Keep, Uncompressed
+from mpitrain.strategies.compression import Codec, Uncompressed
+from mpitrain.strategies.damping.base import Damping
+from mpitrain.strategies.damping.keep import Keep
 
 
 class ShardStore:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from mpitrain.strategies import Damping, DelayCompensated, GapAware
+from mpitrain.strategies.damping.base import Damping
+from mpitrain.strategies.damping.delay_compensated import DelayCompensated
+from mpitrain.strategies.damping.gap_aware import GapAware
 
 
 class Correction:

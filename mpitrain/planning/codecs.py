@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.planning.units import pays, size_text
-from mpitrain.strategies import Codec, ServerStrategy
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.compression import Codec
 
 
 def allreduced(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str]:

@@ -15,18 +15,13 @@ from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.planning.codecs import allreduced, message_sizes, pushed
 from mpitrain.planning.serverless import averaging, peers
 from mpitrain.planning.units import size_text
-from mpitrain.strategies import (
-    AllReduce,
-    Decentralized,
-    LocalSGD,
-    PerWorker,
-    Roles,
-    ServerStrategy,
-    Split,
-    Strategy,
-    allot,
-    assign,
-)
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.model_parallel.base import Split
+from mpitrain.strategies.parameter_server.batch_size import PerWorker
+from mpitrain.strategies.placement import Roles, allot, assign
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.job import Job, Overrides
-from mpitrain.strategies import Grid, Pipeline, Sharded, Split, TensorParallel
+from mpitrain.strategies.model_parallel.base import Split
+from mpitrain.strategies.model_parallel.mesh_layout import Grid
+from mpitrain.strategies.model_parallel.pipeline import Pipeline
+from mpitrain.strategies.model_parallel.sharded import Sharded
+from mpitrain.strategies.model_parallel.tensor import TensorParallel
 
 
 def describe_split(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.planning.units import pays, size_text
-from mpitrain.strategies import Decentralized, LocalSGD
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.local_sgd import LocalSGD
 
 
 def averaging(
@@ -17,7 +18,7 @@ def averaging(
 ) -> list[str]:
     """What periodic averaging sends, what it costs here, and where allreduce would have hidden it."""
     from mpitrain.planning.codec_cost import copying_s, try_codec
-    from mpitrain.strategies import BFloat16, Codec, EightBit, Float16
+    from mpitrain.strategies.compression import BFloat16, Codec, EightBit, Float16
 
     wide = {"full": num_bytes, "float16": 2 * numbers, "bfloat16": 2 * numbers, "int8": 65 * numbers / 64}
     share = 2 * (num_workers - 1) / num_workers

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from mpitrain.effects import Payload
-from mpitrain.strategies import Lease
+from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.strategies.sampling.peer_partition import Turn
 
 

@@ -21,7 +21,8 @@ from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.protocols import Gradient, Keeper, Replica, Report
 from mpitrain.roles.server.final_model import Deliver, stay
 from mpitrain.roles.server.user_checkpoints import Save, save
-from mpitrain.strategies import Lease, Roles
+from mpitrain.strategies.placement import Roles
+from mpitrain.strategies.sampling.dealer import Lease
 
 PREFETCH = 2  # batches to read ahead
 

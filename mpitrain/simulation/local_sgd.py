@@ -16,7 +16,7 @@ from mpitrain.roles.local_sgd_worker import LocalWorker
 from mpitrain.simulation.base import Rehearsal
 from mpitrain.simulation.replicas_in_one_process import LocalReplica, Table, modules_of
 from mpitrain.simulation.report import VirtualLog
-from mpitrain.strategies import LocalSGD
+from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Shares
 from mpitrain.training.measure import MODEL_FILE, build, make_measure, save_model
 from mpitrain.virtual import ComputeLaw, NetworkLaw

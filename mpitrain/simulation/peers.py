@@ -16,7 +16,7 @@ from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer
 from mpitrain.simulation.base import Rehearsal
-from mpitrain.strategies import Decentralized
+from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Shares
 from mpitrain.training.decentralized.run import summary
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, save_model

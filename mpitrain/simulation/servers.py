@@ -29,17 +29,13 @@ from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.local_sgd import simulate_averaging
 from mpitrain.simulation.peers import simulate_peers
 from mpitrain.simulation.report import VirtualLog
-from mpitrain.strategies import (
-    Dealer,
-    Decentralized,
-    LocalSGD,
-    PerWorker,
-    Roles,
-    ServerStrategy,
-    Strategy,
-    assign,
-    disagreement,
-)
+from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.parameter_server.batch_size import PerWorker
+from mpitrain.strategies.parameter_server.staleness import disagreement
+from mpitrain.strategies.placement import Roles, assign
+from mpitrain.strategies.sampling.dealer import Dealer
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
 from mpitrain.training.session import NOBODY_LEFT
 from mpitrain.training.validate import check_rehearsal

@@ -18,7 +18,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.compression import Codec, Uncompressed
-from mpitrain.strategies.damping import Damping, DelayCompensated, Keep
+from mpitrain.strategies.damping.base import Damping
+from mpitrain.strategies.damping.delay_compensated import DelayCompensated
+from mpitrain.strategies.damping.keep import Keep
 from mpitrain.strategies.parameter_server.batch_size import Batching, PerWorker
 from mpitrain.strategies.placement import PLACEMENTS
 from mpitrain.strategies.warmup import Warmup

@@ -9,15 +9,13 @@ from typing import Any
 
 from mpitrain.errors import AgreedError
 from mpitrain.job import Job, Overrides, load_job
-from mpitrain.strategies import (
-    AllReduce,
-    Decentralized,
-    LocalSGD,
-    Pipeline,
-    Sharded,
-    Strategy,
-    TensorParallel,
-)
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.model_parallel.pipeline import Pipeline
+from mpitrain.strategies.model_parallel.sharded import Sharded
+from mpitrain.strategies.model_parallel.tensor import TensorParallel
 
 __all__ = ["train", "train_command"]
 

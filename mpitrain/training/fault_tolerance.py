@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies import AllReduce, LocalSGD, ServerStrategy, Strategy
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.local_sgd import LocalSGD
 
 
 def survives(runtime: Any, strategy: Strategy) -> bool:

@@ -16,7 +16,9 @@ from torch import nn
 from mpitrain.data import Catalogue
 from mpitrain.data.format.manifest import Manifest
 from mpitrain.errors import DataError, UsageError
-from mpitrain.strategies import Codec, Decentralized, ServerStrategy, Strategy
+from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.compression import Codec
+from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training.fingerprint import fingerprint, options
 from mpitrain.values import parse
 

@@ -22,7 +22,9 @@ from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides
 from mpitrain.reporting.environment import code_versions, collect
 from mpitrain.reporting.report import NullReport, Report, explained, write_json, writing
 from mpitrain.reporting.targets import missed_targets
-from mpitrain.strategies import Roles, ServerStrategy, Strategy, assign, disagreement
+from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.parameter_server.staleness import disagreement
+from mpitrain.strategies.placement import Roles, assign
 from mpitrain.system import rank_status
 from mpitrain.system.launch_variables import launched_server_nodes
 from mpitrain.system.run_directory import RUN_FILE, Identity

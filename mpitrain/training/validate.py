@@ -8,7 +8,8 @@ from __future__ import annotations
 from mpitrain.errors import UsageError
 from mpitrain.inject import AtWorker, KillAtEnd, Nan, Torn, check_virtual, check_workers
 from mpitrain.job import Job, Overrides
-from mpitrain.strategies import ServerStrategy, Split
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.model_parallel.base import Split
 
 
 def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:

@@ -36,7 +36,7 @@ from mpitrain.training.synchronous.checkpoints import copied, own_part
 
 if TYPE_CHECKING:
     from mpitrain.roles import Save
-    from mpitrain.strategies import Strategy
+    from mpitrain.strategies.base import Strategy
 
 
 ROOM_S = 600.0  # how long the others wait for whoever makes room, once

@@ -17,7 +17,7 @@ from mpitrain.wrapping.checkpoints import Resumed, Saver, about_loop, lockstep_s
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpitrain.strategies import AllReduce
+    from mpitrain.strategies.allreduce import AllReduce
 
 
 def join_reduced(

@@ -18,7 +18,7 @@ from mpitrain.wrapping.delegating import DelegatingOptimizer
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpitrain.strategies import LocalSGD
+    from mpitrain.strategies.local_sgd import LocalSGD
     from mpitrain.training.local_sgd.averager import Averager
     from mpitrain.wrapping.checkpoints import Resumed, Saver
 

@@ -25,7 +25,11 @@ from mpitrain.errors import EXIT_ERROR, UsageError
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Save, SavingServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
-from mpitrain.strategies import AllReduce, Decentralized, LocalSGD, Roles, ServerStrategy, Strategy
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.placement import Roles
 
 if TYPE_CHECKING:
     from torch import nn

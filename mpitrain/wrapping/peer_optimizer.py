@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies import Decentralized
+from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
 if TYPE_CHECKING:

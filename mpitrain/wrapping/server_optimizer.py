@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from mpitrain.errors import NonFiniteError, UsageError
 from mpitrain.roles import Save
-from mpitrain.strategies import ServerStrategy
+from mpitrain.strategies.base import ServerStrategy
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies import allot, assign
+from mpitrain.strategies.placement import allot, assign
 
 
 @given(

@@ -3,7 +3,8 @@
 import pytest
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies import Bounded, Drop, Inverse, Push
+from mpitrain.strategies import Bounded, Drop, Inverse
+from mpitrain.strategies.base import Push
 from tests.strategies.test_rules import explore
 
 WORLDS = [(workers, 1, bound) for workers in (1, 2, 3, 4) for bound in (0, 1, 2, 3)]

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import CheckpointError
-from mpitrain.strategies import Dealer
-from mpitrain.strategies.sampling.dealer import share_out
+from mpitrain.strategies.sampling.dealer import Dealer, share_out
 
 SIZES = {"num_samples": st.integers(1, 60), "num_epochs": st.integers(1, 4), "batch_size": st.integers(1, 70)}
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.roles.server.leases import Deals
-from mpitrain.strategies import Async, Dealer, Judged, Lease, Sync
-from mpitrain.strategies.parameter_server.judged import in_all, in_any, torn
+from mpitrain.strategies import Async, Sync
+from mpitrain.strategies.parameter_server.judged import Judged, in_all, in_any, torn
+from mpitrain.strategies.sampling.dealer import Dealer, Lease
 
 SAMPLES, EPOCHS = 12, 3
 

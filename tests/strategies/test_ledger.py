@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies import Async, Ledger, Push, Verdict, assign
+from mpitrain.strategies import Async
+from mpitrain.strategies.base import Push, Verdict
+from mpitrain.strategies.parameter_server.staleness import Ledger
+from mpitrain.strategies.placement import assign
 
 EVENTS = st.lists(
     st.tuples(st.integers(0, 4), st.sampled_from(["push", "push", "push", "drop", "bad", "gather", "leave"])),

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
 from mpitrain.roles.server.leases import Deals
-from mpitrain.strategies import Dealer, Sync
-from mpitrain.strategies.sampling.dealer import share_out
+from mpitrain.strategies import Sync
+from mpitrain.strategies.sampling.dealer import Dealer, share_out
 from mpitrain.strategies.sampling.step_partition import Rounds
 
 SIZES = {

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies import Async, Backup, Drop, Inverse, Keep, Power, Push, SoftSync, StaleSync, Sync
+from mpitrain.strategies import Async, Backup, Drop, Inverse, Keep, Power, SoftSync, StaleSync, Sync
+from mpitrain.strategies.base import Push
 from mpitrain.values import registered
 from tests.virtual.course import COURSE, on_servers
 

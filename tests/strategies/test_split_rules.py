@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies import Pipeline, Sharded, TensorParallel, arrange
+from mpitrain.strategies import Pipeline, Sharded, TensorParallel
+from mpitrain.strategies.model_parallel.mesh_layout import arrange
 from mpitrain.values import parse
 
 

@@ -9,7 +9,8 @@ import torch
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Overrides
 from mpitrain.mpi.faults.level import why_no_heartbeat
-from mpitrain.strategies import AllReduce, Async, Decentralized, LocalSGD, Roles, Sync
+from mpitrain.strategies import AllReduce, Async, Decentralized, LocalSGD, Sync
+from mpitrain.strategies.placement import Roles
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.fault_tolerance import level, warning
 from mpitrain.training.fingerprint import fingerprint

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mpitrain import strategies
-from mpitrain.strategies import ServerStrategy
+from mpitrain.strategies.base import ServerStrategy
 
 # The obstacle course: every registered server strategy has at least one row, made for a number of workers.
 COURSE: dict[str, Callable[[int], ServerStrategy]] = {

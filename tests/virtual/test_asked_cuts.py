@@ -14,7 +14,9 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import Kill, Straggler
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Save, SavingServer, Worker
-from mpitrain.strategies import Elastic, Lease, assign
+from mpitrain.strategies import Elastic
+from mpitrain.strategies.placement import assign
+from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests.virtual.course import COURSE, on_servers
 from tests.virtual.worlds import NumberReplica, NumberStore, Shuffled, by_batch

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies import Backup, ServerStrategy, SoftSync, Warmup
+from mpitrain.strategies import Backup, SoftSync, Warmup
+from mpitrain.strategies.base import ServerStrategy
 from mpitrain.values import registered
 from mpitrain.virtual import Constant, Ideal, Link, LogNormal
 from tests.virtual.course import COURSE, on_servers

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from mpitrain.effects import Break, Send, Sleep
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
-from mpitrain.strategies import Dealer, Elastic, assign
+from mpitrain.strategies import Elastic
+from mpitrain.strategies.placement import assign
+from mpitrain.strategies.sampling.dealer import Dealer
 from mpitrain.virtual import Constant, VirtualWorld
 from tests.virtual.course import COURSE, on_servers
 from tests.virtual.worlds import NumberReplica, NumberStore, Shuffled, by_batch

@@ -7,7 +7,7 @@ from mpitrain.effects import Kind, Message, Now, Recv
 from mpitrain.errors import WireError
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
-from mpitrain.strategies import assign
+from mpitrain.strategies.placement import assign
 from tests.virtual.worlds import Desk, NumberStore
 
 ROLES = assign((0, 0), 1)

@@ -14,7 +14,8 @@ from mpitrain.model.push_codec import fields_of
 from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
-from mpitrain.strategies import Dealer, assign
+from mpitrain.strategies.placement import assign
+from mpitrain.strategies.sampling.dealer import Dealer
 from mpitrain.training.measure import build
 from mpitrain.values import parse
 from mpitrain.virtual import Ideal, ShiftedExponential, VirtualWorld

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.roles.server.resharding import judged_by, recut
-from mpitrain.strategies import Dealer, Judged
+from mpitrain.strategies.parameter_server.judged import Judged
+from mpitrain.strategies.sampling.dealer import Dealer
 
 NUMBERS, SAMPLES = 12, 8  # of the model, and of one epoch
 

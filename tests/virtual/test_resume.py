@@ -8,7 +8,9 @@ from mpitrain.effects import Compute, Send
 from mpitrain.model import FlatModel, Replica, ShardStore
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, Worker
-from mpitrain.strategies import Async, Dealer, assign
+from mpitrain.strategies import Async
+from mpitrain.strategies.placement import assign
+from mpitrain.strategies.sampling.dealer import Dealer
 from mpitrain.training.measure import build
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests import toy

@@ -12,7 +12,8 @@ from mpitrain.errors import UsageError
 from mpitrain.model import Replica, flat_model, local_steps, remote_steps, shard_store
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer, Worker
-from mpitrain.strategies import Dealer, assign
+from mpitrain.strategies.placement import assign
+from mpitrain.strategies.sampling.dealer import Dealer
 from mpitrain.training.measure import build
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests import toy

@@ -19,7 +19,10 @@ from mpitrain.inject import Injection, Pause, Slow, Straggler
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, TolerantServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
-from mpitrain.strategies import Dealer, Elastic, Lease, ServerStrategy, assign
+from mpitrain.strategies import Elastic
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.placement import assign
+from mpitrain.strategies.sampling.dealer import Dealer, Lease
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
 

@@ -13,8 +13,9 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mpitrain.strategies import Dealer, Lease, PerWorker, ServerStrategy
-from mpitrain.strategies.sampling.dealer import check_batch_size
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.parameter_server.batch_size import PerWorker
+from mpitrain.strategies.sampling.dealer import Dealer, Lease, check_batch_size
 
 NOBODY = -1
 LEASES_AHEAD = 1  # to read while computing on another; one more for every push that may be in flight

@@ -29,8 +29,11 @@ from mpitrain.roles.server.checkpoint_schedule import Cuts
 from mpitrain.roles.server.gathering import Gathering
 from mpitrain.roles.server.leases import Deals
 from mpitrain.roles.server.resharding import judged_by
-from mpitrain.strategies import Dealer, Judged, Lease, Ledger, Push, Schedule, ServerStrategy, Verdict
-from mpitrain.strategies.parameter_server.judged import in_any
+from mpitrain.strategies.base import Push, ServerStrategy, Verdict
+from mpitrain.strategies.parameter_server.judged import Judged, in_any
+from mpitrain.strategies.parameter_server.staleness import Ledger
+from mpitrain.strategies.sampling.dealer import Dealer, Lease
+from mpitrain.strategies.schedules import Schedule
 
 Steps = Generator[Effect, Any, None]
 CONFIRMING = (

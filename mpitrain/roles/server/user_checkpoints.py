@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpitrain.effects import Compute, Effect, Kind, Message, Send
 from mpitrain.errors import UsageError
 from mpitrain.roles.server.fault_tolerant import TolerantServer
-from mpitrain.strategies import Verdict
+from mpitrain.strategies.base import Verdict
 
 if TYPE_CHECKING:
     from mpitrain.roles.worker import Worker

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Push, ServerStrategy, Verdict
-from mpitrain.strategies.damping import Keep
+from mpitrain.strategies.damping.keep import Keep
 from mpitrain.values import register
 
 

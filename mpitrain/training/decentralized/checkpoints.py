@@ -17,7 +17,7 @@ from mpitrain.model.codec_registry import merge_states
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_checkpoints import PeerCuts
-from mpitrain.strategies import Decentralized
+from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training import signals
 from mpitrain.training.resume import Resume, check, make_keeper, read_own_part
 from mpitrain.training.resume_options import same_codec

@@ -14,7 +14,7 @@ from mpitrain.effects import Kind
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
-from mpitrain.strategies import Decentralized
+from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, Shares
 from mpitrain.training.decentralized.checkpoints import check_cuts, make_cuts, restore
 from mpitrain.training.measure import (

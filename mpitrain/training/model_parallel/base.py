@@ -22,7 +22,8 @@ from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.reporting.targets import check_targets
-from mpitrain.strategies import Grid, Split
+from mpitrain.strategies.model_parallel.base import Split
+from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
 from mpitrain.training.model_parallel.state_shards import put_back, take

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.model.loss import Tally, read_loss
 from mpitrain.reporting.targets import LOSS
-from mpitrain.strategies import Grid
+from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.model_parallel.base import Batch, SplitRun
 from mpitrain.training.model_parallel.state_shards import local, whole_tensor
 from mpitrain.training.model_parallel.whole_matrices import check_muon, whole_matrices

@@ -24,7 +24,8 @@ from mpitrain.model.pipeline_stages import Stage, keep_only, split_stages
 from mpitrain.model.step_hooks import check_whole
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.reporting.targets import LOSS
-from mpitrain.strategies import Grid, Pipeline
+from mpitrain.strategies.model_parallel.mesh_layout import Grid
+from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.training.measure import build, pick_device, share_module
 from mpitrain.training.model_parallel.base import Batch, SplitRun, compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.loss_proxy import model_inputs, with_output

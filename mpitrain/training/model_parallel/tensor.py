@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group.process_group import default_group
-from mpitrain.strategies import Grid
+from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.mesh import MeshRun

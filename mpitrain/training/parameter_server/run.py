@@ -35,7 +35,8 @@ from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import recut
-from mpitrain.strategies import Dealer, ServerStrategy
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.sampling.dealer import Dealer
 from mpitrain.training.measure import (
     Meter,
     build,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.checkpoint import Keeper
-from mpitrain.strategies import Grid
+from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training import signals
 from mpitrain.training.resume import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mpitrain.strategies import AllReduce, Codec, Uncompressed
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.compression import Codec, Uncompressed
 from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec
 
 

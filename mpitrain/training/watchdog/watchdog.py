@@ -27,7 +27,8 @@ from typing import Any
 from mpitrain.checkpoint import newest
 from mpitrain.errors import CheckpointError, MpitrainError
 from mpitrain.reporting.report import METRICS_FILE
-from mpitrain.strategies import Roles, ServerStrategy, Strategy
+from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.placement import Roles
 from mpitrain.system.folders import make_private
 from mpitrain.system.processes import place, send_signal
 from mpitrain.training.watchdog.alarm_files import Alarm

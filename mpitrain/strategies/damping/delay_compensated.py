@@ -1,0 +1,28 @@
+"""The damping `delay_compensated`: a first-order correction of the gradient itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpitrain.errors import UsageError
+from mpitrain.strategies.damping.base import Damping
+from mpitrain.values import register
+
+
+@register("damping", "delay_compensated")
+@dataclass(frozen=True, repr=False)
+class DelayCompensated(Damping):
+    """A gradient is corrected by the first Taylor term: g <- g + lam * g * g * (w_now - w_read), elementwise.
+
+    DC-ASGD, Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017. The server
+    keeps, for every worker, the version that it read. `lam` = 0 or tau = 0 is plain async.
+    """
+
+    corrects: ClassVar[bool] = True
+
+    lam: float = 0.04
+
+    def check(self) -> None:
+        if not 0 <= self.lam < float("inf"):
+            raise UsageError(f"delay_compensated: lam must be finite and not negative, got {self.lam}")

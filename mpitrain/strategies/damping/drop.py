@@ -1,0 +1,24 @@
+"""The damping `drop`: gradients beyond a staleness do not count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpitrain.errors import UsageError
+from mpitrain.strategies.damping.base import Damping
+from mpitrain.values import register
+
+
+@register("damping", "drop")
+@dataclass(frozen=True, repr=False)
+class Drop(Damping):
+    """A gradient staler than `limit` is dropped and counted: c(tau) = 1 if tau <= limit else 0."""
+
+    limit: int = 10
+
+    def check(self) -> None:
+        if self.limit < 0:
+            raise UsageError(f"drop: limit must not be negative, got {self.limit}")
+
+    def weight(self, staleness: int) -> float:
+        return 1.0 if staleness <= self.limit else 0.0

@@ -1,0 +1,30 @@
+"""The damping `power`: a power of the staleness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpitrain.errors import UsageError
+from mpitrain.strategies.damping.base import Damping
+from mpitrain.values import register
+
+
+@register("damping", "power")
+@dataclass(frozen=True, repr=False)
+class Power(Damping):
+    """A gradient counts by a power of its staleness: c(tau) = (1 + tau)^-exponent.
+
+    An exponent of 1 is 1/(tau + 1); 0.5 is the root that asynchronous federated methods use.
+    """
+
+    scales: ClassVar[bool] = True
+
+    exponent: float = 0.5
+
+    def check(self) -> None:
+        if not 0 <= self.exponent < float("inf"):
+            raise UsageError(f"power: exponent must be finite and not negative, got {self.exponent}")
+
+    def weight(self, staleness: int) -> float:
+        return float((1.0 + staleness) ** -self.exponent)
