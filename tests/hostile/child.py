@@ -101,7 +101,7 @@ def main() -> None:
     import pyarrow.parquet
     import torch
 
-    from mpitrain.cli import main as command
+    from mpitrain.cli.main import main as command
 
     torch.set_num_threads(1)
     pyarrow.set_cpu_count(1)

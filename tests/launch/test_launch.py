@@ -424,7 +424,7 @@ def test_dry_run_prints_a_line_one_can_type(tmp_path: Path, have_mpi: None) -> N
 def test_a_folder_of_our_name_is_not_taken_for_us(tmp_path: Path, have_mpi: None) -> None:
     (tmp_path / "mpitrain").mkdir()
     (tmp_path / "mpitrain" / "__init__.py").write_text("raise SystemExit('the wrong package')")
-    code = "import sys; from mpitrain.cli import main; sys.exit(main(['launch', '-n', '1', 'env']))"
+    code = "import sys; from mpitrain.cli.main import main; sys.exit(main(['launch', '-n', '1', 'env']))"
     run = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

@@ -14,7 +14,7 @@ PROGRAM = """
 from pathlib import Path
 import torch
 import mpitrain as mt
-from mpitrain import wrapping
+from mpitrain.wrapping import loop
 from mpitrain.mpi.process_group.process_group import leave_default_group
 from mpitrain.mpi.runtime import start
 from mpitrain.values import parse
@@ -34,7 +34,7 @@ def still(parameters):
 def train(name, text, optimizer, saves, resume=None, last=12):
     torch.manual_seed(3)
     inner = model = normed()
-    wrapping._wrapped = None
+    loop._wrapped = None
     made = (globals().get(optimizer) or getattr(toy, optimizer))(model.parameters())
     model, optimizer = mt.wrap(model, made, parse(text, "strategy"), resume and "{path}/" + resume)
     begun = mt.resumed()
