@@ -36,7 +36,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
-from mpitrain.model.codec_registry import is_reduced
 from mpitrain.training.synchronous.codec_hooks import attach_codec
 from mpitrain.training.synchronous.ddp import data_parallel
 
@@ -110,7 +109,7 @@ def measure(options, groups):
 
 def received(way, message, num_ranks):
     """Bytes off a rank's link in a step, by the cheapest algorithm that is used."""
-    averaged = way not in CODECS or is_reduced(CODECS[way])
+    averaged = way not in CODECS or CODECS[way].averages
     return message * (2 * (num_ranks - 1) / num_ranks if averaged else num_ranks - 1)
 
 

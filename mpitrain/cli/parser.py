@@ -36,7 +36,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """`ArgumentParser` that takes no abbreviations and answers a wrong word with the nearest right one.
 
-    Abbreviations are refused because `--epoch` would work today and become ambiguous with the next option.
+    Abbreviations are refused because `--epoch` would work today and become ambiguous with the next option. An `epilog`
+    may be a function, which is called when the help is printed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,6 +45,12 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)  # the innermost parser wins: the one that knows the options meant
+
+    def format_help(self) -> str:
+        """The help, the epilog made now if it is a function."""
+        if callable(self.epilog):
+            self.epilog = self.epilog()
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Print the message and where the help is, and exit with the usage code."""

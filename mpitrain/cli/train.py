@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import textwrap
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.parser import natural, positive, rate
 from mpitrain.system.launch_variables import launched_nodes, launched_rank, launched_size
+
+if TYPE_CHECKING:
+    from mpitrain.strategies.registry import Row
 
 _DESCRIPTION = """\
 Train a job. Run it under mpirun, srun or `mpitrain launch`; every rank gets the
 same command line. Options replace what the job file says."""
 
-_EPILOG = """\
-strategies:
-  allreduce()          synchronous: torch's DDP over MPI (the default)
-  localsgd(period=16)  workers step alone and average every 16 steps
-  decentralized()      peers apply each other's updates; topology="ring" mixes
-                       parameters with neighbours, asynchronous=True never waits
-  sync()               allreduce through a parameter server
-  backup(spare=1)      a server that does not wait for the slowest
-  async(servers=1)     a server that applies each gradient on arrival
-  softsync(updates=2)  a server that applies the mean of any two
-  ssp(bound=3)         async, nobody more than 3 ahead of the slowest
-  bounded(staleness=3) async, no gradient ever more than 3 versions old
-  elastic(push_every=10)  workers on their own parameters, tied to a centre
-  server strategies take servers=N, warmup=warmup(1, epochs=2) and damping= one
-  of inverse(), drop(limit=9), power(0.5), delay_compensated(0.04), gap_aware();
-  optimizer="worker", push_every=, pull_every=, inflight=2, placement=, and
-  batching= one of per_worker(), per_round(), by_speed()
-  allreduce and decentralized take codec= one of float16(), bfloat16(),
-  eightbit(), onebit(), threshold(density=1e-3), topk(density=1e-3),
-  powersgd(rank=2), qsgd(levels=7); servers take them as push_wire= and
-  reply_wire=
-  pipeline(stages=2)   the layers split over ranks, in pipelines side by side
-  tensor(parallel=2)   the layers sliced as the job's tensor_plan says
-  sharded()            parameters and optimizer state shared out (torch's FSDP2)
-
+_EXAMPLES = """\
 examples:
   mpitrain launch -n 4 train jobs/digits.py
   mpirun -n 5 mpitrain train jobs/digits.py --strategy "async(servers=2)"
@@ -46,11 +26,62 @@ examples:
 The run directory gets metrics.jsonl, env.json, result.json and the model
 (model.safetensors); the last line on stdout is the figure of merit."""
 
+# Where each kind of value stands.
+_HEADINGS = {
+    "strategy": 'strategies, as in --strategy "ssp(bound=3)"',
+    "damping": "dampings, for damping= of a server strategy",
+    "codec": "codecs, for codec= of allreduce and decentralized, push_wire= and reply_wire= of a server strategy",
+    "warmup": "warm-up, for warmup= of a server strategy and of decentralized",
+    "batching": "batch sizes, for batching= of a server strategy",
+    "outer": "outer optimizers, for outer= of localsgd",
+    "schedule": 'learning-rate schedules, as in --schedule "gradual(epochs=5)"',
+}
+
+
+def _epilog() -> str:
+    """All that strategy and schedule texts can hold, from the table in `strategies/registry.py`, and examples."""
+    from mpitrain.strategies.registry import rows
+
+    table, lines = rows(), []
+    kinds = dict.fromkeys([*_HEADINGS, *(row.kind for row in table)])
+    for kind in kinds:
+        lines += [
+            *_wrapped(f"{_HEADINGS.get(kind, kind)}:", ""),
+            *_listed([row for row in table if row.kind == kind]),
+            "",
+        ]
+    return "\n".join(lines) + "\n" + _EXAMPLES
+
+
+def _listed(table: list[Row]) -> list[str]:
+    """Each value with its arguments and what it does; arguments that several share follow in one place."""
+    lines: list[str] = []
+    shared: dict[str, list[str]] = {}
+    for row in table:
+        lines += [*_wrapped(row.signature, "  "), *_wrapped(row.summary, "      ")]
+        if row.inherited:
+            shared.setdefault(row.inherited, []).append(row.name)
+    for arguments, names in shared.items():
+        lines += _wrapped(f"{', '.join(names)} also take{'s' * (len(names) == 1)} {arguments}", "  ")
+    return lines
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """`text` on lines of 80 columns, the first indented so; a heading and a signature go on two columns deeper."""
+    return textwrap.wrap(
+        text,
+        80,
+        initial_indent=indent,
+        subsequent_indent=indent if len(indent) == 6 else indent + "  ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
 
 def add_parser(commands: Any) -> None:
     """Add `train` to the command's subparsers."""
     parser = commands.add_parser(
-        "train", help="train a job (on every rank)", description=_DESCRIPTION, epilog=_EPILOG
+        "train", help="train a job (on every rank)", description=_DESCRIPTION, epilog=_epilog
     )
     add_job_options(parser)
     run = parser.add_argument_group("ways to run")

@@ -6,43 +6,23 @@ Invariants: a codec's fields are its encoder's arguments; nothing is translated.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from mpitrain.codecs import (
-    BFloat16Encoder,
-    EightBitEncoder,
-    Encoder,
-    Field,
-    Float16Encoder,
-    Layout,
-    OneBitEncoder,
-    PowerSgdEncoder,
-    QsgdEncoder,
-    ThresholdEncoder,
-    TopKEncoder,
-)
+from mpitrain.codecs import Encoder, Field, Layout
 from mpitrain.errors import UsageError
 from mpitrain.strategies.compression import Codec
-
-ENCODERS: dict[str, type[Encoder]] = {
-    "float16": Float16Encoder,
-    "bfloat16": BFloat16Encoder,
-    "eightbit": EightBitEncoder,
-    "threshold": ThresholdEncoder,
-    "topk": TopKEncoder,
-    "onebit": OneBitEncoder,
-    "powersgd": PowerSgdEncoder,
-    "qsgd": QsgdEncoder,
-}
 
 
 def make_encoder(codec: Codec, num_workers: int = 1, worker: int = 0, seed: int = 0) -> Encoder:
     """An encoder for one stream of messages of one of `num_workers` workers. `none` has no encoder."""
     options = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}
-    return ENCODERS[codec.name](**options, num_workers=num_workers, worker=worker, seed=seed)
+    module, _, name = codec.encoder.partition(".")
+    encoder: type[Encoder] = getattr(importlib.import_module(f"mpitrain.codecs.{module}"), name)
+    return encoder(**options, num_workers=num_workers, worker=worker, seed=seed)
 
 
 def merge_states(first: dict[str, Any], states: Sequence[dict[str, Any]], factor: float) -> dict[str, Any]:
@@ -66,11 +46,6 @@ def make_layout_of(entries: Iterable[tuple[str, Sequence[int]]]) -> Layout:
         fields.append(Field(name, tuple(shape), start))
         start += fields[-1].numel
     return tuple(fields)
-
-
-def is_reduced(codec: Codec) -> bool:
-    """Whether data-parallel ranks average what this codec makes; messages of the others are handed to all."""
-    return codec.name in ("none", "float16", "bfloat16", "powersgd")
 
 
 def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:

@@ -17,12 +17,11 @@ def allreduced(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str]
     """A codec on the allreduce of `num` ranks."""
     if codec.is_none:
         return []
-    from mpitrain.model.codec_registry import is_reduced
     from mpitrain.planning.codec_cost import try_codec
 
     cost = try_codec(codec, module)
     full = 2 * (num - 1) / num * num_bytes
-    if is_reduced(codec):
+    if codec.averages:
         takes, decodes = 2 * (num - 1) / num * cost.message_bytes, 1
         travels = f"averaged: at least {size_text(takes)} sent per rank"
     else:

@@ -16,8 +16,9 @@ from mpitrain.values import register
 @register("strategy", "allreduce")
 @dataclass(frozen=True, repr=False)
 class AllReduce(Strategy):
-    """Every rank is a worker; gradients are averaged in buckets while backward still runs (Li et al.,
-    "PyTorch Distributed", VLDB 2020).
+    """Every rank is a worker; gradients are averaged by torch's DDP over MPI, while backward still runs.
+
+    Li et al., "PyTorch Distributed", VLDB 2020.
 
     Args:
         codec: what travels in place of the gradients.

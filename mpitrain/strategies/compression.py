@@ -8,6 +8,7 @@ float16, bfloat16 and qsgd, which keep nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.values import Value, nearest, register
@@ -18,7 +19,17 @@ ROUNDINGS = ("eighth", "power_of_two", "none")
 
 @dataclass(frozen=True, repr=False)
 class Codec(Value):
-    """Base of the codecs."""
+    """Base of the codecs.
+
+    encoder: the module below `mpitrain/codecs/` and the class in it that makes the messages; averages: whether
+    data-parallel ranks average what it makes, in place of handing every message to all; sends_all: whether every number
+    travels, if rounded; has_residual: whether what was not sent is kept for the next message.
+    """
+
+    encoder: ClassVar[str] = ""
+    averages: ClassVar[bool] = False
+    sends_all: ClassVar[bool] = False
+    has_residual: ClassVar[bool] = False
 
     def check(self) -> None:
         """Fields that several codecs have, where they are there."""
@@ -44,6 +55,9 @@ class Codec(Value):
 class Uncompressed(Codec):
     """Numbers travel as they are."""
 
+    averages: ClassVar[bool] = True
+    sends_all: ClassVar[bool] = True
+
     @property
     def is_none(self) -> bool:
         return True
@@ -54,11 +68,19 @@ class Uncompressed(Codec):
 class Float16(Codec):
     """Half the bytes; 10 bits of fraction, infinite above 65504. Sums are taken in float32 over MPI."""
 
+    encoder: ClassVar[str] = "floats.Float16Encoder"
+    averages: ClassVar[bool] = True
+    sends_all: ClassVar[bool] = True
+
 
 @register("codec", "bfloat16")
 @dataclass(frozen=True, repr=False)
 class BFloat16(Codec):
     """Half the bytes; 7 bits of fraction, the range of float32. Sums are taken in float32 over MPI."""
+
+    encoder: ClassVar[str] = "floats.BFloat16Encoder"
+    averages: ClassVar[bool] = True
+    sends_all: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,6 +94,8 @@ class Feedback(Codec):
             (Lin et al. 2018). 0 is off.
     """
 
+    has_residual: ClassVar[bool] = True
+
     dense_below: int = 1024
     warmup_steps: int = 0
     clip: float = 0.0
@@ -80,14 +104,21 @@ class Feedback(Codec):
 @register("codec", "eightbit")
 @dataclass(frozen=True, repr=False)
 class EightBit(Feedback):
-    """A quarter of the bytes: int8 with a float32 scale for 256 numbers (Dettmers et al., ICLR 2022)."""
+    """A quarter of the bytes: int8 with a float32 scale for 256 numbers.
+
+    Dettmers et al., ICLR 2022.
+    """
+
+    encoder: ClassVar[str] = "eightbit.EightBitEncoder"
+    sends_all: ClassVar[bool] = True
 
 
 @register("codec", "threshold")
 @dataclass(frozen=True, repr=False)
 class Threshold(Feedback):
-    """+tau or -tau where the residual has reached tau (Strom, Interspeech 2015); 12.5 bits for each number sent at
-    a density of 1e-3, 2500 times fewer bytes.
+    """+tau or -tau where the residual has reached tau: 2500 times fewer bytes at a density of 1e-3.
+
+    Strom, Interspeech 2015; 12.5 bits for each number sent.
 
     Args:
         density: share of the numbers to send, which tau is steered to.
@@ -98,6 +129,8 @@ class Threshold(Feedback):
             residual exact; powers of two let the density swing.
         coding: of the indices: "auto" (the smallest, a bitmap above 1/16), "raw", "bitmap", "elias_fano", "rice".
     """
+
+    encoder: ClassVar[str] = "threshold.ThresholdEncoder"
 
     density: float = 1e-3
     tau: float = 0.0
@@ -119,7 +152,9 @@ class Threshold(Feedback):
 @register("codec", "topk")
 @dataclass(frozen=True, repr=False)
 class TopK(Feedback):
-    """The largest numbers of each parameter by a sampled threshold (Lin et al., Deep Gradient Compression, ICLR 2018).
+    """The largest numbers of each parameter, by a sampled threshold.
+
+    Lin et al., "Deep Gradient Compression", ICLR 2018.
 
     Args:
         density: share of each parameter's numbers to send.
@@ -129,6 +164,8 @@ class TopK(Feedback):
         values: "float32" or "float16" on the wire.
         coding: of the indices, as in `threshold`.
     """
+
+    encoder: ClassVar[str] = "topk.TopKEncoder"
 
     density: float = 1e-3
     momentum: float = 0.0
@@ -149,15 +186,24 @@ class TopK(Feedback):
 @register("codec", "onebit")
 @dataclass(frozen=True, repr=False)
 class OneBit(Feedback):
-    """Signs, and two means for what flows into each output: 32 times fewer bytes (Seide et al., Interspeech 2014)."""
+    """Signs, and two means for what flows into each output: 32 times fewer bytes.
+
+    Seide et al., Interspeech 2014.
+    """
+
+    encoder: ClassVar[str] = "onebit.OneBitEncoder"
 
 
 @register("codec", "powersgd")
 @dataclass(frozen=True, repr=False)
 class PowerSGD(Feedback):
-    """Each n x m matrix as rank (n + m) numbers (Vogels et al., NeurIPS 2019); needs no decoding of N messages, as
-    the two thin matrices are averaged themselves.
+    """Each n x m matrix travels as rank (n + m) numbers.
+
+    Vogels et al., NeurIPS 2019. The two thin matrices are averaged themselves, so nothing decodes N messages.
     """
+
+    encoder: ClassVar[str] = "powersgd.PowerSgdEncoder"
+    averages: ClassVar[bool] = True
 
     rank: int = 2
 
@@ -170,9 +216,13 @@ class PowerSGD(Feedback):
 @register("codec", "qsgd")
 @dataclass(frozen=True, repr=False)
 class QSGD(Feedback):
-    """Unbiased stochastic levels -s..s of the largest of 512 numbers, 4 bits a number for s = 7 (Alistarh et al.,
-    NeurIPS 2017).
+    """Unbiased stochastic levels -s..s of the largest of 512 numbers: 4 bits a number for s = 7.
+
+    Alistarh et al., NeurIPS 2017.
     """
+
+    encoder: ClassVar[str] = "qsgd.QsgdEncoder"
+    has_residual: ClassVar[bool] = False
 
     levels: int = 7
 

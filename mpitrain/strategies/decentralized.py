@@ -23,14 +23,13 @@ from mpitrain.strategies.warmup import Warmup
 from mpitrain.values import register
 
 # ChocoSGD's gamma where none is given: numbers that all arrive, if rounded, let peers move the whole way
-ROUNDING = ("none", "float16", "bfloat16", "eightbit")
 SPARSE_GAMMA = 0.1
 
 
 @register("strategy", "decentralized")
 @dataclass(frozen=True, repr=False)
 class Decentralized(Strategy):
-    """Every rank is a peer.
+    """Every rank is a peer: all apply each other's updates, or each mixes its parameters with its neighbours'.
 
     Args:
         topology: "full", "ring", "torus" or "exponential" (`strategies/topology.py`).
@@ -85,7 +84,7 @@ class Decentralized(Strategy):
     @property
     def mixing_rate(self) -> float:
         """gamma in force."""
-        return self.gamma or (1.0 if self.codec.name in ROUNDING else SPARSE_GAMMA)
+        return self.gamma or (1.0 if self.codec.sends_all else SPARSE_GAMMA)
 
     def _at(self, step: int) -> int | None:
         return None if self.is_static else step

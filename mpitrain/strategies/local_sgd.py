@@ -30,14 +30,16 @@ class Outer(Value):
 @register("outer", "average")
 @dataclass(frozen=True, repr=False)
 class Average(Outer):
-    """x = x0 - d, the mean itself."""
+    """The mean itself: x = x0 - d."""
 
 
 @register("outer", "slowmo")
 @dataclass(frozen=True, repr=False)
 class SlowMo(Outer):
-    """u = beta u + d / eta;  x = x0 - rate eta u, eta the workers' learning rate (Wang et al., "SlowMo: Improving
-    Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020). beta=0 and rate=1 is local SGD.
+    """A slow momentum: u = beta u + d / eta; x = x0 - rate eta u, eta the workers' learning rate.
+
+    Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020. beta=0 and
+    rate=1 is local SGD.
     """
 
     beta: float = 0.5
@@ -53,8 +55,9 @@ class SlowMo(Outer):
 @register("outer", "diloco")
 @dataclass(frozen=True, repr=False)
 class DiLoCo(Outer):
-    """v = momentum v + d;  x = x0 - rate (d + momentum v): Nesterov on the averaged difference (Douillard et al.,
-    "DiLoCo", 2023, with AdamW on the workers and periods of hundreds of steps).
+    """Nesterov's momentum on the averaged difference: v = momentum v + d; x = x0 - rate (d + momentum v).
+
+    Douillard et al., "DiLoCo", 2023, with AdamW on the workers and periods of hundreds of steps.
     """
 
     rate: float = 0.7

@@ -30,7 +30,7 @@ class Schedule(Value):
 @register("schedule", "constant_rate")
 @dataclass(frozen=True, repr=False)
 class ConstantRate(Schedule):
-    """The job's own rate, always: factor 1."""
+    """The job's own rate, always: the factor is 1."""
 
     def factor(self, epochs: float, num_workers: int) -> float:
         return 1.0
@@ -39,8 +39,9 @@ class ConstantRate(Schedule):
 @register("schedule", "cosine")
 @dataclass(frozen=True, repr=False)
 class Cosine(Schedule):
-    """From 1 to `floor` along half a cosine over `epochs` epochs (Loshchilov and Hutter, SGDR, ICLR 2017,
-    without restarts).
+    """From 1 to `floor` along half a cosine over `epochs` epochs.
+
+    Loshchilov and Hutter, "SGDR", ICLR 2017, without restarts.
     """
 
     epochs: float = 90.0
@@ -59,7 +60,7 @@ class Cosine(Schedule):
 @register("schedule", "decay")
 @dataclass(frozen=True, repr=False)
 class Decay(Schedule):
-    """`by` to the number of full `every` epochs: the staircase."""
+    """A staircase: the rate is multiplied by `by` every `every` epochs."""
 
     every: float = 30.0
     by: float = 0.1
@@ -75,8 +76,9 @@ class Decay(Schedule):
 @register("schedule", "gradual")
 @dataclass(frozen=True, repr=False)
 class Gradual(Schedule):
-    """From 1 to k, linearly over the first `epochs` epochs, then k times `then` (Goyal et al., "Accurate,
-    Large Minibatch SGD", 2017).
+    """From 1 to k, linearly over the first `epochs` epochs, then k times `then`.
+
+    Goyal et al., "Accurate, Large Minibatch SGD", 2017.
 
     Args:
         epochs: length of the ramp.

@@ -186,4 +186,4 @@ def same_codec(about: dict[str, Any], now: Strategy, key: str) -> bool:
 def keeps_back(strategy: Strategy, codec: Codec) -> bool:
     """Whether something is lost with the state of this codec: a residual. Peers that mix parameters keep none."""
     mixes = isinstance(strategy, Decentralized) and strategy.mixes
-    return not mixes and codec.name not in ("none", "float16", "bfloat16", "qsgd")
+    return not mixes and codec.has_residual

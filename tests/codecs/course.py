@@ -7,6 +7,7 @@ import torch
 from mpitrain import strategies
 from mpitrain.codecs import Part, whole, write_message
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
+from mpitrain.strategies.compression import Codec
 
 # A matrix, a bias that is small, two matrices that are neighbours, and a large vector.
 ENTRIES = [
@@ -26,7 +27,7 @@ class Entry:
     coded number (sparse: for each that was sent).
     """
 
-    codec: strategies.Codec
+    codec: Codec
     exact: bool
     bits: float
     sparse: bool = False

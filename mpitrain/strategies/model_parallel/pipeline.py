@@ -24,7 +24,7 @@ TOGETHER = ("replicas", "stages")
 @register("strategy", "pipeline")
 @dataclass(frozen=True, repr=False)
 class Pipeline(Split):
-    """Pipelines of `stages` ranks; the remaining ranks are further pipelines, whose gradients are averaged.
+    """The layers are split over `stages` ranks; the other ranks are further pipelines, and gradients are averaged.
 
     Args:
         stages: ranks of one pipeline, K.

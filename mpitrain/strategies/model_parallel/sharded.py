@@ -20,7 +20,7 @@ from mpitrain.values import register
 @register("strategy", "sharded")
 @dataclass(frozen=True, repr=False)
 class Sharded(Split):
-    """torch's FSDP2 over all ranks.
+    """Parameters, gradients and optimizer state are shared out over all ranks (torch's FSDP2).
 
     Args:
         replicas: whole copies of the model; each is shared out over 1/replicas of the ranks.

@@ -18,8 +18,9 @@ from mpitrain.values import register
 @register("strategy", "tensor")
 @dataclass(frozen=True, repr=False)
 class TensorParallel(Split):
-    """Models over `parallel` ranks each, sliced as the job's `tensor_plan` says; gradients are averaged over the
-    remaining ranks' models, which also share out parameters and optimizer state among them (FSDP2).
+    """Each model is held by `parallel` ranks, its layers sliced as the job's `tensor_plan` says.
+
+    Gradients are averaged over the models, which also share out parameters and optimizer state among them (FSDP2).
 
     Args:
         parallel: ranks that hold one model.

@@ -19,7 +19,7 @@ from mpitrain.values import register
 @register("strategy", "async")
 @dataclass(frozen=True, repr=False)
 class Async(ServerStrategy):
-    """Apply each gradient on arrival and let its worker go on at once; nobody waits for anybody."""
+    """A server applies each gradient on arrival, and its worker goes on at once; nobody waits for anybody."""
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {}

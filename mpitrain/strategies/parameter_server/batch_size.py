@@ -39,7 +39,7 @@ class Batching(Value):
 @register("batching", "per_worker")
 @dataclass(frozen=True, repr=False)
 class PerWorker(Batching):
-    """mu = the job's `batch_size`, for everyone."""
+    """Every worker's batch is the job's `batch_size`."""
 
     def size(self, memory: dict[str, Any], worker: int, workers: Collection[int], batch_size: int) -> int:
         return batch_size
@@ -48,8 +48,10 @@ class PerWorker(Batching):
 @register("batching", "per_round")
 @dataclass(frozen=True, repr=False)
 class PerRound(Batching):
-    """mu * lambda = the job's `batch_size`: it is divided among the workers that take part, the lower ones taking one
-    sample more where it does not divide; each takes at least one."""
+    """The job's `batch_size` is divided among the workers that take part.
+
+    Where it does not divide, the lower ones take one sample more; each takes at least one.
+    """
 
     def size(self, memory: dict[str, Any], worker: int, workers: Collection[int], batch_size: int) -> int:
         share, longer = divmod(batch_size, len(workers))
@@ -59,9 +61,9 @@ class PerRound(Batching):
 @register("batching", "by_speed")
 @dataclass(frozen=True, repr=False)
 class BySpeed(Batching):
-    """Slow workers get smaller batches: a round of lambda batches has `lambda * batch_size` samples, divided in
-    proportion to the samples a second that each worker was last seen to make.
+    """Slow workers get smaller batches, in proportion to the samples a second that each was last seen to make.
 
+    A round of lambda batches still has `lambda * batch_size` samples.
     A gradient weighs its samples over `batch_size`, so a synchronous update is still the mean over all samples of
     the round, and an asynchronous one moves in proportion to what it has seen.
 

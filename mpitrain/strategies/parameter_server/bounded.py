@@ -32,7 +32,9 @@ from mpitrain.values import register
 @register("strategy", "bounded")
 @dataclass(frozen=True, repr=False)
 class Bounded(ServerStrategy):
-    """Apply on arrival what makes nobody's read older than `staleness`; the rest together, as soon as it can be.
+    """As async, but no gradient is ever more than `staleness` versions old when it is applied.
+
+    What makes nobody's read older than that is applied on arrival; the rest together, as soon as it can be.
 
     Args:
         staleness: s, how many versions old the parameters may be on which a gradient was computed that is applied; with

@@ -23,7 +23,7 @@ from mpitrain.values import register
 @register("strategy", "elastic")
 @dataclass(frozen=True, repr=False)
 class Elastic(ServerStrategy):
-    """Asynchronous elastic averaging (EASGD, EAMSGD); the optimizer works on the workers.
+    """Workers train parameters of their own, tied to a centre on the server (EASGD, EAMSGD).
 
     Args:
         moving_rate: beta; the share a = beta / N of the difference that both sides move by.

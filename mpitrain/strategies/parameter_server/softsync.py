@@ -22,7 +22,7 @@ from mpitrain.values import register
 @register("strategy", "softsync")
 @dataclass(frozen=True, repr=False)
 class SoftSync(ServerStrategy):
-    """Gather any `updates` gradients, apply their damped mean.
+    """A server gathers any `updates` gradients and applies their damped mean.
 
     Args:
         updates: S, how many pushes make an update.

@@ -22,7 +22,7 @@ from mpitrain.values import register
 @register("strategy", "ssp")
 @dataclass(frozen=True, repr=False)
 class StaleSync(ServerStrategy):
-    """Bounded clocks: apply on arrival, hold back who is more than `bound` pushes ahead of the slowest.
+    """As async, but a worker waits that is more than `bound` pushes ahead of the slowest.
 
     Args:
         bound: s, in pushes. Staleness may exceed it, since all others push meanwhile: `bounded` bounds that. Every push

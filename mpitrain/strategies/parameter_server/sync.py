@@ -47,8 +47,9 @@ def _on_leave(held: Set[int], active: Set[int], quorum: int) -> Verdict:
 @register("strategy", "sync")
 @dataclass(frozen=True, repr=False)
 class Sync(ServerStrategy):
-    """Wait for all N gradients, apply their mean, release everybody. Gradients are added in rank order as
-    they come.
+    """A server waits for the gradients of all N workers and applies their mean.
+
+    Gradients are added in rank order as they come.
     """
 
     def check(self) -> None:
@@ -74,7 +75,7 @@ class Sync(ServerStrategy):
 @register("strategy", "backup")
 @dataclass(frozen=True, repr=False)
 class Backup(ServerStrategy):
-    """Wait for the first N - spare gradients of this version, drop the rest.
+    """A server waits for the first N - spare gradients of a version, and drops the rest.
 
     Args:
         spare: how many of the N workers an update does not wait for.

@@ -1,0 +1,138 @@
+"""The table of values: what is made from a row, and that a new value is one file and one row."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpitrain
+from mpitrain import strategies
+from mpitrain.strategies import registry
+from mpitrain.values import registered
+
+PACKAGE = Path(mpitrain.__file__).parent
+
+EXPONENTIAL = '''\
+"""The damping `exponential`: an exponential of the staleness."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpitrain.errors import UsageError
+from mpitrain.strategies.damping.base import Damping
+from mpitrain.values import register
+
+
+@register("damping", "exponential")
+@dataclass(frozen=True, repr=False)
+class Exponential(Damping):
+    """A gradient counts by an exponential of its staleness: c(tau) = exp(-beta tau)."""
+
+    scales: ClassVar[bool] = True
+
+    beta: float = 0.1
+
+    def check(self) -> None:
+        if not 0 <= self.beta < float("inf"):
+            raise UsageError(f"exponential: beta must be finite and not negative, got {self.beta}")
+
+    def weight(self, staleness: int) -> float:
+        return math.exp(-self.beta * staleness)
+'''
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the package. Called with a file, its text and a row of the table, it adds them; called with a program,
+    it runs that on the copy and returns what it prints as JSON."""
+    shutil.copytree(PACKAGE, tmp_path / "mpitrain", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def add(path, text, public):
+        (tmp_path / "mpitrain" / "strategies" / path).write_text(text)
+        table = tmp_path / "mpitrain" / "strategies" / "registry.py"
+        module = path.removesuffix(".py").replace("/", ".")
+        first, rest = table.read_text().split("MODULES = {\n", 1)
+        table.write_text(f'{first}MODULES = {{\n    "{public}": "{module}",\n{rest}')
+
+    def run(program):
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    run.add = add
+    return run
+
+
+def test_every_row_is_a_registered_value_of_that_name_and_has_a_summary():
+    rows = registry.rows()
+    assert [row.public for row in rows] == list(registry.MODULES)
+    for row in rows:
+        cls = getattr(mpitrain, row.public)
+        assert cls is getattr(strategies, row.public) and cls in registered(row.kind) and cls.name == row.name
+        assert row.signature.startswith(f"{row.name}(") and row.summary.endswith(".")
+        assert len(row.summary) <= 110, row.summary
+        assert row.public in mpitrain.__all__
+
+
+@pytest.mark.parametrize("kind", ["strategy", "damping", "codec", "schedule", "warmup", "batching", "outer"])
+def test_every_registered_value_has_a_row(kind):
+    assert {cls.name for cls in registered(kind)} == {row.name for row in registry.rows(kind)}
+
+
+def test_importing_the_package_imports_no_value(copy):
+    loaded = "import json, sys, mpitrain; print(json.dumps([m for m in sys.modules if m.'strategies' in m]))"
+    assert copy(loaded) == ["mpitrain.strategies.registry", "mpitrain.strategies"]
+
+
+def test_a_new_damping_is_one_file_and_one_row(copy):
+    copy.add("damping/exponential.py", EXPONENTIAL, "Exponential")
+    made = copy(
+        """
+import contextlib, io, json
+import mpitrain as mt
+from mpitrain.cli.main import main
+from mpitrain.strategies import registry
+from mpitrain.values import parse
+from mpitrain.virtual import Exponential  # the law of computing times bears the same name in texts
+told = io.StringIO()
+with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+    main(["train", "--help"])
+value = parse("async(damping=exponential(beta=0.5))", "strategy")
+print(json.dumps({
+    "public": "Exponential" in mt.__all__,
+    "repr": repr(value),
+    "text": str(value),
+    "same": value == mt.Async(damping=mt.Exponential(0.5)),
+    "law": [repr(parse("exponential(2.0)", "compute")), parse("exponential(2.0)", "compute") == Exponential(2.0)],
+    "weights": [mt.Exponential(0.5).weight(tau) for tau in (0, 1, 4)],
+    "help": "  exponential(beta=0.1)" in told.getvalue(),
+    "row": registry.rows("damping")[0],
+}))
+"""
+    )
+    assert made["public"] and made["same"] and made["help"]
+    assert made["text"] == "async(damping=exponential(beta=0.5))"
+    assert made["repr"] == "Async(damping=Exponential(beta=0.5))"
+    assert made["law"] == ["Exponential(mean=2.0)", True]
+    assert made["weights"] == pytest.approx([1.0, 0.6065306597126334, 0.1353352832366127], rel=1e-15)
+    assert made["row"] == [
+        *("damping", "exponential", "Exponential", "exponential(beta=0.1)", ""),
+        "A gradient counts by an exponential of its staleness: c(tau) = exp(-beta tau).",
+    ]
