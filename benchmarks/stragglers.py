@@ -49,8 +49,9 @@ from mpitrain.mpi.runtime import start
 from mpitrain.reporting.report import NullReport
 from mpitrain.reporting.targets import read_target
 from mpitrain.strategies.sampling.dealer import share_out
-from mpitrain.training.measure import Meter, build, make_measure, num_warmup
+from mpitrain.training.measure import Meter, build, num_warmup
 from mpitrain.training.synchronous.injected_delay import Nap
+from mpitrain.training.validation import make_measure
 from mpitrain.values import parse
 
 WORKERS, SLOW_WORKER, FACTOR = 4, 2, 5
@@ -121,9 +122,7 @@ def run_gloo(job, inject, group):
     catalogue = job.data.scan()
     batch = job.batch_size * WORKERS
     meter = Meter(NullReport(), num_warmup(job.epochs * math.ceil(catalogue.num_samples / batch)))
-    measure = make_measure(
-        job, module, job.validate.reader(job.validate.scan(), job.seed), torch.device("cpu")
-    )
+    measure = make_measure(job, module, job.validate.scan(), torch.device("cpu"))
     marks, samples, steps = [], 0, 0
     with job.data.reader(catalogue, job.seed) as reader:
         for epoch in range(job.epochs):

@@ -61,13 +61,16 @@ class Keeper:
         self._last_s = time.monotonic()
         self._thread: threading.Thread | None = None
 
-    def next_mark(self, samples: int) -> int:
+    def next_checkpoint_at(self, samples: int) -> int:
         """Accepted samples at which to write next, 0 while nothing is due; the dealing server asks."""
         if self.policy.samples:
-            return self.policy.next_mark(samples)
+            return self.policy.next_checkpoint_at(samples)
+        return samples + 1 if self.time_is_up() else 0
+
+    def time_is_up(self) -> bool:
+        """Whether the policy counts time, and so much has passed since the last checkpoint."""
         busy = self._thread is not None and self._thread.is_alive()
-        due = not busy and time.monotonic() - self._last_s >= self.policy.interval_s(self._cost_s)
-        return samples + 1 if due else 0
+        return not busy and time.monotonic() - self._last_s >= self.policy.interval_s(self._cost_s)
 
     def save(self, mark: int, role_state: dict[str, Any], parts: Sequence[str] = ()) -> None:
         """Take over the state and start writing; waits only for the writing before."""

@@ -103,7 +103,10 @@ class Keeper(Protocol):
     @property
     def writers(self) -> tuple[int, ...]: ...
 
-    def next_mark(self, samples: int) -> int:
+    def time_is_up(self) -> bool:
+        """Whether the policy counts time, and so much has passed since the last checkpoint."""
+
+    def next_checkpoint_at(self, samples: int) -> int:
         """Accepted samples at which to write next; 0 while nothing is due."""
 
     def asked(self) -> bool:

@@ -18,7 +18,8 @@ from mpitrain.simulation.replicas_in_one_process import LocalReplica, Table, mod
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Shares
-from mpitrain.training.measure import MODEL_FILE, build, make_measure, save_model
+from mpitrain.training.measure import MODEL_FILE, build, save_model
+from mpitrain.training.validation import make_measure
 from mpitrain.virtual import ComputeLaw, NetworkLaw
 
 
@@ -59,9 +60,8 @@ def _workers(
             for rank, own in enumerate(modules_of(module, number))
         ]
     )
-    if job.validate is not None:
-        validation = job.validate.reader(job.validate.scan(), job.seed)
-        table.measure = make_measure(job, module, validation, torch.device("cpu"))
+    validation = job.validate.scan() if job.validate else None
+    table.measure = make_measure(job, module, validation, torch.device("cpu"))
     workers = []
     for rank, replica in enumerate(table.replicas):
         shares = Shares(num_samples, job.epochs, job.batch_size, number, rank, options.steps, job.drop_last)

@@ -19,12 +19,9 @@ from mpitrain.effects import Role
 from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.inject import SILENT, Straggler, check_workers
 from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides, load_job
-from mpitrain.model import FlatModel, Replica, local_steps
-from mpitrain.model.factory import check_optimizer, flat_model, push_coder, remote_steps, shard_store
+from mpitrain.model import Replica, check_optimizer, flat_model
 from mpitrain.reporting.report import NullReport, Report, default_run_dir
 from mpitrain.reporting.targets import missed_targets
-from mpitrain.roles import TolerantServer, Worker
-from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.local_sgd import simulate_averaging
 from mpitrain.simulation.peers import simulate_peers
@@ -32,13 +29,13 @@ from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
-from mpitrain.strategies.sampling.dealer import Dealer
-from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, make_measure, same_model, save_model
+from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, same_model, save_model
+from mpitrain.training.parameter_server.builder import RoleBuilder
 from mpitrain.training.session import NOBODY_LEFT
 from mpitrain.training.validate import check_rehearsal
+from mpitrain.training.validation import make_measure
 from mpitrain.values import names, parse, registered
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
@@ -182,39 +179,25 @@ class _Simulation:
         log = VirtualLog(report, world, num_pushes, self.options.quiet)
         if self.replay is None:
             log.warn_if_short(math.ceil(planned / job.batch_size), self.num_workers)
-        dealer = Dealer(
-            self.catalogue.num_samples, job.epochs, job.batch_size, num_batches, job.drop_last,
-            len(self.roles.workers), self.catalogue.window_samples,
-        )  # fmt: skip
+        builder = RoleBuilder(self.strategy, self.roles, model, job, self.catalogue, num_batches)
         started_s = time.monotonic()
         with job.data.reader(self.catalogue, job.seed) as reader:
-            measure = None
-            if job.validate is not None:
-                measure = make_measure(
-                    job, module, job.validate.reader(job.validate.scan(), job.seed), device
-                )
-
+            measure = make_measure(job, module, job.validate.scan() if job.validate else None, device)
+            # virtual seconds have no scale: nobody is too late, unless somebody is to fall silent
+            floor_s = None if self.silence else math.inf
             servers = [
-                TolerantServer(
-                    self.strategy, shard_store(model, shard, optimizer, self.strategy, self.num_workers),
-                    self.roles.workers, log if shard == 0 else NullReport(),
-                    dealer if shard == 0 else None, job.on_nonfinite, self.catalogue.num_samples,
-                    job.schedule if self.strategy.optimizer == "server" else None, job.batch_size,
-                    delivers=True,
+                builder.server(
+                    shard, builder.store(shard, optimizer), NullReport() if shard else log, floor_s=floor_s
                 )
                 for shard in range(len(self.roles.servers))
-            ]  # fmt: skip
-            for server in (
-                () if self.silence else servers
-            ):  # virtual seconds have no scale: nobody is too late
-                server.attendance.least_silence_s = math.inf
-            replicas = {rank: self._replica(rank, model, reader, measure) for rank in self.roles.workers}
+            ]
+            replicas = {rank: self._replica(builder, rank, reader, measure) for rank in self.roles.workers}
             roles = {
                 rank: self._in_order(shard, servers[shard].run())
                 for shard, rank in enumerate(self.roles.servers)
             }
             returned = world.run(
-                roles | {rank: self._worker(rank, replica) for rank, replica in replicas.items()}
+                roles | {rank: self._worker(builder, rank, replica) for rank, replica in replicas.items()}
             )
         for rank, replica in replicas.items():
             replica.finish()
@@ -232,26 +215,14 @@ class _Simulation:
     def _in_order(self, shard: int, role: Role) -> Role:
         return role if self.replay is None else repeat(role, load_order(self.replay, shard))
 
-    def _replica(self, rank: int, model: FlatModel, reader: Any, measure: Any) -> Replica:
-        optimizer = build_optimizer(self.job, model.module, self.options.lr)
-        num_samples, schedule = self.catalogue.num_samples, self.job.schedule
-        local = local_steps(model, optimizer, self.strategy, schedule, num_samples, self.num_workers)
-        number = self.roles.workers.index(rank)
-        coder = push_coder(model, self.strategy, self.num_workers, number, self.job.seed)
-        return Replica(
-            model, self.job.loss, reader.batch, _no_prefetch, self.job.seed, number, measure, shared=True, local=local,
-            coder=coder, remote=remote_steps(model, optimizer, self.strategy),
-        )  # fmt: skip
+    def _replica(self, builder: RoleBuilder, rank: int, reader: Any, measure: Any) -> Replica:
+        optimizer = build_optimizer(self.job, builder.model.module, self.options.lr)
+        return builder.replica(rank, optimizer, builder.local(optimizer), reader, measure, shared=True)
 
-    def _worker(self, rank: int, replica: Replica) -> Role:
-        strategy, validates = self.strategy, rank == self.roles.validator
-        worker = Worker(
-            rank, self.roles, replica, NullReport(), wants_final=validates,
-            push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
-            batch_size=0 if strategy.batching == PerWorker() else self.job.batch_size,
-            deliver=lambda: self._deliver(replica),
-            signs_s=SIGNS_S if strategy.holds_apart and self.silence else 0.0,
-        )  # fmt: skip
+    def _worker(self, builder: RoleBuilder, rank: int, replica: Replica) -> Role:
+        worker = builder.worker(
+            rank, replica, NullReport(), lambda: self._deliver(replica), signs=self.silence
+        )
         return self.stragglers[self.roles.workers.index(rank)].wrap(worker.run())
 
     def _result(
@@ -307,7 +278,3 @@ class _Simulation:
             "seed": self.job.seed,
             "batch_size": self.job.batch_size,
         }
-
-
-def _no_prefetch(epoch: int, start: int, count: int) -> None:
-    """Virtual time waits for no disk."""

@@ -16,13 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.job import Job
-from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import set_learning_rate
 from mpitrain.model.user_code import check_made_optimizer, check_module
 from mpitrain.reporting.report import writing
-from mpitrain.reporting.targets import LOSS, check_targets
 
 MODEL_FILE = "model.safetensors"
 
@@ -65,42 +62,6 @@ def share_module(runtime: Any, module: nn.Module) -> None:
     broadcast_tensors(runtime, [*module.parameters(), *module.buffers()])
 
 
-def make_measure(
-    job: Job,
-    module: nn.Module,
-    reader: Any,
-    device: torch.device,
-    on_batch: Callable[[], None] = lambda: None,
-) -> Callable[[], dict[str, float]]:
-    """A function that measures `module` on the whole validation set: `validation_loss`, the mean over its samples, and
-    the job's metrics, the mean over batches by their samples. `on_batch` hears of every batch (a watchdog that is to
-    see progress).
-
-    What it returns raises UsageError if a target of the job is of a metric that is not measured.
-    """
-
-    def measure() -> dict[str, float]:
-        tally = Tally()
-        was_training = module.training
-        module.eval()
-        with torch.no_grad():
-            for batch in reader.sequential(max(256, job.batch_size)):
-                batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                count = num_samples_in(batch)
-                means = {
-                    LOSS: job.loss(module, batch),
-                    **(job.metrics(module, batch) if job.metrics else {}),
-                }
-                for name, mean in means.items():
-                    tally.add(name, mean, count)
-                on_batch()
-        module.train(was_training)
-        check_targets(job.target, tally.sums)
-        return tally.means()
-
-    return measure
-
-
 def finish_model(session: Any, replica: Any) -> dict[str, Any]:
     """The last duty of who validates: save first, then measure."""
     path = session.run_dir / MODEL_FILE
@@ -136,6 +97,15 @@ def save_tensors(state: Mapping[str, torch.Tensor], path: Path, metadata: dict[s
             beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def brought_by_loop(*arguments: Any) -> Any:
+    """Stands for the loss and the data of a loop of the user's own, for which nobody else asks."""
+    raise AssertionError("the loop, its loss and its data are the user's own")
+
+
+def read_nothing_ahead(epoch: int, start: int, count: int) -> None:
+    """Stands for a prefetch where nothing is read ahead."""
 
 
 def same_model(one: Path, other: Path) -> bool:
@@ -180,6 +150,12 @@ class Meter:
     def pause(self, seconds: float) -> None:
         """So much time since the last step went into something that is not training."""
         self.paused_s += seconds
+
+    def validation(self, measure: Callable[[], dict[str, float]], epoch: int, samples: int) -> None:
+        """Measure and report after `epoch` epochs and `samples` samples; the time it takes is a pause."""
+        began_s = time.monotonic()
+        self.event("validation", epoch=epoch, samples=samples, **measure())
+        self.pause(time.monotonic() - began_s)
 
     def result(self) -> dict[str, Any]:
         """`samples_per_second` and what it was taken from."""

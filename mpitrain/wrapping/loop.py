@@ -20,11 +20,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpitrain.effects import Kind
 from mpitrain.errors import EXIT_ERROR, UsageError
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import Save, SavingServer, Worker
-from mpitrain.roles.failure_detector.silence import SIGNS_S
+from mpitrain.roles import Save
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
@@ -35,7 +33,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from mpitrain.wrapping.checkpoints import Resumed, Saver
+    from mpitrain.training.parameter_server.builder import RoleBuilder
+    from mpitrain.wrapping.checkpoints import LoopRun, Resumed, Saver
 
 
 @dataclasses.dataclass
@@ -204,10 +203,11 @@ def _join(
     runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strategy, resume: Any
 ) -> tuple[Any, Saver, Resumed | None]:
     """Set up the roles; on a server, serve and leave."""
-    from mpitrain.model import Replica, check_optimizer, flat_model, local_steps, push_coder, remote_steps
+    from mpitrain.model import check_optimizer, flat_model
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.training.fault_tolerance import check_own_loop
     from mpitrain.training.measure import share_module
+    from mpitrain.training.parameter_server.builder import RoleBuilder
     from mpitrain.training.parameter_server.run import restore_worker
     from mpitrain.training.session import assign_roles, attempt
     from mpitrain.wrapping.checkpoints import Saver, about_loop, look, loop_state
@@ -219,7 +219,8 @@ def _join(
     runtime.role = roles.of(runtime.rank)
     attempt(runtime, lambda: check_optimizer(optimizer, strategy))
     flat = attempt(runtime, lambda: flat_model(model, optimizer, strategy))
-    local = attempt(runtime, lambda: local_steps(flat, optimizer, strategy))
+    builder = RoleBuilder(strategy, roles, flat)
+    local = attempt(runtime, lambda: builder.local(optimizer))
     runtime.compare(attempt(runtime, lambda: _start_of(strategy, flat, optimizer)))
     about = about_loop(strategy, model, len(roles.workers)) | {"servers": len(roles.servers)}
     run = look(runtime, resume, about, same_number=False)
@@ -227,28 +228,21 @@ def _join(
     share_module(runtime, model)
     flat.refresh()
 
-    store = attempt(runtime, lambda: _store(runtime, flat, optimizer, strategy, roles))
-    if runtime.role == "server":
-        _serve(runtime, flat, store, strategy, roles, about, run)
-
-    def frame_for(source: int, kind: Kind) -> Any:
-        return flat.frame_for(roles.servers.index(source), kind == Kind.FINAL)
-
+    serves = runtime.role == "server"
+    store = attempt(
+        runtime, lambda: builder.store(roles.servers.index(runtime.rank), optimizer) if serves else None
+    )
+    if serves:
+        _serve(runtime, builder, store, about, run)
     runtime.expendable = True
-    world = MpiWorld(runtime.engine, roles.servers, frame_for, functools.partial(setattr, runtime, "step"))
+    world = MpiWorld(
+        runtime.engine, roles.servers, builder.frame_for, functools.partial(setattr, runtime, "step")
+    )
     if strategy.inflight > 1:
         _poll_in_backward(flat.parameters, runtime.engine)
     index = roles.workers.index(runtime.rank)
-    coder = push_coder(flat, strategy, len(roles.workers), index, 0)
-    replica = Replica(
-        flat, _no_loss, _no_fetch, _no_fetch, 0, index, local=local, coder=coder,
-        remote=remote_steps(flat, optimizer, strategy),
-    )  # fmt: skip
-    worker = Worker(
-        runtime.rank, roles, replica, NullReport(), leased=False,
-        push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
-        signs_s=SIGNS_S if strategy.holds_apart else 0.0,
-    )  # fmt: skip
+    replica = builder.replica(runtime.rank, optimizer, local)
+    worker = builder.worker(runtime.rank, replica, NullReport())
     attempt(runtime, lambda: restore_worker(found, worker, replica, index, len(roles.workers), strategy))
     remote = RemoteOptimizer(runtime, optimizer, strategy, replica, worker, world)
 
@@ -272,35 +266,19 @@ def _start_of(strategy: ServerStrategy, flat: Any, optimizer: Optimizer) -> dict
     }
 
 
-def _store(runtime: Any, flat: Any, optimizer: Optimizer, strategy: ServerStrategy, roles: Roles) -> Any:
-    """The shard of a server; None on workers."""
-    from mpitrain.model import shard_store
-
-    if runtime.role != "server":
-        return None
-    return shard_store(flat, roles.servers.index(runtime.rank), optimizer, strategy, len(roles.workers))
-
-
-def _serve(
-    runtime: Any,
-    flat: Any,
-    store: Any,
-    strategy: ServerStrategy,
-    roles: Roles,
-    about: dict[str, Any],
-    run: Any,
-) -> NoReturn:
+def _serve(runtime: Any, builder: RoleBuilder, store: Any, about: dict[str, Any], run: LoopRun) -> NoReturn:
     """Until all workers have left or are lost; then leave the process."""
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.training.parameter_server.run import restore_shard
     from mpitrain.training.session import attempt
     from mpitrain.wrapping.checkpoints import write_shard
 
+    roles = builder.roles
     shard = roles.servers.index(runtime.rank)
     write = write_shard(run, f"shard-{shard}", about, roles.workers, store)
-    server = SavingServer(strategy, store, roles.workers, NullReport(), write=write)
-    server.attendance.least_silence_s = math.inf  # how long a loop that is not ours may take, nobody knows
-    attempt(runtime, lambda: restore_shard(run.found, server, store, flat.layout, shard))
+    # nobody knows how long a batch of a loop that is not ours may take
+    server = builder.loop_server(store, NullReport(), math.inf, write)
+    attempt(runtime, lambda: restore_shard(run.found, server, store, builder.model.layout, shard))
     losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
     on_step = functools.partial(setattr, runtime, "step")
     world = MpiWorld(
@@ -327,11 +305,3 @@ def _poll_in_backward(parameters: list[Any], engine: Any) -> None:
 
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(poll)
-
-
-def _no_loss(model: Any, batch: Any) -> Any:
-    raise AssertionError("the loop is the user's own")
-
-
-def _no_fetch(epoch: int, start: int, count: int) -> Any:
-    raise AssertionError("the data is the user's own")

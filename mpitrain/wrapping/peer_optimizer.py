@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpitrain.model.peer_replica import PeerReplica
+    from mpitrain.training.decentralized.builder import PeerBuilder
     from mpitrain.wrapping.checkpoints import Resumed, Saver
 
 
@@ -71,8 +72,7 @@ def join_peers(
     from mpitrain.effects import Kind
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.reporting.report import NullReport
-    from mpitrain.roles.peer import Peer
-    from mpitrain.strategies.sampling.peer_partition import Endless
+    from mpitrain.training.decentralized.builder import PeerBuilder
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import attempt
     from mpitrain.training.synchronous.checkpoints import own_part
@@ -86,10 +86,9 @@ def join_peers(
     run = look(runtime, resume, about, same_number=True)
     found = run.found
     share_module(runtime, model)
-    replica = attempt(runtime, lambda: _replica(runtime, model, optimizer, strategy))
-
-    shares = Endless(runtime.size, runtime.rank)
-    peer = Peer(runtime.rank, runtime.size, strategy, shares, replica, NullReport())
+    builder = PeerBuilder(strategy, runtime.size)
+    replica = attempt(runtime, lambda: _replica(builder, runtime.rank, model, optimizer))
+    peer = builder.peer(runtime.rank, replica, NullReport())
     if found is not None:
         saved = found.part(part)
         peer.restore(saved["role"])
@@ -101,7 +100,7 @@ def join_peers(
                 f"{strategy}: peers that do not wait for one another have no common step to save"
             )
         # the role has begun the step that the loop is to compute next
-        return {"role": peer.state() | {"shares": {"step": shares.step - 1}}, "replica": replica.state()}
+        return {"role": peer.state() | {"shares": {"step": peer.shares.step - 1}}, "replica": replica.state()}
 
     contacts = strategy.contacts(runtime.rank, runtime.size)
     world = MpiWorld(
@@ -115,19 +114,12 @@ def join_peers(
     return wrapped, saver, loop_state(found, part, part)
 
 
-def _replica(runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Decentralized) -> PeerReplica:
+def _replica(builder: PeerBuilder, rank: int, model: nn.Module, optimizer: Optimizer) -> PeerReplica:
     from mpitrain.model.flat import FlatModel
     from mpitrain.model.optimizer import check_closure
-    from mpitrain.model.peer_replica import PeerReplica
 
+    strategy = builder.strategy
     if strategy.warmup.epochs:
         raise UsageError(f"{strategy}: a warm-up is counted in epochs, which only `train` knows, not `wrap`")
     check_closure(optimizer, str(strategy))
-    flat = FlatModel(model, optimizer, 1)
-    return PeerReplica(
-        flat, optimizer, strategy, runtime.size, runtime.rank, _not_ours, _not_ours, _not_ours, 0
-    )
-
-
-def _not_ours(*arguments: Any) -> Any:
-    raise AssertionError("loop, loss and data are the user's own")
+    return builder.replica(rank, FlatModel(model, optimizer, 1), optimizer)

@@ -60,7 +60,7 @@ class Keeper:
         self.disk, self.shard, self.store, self.world = disk, shard, store, world
         self.every, self.ends_s = every, ends_s
 
-    def next_mark(self, samples):
+    def next_checkpoint_at(self, samples):
         return self.every * (samples // self.every + 1) if self.every else 0
 
     def asked(self):

@@ -76,7 +76,7 @@ class Kept:
     def __init__(self, disk, part, more, writers=()):
         self.disk, self.part, self.more, self.writers = disk, part, more, writers
 
-    def next_mark(self, samples):
+    def next_checkpoint_at(self, samples):
         return samples // 12 * 12 + 12
 
     def asked(self):

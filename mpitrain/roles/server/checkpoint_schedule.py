@@ -36,7 +36,7 @@ class Cuts:
         if self.keeper.asked():
             self.mark, self.ends = samples + 1, True
         elif self.mark <= self.last:
-            self.mark = self.keeper.next_mark(samples)
+            self.mark = self.keeper.next_checkpoint_at(samples)
 
     def hear(self, message: Message, samples: int) -> None:
         """Take over what a push tells: a mark from the dealing server, or that its sender was told to end."""

@@ -17,6 +17,7 @@ from mpitrain.model.codec_registry import merge_states
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_checkpoints import PeerCuts
+from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training import signals
 from mpitrain.training.resume import Resume, check, make_keeper, read_own_part
@@ -56,7 +57,7 @@ def make_cuts(
         return None, keeper
     parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []
     samples = session.resume.mark if session.resume else 0
-    return PeerCuts(keeper, parts, keeper.policy.next_mark, samples, rule.asynchronous), keeper
+    return PeerCuts(keeper, parts, Cadence(keeper.policy, samples), rule.asynchronous), keeper
 
 
 def restore(resume: Resume | None, peer: Peer, replica: PeerReplica) -> None:

@@ -16,13 +16,13 @@ from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, Shares
+from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.checkpoints import check_cuts, make_cuts, restore
 from mpitrain.training.measure import (
     Meter,
     build,
     compute_thread,
     finish_model,
-    make_measure,
     num_warmup,
     pick_device,
     share_module,
@@ -30,6 +30,7 @@ from mpitrain.training.measure import (
 from mpitrain.training.resume import about_run
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.validation import make_measure
 
 
 def run_peers(session: Session) -> dict[str, Any]:
@@ -46,32 +47,25 @@ def run_peers(session: Session) -> dict[str, Any]:
     attempt(runtime, lambda: check_cuts(session, rule, about))
     first = runtime.rank == 0
     with job.data.reader(session.catalogue, job.seed) as reader:
-        measure = None
-        if first and session.validation is not None:
-            validation = job.validate.reader(session.validation, job.seed)
-            measure = make_measure(job, module, validation, device, runtime.stamp)
+        validation = session.validation if first else None
+        measure = make_measure(job, module, validation, device, runtime.stamp)
 
         def fetch(epoch: int, start: int, count: int) -> Any:
             runtime.stamp()  # a peer that is alone sends nothing, and still makes progress
             return reader.batch(epoch, start, count)
 
+        num_samples = session.catalogue.num_samples
+        builder = PeerBuilder(rule, runtime.size, job, num_samples, session.overrides.steps)
         replica = attempt(
             runtime,
-            lambda: PeerReplica(
-                model, optimizer, rule, runtime.size, runtime.rank, job.loss, fetch, reader.prefetch,
-                job.seed, measure, schedule=job.schedule, epoch_samples=session.catalogue.num_samples,
-            ),
-        )  # fmt: skip
-        shares = Shares(
-            session.catalogue.num_samples, job.epochs, job.batch_size, runtime.size, runtime.rank,
-            session.overrides.steps, job.drop_last, rule.warmup,
-        )  # fmt: skip
+            lambda: builder.replica(runtime.rank, model, optimizer, fetch, reader.prefetch, measure),
+        )
         num_steps = session.total_samples() // (job.batch_size * runtime.size)
         resume = session.resume
         meter = Meter(session.report, num_warmup(num_steps), resume.mark if resume else 0)
         session.emergency = f"{rule}: a peer tells the others of its step in the middle of it"
         cuts, keeper = make_cuts(session, rule, replica, about)
-        peer = Peer(runtime.rank, runtime.size, rule, shares, replica, meter, job.on_nonfinite, cuts)
+        peer = builder.peer(runtime.rank, replica, meter, cuts)
         attempt(runtime, lambda: restore(resume, peer, replica))
         counts, injected = _carry(session, rule, peer, replica, device)
     keeper.wait()
@@ -88,7 +82,7 @@ def run_peers(session: Session) -> dict[str, Any]:
     )
     if first:
         outcome["result"] = {
-            **meter.result(), **summary(everybody, digests, counts, shares),
+            **meter.result(), **summary(everybody, digests, counts, peer.shares),
             **finish_model(session, replica),
         }  # fmt: skip
     return outcome

@@ -9,7 +9,6 @@ rank goes on from its likes'. How a share becomes gradients is the subclass's bu
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -214,9 +213,7 @@ class SplitRun:
 
     def _validate(self, epoch: int) -> None:
         if self.session.validation is not None:
-            began_s = time.monotonic()
-            self.meter.event("validation", epoch=epoch, samples=self.samples, **self.measure())
-            self.meter.pause(time.monotonic() - began_s)
+            self.meter.validation(self.measure, epoch, self.samples)
 
     def sum_up(self, own: Tally) -> dict[str, float]:
         """Means over all samples of a validation, of which each rank has added up its own; collective."""

@@ -8,21 +8,21 @@ it; a rank that has no batch left lends a hand with one that does not count.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from mpitrain.data.read.ragged import num_samples_in
-from mpitrain.model.loss import Tally, read_loss
-from mpitrain.reporting.targets import LOSS
+from mpitrain.model.loss import read_loss
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.model_parallel.base import Batch, SplitRun
 from mpitrain.training.model_parallel.state_shards import local, whole_tensor
 from mpitrain.training.model_parallel.whole_matrices import check_muon, whole_matrices
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import weight_among_all
+from mpitrain.training.validation import add_up, batches_of, losses_of
 
 
 class MeshRun(SplitRun):
@@ -62,19 +62,13 @@ class MeshRun(SplitRun):
 
     def measure(self) -> dict[str, float]:
         job = self.session.job
-        self.module.eval()
-        tally = Tally()
-        with torch.no_grad(), job.validate.reader(self.session.validation, job.seed) as reader:
-            for own, counts in self._rounds(reader.sequential(max(256, job.batch_size))):
-                batch = self._on_device(own)
-                means = {LOSS: job.loss(self.module, batch)}
-                means |= job.metrics(self.module, batch) if job.metrics else {}
-                if counts and self.tells:
-                    for name, mean in means.items():
-                        tally.add(name, mean, num_samples_in(batch))
+        with job.validate.reader(self.session.validation, job.seed) as reader:
+            batches = self._rounds(batches_of(job, reader))
+            own = ((batch, counts and self.tells) for batch, counts in batches)
+            tally = add_up(self.module, own, self.device, lambda batch: losses_of(job, self.module, batch))
         return self.sum_up(tally)
 
-    def _rounds(self, batches: Any) -> Any:
+    def _rounds(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
         """(batch, whether it is this rank's to count), equally many on all ranks: each share takes every
         `num_shares`-th batch, and in an incomplete last round those left over repeat its first."""
         first: Batch = {}
@@ -87,6 +81,7 @@ class MeshRun(SplitRun):
             if turn == self.share:
                 own = batch
             if turn == self.num_shares - 1:
+                assert own is not None
                 yield own, True
         if (number + 1) % self.num_shares:
             yield (first, False) if own is None else (own, True)

@@ -9,6 +9,7 @@ it spends in waiting for the schedule's messages; what travels while it computes
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from typing import Any
 
@@ -17,9 +18,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from mpitrain.data.format.catalogue import OFFSETS
-from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.errors import UsageError
-from mpitrain.model.loss import Tally
 from mpitrain.model.pipeline_stages import Stage, keep_only, split_stages
 from mpitrain.model.step_hooks import check_whole
 from mpitrain.mpi.process_group.process_group import default_group
@@ -33,6 +32,7 @@ from mpitrain.training.model_parallel.stage_forward import Relay
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import data_parallel
+from mpitrain.training.validation import add_up, batches_of
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -175,20 +175,17 @@ class PipelineRun(SplitRun):
     def measure(self) -> dict[str, float]:
         """Every pipeline validates its share of the batches."""
         job = self.session.job
-        tally = Tally()
-        self.module.eval()
-        with torch.no_grad(), job.validate.reader(self.session.validation, job.seed) as reader:
-            for number, batch in enumerate(reader.sequential(max(256, job.batch_size))):
-                if number % self.grid.num_replicas != self.replica:
-                    continue
-                batch = self._on_device(batch)
-                _, output = self.relay.forward(model_inputs(job.loss, batch) if self.first else None)
-                if not self.last:
-                    continue
-                means = {LOSS: with_output(job.loss, output, batch)}
-                means |= with_output(job.metrics, output, batch) if job.metrics else {}
-                for name, mean in means.items():
-                    tally.add(name, mean, num_samples_in(batch))
+
+        def losses(batch: Batch) -> dict[str, Any]:
+            _, output = self.relay.forward(model_inputs(job.loss, batch) if self.first else None)
+            if not self.last:
+                return {}
+            metrics = with_output(job.metrics, output, batch) if job.metrics else {}
+            return {LOSS: with_output(job.loss, output, batch), **metrics}
+
+        with job.validate.reader(self.session.validation, job.seed) as reader:
+            own = itertools.islice(batches_of(job, reader), self.replica, None, self.grid.num_replicas)
+            tally = add_up(self.module, ((batch, True) for batch in own), self.device, losses)
         self.relay.finish()
         return self.sum_up(tally)
 

@@ -12,46 +12,30 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mpitrain.checkpoint import Keeper
-from mpitrain.effects import Kind
-from mpitrain.model import (
-    ElasticStore,
-    FlatModel,
-    LocalSteps,
-    Replica,
-    ShardStore,
-    check_optimizer,
-    flat_model,
-    local_steps,
-    push_coder,
-    remote_steps,
-    reshard,
-    shard_store,
-)  # fmt: skip
+from mpitrain.model import LocalSteps, Replica, check_optimizer, flat_model, reshard
 from mpitrain.model.flat import Layout, make_layout
 from mpitrain.model.step_hooks import StepHooks
-from mpitrain.roles import Server, TolerantServer, Worker
-from mpitrain.roles.failure_detector.silence import SIGNS_S
+from mpitrain.roles import Server, Worker
 from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import recut
 from mpitrain.strategies.base import ServerStrategy
-from mpitrain.strategies.sampling.dealer import Dealer
 from mpitrain.training.measure import (
     Meter,
     build,
     compute_thread,
     finish_model,
-    make_measure,
     num_warmup,
     pick_device,
     share_module,
 )
+from mpitrain.training.parameter_server.builder import RoleBuilder
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
 from mpitrain.training.parameter_server.run_role import carry, heartbeat_s
 from mpitrain.training.resume import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.validation import make_measure
 
 # What the dealing server's shard tells of the whole run; every shard's own counts are under "ranks".
 _SHOWN = (
@@ -79,18 +63,15 @@ def run_servers(session: Session) -> dict[str, Any]:
     said = about(session, layout, describe_optimizer(module, optimizer))
     attempt(runtime, lambda: check(session, said))
     model = flat_model(module, optimizer, strategy)
-    local = attempt(runtime, lambda: _local_steps(session, model, optimizer))
-    return (
-        _serve(session, model, optimizer, said)
-        if session.role == "server"
-        else _work(session, model, local, optimizer, device, said)
+    builder = RoleBuilder(
+        strategy, session.roles, model, session.job, session.catalogue, session.num_batches()
     )
-
-
-def _local_steps(session: Session, model: FlatModel, optimizer: Optimizer) -> LocalSteps | None:
-    num_samples, num_workers = session.catalogue.num_samples, len(session.roles.workers)
-    schedule = session.job.schedule
-    return local_steps(model, optimizer, server_strategy(session), schedule, num_samples, num_workers)
+    local = attempt(runtime, lambda: builder.local(optimizer))
+    return (
+        _serve(session, builder, optimizer, said)
+        if session.role == "server"
+        else _work(session, builder, local, optimizer, device, said)
+    )
 
 
 def about(session: Session, layout: Layout, optimizer: list[str]) -> dict[str, Any]:
@@ -105,48 +86,12 @@ def server_strategy(session: Session) -> ServerStrategy:
     return session.strategy
 
 
-def make_server(
-    session: Session, store: ShardStore | ElasticStore, meter: Meter, keeper: Keeper | None = None
-) -> TolerantServer:
-    """This rank's server role."""
-    strategy = server_strategy(session)
-    job = session.job
-    deals = session.runtime.rank == session.roles.dealer
-    dealer = (
-        Dealer(
-            session.catalogue.num_samples,
-            job.epochs,
-            job.batch_size,
-            session.num_batches(),
-            job.drop_last,
-            len(session.roles.workers),
-            session.catalogue.window_samples,
-        )
-        if deals
-        else None
-    )
-    return TolerantServer(
-        strategy,
-        store,
-        session.roles.workers,
-        meter,
-        dealer,
-        job.on_nonfinite,
-        session.catalogue.num_samples,
-        job.schedule if strategy.optimizer == "server" else None,
-        job.batch_size,
-        keeper,
-        delivers=True,
-        floor_s=session.overrides.heartbeat_s,
-        vigilant=session.runtime.fault_tolerance == "heartbeat",
-    )
-
-
-def _serve(session: Session, model: FlatModel, optimizer: Optimizer, said: dict[str, Any]) -> dict[str, Any]:
-    runtime, roles = session.runtime, session.roles
+def _serve(
+    session: Session, builder: RoleBuilder, optimizer: Optimizer, said: dict[str, Any]
+) -> dict[str, Any]:
+    runtime, roles, strategy, model = session.runtime, session.roles, builder.strategy, builder.model
     shard = roles.servers.index(runtime.rank)
-    strategy = server_strategy(session)
-    store = shard_store(model, shard, optimizer, strategy, len(roles.workers))
+    store = builder.store(shard, optimizer)
     num_pushes = math.ceil(session.total_samples() / (session.job.batch_size * strategy.push_every))
     resume = session.resume
     meter = Meter(session.report, num_warmup(num_pushes), resume.mark if resume else 0)
@@ -155,7 +100,8 @@ def _serve(session: Session, model: FlatModel, optimizer: Optimizer, said: dict[
     own = strategy.optimizer == "worker" or not strategy.push_codec.is_none or bool(StepHooks(optimizer, ()))
     writers = roles.workers if own else (roles.validator,)
     keeper = make_keeper(session, f"shard-{shard}", said, lambda: {"store": store.state()}, writers)
-    server = make_server(session, store, meter, keeper)
+    vigilant = runtime.fault_tolerance == "heartbeat"
+    server = builder.server(shard, store, meter, keeper, session.overrides.heartbeat_s, vigilant)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
     order: list[int] = []
     losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
@@ -201,37 +147,26 @@ def restore_shard(resume: Resume | None, server: Server, store: Any, layout: Lay
 
 def _work(
     session: Session,
-    model: FlatModel,
+    builder: RoleBuilder,
     local: LocalSteps | None,
     optimizer: Optimizer,
     device: torch.device,
     said: dict[str, Any],
 ) -> dict[str, Any]:
-    runtime, roles, job, strategy = session.runtime, session.roles, session.job, server_strategy(session)
-    validates = runtime.rank == roles.validator
+    runtime, job, model = session.runtime, session.job, builder.model
     runtime.expendable = True
     with job.data.reader(session.catalogue, job.seed) as reader:
-        measure = None
-        if session.validation is not None:  # on every worker: any may have to take over
-            measure = make_measure(
-                job,
-                model.module,
-                job.validate.reader(session.validation, job.seed),
-                device,
-                runtime.stamp,
-            )
-        index = roles.workers.index(runtime.rank)
-        coder = push_coder(model, strategy, len(roles.workers), index, job.seed)
-        replica = Replica(
-            model, job.loss, reader.batch, reader.prefetch, job.seed, index, measure, local=local,
-            coder=coder, remote=remote_steps(model, optimizer, strategy),
-        )  # fmt: skip
-        worker = Worker(
-            runtime.rank, roles, replica, session.report, wants_final=validates,
-            push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
-            deliver=lambda: finish_model(session, replica),
-            heartbeat_s=heartbeat_s(session), signs_s=SIGNS_S if strategy.holds_apart else 0.0,
-        )  # fmt: skip
+        # on every worker: any may have to take over
+        measure = make_measure(job, model.module, session.validation, device, runtime.stamp)
+        index = session.roles.workers.index(runtime.rank)
+        replica = builder.replica(runtime.rank, optimizer, local, reader, measure)
+        worker = builder.worker(
+            runtime.rank,
+            replica,
+            session.report,
+            lambda: finish_model(session, replica),
+            heartbeat_s(session),
+        )
         keeper = make_keeper(session, f"worker-{index}", said, lambda: {"replica": replica.state()})
         worker.keeper = keeper
         attempt_restore(session, worker, replica, index)
@@ -240,10 +175,10 @@ def _work(
         straggler = session.straggler()
         counts = carry(
             session,
-            roles.servers,
-            lambda source, kind: model.frame_for(roles.servers.index(source), kind == Kind.FINAL),
+            session.roles.servers,
+            builder.frame_for,
             straggler.wrap(role),
-            computer=compute_thread(device) if strategy.inflight > 1 else None,
+            computer=compute_thread(device) if builder.strategy.inflight > 1 else None,
         )
     replica.finish()
     keeper.wait()

@@ -17,14 +17,12 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.checkpoint import Keeper
+from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training import signals
 from mpitrain.training.resume import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
-
-LOOK_EVERY_S = 0.5
-MOST_STEPS = 1000
 
 
 class StepCuts:
@@ -76,8 +74,8 @@ class StepCuts:
             writer = Emergency(self.keeper, self.guard, self._take, lambda: list(self._parts))
             session.emergency = writer if self._writes else ""
         self.ended = False
-        self._mark = self.keeper.policy.next_mark(session.resume.mark if session.resume else 0)
-        self._look_at, self._last_step, self._last_s = 1, 0, time.monotonic()
+        self._cadence = Cadence(self.keeper.policy, session.resume.mark if session.resume else 0)
+        self._asked_s = time.monotonic()
 
     def restored(self, session: Session) -> Any:
         """The saved tree on every rank, or None for a run from the beginning."""
@@ -118,32 +116,30 @@ class StepCuts:
 
     def go_on_from(self, samples: int) -> None:
         """The run goes on at `samples`, not from a checkpoint."""
-        self._mark = self.keeper.policy.next_mark(samples)
+        self._cadence.go_on_from(samples)
 
     def after_step(self, step: int, samples: int) -> None:
         """Write, or end, if it is time to; every rank calls it after every step."""
         self.buffers.keep()
         self._at = samples, step
         self.guard.end()
-        due = 0 < self._mark <= samples
-        if step >= self._look_at:
-            asked, time_is_up = self._agree(step, samples)
+        due = self._cadence.is_due(samples)
+        if step >= self._cadence.ask_at:
+            asked, time_is_up = self._agree(step)
             self.ended, due = self.ended or asked, due or asked or time_is_up
         if due:
-            self._mark = self.keeper.policy.next_mark(samples)
+            self._cadence.go_on_from(samples)
             if self._writes:
                 self.keeper.save(samples, {}, self._parts if self.rank == 0 else ())
 
-    def _agree(self, step: int, samples: int) -> tuple[bool, bool]:
-        now_s = time.monotonic()
-        per_step_s = max(1e-6, (now_s - self._last_s) / max(1, step - self._last_step))
-        wanted = max(1, min(MOST_STEPS, int(LOOK_EVERY_S / per_step_s)))
-        timed = self.rank == 0 and not self.keeper.policy.samples and self.keeper.next_mark(samples) > 0
+    def _agree(self, step: int) -> tuple[bool, bool]:
+        wanted = self._cadence.steps_to_next_question(step, self._asked_s, time.monotonic())
+        timed = self.rank == 0 and self.keeper.time_is_up()
         told = torch.tensor([int(signals.asked()), int(timed), -wanted])
         if dist.get_world_size() > 1:
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        self._last_step, self._last_s = step, time.monotonic()
-        self._look_at = step - int(told[2])
+        self._asked_s = time.monotonic()
+        self._cadence.ask_at = step - int(told[2])
         return bool(told[0]), bool(told[1])
 
 

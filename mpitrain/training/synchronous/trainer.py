@@ -29,7 +29,6 @@ from mpitrain.strategies.sampling.step_partition import Rounds
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
-    make_measure,
     num_warmup,
     save_model,
 )
@@ -40,6 +39,7 @@ from mpitrain.training.synchronous.codec_hooks import CodecHook, reattach
 from mpitrain.training.synchronous.ddp import attach, codec_of, data_parallel, weight_among_all
 from mpitrain.training.synchronous.injected_delay import Nap
 from mpitrain.training.synchronous.recovery import Kept
+from mpitrain.training.validation import make_measure
 from mpitrain.training.watchdog.emergency import KeptBuffers
 
 _COUNTS = ("epoch", "step", "samples", "nonfinite", "left_out")
@@ -74,15 +74,8 @@ class Trainer:
         per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_workers))
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
         self.meter = Meter(session.report, num_warmup(self.num_steps))
-        self.measure = None
-        if self.rank == 0 and session.validation is not None:
-            self.measure = make_measure(
-                job,
-                module,
-                job.validate.reader(session.validation, job.seed),
-                device,
-                session.runtime.stamp,
-            )
+        validation = session.validation if self.rank == 0 else None
+        self.measure = make_measure(job, module, validation, device, session.runtime.stamp)
         self.epoch = self.step = self.samples = self.nonfinite = self.left_out = 0
         self.compute_s, self.failure = 0.0, ""
         catalogue = session.catalogue
@@ -316,9 +309,7 @@ class Trainer:
 
     def _validate(self, epoch: int) -> None:
         if self.measure is not None:
-            began_s = time.monotonic()
-            self.meter.event("validation", epoch=epoch + 1, samples=self.samples, **self.measure())
-            self.meter.pause(time.monotonic() - began_s)
+            self.meter.validation(self.measure, epoch + 1, self.samples)
 
     def outcome(self) -> dict[str, Any]:
         """Counts of this rank; rank 0 adds the metrics and saves the model, whatever happened."""

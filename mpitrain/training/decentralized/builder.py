@@ -1,0 +1,81 @@
+"""Builds the peers of a run without servers: under MPI, around a loop of the user's own, and in virtual time.
+
+Invariants: this is the only place that knows which option of a strategy and of a job goes to which part of a peer. What
+differs between the three is an argument: a loop of the user's own brings its data, loss and schedule itself, so it has
+no job; virtual peers share one module; what is written, reported and measured is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from mpitrain.job import Job
+from mpitrain.model.flat import FlatModel
+from mpitrain.model.peer_replica import PeerReplica
+from mpitrain.roles.peer import Peer
+from mpitrain.roles.peer_checkpoints import PeerCuts
+from mpitrain.roles.protocols import Report
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.sampling.peer_partition import Endless, Shares
+from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
+
+Fetch = Callable[[int, int, int], Any]
+
+
+class PeerBuilder:
+    """The parts of a run of `number` peers.
+
+    Args:
+        strategy: of the run.
+        job: what is trained; None around a loop of the user's own.
+        epoch_samples: in an epoch of the job's training data; num_steps: at which every peer stops, None for whole
+            epochs.
+    """
+
+    def __init__(
+        self,
+        strategy: Decentralized,
+        number: int,
+        job: Job | None = None,
+        epoch_samples: int = 0,
+        num_steps: int | None = None,
+    ):
+        self.strategy, self.number, self.job = strategy, number, job
+        self.epoch_samples, self.num_steps = epoch_samples, num_steps
+
+    def replica(
+        self,
+        rank: int,
+        model: FlatModel,
+        optimizer: Optimizer,
+        fetch: Fetch = brought_by_loop,
+        prefetch: Callable[[int, int, int], None] = read_nothing_ahead,
+        measure: Callable[[], dict[str, float]] | None = None,
+        shared: bool = False,
+    ) -> PeerReplica:
+        """The model and data of the peer on `rank`; the arguments are those of `PeerReplica`."""
+        job = self.job
+        return PeerReplica(
+            model, optimizer, self.strategy, self.number, rank, job.loss if job else brought_by_loop, fetch,
+            prefetch, job.seed if job else 0, measure, shared, job.schedule if job else None, self.epoch_samples,
+        )  # fmt: skip
+
+    def partition(self, rank: int) -> Shares | Endless:
+        """The peer's part of the data, step by step; without an end where the data are the user's own."""
+        job = self.job
+        if job is None:
+            return Endless(self.number, rank)
+        return Shares(
+            self.epoch_samples, job.epochs, job.batch_size, self.number, rank, self.num_steps, job.drop_last,
+            self.strategy.warmup,
+        )  # fmt: skip
+
+    def peer(self, rank: int, replica: PeerReplica, report: Report, cuts: PeerCuts | None = None) -> Peer:
+        """The peer on `rank`; `cuts`: as in `Peer`."""
+        on_nonfinite = self.job.on_nonfinite if self.job else "stop"
+        return Peer(
+            rank, self.number, self.strategy, self.partition(rank), replica, report, on_nonfinite, cuts
+        )

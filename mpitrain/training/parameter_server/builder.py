@@ -1,0 +1,174 @@
+"""Builds the servers and workers of a run: under MPI, around a loop of the user's own, and in virtual time.
+
+Invariants: this is the only place that knows which option of a strategy and of a job goes to which part of a server or
+a worker. What differs between the three is an argument: a loop of the user's own brings its data, loss and schedule
+itself, so it has no job; virtual workers share one module; what is written, reported and measured is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from mpitrain.checkpoint import Keeper
+from mpitrain.data import Catalogue
+from mpitrain.effects import Kind
+from mpitrain.job import Job
+from mpitrain.model import (
+    ElasticStore,
+    FlatModel,
+    LocalSteps,
+    Replica,
+    ShardStore,
+    local_steps,
+    push_coder,
+    remote_steps,
+    shard_store,
+)
+from mpitrain.roles import Save, SavingServer, TolerantServer, Worker
+from mpitrain.roles.failure_detector.silence import SIGNS_S
+from mpitrain.roles.protocols import Report
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.parameter_server.batch_size import PerWorker
+from mpitrain.strategies.placement import Roles
+from mpitrain.strategies.sampling.dealer import Dealer
+from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
+
+AnyStore = ShardStore | ElasticStore
+
+
+class RoleBuilder:
+    """The parts of a run over parameter servers.
+
+    Args:
+        strategy, roles: of the run; model: the flat model that this process holds.
+        job: what is trained; None around a loop of the user's own.
+        catalogue: the job's training data; num_batches: how many are dealt in all, None for whole epochs.
+    """
+
+    def __init__(
+        self,
+        strategy: ServerStrategy,
+        roles: Roles,
+        model: FlatModel,
+        job: Job | None = None,
+        catalogue: Catalogue | None = None,
+        num_batches: int | None = None,
+    ):
+        self.strategy, self.roles, self.model = strategy, roles, model
+        self.job, self.catalogue, self.num_batches = job, catalogue, num_batches
+        self.num_workers = len(roles.workers)
+
+    @property
+    def _epoch_samples(self) -> int:
+        return self.catalogue.num_samples if self.catalogue else 0
+
+    def store(self, shard: int, optimizer: Optimizer) -> AnyStore:
+        """One server's shard of the model."""
+        return shard_store(self.model, shard, optimizer, self.strategy, self.num_workers)
+
+    def server(
+        self, shard: int, store: AnyStore, report: Report, keeper: Keeper | None = None,
+        floor_s: float | None = None, vigilant: bool = False,
+    ) -> TolerantServer:  # fmt: skip
+        """The server of one shard; the first one deals the batches. `floor_s`, `vigilant`: as in `TolerantServer`."""
+        job = self.job
+        assert job is not None and self.catalogue is not None
+        dealer = None
+        if self.roles.servers[shard] == self.roles.dealer:
+            dealer = Dealer(
+                self._epoch_samples, job.epochs, job.batch_size, self.num_batches, job.drop_last,
+                self.num_workers, self.catalogue.window_samples,
+            )  # fmt: skip
+        return TolerantServer(
+            self.strategy, store, self.roles.workers, report, dealer, job.on_nonfinite, self._epoch_samples,
+            job.schedule if self.strategy.optimizer == "server" else None, job.batch_size, keeper,
+            delivers=True, floor_s=floor_s, vigilant=vigilant,
+        )  # fmt: skip
+
+    def loop_server(
+        self,
+        store: AnyStore,
+        report: Report,
+        floor_s: float,
+        write: Callable[[Save, dict[str, Any], list[int]], None],
+    ) -> SavingServer:
+        """The server of one shard around a loop of the user's own, which says when `write` writes a checkpoint."""
+        return SavingServer(self.strategy, store, self.roles.workers, report, write=write, floor_s=floor_s)
+
+    def local(self, optimizer: Optimizer) -> LocalSteps | None:
+        """What a worker does between two reads, as `mpitrain.model.local_steps`."""
+        schedule = self.job.schedule if self.job else None
+        return local_steps(
+            self.model, optimizer, self.strategy, schedule, self._epoch_samples, self.num_workers
+        )
+
+    def replica(
+        self,
+        rank: int,
+        optimizer: Optimizer,
+        local: LocalSteps | None,
+        reader: Any = None,
+        measure: Callable[[], dict[str, float]] | None = None,
+        shared: bool = False,
+    ) -> Replica:
+        """The model and data of the worker on `rank`.
+
+        Args:
+            reader: of the training data; None around a loop of the user's own.
+            shared: other virtual workers use the same module; virtual time waits for no disk, so nothing is read ahead.
+        """
+        index = self.roles.workers.index(rank)
+        seed = self.job.seed if self.job else 0
+        return Replica(
+            self.model,
+            self.job.loss if self.job else brought_by_loop,
+            reader.batch if reader else brought_by_loop,
+            reader.prefetch if reader and not shared else read_nothing_ahead,
+            seed,
+            index,
+            measure,
+            shared=shared,
+            local=local,
+            coder=push_coder(self.model, self.strategy, self.num_workers, index, seed),
+            remote=remote_steps(self.model, optimizer, self.strategy),
+        )
+
+    def worker(
+        self,
+        rank: int,
+        replica: Replica,
+        report: Report,
+        deliver: Callable[[], dict[str, Any]] | None = None,
+        heartbeat_s: float = 0.0,
+        signs: bool = True,
+    ) -> Worker:
+        """The worker on `rank`.
+
+        Args:
+            deliver, heartbeat_s: as in `Worker`.
+            signs: whether workers that wait say so, where the strategy asks for that; nobody listens for it where
+                nobody can fall silent.
+        """
+        strategy, job = self.strategy, self.job
+        return Worker(
+            rank,
+            self.roles,
+            replica,
+            report,
+            leased=job is not None,
+            wants_final=job is not None and rank == self.roles.validator,
+            push_every=strategy.push_every,
+            pull_every=strategy.pulls,
+            inflight=strategy.inflight,
+            batch_size=0 if job is None or strategy.batching == PerWorker() else job.batch_size,
+            deliver=deliver,
+            heartbeat_s=heartbeat_s,
+            signs_s=SIGNS_S if strategy.holds_apart and signs else 0.0,
+        )
+
+    def frame_for(self, server: int, kind: Kind) -> Any:
+        """The buffer in which a worker receives the next message of the server on rank `server`."""
+        return self.model.frame_for(self.roles.servers.index(server), kind == Kind.FINAL)
