@@ -2,8 +2,10 @@
 
 Each launch is its own session. When the deadline passes, every rank is asked for its Python stacks
 (SIGABRT, which faulthandler answers), then everything of the session is killed and the test fails with all
-that was printed. After every launch, however it ended, nothing of the session may be left. This file
-imports the stdlib and pytest only.
+that was printed. After every launch, however it ended, nothing of the session may be left.
+
+Ranks are forked from a process that stays up between test files and has imported torch (`rank_pool/`), each in a
+session of its own: importing it takes most of the time of a short launch. This file imports the stdlib and pytest only.
 """
 
 import contextlib
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.rank_pool.pool import may_be_warm, pool_of
 
 ROOT = Path(__file__).resolve().parents[1]
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")  # Open MPI's, also in the middle of a line
@@ -69,21 +73,25 @@ def run_ranks(
     mpirun_args: Sequence[str] = (),
     mpi: str = "openmpi",
     cwd: str | Path | None = None,
+    warm: bool = True,
 ) -> Result:
     """Run n ranks and return how they ended.
 
     `script_or_argv`: a path of a Python file, Python source text (anything with a newline), or a whole
     command line. `env` is added to a clean environment with one torch thread per rank. `mpi="mpich"` needs
     a second environment, named by MPITRAIN_MPICH_VENV, and skips the test with the reason where it is
-    absent. Raises RanksHung.
+    absent. `warm=False` has the launcher start the program itself, for tests of that. Raises RanksHung.
     """
     python, mpirun = find_mpi(mpi)
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         argv = _argv(script_or_argv, python, Path(scratch))
+        (ranks := Path(scratch) / "ranks").mkdir()
+        if warm and may_be_warm(python, argv, env or {}):
+            argv = pool_of(python, _environment({})).client(str(ranks), argv[1:])
         command = [str(mpirun), *_launcher_args(mpi, scratch), *mpirun_args, "-n", str(n), *argv]
         started_s = time.monotonic()
         try:
-            code, out, err = _run(command, _environment(env or {}), timeout_s, cwd)
+            code, out, err = _run(command, _environment(env or {}), timeout_s, cwd, ranks)
         except RanksHung as hung:
             told = "".join(_from_files("", n, f"{scratch}/{name}")[1] for name in ("out", "err"))
             raise RanksHung(f"{hung}{told}") from None
@@ -153,7 +161,11 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(
-    command: list[str], env: dict[str, str], timeout_s: float, cwd: str | Path | None
+    command: list[str],
+    env: dict[str, str],
+    timeout_s: float,
+    cwd: str | Path | None,
+    warm_ranks: Path | None = None,
 ) -> tuple[int, str, str]:
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open and the reader waiting.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -171,9 +183,9 @@ def _run(
             launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
             hung = f"no end within {timeout_s} s"
-            _ask_for_stacks(launcher.pid)
+            _ask_for_stacks(_sessions(launcher.pid, warm_ranks))
         finally:
-            left = _kill_session(launcher.pid, grace_s=0 if hung else 2)
+            left = _kill_sessions(launcher.pid, warm_ranks, grace_s=0 if hung else 2)
             code = launcher.wait()
         if left and not hung:
             hung = f"exit code {code}, but processes were left: {left}"
@@ -186,8 +198,8 @@ def _run(
     return code, texts[0], texts[1]
 
 
-def members(session: int) -> dict[int, str]:
-    """Living processes of a session: pid -> command name. Open MPI gives each rank its own process group, so the
+def members(*sessions: int) -> dict[int, str]:
+    """Living processes of these sessions: pid -> command name. Open MPI gives each rank its own process group, so the
     session is what holds a launch together."""
     found = {}
     for entry in Path("/proc").iterdir():
@@ -198,32 +210,37 @@ def members(session: int) -> dict[int, str]:
         except OSError:  # it has just ended
             continue
         state, _, _, its_session = rest.split()[:4]
-        if int(its_session) == session and state not in "ZX":
+        if int(its_session) in sessions and state not in "ZX":
             found[int(entry.name)] = name.split("(", 1)[1]
     return found
 
 
-def _ask_for_stacks(session: int) -> None:
+def _sessions(launcher: int, warm_ranks: Path | None) -> list[int]:
+    """The launcher's session and those of the warm ranks that were forked for it so far."""
+    return [launcher, *(int(path.name) for path in (warm_ranks.iterdir() if warm_ranks else ()))]
+
+
+def _ask_for_stacks(sessions: Sequence[int]) -> None:
     """SIGABRT to the Python ranks; the launcher lives on for a moment to pass their stacks through."""
-    pythons = [pid for pid, name in members(session).items() if name.startswith(("python", "mpitrain"))]
+    pythons = [pid for pid, name in members(*sessions).items() if name.startswith(("python", "mpitrain"))]
     for pid in pythons:
         _signal(pid, signal.SIGABRT)
     deadline_s = time.monotonic() + 3
-    while time.monotonic() < deadline_s and len(members(session)) > 0:
+    while time.monotonic() < deadline_s and len(members(*sessions)) > 0:
         time.sleep(0.05)
 
 
-def _kill_session(session: int, grace_s: float) -> dict[int, str]:
+def _kill_sessions(launcher: int, warm_ranks: Path | None, grace_s: float) -> dict[int, str]:
     """Kill what is left after `grace_s`, and return what had to be killed."""
     deadline_s = time.monotonic() + grace_s
-    while (left := members(session)) and time.monotonic() < deadline_s:
+    while (left := members(*_sessions(launcher, warm_ranks))) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     first = left
     while left:
         for pid in left:
             _signal(pid, signal.SIGKILL)
         time.sleep(0.01)
-        left = members(session)
+        left = members(*_sessions(launcher, warm_ranks))
     return first
 
 

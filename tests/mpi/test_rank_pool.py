@@ -1,0 +1,151 @@
+"""Warm ranks (`tests/rank_pool/`) are what the launcher would have started, one program leaves nothing to the next, and
+the server ends with whoever started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.rank_pool.pool import Pool, may_be_warm
+from tests.ranks import ROOT, find_mpi, run_ranks
+
+ABOUT = """
+import json, os, sys
+print(json.dumps({
+    "argv": sys.argv[1:], "name": __name__, "file": __file__, "main": sys.modules["__main__"].__file__,
+    "cwd": os.getcwd(), "path": sys.path, "mask": os.umask(0o27), "cores": sorted(os.sched_getaffinity(0)),
+    "files": sorted(os.listdir("/proc/self/fd")),
+    "environ": {k: v for k, v in os.environ.items() if not k.startswith(("PMIX", "OMPI", "PRTE")) and k != "_"},
+}))
+"""
+
+
+def about(tmp_path, **options):
+    script = tmp_path / "about.py"
+    script.write_text(ABOUT)
+    command = [str(find_mpi()[0]), str(script), "one", "two words"]
+    run = run_ranks(1, command, cwd=tmp_path, env={"SOME_VALUE": "of the test"}, **options).check()
+    return json.loads(run.stdout)
+
+
+def test_a_warm_rank_has_all_that_a_cold_one_has_from_its_launcher(tmp_path):
+    warm, cold = about(tmp_path), about(tmp_path, warm=False)
+    assert warm == cold and warm["argv"] == ["one", "two words"] and warm["environ"]["SOME_VALUE"]
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_nothing_of_a_program_is_left_to_the_next(mpi):
+    """MPI is started once a process, so a second program in it could not; a module that it changed is as new."""
+    program = (
+        "import os, sys, torch, torch.distributed as dist, mpitrain\n"
+        "assert not hasattr(torch, 'changed') and 'mpitrain.job' not in sys.modules and 'X' not in os.environ\n"
+        "import mpitrain.job\n"
+        "torch.changed, os.environ['X'] = True, 'x'\n"
+        "dist.init_process_group('mpi4py')\n"
+        "dist.barrier()\n"
+        "print(torch.rand(1).item(), dist.get_world_size())\n"
+    )
+    first, second = (run_ranks(2, program, mpi=mpi).check().stdout for _ in range(2))
+    assert first == second
+
+
+def test_a_rank_that_is_killed_ends_the_launch_and_not_the_pool():
+    program = "import os, signal, time\nfrom mpi4py import MPI\n{}\ntime.sleep(600)\n"
+    die = "MPI.COMM_WORLD.rank == 1 and os.kill(os.getpid(), signal.SIGKILL)"
+    warm, cold = (run_ranks(2, program.format(die), warm=warm) for warm in (True, False))
+    assert warm.code == cold.code != 0
+    assert "signal 9" in warm.stdout + warm.stderr and "signal 9" in cold.stdout + cold.stderr
+    assert run_ranks(2, "print('up')\n").check().stdout == "up\nup\n"
+
+
+def test_a_failing_program_shows_its_traceback_and_its_code():
+    failed = run_ranks(1, "def broken():\n    raise ValueError('of the program')\nbroken()\n")
+    assert failed.code == 1 and "in broken" in failed.stderr and "ValueError: of the program" in failed.stderr
+
+
+@pytest.fixture
+def pool():
+    python = find_mpi()[0]
+    made = Pool(python, dict(os.environ))
+    yield made
+    made.close()
+
+
+def run_alone(pool, folder, text):
+    """A client without a launcher."""
+    folder.mkdir(exist_ok=True)
+    return subprocess.run(pool.client(str(folder), ["-c", text]), capture_output=True, text=True, timeout=60)
+
+
+def test_a_pool_that_has_ended_is_started_again(pool, tmp_path):
+    first = run_alone(pool, tmp_path / "ranks", "import os; print(os.getppid())")
+    os.kill(int(first.stdout), signal.SIGKILL)
+    pool._process.wait()
+    second = run_alone(pool, tmp_path / "ranks", "import os; print(os.getppid())")
+    assert second.returncode == 0 and second.stdout != first.stdout
+
+
+def test_signals_reach_the_rank_and_its_end_is_the_clients(pool, tmp_path):
+    (tmp_path / "ranks").mkdir()
+    text = (
+        "import signal, time\nsignal.signal(10, lambda *_: exit(7))\nprint('up', flush=True)\ntime.sleep(60)"
+    )
+    for sent, code in ((signal.SIGUSR1, 7), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -9)):
+        client = subprocess.Popen(pool.client(str(tmp_path / "ranks"), ["-c", text]), stdout=subprocess.PIPE)
+        assert client.stdout.readline() == b"up\n"
+        client.send_signal(sent)
+        assert client.wait(30) == code
+        assert client.stdout.read() == b""  # it ends when the rank has ended, too
+        client.stdout.close()
+
+
+def test_an_idle_pool_uses_no_processor_and_ends_with_who_started_it(tmp_path):
+    keeper = (
+        "import os, time\nfrom pathlib import Path\nfrom tests.rank_pool.pool import Pool\n"
+        "import subprocess, sys\npool = Pool(Path(sys.executable), dict(os.environ))\n"
+        f"subprocess.Popen(pool.client({str(tmp_path)!r}, ['-c', 'import time; time.sleep(600)']))\n"
+        f"while not os.listdir({str(tmp_path)!r}): time.sleep(0.01)\n"
+        "print(pool._process.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", keeper], stdout=subprocess.PIPE, cwd=ROOT)
+    server = int(owner.stdout.readline())
+    ticks = used_ticks(server)
+    time.sleep(1)
+    assert used_ticks(server) - ticks <= 1
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    ranks = [int(name) for name in os.listdir(tmp_path)]
+    deadline_s = time.monotonic() + 30
+    while any(is_alive(pid) for pid in (server, *ranks)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def used_ticks(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def is_alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_what_a_warm_process_cannot_be_is_started_cold():
+    python = Path(sys.executable)
+    assert may_be_warm(python, [str(python), "file.py"], {"MPITRAIN_FT": "off"})
+    for argv, extra in (
+        (["/bin/true", "file.py"], {}),
+        ([str(python), "-O", "file.py"], {}),
+        ([str(python), "file.py", ":", "-n", "2", str(python), "other.py"], {}),
+        ([str(python), "file.py"], {"OMP_NUM_THREADS": "2"}),
+    ):
+        assert not may_be_warm(python, argv, extra)

@@ -1,0 +1,75 @@
+"""What `mpirun` starts in place of a rank: asks the pool's server for a warm process, and ends as that one does.
+
+It passes on everything a rank has from its launcher (arguments, environment, working directory, open files, signal
+mask, cores) and every signal it is sent. When it is killed, the server sees its connection close and kills the rank.
+Run by `python -I -S`, which takes some hundredths of a second; stdlib only.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+
+_KEPT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}
+FORWARDED = signal.valid_signals() - _KEPT
+
+
+def main(address: str, folder: str, argv: list[str]) -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    files = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)]
+    umask = os.umask(0)
+    os.umask(umask)
+    request = {
+        "argv": argv,
+        "environ": dict(os.environ),
+        "cwd": os.getcwd(),
+        "files": files,
+        "mask": [int(number) for number in mask],
+        "umask": umask,
+        "cores": sorted(os.sched_getaffinity(0)),
+        "folder": folder,
+    }
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(address)
+    text = json.dumps(request).encode()
+    socket.send_fds(server, [len(text).to_bytes(8, "big")], files)
+    server.sendall(text)
+    answers = server.makefile("r")
+    rank = int(answers.readline() or _lost())
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: _forward(rank, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    status = int(answers.readline() or _lost())
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:  # the listing's own
+        return False
+    return True
+
+
+def _forward(rank: int, number: int) -> None:
+    try:
+        os.kill(rank, number)
+    except ProcessLookupError:
+        pass
+
+
+def _lost() -> str:
+    os.write(2, b"the server of the rank pool has ended\n")
+    os._exit(70)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,206 @@
+"""A process that has imported what every rank imports, and forks one for each client (`client.py`) that asks.
+
+Importing torch takes a rank two to three seconds of a core, and forking one that has imported it some milliseconds; MPI
+is not started here, so every program gets ranks of its own: nothing of the one before is left in them.
+
+It stays single-threaded, so that a fork is safe, and waits in `select` while nobody asks. It ends, with all ranks, when
+its standard input closes: whoever started it has ended then, also by being killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import sys
+import types
+from typing import Any
+
+# What ranks import that does not start MPI. mpitrain itself is read by each rank anew.
+PRELOADED = (
+    "h5py",
+    "numpy",
+    "safetensors.torch",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+)
+_MOST_FILES = 250
+
+
+class _Rank:
+    """A forked process and the connection of its client."""
+
+    def __init__(self, pid: int, client: socket.socket):
+        self.pid, self.client = pid, client
+        self.ended = os.pidfd_open(pid)
+
+    def close(self) -> None:
+        self.client.close()
+        os.close(self.ended)
+
+
+def serve(listener: socket.socket) -> dict[str, Any] | None:
+    """Fork ranks until standard input closes (None), or, in a rank, return what was asked for."""
+    ranks: list[_Rank] = []
+    while True:
+        waiting = {0: None, listener.fileno(): None}
+        of_clients = {rank.client.fileno(): rank for rank in ranks}
+        of_ends = {rank.ended: rank for rank in ranks}
+        ready, _, _ = select.select([*waiting, *of_clients, *of_ends], [], [])
+        if 0 in ready:
+            for rank in ranks:
+                _kill_session(rank.pid)
+            return None
+        for number in ready:
+            if number in of_ends:
+                rank = of_ends[number]
+                _, status = os.waitpid(rank.pid, 0)
+                with contextlib.suppress(OSError):
+                    rank.client.sendall(b"%d\n" % status)
+                rank.close()
+                ranks.remove(rank)
+        for number in ready:
+            # The client says nothing more: it has been killed, and its rank is killed with it.
+            if number in of_clients and of_clients[number] in ranks:
+                _signal(of_clients[number].pid)
+                _forget_client(of_clients[number])
+        if listener.fileno() in ready:
+            client, _ = listener.accept()
+            with contextlib.suppress(OSError, ValueError):
+                request, files = _read(client)
+                pid = os.fork()
+                if pid == 0:
+                    for rank in ranks:
+                        rank.close()
+                    client.close()
+                    listener.close()
+                    _become(request, files)
+                    return request
+                open(f"{request['folder']}/{pid}", "w").close()
+                client.sendall(b"%d\n" % pid)
+                ranks.append(_Rank(pid, client))
+                for number in files:
+                    os.close(number)
+
+
+def _forget_client(rank: _Rank) -> None:
+    # its end is still waited for; a closed connection would be ready for ever
+    rank.client.close()
+    rank.client = socket.socket(socket.AF_UNIX)
+
+
+def _read(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """A request and the files that came with it."""
+    head, files, _, _ = socket.recv_fds(client, 8, _MOST_FILES)
+    left = int.from_bytes(head, "big")
+    parts = []
+    while left and (part := client.recv(left)):
+        parts.append(part)
+        left -= len(part)
+    return json.loads(b"".join(parts)), list(files)
+
+
+def _become(request: dict[str, Any], files: list[int]) -> None:
+    """Take over all that the client has from its launcher."""
+    os.setsid()
+    # above every wanted number first, so that none is overwritten before it has been moved
+    top = max([*files, *request["files"]]) + 1
+    moved = []
+    for index, number in enumerate(files):
+        os.dup2(number, top + index, inheritable=False)
+        os.close(number)
+        moved.append(top + index)
+    for number, wanted in zip(moved, request["files"]):
+        os.dup2(number, wanted, inheritable=True)
+        os.close(number)
+    os.chdir(request["cwd"])
+    os.umask(request["umask"])
+    os.sched_setaffinity(0, request["cores"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    random.seed()
+    sys.modules["numpy"].random.seed()
+
+
+def run(argv: list[str]) -> None:
+    """What `python ARGV` does: a file, `-m module` or `-c text`, with its arguments."""
+    path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    kind, rest = argv[0], argv[1:]
+    if kind == "-m":
+        sys.path[:0] = [os.getcwd(), *path]
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    main = types.ModuleType("__main__")
+    if kind == "-c":
+        sys.path[:0] = ["", *path]
+        sys.argv = ["-c", *rest[1:]]
+        code = compile(rest[0], "<string>", "exec")
+    else:
+        sys.path[:0] = [os.path.dirname(os.path.abspath(kind)), *path]
+        sys.argv = argv
+        main.__file__ = kind
+        with open(kind, "rb") as source:
+            code = compile(source.read(), kind, "exec", dont_inherit=True)
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _kill_session(session: int) -> None:
+    """The rank, which leads a session, and whatever it has started."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{entry}/stat") as stat:
+                    its_session = int(stat.read().rsplit(")", 1)[1].split()[3])
+                if its_session == session:
+                    _signal(int(entry))
+
+
+def _signal(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _prepare(address: str) -> socket.socket:
+    faulthandler.enable()
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    assert "mpi4py.MPI" not in sys.modules, "importing it starts MPI, which a rank does for itself"
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, (
+        f"{len(threads)} threads: a fork keeps only one, and what the others hold stays held"
+    )
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(128)
+    return listener
+
+
+if __name__ == "__main__":
+    _listener = _prepare(sys.argv[1])
+    os.write(1, b"ready\n")
+    _request = serve(_listener)
+    if _request is not None:
+        del _listener
+        run(_request["argv"])
