@@ -39,7 +39,10 @@ _FOREIGN = (
 
 
 class RanksHung(AssertionError):
-    """The launch passed its deadline, or left processes behind; the message holds everything that was printed."""
+    """The launch passed its deadline, or left processes behind; the message holds everything that was printed, and so
+    does `result`, whose code is no exit code."""
+
+    result: "Result"
 
 
 @dataclass(frozen=True)
@@ -90,24 +93,25 @@ def run_ranks(
             argv = pool_of(python, _environment({})).client(str(ranks), argv[1:])
         command = [str(mpirun), *_launcher_args(mpi, scratch), *mpirun_args, "-n", str(n), *argv]
         started_s = time.monotonic()
-        try:
-            code, out, err = _run(command, _environment(env or {}), timeout_s, cwd, ranks)
-        except RanksHung as hung:
-            told = "".join(_from_files("", n, f"{scratch}/{name}")[1] for name in ("out", "err"))
-            raise RanksHung(f"{hung}{told}") from None
+        code, out, err, hung = _run(command, _environment(env or {}), timeout_s, cwd, ranks)
         seconds = time.monotonic() - started_s
         ranks_out, out = _by_rank(out, n) if mpi == "openmpi" else _from_files(out, n, f"{scratch}/out")
         ranks_err, err = _by_rank(err, n) if mpi == "openmpi" else _from_files(err, n, f"{scratch}/err")
-    return Result(tuple(command), code, out, err, ranks_out, ranks_err, seconds)
+    result = Result(tuple(command), code, out, err, ranks_out, ranks_err, seconds)
+    if hung:
+        error = RanksHung(f"{hung}\n{result}")
+        error.result = result
+        raise error
+    return result
 
 
 def run_plain(
     command: Sequence[str], *, cwd: str | Path | None = None, code: int = 0, timeout_s: float = 280
 ) -> str:
     """Run a command that starts its own ranks, or none, under the same deadline; returns its stdout."""
-    got, out, err = _run(list(command), _environment({}), timeout_s, cwd)
-    assert got == code, (
-        f"exit code {got}, wanted {code}\n$ {' '.join(command)}\n--- stdout\n{out}\n--- stderr\n{err}"
+    got, out, err, hung = _run(list(command), _environment({}), timeout_s, cwd)
+    assert got == code and not hung, (
+        f"{hung or f'exit code {got}, wanted {code}'}\n$ {' '.join(command)}\n--- stdout\n{out}\n--- stderr\n{err}"
     )
     return out
 
@@ -166,7 +170,8 @@ def _run(
     timeout_s: float,
     cwd: str | Path | None,
     warm_ranks: Path | None = None,
-) -> tuple[int, str, str]:
+) -> tuple[int, str, str, str]:
+    """(exit code, stdout, stderr, why it had to be killed)."""
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open and the reader waiting.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         launcher = subprocess.Popen(
@@ -193,9 +198,7 @@ def _run(
         for stream in (out, err):
             stream.seek(0)
             texts.append(stream.read())
-    if hung:
-        raise RanksHung(f"{hung}\n$ {' '.join(command)}\n--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}")
-    return code, texts[0], texts[1]
+    return code, texts[0], texts[1], hung
 
 
 def members(*sessions: int) -> dict[int, str]:

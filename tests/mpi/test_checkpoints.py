@@ -194,7 +194,8 @@ def signalled(tmp_path_factory):
         f"result = run({name!r}, {text!r}, None, {victim}, {how!r})"
         for name, (text, victim, how) in SIGNALS.items()
     )
-    stopped = run_ranks(4, SIGNALLED.format(path=path, runs=f"{first}\nsys.exit(result['exit_code'])"))
+    script = SIGNALLED.format(path=path, runs=f"{first}\nsys.exit(result['exit_code'])")
+    stopped = run_ranks(4, script, warm=False)  # a rank signals its parent, which is to be mpirun
     assert stopped.code == 75, stopped
     for name in SIGNALS:
         shutil.copytree(path / name, path / f"{name}-stopped")

@@ -5,8 +5,8 @@ MPICH's ranks spin while they wait: with more of them than cores the same cases 
 
 import pytest
 
-from tests.mpi.cases import PROGRAMS, TCP, assert_passed, case_names, launch
-from tests.ranks import find_mpi, run_ranks
+from tests.mpi.cases import TCP, assert_passed, case_names, launch
+from tests.ranks import run_ranks
 
 CASES = case_names("collective_cases")
 REDUCING = [
@@ -47,10 +47,8 @@ def test_under_mpich(mpich, case):
 
 @pytest.fixture(scope="module")
 def uneven_nodes():
-    argv = [str(PROGRAMS / "collective_cases.py"), *REDUCING]
-    python = str(find_mpi()[0])
     nodes = {"MPITRAIN_TEST_NODES": "2,1", "MPITRAIN_ALLREDUCE": "hierarchical"}
-    return run_ranks(3, [python, *argv], env=nodes)
+    return launch(3, "collective_cases", REDUCING, env=nodes)
 
 
 @pytest.mark.parametrize("case", REDUCING)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mpi.cases import case_names, is_passed, launch
 from tests.ranks import RanksHung, run_ranks
 
 RANK = "import os, sys, time, subprocess\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
@@ -80,3 +81,11 @@ def test_mpich_is_skipped_with_the_reason_where_it_is_absent(monkeypatch):
     monkeypatch.delenv("MPITRAIN_MPICH_VENV", raising=False)
     with pytest.raises(pytest.skip.Exception, match="MPITRAIN_MPICH_VENV"):
         run_ranks(1, "print()\n", mpi="mpich")
+
+
+def test_cases_that_fail_take_none_of_the_following_along():
+    run = launch(2, "failing_cases")
+    names = case_names("failing_cases")
+    failing = {"case_that_raises_on_one_rank", "case_that_dies", "case_that_leaves_with_code_3"}
+    assert {name for name in names if not is_passed(run, name)} == failing
+    assert run.code != 0 and "planted" in run.stderr

@@ -11,7 +11,7 @@ from mpitrain.codecs import Part, write_message
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
 from mpitrain.training.synchronous.codec_hooks import attach_codec
 from mpitrain.training.synchronous.ddp import data_parallel
-from tests.mpi.cases import run_cases
+from tests.mpi.cases import run_cases, starts
 
 CODECS = [
     mt.Float16(), mt.BFloat16(), mt.EightBit(), mt.Threshold(density=0.05), mt.TopK(density=0.05), mt.OneBit(),
@@ -56,6 +56,7 @@ def same_everywhere(vector, size):
     return all(torch.equal(row, vector) for row in rows)
 
 
+@starts
 def case_groups(rt):
     """The default group is gloo's; ours stands beside it."""
     name = rt.share(tempfile.mktemp() if rt.rank == 0 else None)

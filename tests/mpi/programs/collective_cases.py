@@ -7,7 +7,6 @@ are for equality. MPITRAIN_TEST_NODES=2,1 makes the ranks believe in nodes of 2 
 import os
 import random
 import socket
-import sys
 import warnings
 from itertools import accumulate
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 import mpitrain  # noqa: F401  (this import is all a script needs)
 from mpitrain.errors import MismatchError
 from mpitrain.mpi.allreduce_plan import VARIABLE
-from tests.mpi.cases import run_cases
+from tests.mpi.cases import run_cases, starts
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames some of these
 COUNTS = (0, 1, 7, 5003)
@@ -204,6 +203,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@starts
 def case_groups_of_both_kinds(rt):
     """The default group is ours; gloo's lives beside it."""
     port = rt.share(free_port() if rt.rank == 0 else None)
@@ -476,6 +476,4 @@ if __name__ == "__main__":
     if sizes:  # the runtime asks for the node's name when it starts
         rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
         os.environ["SLURMD_NODENAME"] = f"node{sum(rank >= end for end in accumulate(sizes))}"
-    chosen = sys.argv[1:]
-    cases = {k: v for k, v in globals().items() if not chosen or not k.startswith("case_") or k in chosen}
-    run_cases(cases)
+    run_cases(globals())

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
 from mpitrain.mpi.process_group import wire_hooks
-from tests.mpi.cases import run_cases
+from tests.mpi.cases import run_cases, starts
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 BATCH, STEPS = 8, 4
@@ -65,6 +65,7 @@ def assert_close(ours, serial):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-13), (one - other).abs().max()
 
 
+@starts
 def case_start(rt):
     """Ours is the default group; gloo's beside it is the peer of lossy hooks."""
     with socket.socket() as probe:
