@@ -217,7 +217,7 @@ def main():
     torch.set_num_threads(1)
     if runtime.num_nodes > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(my_address()))
-    host, port = runtime.share([my_address(), free_port()] if runtime.rank == 0 else None)
+    host, port = runtime.broadcast([my_address(), free_port()] if runtime.rank == 0 else None)
     store = dist.TCPStore(host, port, runtime.size, runtime.rank == 0)
     dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
     gloo, ours = dist.group.WORLD, dist.new_group(backend="mpi4py")

@@ -162,7 +162,7 @@ def start_groups(interface):
         with socket.socket() as probe:
             probe.bind((address, 0))
             port = probe.getsockname()[1]
-    address, port = runtime.share([address, port])
+    address, port = runtime.broadcast([address, port])
     store = dist.TCPStore(address, port, runtime.size, runtime.rank == 0)
     dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
     return {"gloo": dist.group.WORLD, "mpi4py": dist.new_group(backend="mpi4py")}

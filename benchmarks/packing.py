@@ -80,7 +80,7 @@ def main():
         ways["one rank" + suffix] = packer(compression, num_samples)
         ways[many + suffix] = packer(compression, num_samples, runtime)
     made = tempfile.mkdtemp(prefix="packing-") if runtime.rank == 0 else None
-    scratch = Path(runtime.share(made))
+    scratch = Path(runtime.broadcast(made))
     try:
         if runtime.rank == 0:
             make(scratch / "a.npz", num_samples)

@@ -207,7 +207,7 @@ def rpc_name(rank):
 
 def join_rpc(members):
     """Connect the ranks `members`, the driver first; everybody else only learns the port."""
-    port = runtime.share(_free_port() if runtime.rank == DRIVER else None)
+    port = runtime.broadcast(_free_port() if runtime.rank == DRIVER else None)
     if runtime.rank not in members:
         return
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")

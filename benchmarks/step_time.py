@@ -209,7 +209,7 @@ def main():
     torch.set_num_threads(1)
     pair = runtime.comm.Split(0 if runtime.rank < 2 else MPI.UNDEFINED, runtime.rank)
     engine = Engine(runtime.comm.Dup())  # driven inline; the process group's own engine sleeps meanwhile
-    port = runtime.share(_free_port() if runtime.rank == 0 else None)
+    port = runtime.broadcast(_free_port() if runtime.rank == 0 else None)
     store = dist.TCPStore("127.0.0.1", port, 3, runtime.rank == 0)
     dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=3)
     groups = dist.new_group([0, 1], backend="mpi4py"), dist.new_group([0, 1], backend="gloo")

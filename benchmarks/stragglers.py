@@ -90,7 +90,7 @@ def batch_s(job):
                 began_s = time.monotonic()
                 job.loss(module, batch).backward()
                 seconds.append(time.monotonic() - began_s)
-    return runtime.share(statistics.median(seconds[10:]) if seconds else None)
+    return runtime.broadcast(statistics.median(seconds[10:]) if seconds else None)
 
 
 def order(job):
@@ -241,11 +241,11 @@ def main():
     assert runtime.size == WORKERS + 1, f"start with {WORKERS + 1} ranks"
     torch.set_num_threads(1)
     load = os.getloadavg()
-    folder = Path(runtime.share(tempfile.mkdtemp(prefix="stragglers-") if runtime.rank == 0 else None))
+    folder = Path(runtime.broadcast(tempfile.mkdtemp(prefix="stragglers-") if runtime.rank == 0 else None))
     if runtime.rank == 0:
         print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank", flush=True)
         pack(load_source("digits"), folder / "digits", PackOptions(0.2), "digits")
-    port = runtime.share(_free_port() if runtime.rank == 0 else None)
+    port = runtime.broadcast(_free_port() if runtime.rank == 0 else None)
     store = dist.TCPStore("127.0.0.1", port, runtime.size, runtime.rank == 0)
     dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
     group = dist.new_group(list(range(1, runtime.size)), backend="gloo")

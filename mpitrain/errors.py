@@ -8,7 +8,7 @@
     |- OutputError           exit 1   a file of the run cannot be written: a full disk
     |- DeadlockError         exit 1   virtual world: everybody waits and nothing is under way
     |- LostRankError         exit 1   a rank is dead that the others cannot do without
-    |- GivenUpError          exit 1   this rank was silent for too long, and the others have gone on
+    |- EvictedError          exit 1   this rank was silent for too long, and the others have gone on
     |- AgreedError           exit n   some rank failed at start-up; already told once, all ranks leave together
     `- UsageError            exit 2   the user's input is wrong (also a ValueError)
        `- DataError          exit 2   a shard is missing, truncated or disagrees with the others
@@ -61,7 +61,7 @@ class LostRankError(MpitrainError):
     """A rank has died that the others cannot do without."""
 
 
-class GivenUpError(MpitrainError):
+class EvictedError(MpitrainError):
     """The others have gone on without this rank."""
 
 

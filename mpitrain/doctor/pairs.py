@@ -20,7 +20,7 @@ def run_comm(runtime: Any, failing: Path | None, slow: float = SLOW) -> int:
     between, within = _between_nodes(runtime, names), _within_nodes(runtime)
     devices = runtime.allgather(_device(runtime.local_rank))
     code = _tell(names, between, within, devices, failing, slow) if runtime.rank == 0 else 0
-    return int(runtime.share(code))
+    return int(runtime.broadcast(code))
 
 
 def _between_nodes(runtime: Any, names: list[str]) -> dict[tuple[str, str], Link]:

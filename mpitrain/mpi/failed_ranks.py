@@ -1,10 +1,10 @@
-"""What nobody will ever answer: operations with a rank that MPI knows to be dead, and has not failed itself.
+"""The ranks that MPI knows to have failed (ULFM), and operations with them that MPI has not failed itself.
 
-Invariants: to be told of a death must not hang on one receive being failed. MPI fails what is outstanding with a
-dead rank (80 of 80 kills aimed at the middle of a payload, over TCP and shared memory), but nothing promises it for a
-receive that has matched a rendezvous whose data will never come. So MPI's own list of the dead is looked at ten times a
-second, and what is still outstanding with one of them at the second look is given up. MPI may yet write to the buffer
-of such a receive: whoever gives it up leaks it on purpose.
+Invariants: that a rank has failed must become known even where MPI leaves a receive outstanding. MPI fails what is
+outstanding with a dead rank (80 of 80 kills aimed at the middle of a payload, over TCP and shared memory), but nothing
+promises that for a receive that has matched a rendezvous whose data will never come. So MPI's own list of failed ranks
+is read ten times a second, and an operation that is still outstanding with one of them at the second reading is failed
+by the engine. MPI may yet write to the buffer of such a receive, so the engine keeps that buffer for ever.
 """
 
 import time
@@ -12,27 +12,28 @@ import time
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.operation import Op
 
-LOOK_EVERY_S = 0.1
+CHECK_EVERY_S = 0.1
 
 
-class Graves:
-    """Compares what is outstanding with the dead."""
+class FailedRanks:
+    """Compares outstanding operations with MPI's list of failed ranks."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
-        self._known: dict[int, set[int]] = {}  # by the handle of the communicator: dead at the last look
+        self._known: dict[int, set[int]] = {}  # by the handle of the communicator: failed at the last check
 
-    def look(self, ops: list[Op]) -> list[Op]:
-        """Those of `ops` that MPI had its chance to fail; empty most of the time."""
+    def unanswerable(self, ops: list[Op]) -> list[Op]:
+        """Those of `ops` that wait for a failed rank although MPI had its chance to fail them; empty most of the
+        time."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return []
-        self._next_s = now_s + LOOK_EVERY_S
+        self._next_s = now_s + CHECK_EVERY_S
         comms = {op.comm.handle: op.comm for op in ops if op.comm is not None}
         known = self._known
         self._known = {handle: failed_ranks(comm) for handle, comm in comms.items()}
-        hopeless = {handle: dead & known.get(handle, set()) for handle, dead in self._known.items()}
-        return [op for op in ops if op.comm is not None and _waits_for(op, hopeless[op.comm.handle])]
+        twice = {handle: failed & known.get(handle, set()) for handle, failed in self._known.items()}
+        return [op for op in ops if op.comm is not None and _waits_for(op, twice[op.comm.handle])]
 
 
 def failed_ranks(comm: "MPI.Comm") -> set[int]:
@@ -47,6 +48,6 @@ def failed_ranks(comm: "MPI.Comm") -> set[int]:
     return ranks
 
 
-def _waits_for(op: Op, dead: set[int]) -> bool:
-    """A message waits for its peer; the arrival at a collective for everybody."""
-    return op.peer in dead or (op.kind == "arrival" and bool(dead))
+def _waits_for(op: Op, failed: set[int]) -> bool:
+    """A message waits for its peer, the arrival at a collective for every rank."""
+    return op.peer in failed or (op.kind == "arrival" and bool(failed))

@@ -25,7 +25,7 @@ def from_bytes(data: Any) -> Any:
     return json.loads(bytes(data))
 
 
-def share(comm: "MPI.Comm", value: Any, root: int = 0) -> Any:
+def broadcast(comm: "MPI.Comm", value: Any, root: int = 0) -> Any:
     """Collective: the `value` of `root` on every rank (a JSON copy there too, so that all hold the same types)."""
     data = bytearray(to_bytes(value)) if comm.rank == root else bytearray()
     length = np.array([len(data)], dtype=np.int64)

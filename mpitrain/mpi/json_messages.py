@@ -23,7 +23,7 @@ def gather(
     rank: int,
     size: int,
     value: Any,
-    given_up: set[int],
+    evicted: set[int],
     wait_s: float,
     living_s: float | None,
 ) -> dict[int, Any] | None:
@@ -33,30 +33,30 @@ def gather(
         return None
     values = {0: from_bytes(to_bytes(value))}
     deadline_s = time.monotonic() + wait_s
-    for source in (*sorted(set(range(1, size)) - given_up), *sorted(given_up)):
-        left_s = max(0.0, deadline_s - time.monotonic()) if source in given_up else living_s
+    for source in (*sorted(set(range(1, size)) - evicted), *sorted(evicted)):
+        left_s = max(0.0, deadline_s - time.monotonic()) if source in evicted else living_s
         try:
             values[source] = _receive(engine, source, left_s)
-            given_up.discard(source)
+            evicted.discard(source)
         except TimeoutError:
-            given_up.add(source)
+            evicted.add(source)
         except Exception as error:
             if not is_dead_peer(error):
                 raise
-            given_up.add(source)
+            evicted.add(source)
     return values
 
 
-def share(
-    engine: Engine, rank: int, size: int, value: Any, given_up: set[int], timeout_s: float | None
+def broadcast(
+    engine: Engine, rank: int, size: int, value: Any, evicted: set[int], timeout_s: float | None
 ) -> Any:
-    """`Runtime.share_living`; `timeout_s`: longest wait for rank 0."""
+    """`Runtime.broadcast_living`; `timeout_s`: longest wait for rank 0."""
     if rank != 0:
         said = _receive(engine, 0, timeout_s)
-        given_up.update(said["given_up"])
+        evicted.update(said["evicted"])
         return said["value"]
-    said = {"value": value, "given_up": sorted(given_up)}
-    ops = [op for to in range(1, size) if to not in given_up for op in _send(engine, to, said)]
+    said = {"value": value, "evicted": sorted(evicted)}
+    ops = [op for to in range(1, size) if to not in evicted for op in _send(engine, to, said)]
     for op in ops:
         engine.wait_any(lambda op=op: op.done)  # type: ignore[misc]
         if op.error is not None and not is_dead_peer(op.error):
@@ -64,13 +64,13 @@ def share(
     return from_bytes(to_bytes(value))
 
 
-def say_bye(engine: Engine, rank: int, size: int, given_up: set[int], wait_s: float = 10.0) -> None:
+def await_farewells(engine: Engine, rank: int, size: int, evicted: set[int], wait_s: float = 10.0) -> None:
     """Rank 0 returns when all that still answer have come here, or after `wait_s`."""
     with contextlib.suppress(Exception):  # whoever is gone by now has said bye in another way
         if rank != 0:
             engine.wait(engine.isend(bytearray(1), 0, BYE_TAG))
             return
-        others = [source for source in range(1, size) if source not in given_up]
+        others = [source for source in range(1, size) if source not in evicted]
         ops = [
             engine.irecv(bytearray(1), source, BYE_TAG, passive=True, timeout_s=wait_s) for source in others
         ]

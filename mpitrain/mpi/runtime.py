@@ -1,9 +1,11 @@
 """One MPI process: who it is among the others, what all ranks agree on, how it ends in order.
 
-The law of this file: every collective waits for the slowest rank in the progress engine, not inside MPI, so signals
-are seen and no core is burnt; and all ranks call the same collectives in the same order. How MPI is started is told in
-`bindings.py`, how a job ends after an error in `ending.py`.
+Invariants: every collective waits for the slowest rank in the progress engine, not inside MPI, so signals are seen and
+no core is wasted; and all ranks call the same collectives in the same order. `bindings.py` says how MPI is started,
+`faults/abort.py` how a job ends after an error.
 """
+
+from __future__ import annotations
 
 import atexit
 import os
@@ -13,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError, printable
 from mpitrain.mpi import json_collectives, json_messages
@@ -29,79 +31,124 @@ from mpitrain.system import processes, rank_status
 from mpitrain.system.launch_variables import node_key
 from mpitrain.system.tracebacks import own_part
 
-# Where MPI tells of no death: longest wait for others at a collective, and of rank 0 for a rank's counts in the end.
+if TYPE_CHECKING:
+    from mpitrain.mpi.process_group.base import GroupBase
+
+# Where MPI reports no deaths: the longest wait for others at a collective, and of rank 0 for the last counts of a rank.
 PATIENCE_S, LIVING_S = 900.0, 120.0
-WAITS_S = 1.0  # who waits says so again and again
-_runtime: "Runtime | None" = None
+WAITS_S = 1.0  # a rank counts as waiting for so long after it has last said so
+_runtime: Runtime | None = None
 
 
-def start() -> "Runtime":
-    """This process's runtime, made on the first call, which is collective over all ranks.
+def start() -> Runtime:
+    """This process's runtime, made and connected on the first call, which is collective over all ranks.
 
     Sets exception hooks that end the whole job and an orderly end at exit.
     """
     global _runtime
     if _runtime is None:
-        _runtime = Runtime()
+        runtime = Runtime()
+        runtime.connect()
+        _runtime = runtime
     return _runtime
 
 
 class Runtime:
     """This process among the others; made by `start()` only.
 
-    `comm` (a duplicate of COMM_WORLD with errors returned as exceptions), `rank`, `size`; `nodes[r]` is the
-    index of the node of rank r, `num_nodes`, `local_rank` (this rank among those of its node); `library`,
-    `thread_level`, `fault_tolerance` ("ulfm", "heartbeat" or "none"); `engine`, the process's only progress engine.
-    Whoever runs a role keeps `role` and `step` up to date and sets `run_dir`: errors are reported with
-    them. Where ranks have died and the others go on (`recovery.py`), ranks are numbered anew; `launched[r]` is what
-    rank r was at launch, and what people are told.
+    `comm` (a duplicate of COMM_WORLD with errors returned as exceptions), `rank`, `size`; `nodes[r]` is the index of
+    the node of rank r, `num_nodes`, `local_rank` (this rank among those of its node); `library`, `thread_level`,
+    `fault_tolerance` ("ulfm", "heartbeat" or "none"); `engine`, the process's only progress engine. The code that runs
+    a role keeps `role` and `step` up to date and sets `run_dir`: errors are reported with them. Where ranks have died
+    and the others continue (`faults/shrink.py`), ranks are renumbered; `launched[r]` is the rank at launch of what is
+    rank r now, and what users see.
+
+    The constructor declares every attribute and sends nothing; `connect()` meets the other ranks.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        # What this process does, for error reports and for the watchdog.
         self.role = ""
-        self._step, self._stamp_s, self._waiting_s = -1, time.monotonic(), 0.0
         self.run_dir: Path | None = None
-        self.expendable = False  # the others go on without this rank: under ULFM it dies alone
-        self.exit_code = 0  # what the process ends with where it cannot end by itself
-        self.given_up: set[int] = set()  # ranks that are dead, or will never answer again
-        self.recovers = False  # the others go on without whoever dies now, whichever rank that is
-        self.lost: set[int] = set()  # ranks at launch that have died and were left behind
+        self._step, self._stamp_s, self._waiting_s = -1, time.monotonic(), 0.0
+        self.exit_code = 0  # of the process, where it cannot end by itself
+        # Who it is among the others.
         self.comm: MPI.Intracomm = MPI.COMM_WORLD
+        self._control_comm: MPI.Intracomm = MPI.COMM_WORLD
         self.communicators: list[MPI.Comm] = []  # more to revoke when the job ends under ULFM
-        try:
-            self.comm = MPI.COMM_WORLD.Dup()
-            self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
-            self.open_gate()
-        except MPI.Exception as error:
-            if not is_lost_peer(error):
-                raise
-            abort.leave_start(self.comm, error)
-        self.groups: list[Any] = []  # process groups that this rank has not left
         self.rank, self.size = self.comm.rank, self.comm.size
+        self.local_rank, self.num_nodes = 0, 1
+        self.nodes: tuple[int, ...] = (0,) * self.size
+        self.hosts, self.processes = [""] * self.size, [""] * self.size
         self.launched = list(range(self.size))
         self.torch_ranks: tuple[int, ...] = ()  # torch's ranks as MPI's, once there is a process group
+        self.groups: list[GroupBase] = []  # process groups that this rank has not left
+        self.allreduce_plan = Plan(self.nodes)
+        # What this MPI and this launch can do.
         self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
         self.thread_level = _thread_level()
         self.fault_tolerance = fault_tolerance()
         self._patience_s = PATIENCE_S if self.fault_tolerance == "heartbeat" else None
-        self.engine: Engine = Engine(self.comm, tolerant=self.fault_tolerance == "ulfm")
+        self.engine = Engine(self.comm, ulfm=self.fault_tolerance == "ulfm")
+        # Deaths that the job survives.
+        self.may_die_alone = False  # the others go on without this rank: under ULFM it dies alone
+        self.survives_shrink = False  # the others go on without any rank that dies now
+        self.evicted: set[int] = set()  # ranks that are dead, or will never answer again
+        self.lost: set[int] = set()  # ranks at launch that have died and were left behind
+
+    def connect(self) -> None:
+        """Collective over all ranks: make the communicators, learn who the others are, and agree to start."""
+        try:
+            self.comm = self.engine.comm = MPI.COMM_WORLD.Dup()
+            self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
+            self._make_control_comm()
+        except MPI.Exception as error:
+            if not is_lost_peer(error):
+                raise
+            abort.leave_start(self.comm, error)
         self.engine.on_wait = self.stamp_waiting
         abort.install_hooks(self)
         atexit.register(self.finish)
-        told = self.allgather([node_key(), socket.gethostname(), processes.identity()])
-        self.nodes = node_indices([key for key, _, _ in told])
-        self.hosts, self.processes = [host for _, host, _ in told], [process for _, _, process in told]
+        brought = self.allgather([node_key(), socket.gethostname(), processes.identity()])
+        self._place([key for key, _, _ in brought])
+        self.hosts, self.processes = [host for _, host, _ in brought], [process for _, _, process in brought]
         self.allreduce_plan = Plan(self.nodes)
-        self.num_nodes = max(self.nodes) + 1
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
         why_not = why_no_heartbeat(self.library) if asks_for_heartbeat() else ""
         self.agree(UsageError(why_not) if why_not else None)
-        self._tell_launch()
+        self._start_reporting()
+
+    def renumber(self, comm: MPI.Intracomm, survivors: list[int]) -> None:
+        """Collective over `comm`, which holds the ranks `survivors` in this order: go on among them only. The
+        local rank stays: it may stand for a GPU in use."""
+        self.lost |= {launched for rank, launched in enumerate(self.launched) if rank not in survivors}
+        self.launched = [self.launched[rank] for rank in survivors]
+        self.processes = [self.processes[rank] for rank in survivors]
+        self.hosts = [self.hosts[rank] for rank in survivors]
+        self._place([str(self.nodes[rank]) for rank in survivors])
+        self.allreduce_plan.renumber(self.nodes)
+        self.comm = self.engine.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self.torch_ranks, self.communicators, self.groups = (), [], []
+        self._make_control_comm()
+
+    def _place(self, node_names: list[str]) -> None:
+        self.nodes = node_indices(node_names)
+        self.num_nodes = max(self.nodes) + 1
+
+    def _make_control_comm(self) -> None:
+        """Collective: a communicator for the arrivals at collectives, beside a new `comm`."""
+        self._control_comm = self.comm.Dup()
+        self.communicators.append(self._control_comm)
+
+    def all_communicators(self) -> tuple[MPI.Comm, ...]:
+        """Every communicator of this job that a rank may wait in."""
+        return (self.comm, *self.communicators)
 
     @property
     def step(self) -> int:
-        """The step under way, for error messages; setting it says that there is progress."""
+        """The step under way, for error messages; setting it reports progress."""
         return self._step
 
     @step.setter
@@ -110,11 +157,11 @@ class Runtime:
         self.stamp()
 
     def stamp(self) -> None:
-        """There is progress."""
+        """Report progress."""
         self._stamp_s = time.monotonic()
 
     def stamp_waiting(self) -> None:
-        """This rank waits for others."""
+        """Report that this rank waits for others."""
         self._waiting_s = time.monotonic()
 
     def idle_s(self) -> float:
@@ -138,70 +185,71 @@ class Runtime:
 
     @property
     def launched_rank(self) -> int:
-        """What this rank was at launch."""
+        """The number of this rank at launch."""
         return self.launched[self.rank]
 
-    def open_gate(self) -> None:
-        """Collective: a communicator for arrivals, beside a new `comm`."""
-        self._gate: MPI.Intracomm = self.comm.Dup()
-        self.communicators.append(self._gate)
+    # ---- collectives: every rank calls them, in the same order
 
-    # ---- what all ranks tell each other (collective: every rank calls, in the same order)
-
-    def together(self, function: Callable[[], Any], what: str) -> Any:
-        """Run the blocking collective `function()` when every rank has come here; returns its result.
+    def collective(self, function: Callable[[], Any], what: str) -> Any:
+        """Run the blocking collective `function()` when every rank has arrived here; returns its result.
 
         Raises:
-            MismatchError: on every rank, where another one has come with another `what`.
+            MismatchError: on every rank, where another one has arrived with another `what`.
         """
-        op = self.engine.line_up(lambda calm: function(), self._gate, what, timeout_s=self._patience_s)
+        op = self.engine.submit_collective(
+            lambda may_block: function(), self._control_comm, what, timeout_s=self._patience_s
+        )
         self.engine.wait(op)
         return op.result
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
-        self.together(lambda: None, "barrier")
+        """Return when every rank has arrived here."""
+        self.collective(lambda: None, "barrier")
 
-    def share(self, value: Any, root: int = 0) -> Any:
+    def broadcast(self, value: Any, root: int = 0) -> Any:
         """The JSON value of `root` on every rank; the other ranks' argument is ignored."""
-        return self.together(
-            lambda: json_collectives.share(self.comm, value, root), f"share from rank {root}"
+        return self.collective(
+            lambda: json_collectives.broadcast(self.comm, value, root), f"broadcast from rank {root}"
         )
 
     def gather(self, value: Any) -> list[Any] | None:
         """The JSON values of all ranks in rank order, on rank 0; None elsewhere."""
-        values: list[Any] | None = self.together(lambda: json_collectives.gather(self.comm, value), "gather")
+        values: list[Any] | None = self.collective(
+            lambda: json_collectives.gather(self.comm, value), "gather"
+        )
         return values
 
     def gather_living(self, value: Any, wait_s: float = 10.0) -> dict[int, Any] | None:
         """The JSON values of all ranks that still answer, by rank, on rank 0; None elsewhere. Messages, no collective:
-        a dead rank is left out at once, one that was given up after `wait_s`, and both are in `given_up` then."""
+        a dead rank is left out at once, an evicted one after `wait_s`, and both are in `evicted` then."""
         living_s = None
         if self.fault_tolerance == "heartbeat":
-            wait_s, living_s = 1.0, LIVING_S  # most of those who were given up are dead
-        return json_messages.gather(self.engine, self.rank, self.size, value, self.given_up, wait_s, living_s)
+            wait_s, living_s = 1.0, LIVING_S  # most evicted ranks are dead
+        return json_messages.gather(self.engine, self.rank, self.size, value, self.evicted, wait_s, living_s)
 
-    def share_living(self, value: Any) -> Any:
+    def broadcast_living(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank that still answers."""
-        return json_messages.share(self.engine, self.rank, self.size, value, self.given_up, self._patience_s)
+        return json_messages.broadcast(
+            self.engine, self.rank, self.size, value, self.evicted, self._patience_s
+        )
 
     def allgather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks in rank order, on every rank."""
-        values: list[Any] = self.together(lambda: json_collectives.allgather(self.comm, value), "allgather")
+        values: list[Any] = self.collective(lambda: json_collectives.allgather(self.comm, value), "allgather")
         return values
 
     def agree(self, error: Exception | None) -> None:
         """Return if no rank brings an error; otherwise rank 0 prints each once and every rank raises AgreedError.
 
-        Everybody then leaves together, with the exit code of the lowest rank that failed.
+        All ranks then leave together, with the exit code of the lowest rank that failed.
         """
         brought = self.allgather(None if error is None else _describe(error))
-        failed = {rank: told for rank, told in enumerate(brought) if told is not None}
+        failed = {rank: failure for rank, failure in enumerate(brought) if failure is not None}
         if not failed:
             return
         groups: dict[tuple[str, str], list[int]] = {}
-        for rank, told in failed.items():
-            groups.setdefault((told["text"], told["trace"]), []).append(rank)
+        for rank, failure in failed.items():
+            groups.setdefault((failure["text"], failure["trace"]), []).append(rank)
         texts = [f"{name_ranks(ranks, self.size)}: {text}" for (text, _), ranks in groups.items()]
         traces = [trace for _, trace in groups]
         code = next(iter(failed.values()))["exit_code"]
@@ -233,8 +281,8 @@ class Runtime:
             print(printable(text), file=sys.stderr, flush=True)
         raise AgreedError(text, code)
 
-    def _tell_launch(self) -> None:
-        """MPI is up; from here on the launch hears whether this rank waits and gets on."""
+    def _start_reporting(self) -> None:
+        """MPI is started; from here on the launch is informed whether this rank waits and makes progress."""
         reporter = rank_status.begin()
         if reporter is not None:
             reporter.observe = lambda: (self.waits, self._stamp_s, self._step)
@@ -244,11 +292,11 @@ class Runtime:
     # ---- the end
 
     def dead(self) -> set[int]:
-        """Ranks that MPI knows to have failed; empty where it does not tell."""
+        """Ranks that MPI knows to have failed; empty where MPI does not report deaths."""
         return failed_ranks(self.comm) if self.fault_tolerance == "ulfm" else set()
 
     def end_job(self, error: BaseException) -> NoReturn:
-        """Report `error` with rank, role and step, and end the whole job with its exit code (`ending.py`)."""
+        """Report `error` with rank, role and step, and end the whole job with its exit code (`abort.py`)."""
         abort.end_job(self, error)
 
     def finish(self) -> None:
@@ -256,8 +304,8 @@ class Runtime:
         if MPI.Is_finalized() or os.getpid() != self._pid:  # a forked child leaves MPI to its parent
             return
         rank_status.reach(rank_status.ENDED, self.exit_code)
-        if self.given_up or self.lost:
-            abort.end_without_some(self)
+        if self.evicted or self.lost:
+            abort.end_without_finalize(self)
         for group in list(self.groups):
             group.shutdown()
         try:
@@ -268,13 +316,13 @@ class Runtime:
             late = self.fault_tolerance == "heartbeat" and isinstance(error, TimeoutError)
             if not late and (self.fault_tolerance != "ulfm" or not is_lost_peer(error)):
                 raise
-            sys.stdout.flush()  # a rank died after its last word; Finalize would hang one time in four
+            sys.stdout.flush()  # a rank died after its last message; Finalize would hang one time in four
             os._exit(self.exit_code)
 
 
 def fault_tolerance() -> str:
-    """ "ulfm" if this launch tolerates failures and this MPI can tell of them, "heartbeat" if it leaves the others
-    alone and MPI tells of nothing."""
+    """ "ulfm" if this launch survives failures and this MPI reports them, "heartbeat" if the launch survives them and
+    MPI reports nothing."""
     if asks_for_ulfm() and MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN:
         return "ulfm"
     return "heartbeat" if asks_for_heartbeat() else "none"
@@ -295,7 +343,7 @@ def _thread_level() -> str:
 
 
 def _describe(error: Exception) -> dict[str, Any]:
-    """For errors that are not ours the traceback is the message; ours say what is wrong by themselves."""
+    """An error as JSON values. Errors that are not ours keep their traceback; ours say what is wrong by themselves."""
     ours = isinstance(error, MpitrainError)
     return {
         "text": f"{type(error).__name__}: {error}",

@@ -19,10 +19,10 @@ from typing import Any
 from mpitrain.effects import Break, Compute, Effect, Forget, Kind, Message, Now, Recv, Role, Send, Sleep
 from mpitrain.errors import WireError
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine.backoff import LONG_NAP_S, SHORT_NAP_S, give_way
+from mpitrain.mpi.engine.backoff import LONG_SLEEP_S, SHORT_SLEEP_S, yield_core
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.faults.errors import is_dead_peer
-from mpitrain.mpi.faults.self_destruct import break_down
+from mpitrain.mpi.faults.self_destruct import self_destruct
 from mpitrain.mpi.message_header import HEADER_BYTES, decode, encode
 from mpitrain.mpi.operation import Op
 
@@ -49,7 +49,7 @@ class MpiWorld:
         peers: ranks this role exchanges messages with.
         frame_for: `frame_for(source, kind) -> frame` to receive the payload of that rank's next message into.
         on_step: told the role's step as it changes, for error messages.
-        losable: peers whose death is a message (`Kind.LOST`), not an error.
+        may_die: peers whose death is a message (`Kind.LOST`), not an error.
         leave_s: how long to wait, in the end, for what was sent to leave; the engine sends the rest all the same.
         computer: computes gradients on a thread of its own; the thread that owns MPI drives messages meanwhile.
     """
@@ -61,13 +61,13 @@ class MpiWorld:
         frame_for: Callable[[int, Kind], Any],
         on_step: Callable[[int], None] = lambda step: None,
         computer: Executor | None = None,
-        losable: Collection[int] = (),
+        may_die: Collection[int] = (),
         leave_s: float | None = None,
     ):
         self.engine, self.frame_for, self.on_step = engine, frame_for, on_step
         self._peers = {rank: _Peer(rank) for rank in peers}
         self._inbox: deque[tuple[int, Message]] = deque()
-        self._computer, self._losable, self._leave_s = computer, frozenset(losable), leave_s
+        self._computer, self._may_die, self._leave_s = computer, frozenset(may_die), leave_s
         self._error: BaseException | None = None
         self._tears = False  # ordered: the next payload's stamps are to differ
         self._start_s = time.monotonic()
@@ -91,7 +91,7 @@ class MpiWorld:
         while not future.done():
             self._raise_error()
             if not self.engine.poll():
-                wait((future,), SHORT_NAP_S)
+                wait((future,), SHORT_SLEEP_S)
         return future.result()
 
     def advance(self, role: Role, answer: Any) -> Compute | None:
@@ -124,7 +124,11 @@ class MpiWorld:
         if isinstance(effect, Sleep):
             return self._sleep(effect.seconds)
         if isinstance(effect, Forget):
-            return self.engine.doze(effect.rank) if effect.listen else self._forget(self._peers[effect.rank])
+            return (
+                self.engine.make_passive(effect.rank)
+                if effect.listen
+                else self._forget(self._peers[effect.rank])
+            )
         if isinstance(effect, Break):
             return self._break(effect)
         assert isinstance(effect, Now), f"{effect!r} is no effect"
@@ -134,7 +138,7 @@ class MpiWorld:
         if order.how == "torn":
             self._tears = True
         else:
-            break_down(order.how, order.after_s)
+            self_destruct(order.how, order.after_s)
 
     def _take_ready(self) -> Any:
         """What has arrived; a peer's next message is asked for when the one before is here, so poll while it helps."""
@@ -149,9 +153,9 @@ class MpiWorld:
         while (left_s := end_s - time.monotonic()) > 0:
             self._raise_error()
             if self.engine.poll() or any(not op.passive for op in self.engine.outstanding):
-                give_way()
+                yield_core()
             else:
-                time.sleep(min(left_s, LONG_NAP_S))
+                time.sleep(min(left_s, LONG_SLEEP_S))
 
     def _send(self, peer: _Peer, message: Message) -> None:
         if peer.lost:
@@ -263,7 +267,7 @@ class MpiWorld:
         """A dead peer that we can do without is told of once; everything else ends the role."""
         if peer.lost:
             return
-        if peer.rank in self._losable and is_dead_peer(error):
+        if peer.rank in self._may_die and is_dead_peer(error):
             peer.lost = True
             self._inbox.append((peer.rank, Message(Kind.LOST)))
         else:

@@ -245,12 +245,12 @@ def make_room(run_dir: Path, run: str, beside: bool = True) -> Path | None:
 
 def wait_for_room(run_dir: Path, run: str, timeout_s: float) -> bool:
     """On the other ranks: whether the one that holds the lock has made room for this run in time."""
-    deadline_s, nap_s = time.monotonic() + timeout_s, 0.01
+    deadline_s, pause_s = time.monotonic() + timeout_s, 0.01
     while _marked(run_dir / CHECKPOINTS) != run:
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(nap_s)
-        nap_s = min(1.0, 2 * nap_s)  # all ranks look
+        time.sleep(pause_s)
+        pause_s = min(1.0, 2 * pause_s)  # all ranks look
     return True
 
 

@@ -43,11 +43,11 @@ def open_run(runtime: Any, job: Job, overrides: Overrides) -> Opened:
         AgreedError: the directory cannot be made, or another job holds it; nothing to go on from where it was named; no
             checkpoint verifies, or the newest is of another version.
     """
-    run_dir = Path(runtime.share(attempt(runtime, lambda: _make_run_dir(runtime, job, overrides))))
+    run_dir = Path(runtime.broadcast(attempt(runtime, lambda: _make_run_dir(runtime, job, overrides))))
     source = None
     if overrides.resume is not None:
         source = run_dir if overrides.resume == "auto" else Path(overrides.resume)
-    attempt_id = runtime.share(new_attempt_id())
+    attempt_id = runtime.broadcast(new_attempt_id())
     lock = RunLock(run_dir, attempt_id) if runtime.rank == 0 else None
     attempt(runtime, lambda: lock.take() if lock else None)
     try:
@@ -76,7 +76,7 @@ def _agree_on_identity(
         run = _take_over(run_dir, source, overrides.resume == "auto", found, events)
         return identify(found, run, attempt_id)
 
-    return Identity(*runtime.share(attempt(runtime, take))), events
+    return Identity(*runtime.broadcast(attempt(runtime, take))), events
 
 
 def _make_run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:

@@ -57,7 +57,7 @@ def tell(runtime: Any, found: Checkpoint | None) -> Checkpoint | None:
     told = None
     if found is not None:
         told = [str(found.folder.resolve()), *found[1:]]
-    told = runtime.share(told)
+    told = runtime.broadcast(told)
     if told is None:
         return None
     folder, mark, parts, about, identity, refused = told

@@ -127,7 +127,7 @@ class Session:
             else:
                 mark.unlink(missing_ok=True)
             self.report.finish(result)
-        share = self.runtime.share_living if living else self.runtime.share
+        share = self.runtime.broadcast_living if living else self.runtime.broadcast
         return dict(share(result))
 
     def _gather_living(self, outcome: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -156,7 +156,7 @@ def prepare(
     validation = None if job.validate is None else _look_at_data(runtime, job.validate)
     attempt(runtime, lambda: _enough_samples(catalogue.num_samples, roles))
     contents = attempt(runtime, lambda: contents_of(catalogue) if runtime.rank == 0 else None)
-    contents = runtime.share(contents)
+    contents = runtime.broadcast(contents)
     opened = open_run(runtime, job, overrides)
     runtime.run_dir = run_dir = opened.run_dir
     session = Session(
@@ -168,7 +168,7 @@ def prepare(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )
     if runtime.rank == 0:
-        from mpitrain.mpi.faults.abort import (
+        from mpitrain.mpi.faults.error_report import (
             forget_reports,  # a rehearsal shares this file, and starts no MPI
         )
 
@@ -192,14 +192,14 @@ def begin(runtime: Any) -> None:
         AgreedError: the launch has asked for an end meanwhile. It may count on no step being made then, and end us.
     """
     rank_status.reach(rank_status.READY)
-    if runtime.share(rank_status.stop_requested(now=runtime.rank == 0)):
+    if runtime.broadcast(rank_status.stop_requested(now=runtime.rank == 0)):
         raise AgreedError("told to end before the first step", EXIT_REQUEUE)
 
 
 def _look_at_data(runtime: Any, source: Any) -> Any:
     """Rank 0 scans the source and tells the others: one look at the file system, however many ranks."""
     catalogue = attempt(runtime, lambda: source.scan() if runtime.rank == 0 else None)
-    text = runtime.share(catalogue.to_json() if catalogue is not None else None)
+    text = runtime.broadcast(catalogue.to_json() if catalogue is not None else None)
     return Catalogue.from_json(text)
 
 

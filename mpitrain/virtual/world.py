@@ -59,7 +59,7 @@ class VirtualWorld:
         compute: law of the time one gradient of the usual size takes; applying and validating take none.
         network: law of the time a message takes.
         seed: key of every draw.
-        losable: ranks whose death is a message to the others (`Kind.LOST`), not an error.
+        may_die: ranks whose death is a message to the others (`Kind.LOST`), not an error.
         workers: ranks of the workers in order, where ranks are not their numbers.
     """
 
@@ -68,7 +68,7 @@ class VirtualWorld:
         compute: ComputeLaw,
         network: NetworkLaw,
         seed: int = 0,
-        losable: Collection[int] = (),
+        may_die: Collection[int] = (),
         workers: Sequence[int] = (),
     ):
         self.compute, self.network, self.seed = compute, network, seed
@@ -76,7 +76,7 @@ class VirtualWorld:
         self.num_events = 0
         self.ended_s: dict[int, float] = {}  # by rank
         self.broken: dict[int, str] = {}  # by rank: how it failed, as `--inject` ordered
-        self._losable = frozenset(losable)
+        self._may_die = frozenset(may_die)
         self._numbers = {rank: number for number, rank in enumerate(workers)}
         self._num_looks = 0  # deadlines since anything else has happened
         self._links = Links()
@@ -140,12 +140,12 @@ class VirtualWorld:
             _throw_away(message)
         if how not in DEADLY:
             return
-        if process.rank not in self._losable:
+        if process.rank not in self._may_die:
             raise LostRankError(
                 f"rank {process.rank} died ({how}) at t={self.now_s:.3f} s, and nobody can go on"
             )
         for other in self._processes.values():
-            if other.rank not in self._losable and not other.finished:
+            if other.rank not in self._may_die and not other.finished:
                 self._send(process.rank, Send(other.rank, Message(Kind.LOST)))
 
     def _waits_for_silent(self) -> bool:

@@ -153,9 +153,9 @@ def look(runtime: Any, resume: str | Path | None, about: dict[str, Any], same_nu
     Raises:
         AgreedError: none verifies, or it is of another run.
     """
-    directory = runtime.share(None if resume is None else str(Path(resume).resolve()))
+    directory = runtime.broadcast(None if resume is None else str(Path(resume).resolve()))
     told = find(runtime, Path(directory)) if directory is not None else None
-    new = Identity(*runtime.share(identify(told, new_run_id(), new_attempt_id())))
+    new = Identity(*runtime.broadcast(identify(told, new_run_id(), new_attempt_id())))
 
     def check() -> None:
         for key in ("kind", "parameters", *(("workers",) if same_number else ())):

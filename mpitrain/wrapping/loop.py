@@ -138,7 +138,7 @@ def _watch(runtime: Any, strategy: Strategy, resume: str | os.PathLike[str] | No
     roles = attempt(runtime, check)
     runtime.compare({"watchdog_s": timeout_s})
     folder = resume or default_run_dir(Path(sys.argv[0] or "loop").stem or "loop")
-    run_dir = Path(runtime.share(str(Path(folder).resolve())))
+    run_dir = Path(runtime.broadcast(str(Path(folder).resolve())))
     watchdog = LoopWatchdog(runtime, run_dir, strategy, roles, timeout_s)
     atexit.register(watchdog.__exit__)  # what is done after the loop's end owes no progress
     return watchdog.__enter__()
@@ -234,7 +234,7 @@ def _join(
     )
     if serves:
         _serve(runtime, builder, store, about, run)
-    runtime.expendable = True
+    runtime.may_die_alone = True
     world = MpiWorld(
         runtime.engine, roles.servers, builder.frame_for, functools.partial(setattr, runtime, "step")
     )
@@ -279,13 +279,13 @@ def _serve(runtime: Any, builder: RoleBuilder, store: Any, about: dict[str, Any]
     # nobody knows how long a batch of a loop that is not ours may take
     server = builder.loop_server(store, NullReport(), math.inf, write)
     attempt(runtime, lambda: restore_shard(run.found, server, store, builder.model.layout, shard))
-    losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
+    may_die = roles.workers if runtime.fault_tolerance == "ulfm" else ()
     on_step = functools.partial(setattr, runtime, "step")
     world = MpiWorld(
-        runtime.engine, roles.workers, lambda source, kind: store.frame(), on_step, losable=losable
+        runtime.engine, roles.workers, lambda source, kind: store.frame(), on_step, may_die=may_die
     )
     counts = world.run(server.run())
-    runtime.given_up |= {int(rank) for rank in counts["lost"]} | runtime.dead()
+    runtime.evicted |= {int(rank) for rank in counts["lost"]} | runtime.dead()
     if counts["failure"]:
         print(f"mpitrain: error: {counts['failure']}", file=sys.stderr, flush=True)
         runtime.exit_code = EXIT_ERROR

@@ -114,7 +114,7 @@ class RemoteOptimizer(DelegatingOptimizer):
         if self._active:
             self._active = False
             self._world.advance(self._role, None)
-            self._runtime.given_up |= self._runtime.dead()  # the end is not to wait for them
+            self._runtime.evicted |= self._runtime.dead()  # the end is not to wait for them
 
 
 def _evaluate(closure: Any) -> Any:

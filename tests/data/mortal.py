@@ -52,7 +52,7 @@ class Threads:
         self._barrier.wait()
         return told
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return self.allgather(value)[0]
 
     def agree(self, error: Exception | None) -> None:

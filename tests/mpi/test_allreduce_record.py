@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import mpitrain as mt
-from mpitrain.mpi.process_group import algorithm_choice
+from mpitrain.mpi.process_group.base import GroupBase
 from mpitrain.mpi.allreduce_plan import VARIABLE, Plan, Transport
 from mpitrain.mpi.runtime import start
 from tests import toy
@@ -33,12 +33,12 @@ def train(name, transport, nodes=(0, 0, 1), pin=None, strategy="allreduce()", **
     runtime.allreduce_plan = Plan(runtime.nodes)  # as in another process
     calls = []
 
-    def measure(group, nodes, calm):
+    def measure(group, may_block):
         calls.append(1)
         return transport
         yield
 
-    algorithm_choice.measure = measure
+    GroupBase._measure = measure
     os.environ.pop(VARIABLE, None)
     os.environ.update({{VARIABLE: pin}} if pin else {{}})
     job = toy.make_job(

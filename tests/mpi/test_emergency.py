@@ -76,7 +76,7 @@ def test_a_wedged_run_leaves_stacks_and_a_checkpoint_from_which_the_next_start_g
     assert "no progress for 6 s" in told.stderr, told
     stacks = [(folder / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(RANKS)]
     assert all("most recent call first" in text for text in stacks)
-    stuck = [rank for rank, text in enumerate(stacks) if " in break_down" in text or " in loss\n" in text]
+    stuck = [rank for rank, text in enumerate(stacks) if " in self_destruct" in text or " in loss\n" in text]
     assert len(stuck) == len(WEDGED[name][1])
     found = newest(folder)
     assert found is not None, told

@@ -169,7 +169,7 @@ def test_under_mpich_too():
 def test_an_interrupt_is_one_whatever_error_it_comes_out_as():
     """In the middle of C++ code it is not raised as what it is."""
     code = """
-from mpitrain.mpi.faults.abort import exit_code
+from mpitrain.mpi.faults.error_report import exit_code
 try:
     try:
         raise KeyboardInterrupt

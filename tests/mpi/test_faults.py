@@ -177,17 +177,17 @@ def test_what_waits_for_the_dead_is_given_up_at_the_second_look(monkeypatch):
             self.handle, self.dead = handle, dead
 
     monkeypatch.setattr(failed_ranks, "failed_ranks", lambda comm: comm.dead)
-    monkeypatch.setattr(failed_ranks, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(failed_ranks, "CHECK_EVERY_S", 0.0)
     world, group = Comm(1, set()), Comm(2, set())
     ops = [Op("receive", None, peer) for peer in (1, 2, 2)] + [Op("arrival"), Op("call")]
     for op, comm in zip(ops, (world, world, group, group, None)):
         op.comm = comm
-    grave = failed_ranks.Graves()
-    assert grave.look(ops) == []
+    failed = failed_ranks.FailedRanks()
+    assert failed.unanswerable(ops) == []
     world.dead = {2}
-    assert grave.look(ops) == [] and grave.look(ops) == [ops[1]]
+    assert failed.unanswerable(ops) == [] and failed.unanswerable(ops) == [ops[1]]
     group.dead = {0}
-    assert grave.look(ops) == [ops[1]] and grave.look(ops) == [ops[1], ops[3]]
+    assert failed.unanswerable(ops) == [ops[1]] and failed.unanswerable(ops) == [ops[1], ops[3]]
 
 
 @pytest.mark.parametrize("mpirun_args", [ULFM, ()])

@@ -25,7 +25,7 @@ ALARM = """
 import gc
 from torch.nn.parallel import DistributedDataParallel
 import mpitrain as mt
-from mpitrain.mpi.faults.shrink import lost_peer
+from mpitrain.mpi.faults.shrink import process_failed
 from mpitrain.mpi.runtime import start
 from mpitrain.values import parse
 from mpitrain.training.synchronous.trainer import Trainer
@@ -38,7 +38,7 @@ def alarming(self, value, count):
     # the allreduce is done everywhere: who is not alarmed takes the step, the others have lost it
     if self.step == 5 and runtime.rank in alarmed and name not in met:
         met.add(name)
-        raise lost_peer()
+        raise process_failed()
     update(self, value, count)
     if self.step == 7 and name in met:  # the trainers before this one are gone, and with them DDP's hooks
         gc.collect()

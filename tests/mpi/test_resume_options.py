@@ -99,7 +99,7 @@ def train(name, strategy, changes, options):
 
 def base_of(strategy, changes=""):
     name = "base " + hashlib.sha256((strategy + changes).encode()).hexdigest()[:8]
-    if not runtime.share((root / name).exists()):
+    if not runtime.broadcast((root / name).exists()):
         train(name, strategy, eval(f"dict({{changes}})"), {{}})
         if runtime.rank == 0:
             marks = sorted(each.folder for each in candidates(root / name, []))  # a worker that came late left one out

@@ -55,16 +55,16 @@ def test_an_idle_rank_uses_less_than_a_twentieth_of_a_core(clock):
 
 def test_long_naps_come_only_after_quiet_and_end_with_traffic(clock):
     backoff = waiting.Backoff()
-    assert backoff.nap_s() == 0
-    clock.now_s += waiting.GIVE_WAY_S
-    assert backoff.nap_s() == waiting.SHORT_NAP_S
+    assert backoff.sleep_s() == 0
+    clock.now_s += waiting.YIELD_S
+    assert backoff.sleep_s() == waiting.SHORT_SLEEP_S
     clock.now_s += waiting.QUIET_AFTER_S
-    assert backoff.nap_s() == waiting.LONG_NAP_S
-    assert backoff.nap_s(arriving=True) == waiting.SHORT_NAP_S
+    assert backoff.sleep_s() == waiting.LONG_SLEEP_S
+    assert backoff.sleep_s(arriving=True) == waiting.SHORT_SLEEP_S
     clock.now_s += waiting.QUIET_AFTER_ARRIVING_S
-    assert backoff.nap_s(arriving=True) == waiting.LONG_NAP_S
+    assert backoff.sleep_s(arriving=True) == waiting.LONG_SLEEP_S
     backoff.traffic()
-    assert backoff.nap_s() == 0
+    assert backoff.sleep_s() == 0
 
 
 @given(st.floats(0, 10), st.floats(0, 10))
@@ -75,9 +75,9 @@ def test_naps_never_shrink_without_traffic(earlier_s, later_s):
         patch.setattr(waiting, "time", clock)
         backoff = waiting.Backoff()
         clock.now_s = earlier_s
-        first_s = backoff.nap_s()
+        first_s = backoff.sleep_s()
         clock.now_s = later_s
-        assert first_s <= backoff.nap_s() <= waiting.LONG_NAP_S
+        assert first_s <= backoff.sleep_s() <= waiting.LONG_SLEEP_S
 
 
 def test_callbacks_run_once_each_even_if_added_while_it_completes():
@@ -99,18 +99,18 @@ def test_callbacks_run_once_each_even_if_added_while_it_completes():
         assert sorted(calls) == list(range(5))
 
 
-def test_a_bell_is_heard_once_however_often_it_rang_and_no_wait_is_longer_than_asked():
-    from mpitrain.mpi.engine.wakeup import Bell
+def test_a_wakeup_counts_once_however_often_it_was_set_and_no_wait_is_longer_than_asked():
+    from mpitrain.mpi.engine.wakeup import Wakeup
 
-    bell = Bell()
+    wakeup = Wakeup()
     assert (
-        not bell.wait(0.0) and not bell.wait(1e-6) and not bell.wait(-1.0)
+        not wakeup.wait(0.0) and not wakeup.wait(1e-6) and not wakeup.wait(-1.0)
     )  # a time that has passed is no "for ever"
-    bell.ring()
-    bell.ring()
-    assert bell.wait(60.0) and not bell.wait(1e-6)
-    waiter = threading.Thread(target=bell.wait)
+    wakeup.set()
+    wakeup.set()
+    assert wakeup.wait(60.0) and not wakeup.wait(1e-6)
+    waiter = threading.Thread(target=wakeup.wait)
     waiter.start()
-    bell.ring()
+    wakeup.set()
     waiter.join(60.0)
     assert not waiter.is_alive()

@@ -29,11 +29,11 @@ class OneRank:
 
     rank, size = 0, 1
 
-    def share(self, value):
+    def broadcast(self, value):
         return json.loads(json.dumps(value))
 
     def allgather(self, value):
-        return [self.share(value)]
+        return [self.broadcast(value)]
 
     def agree(self, error):
         if error is not None:

@@ -45,7 +45,7 @@ def test_who_is_stuck(tmp_path, idle, waits, quiet, stuck):
 
 
 @pytest.mark.parametrize(
-    ("level", "rank", "expendable", "recovers", "alone"),
+    ("level", "rank", "may_die_alone", "survives_shrink", "alone"),
     [
         ("none", 1, True, False, False),
         ("ulfm", 0, True, False, True),
@@ -55,8 +55,10 @@ def test_who_is_stuck(tmp_path, idle, waits, quiet, stuck):
         ("heartbeat", 0, True, False, False),  # which writes the result
     ],
 )
-def test_who_raises_no_alarm(tmp_path, level, rank, expendable, recovers, alone):
-    runtime = SimpleNamespace(fault_tolerance=level, rank=rank, expendable=expendable, recovers=recovers)
+def test_who_raises_no_alarm(tmp_path, level, rank, may_die_alone, survives_shrink, alone):
+    runtime = SimpleNamespace(
+        fault_tolerance=level, rank=rank, may_die_alone=may_die_alone, survives_shrink=survives_shrink
+    )
     watchdog = Watchdog(runtime, SimpleNamespace(run_dir=tmp_path), 1.0)
     assert watchdog._dies_alone() is alone
 

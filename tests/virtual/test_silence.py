@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mpitrain.effects import Kind, Message, Now, Recv, Send
-from mpitrain.errors import GivenUpError, LostRankError
+from mpitrain.errors import EvictedError, LostRankError
 from mpitrain.inject import Stop
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import TolerantServer
@@ -127,7 +127,7 @@ def test_one_that_was_given_up_and_wakes_leaves_alone(rule):
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.inflight == 1], ids=str)
 def test_one_that_wakes_after_the_end_knows_that_it_was_given_up(rule):
     """Nobody answers it any more, and that is not to be taken for the servers' death, which would end the job."""
-    with pytest.raises(GivenUpError, match="the run has gone on without it"):
+    with pytest.raises(EvictedError, match="the run has gone on without it"):
         play(
             rule,
             4,
@@ -218,5 +218,5 @@ def test_a_server_that_holds_is_told_from_one_that_is_dead():
     with pytest.raises(LostRankError, match=r"no answer of rank 0 \(server\) for 8 s"):
         questions(pulse, silence)
     assert questions(pulse, silence[:-1])[-2:] == [[0, 1], []], "one question fewer is no death"
-    with pytest.raises(GivenUpError, match="gone on without it"):
+    with pytest.raises(EvictedError, match="gone on without it"):
         questions(pulse, silence, paused_s=9.0)

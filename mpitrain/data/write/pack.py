@@ -107,7 +107,7 @@ def _pack_source(plan: Plan, directory: Path, ranks: Ranks, progress: Progress) 
         except Exception as failure:
             error = failure
     ranks.agree(error)
-    plan.recipe, complete, known = ranks.share(told)
+    plan.recipe, complete, known = ranks.broadcast(told)
     mine = list(plan.files)[ranks.rank :: ranks.size]
     kept = dict(_kept(directory, mine, known, plan.key()))
     everywhere = _merged(ranks.allgather(kept))
@@ -115,7 +115,7 @@ def _pack_source(plan: Plan, directory: Path, ranks: Ranks, progress: Progress) 
         return plan.manifest(everywhere, complete=True), False
     if ranks.rank == 0:
         plan.manifest(everywhere, complete=False).write(directory)
-    ranks.share(None)  # nobody writes a shard before the index tells that they are not all there
+    ranks.broadcast(None)  # nobody writes a shard before the index tells that they are not all there
     try:
         kept |= _write(plan, directory, [name for name in mine if name not in kept], progress)
     except BaseException as error:
@@ -130,7 +130,7 @@ def _pack_source(plan: Plan, directory: Path, ranks: Ranks, progress: Progress) 
     if ranks.rank == 0:
         done.write(directory)
         done.clean(directory)
-    ranks.share(None)
+    ranks.broadcast(None)
     return done, True
 
 

@@ -17,7 +17,7 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank."""
         ...
 
@@ -33,7 +33,7 @@ class Ranks(Protocol):
 class _Alone:
     rank, size = 0, 1
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
     def allgather(self, value: Any) -> list[Any]:

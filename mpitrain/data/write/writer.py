@@ -212,7 +212,7 @@ class ShardWriter:
         self._splits[split] = SplitWriter(split, self._shard_samples, self._open_shard)
         if self._ranks.rank == 0:
             self._manifest().write(self.directory)
-        self._ranks.share(None)
+        self._ranks.broadcast(None)
 
     def _open_shard(self, name: str, number: int) -> ShardFile | None:
         if number % self._ranks.size != self._ranks.rank:
@@ -264,4 +264,4 @@ class ShardWriter:
         self.written = self._manifest(dict(sorted(everyone.items())))
         if self._ranks.rank == 0:
             self.written.write(self.directory)
-        self._ranks.share(None)
+        self._ranks.broadcast(None)

@@ -1,27 +1,29 @@
-"""THE progress engine: post nonblocking operations, poll everything outstanding, tell whoever waits.
+"""The progress engine: post nonblocking operations, poll everything outstanding, notify the threads that wait.
 
-The law of this file: **MPI is called by one thread at a time**, the one that holds `_lock` (thread level SERIALIZED).
-Inline, that is the thread that calls `poll` and `wait` (a server's or worker's main thread). After `start_thread()` a
-daemon communication thread drives what is outstanding while everybody computes; whoever waits takes the wheel from it
+Invariants: MPI is called by one thread at a time, the one that holds `_lock` (thread level SERIALIZED). Inline, that
+is the thread that calls `poll` and `wait` (the main thread of a server or worker). After `start_thread()` a daemon
+communication thread drives what is outstanding while other threads compute; a thread that waits drives MPI itself
 until what it waits for is done, because handing every small collective to another thread and back costs five times
-the collective (2 ranks, 1 KB: 250 us against 40). What other threads post is queued to whoever drives. World and
-process group share this class, and a process has one engine (`Runtime.engine`).
+the collective (2 ranks, 1 KB: 250 us against 40). Everything that is posted returns an Op at once, from any thread;
+what MPI has to do for it is queued to the thread that drives. World and process group share this class, and a process
+has one engine (`Runtime.engine`).
 
-It never blocks in one operation while others are outstanding: a pipeline posts its receive before the
-matching send on both sides, so a queue that finishes one operation before the next would deadlock. Blocking
-collectives run only when every rank has arrived (`collective`): arrival is a nonblocking zero-byte barrier,
-polled like everything else, so a rank that waits for slower ones still moves its other messages and leaves
-the core to its own backward pass.
+The engine never blocks in one operation while others are outstanding: a pipeline posts its receive before the
+matching send on both sides, so an engine that finished one operation before the next would deadlock. Blocking
+collectives run only when every rank has arrived (`collective`): the arrival is a small nonblocking Allreduce, polled
+like everything else, so a rank that waits for slower ones still moves its other messages and leaves the core to its
+own backward pass.
 
-Nothing hangs after an error: the operation that failed completes with `.error` set, and `wait` raises it;
-if the engine itself breaks (an exception in a callback on the communication thread), everything outstanding
-and everything posted later fails with that error.
+Nothing hangs after an error: the operation that failed completes with `.error` set, and `wait` raises it; if the
+engine itself breaks (an exception in a callback on the communication thread), everything outstanding and everything
+posted later fails with that error.
 
-A receive buffer must be at least as long as its message. A message that is too long raises ERR_TRUNCATE
-when it is small, but Open MPI 5.0.11 crashes on a long one: send the length ahead, or use fixed lengths.
+A receive buffer must be at least as long as its message. A message that is too long raises ERR_TRUNCATE when it is
+small, but Open MPI 5.0.11 crashes on a long one: send the length ahead, or use fixed lengths.
 """
 
 import contextlib
+import sys
 import threading
 import time
 from collections import deque
@@ -30,37 +32,128 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine.backoff import Backoff, give_way
-from mpitrain.mpi.engine.posting import Posting, withdraw
+from mpitrain.mpi.engine.backoff import Backoff, yield_core
 from mpitrain.mpi.engine.requests import Progress
-from mpitrain.mpi.engine.wakeup import Bell
-from mpitrain.mpi.failed_ranks import Graves
+from mpitrain.mpi.engine.wakeup import Wakeup
+from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op
 
-_LOOK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
+_CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
 
 
-class Engine(Posting):
-    """Drives the nonblocking operations of one process over communicator `comm` (see the module's law). `tolerant`: the
-    launch has ULFM, and what waits for a dead rank fails (`graves.py`)."""
+class Engine:
+    """Drives the nonblocking operations of one process over communicator `comm`. `ulfm`: the launch has ULFM, and an
+    operation that waits for a dead rank fails (`failed_ranks.py`)."""
 
-    def __init__(self, comm: "MPI.Comm", tolerant: bool = False):
+    def __init__(self, comm: "MPI.Comm", ulfm: bool = False):
         self.comm = comm
-        self.on_wait: Callable[[], None] = lambda: None  # called again and again while somebody waits
-        self._progress = Progress(self._notify, Graves() if tolerant else None)
+        self.on_wait: Callable[[], None] = lambda: None  # called again and again while a thread waits
+        self._progress = Progress(self._notify, FailedRanks() if ulfm else None)
         self._backoff = Backoff()
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # held while MPI is called, once there is a communication thread
         self._owner = 0  # the thread that holds it
-        self._wheel = threading.Lock()  # held by the one waiting thread that drives
-        self._bell = Bell()  # wakes the communication thread
-        self._driver_bell = Bell()
+        self._driving = threading.Lock()  # held by the one waiting thread that drives MPI
+        self._thread_wakeup = Wakeup()  # for the communication thread
+        self._driver_wakeup = Wakeup()  # for the waiting thread that drives
         self._stopping = False
         self._finished = threading.Condition()
-        self._num_asleep = 0  # threads that wait for another one's driving; changed under `_finished`
+        self._num_asleep = 0  # threads that wait while another one drives; changed under `_finished`
         self._broken: BaseException | None = None
-        self.waited_s = 0.0  # in which a thread that computes has waited for other ranks
+        self.waited_s = 0.0  # seconds for which threads that compute have waited for other ranks
+
+    # ---- posting
+
+    def isend(
+        self,
+        buffer: Any,
+        dest: int,
+        tag: int,
+        comm: "MPI.Comm | None" = None,
+        timeout_s: float | None = None,
+    ) -> Op:
+        """Send `buffer` (a tensor, or anything mpi4py takes as a message) to rank `dest` of `comm`."""
+        op = Op("send", _message(buffer), dest, tag)
+        op.comm = target = self.comm if comm is None else comm
+        return self._submit(
+            op, lambda: self._progress.post(op, lambda: target.Isend(op.buffer, dest, tag), timeout_s)
+        )
+
+    def irecv(
+        self,
+        buffer: Any,
+        source: int,
+        tag: int,
+        comm: "MPI.Comm | None" = None,
+        passive: bool = False,
+        timeout_s: float | None = None,
+    ) -> Op:
+        """Receive into `buffer` from rank `source`. `passive`: the message may never come, so no thread stays awake for
+        it."""
+        if source == MPI.ANY_SOURCE:
+            raise ValueError(
+                "receive from each rank by its number: under ANY_SOURCE a dead peer cannot be told apart"
+            )
+        op = Op("receive", _message(buffer), source, tag, passive)
+        op.comm = target = self.comm if comm is None else comm
+        return self._submit(
+            op, lambda: self._progress.post(op, lambda: target.Irecv(op.buffer, source, tag), timeout_s)
+        )
+
+    def call(self, function: Callable[[], Any]) -> Op:
+        """Run `function()` in the thread that owns MPI, in order of submission; inline that is here and now."""
+        op = Op("call")
+        return self._submit(op, lambda: self._progress.run(op, function))
+
+    def collective(self, function: Callable[[], Any], control_comm: "MPI.Comm") -> Op:
+        """Run the blocking collective `function()` once every rank of `control_comm` has arrived.
+
+        `control_comm` is a communicator over the same ranks that carries nothing but these arrivals. All its ranks must
+        submit their collectives in the same order, as MPI demands anyway.
+        """
+        return self.submit_collective(lambda may_block: function(), control_comm)
+
+    def submit_collective(
+        self,
+        function: Callable[[bool], Any],
+        control_comm: "MPI.Comm",
+        what: str = "",
+        balance: int = 0,
+        timeout_s: float | None = None,
+        quiet: bool = False,
+    ) -> Op:
+        """`collective` with everything that `collective_queue.py` offers: `function(may_block)` may block in MPI only
+        if `may_block`, and may return a Task that yields the Ops it waits for. The Op fails with a MismatchError where
+        `what` or `balance` does not fit those of the other ranks. `quiet`: the caller waits for the Op next."""
+        op = Op("collective")
+        op.what = what
+        return self._submit(
+            op,
+            lambda: self._progress.submit_collective(op, function, control_comm, what, balance, timeout_s),
+            quiet,
+        )
+
+    def post(self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None) -> Op:
+        """Post what `start()` begins as `op`, which the caller has made."""
+        return self._submit(op, lambda: self._progress.post(op, start, timeout_s))
+
+    def nonblocking(self, start: Callable[[], "MPI.Request"], buffer: Any = None) -> Op:
+        """Post any nonblocking MPI operation that `start()` begins; `buffer` is kept alive until it is done."""
+        op = Op("operation", buffer)
+        return self._submit(op, lambda: self._progress.post(op, start))
+
+    def forget(self, control_comm: "MPI.Comm") -> None:
+        """Drop the queue of `control_comm`, on which no further collective will be submitted."""
+        self._progress.forget(control_comm)
+
+    def cancel(self, op: Op) -> None:
+        """Withdraw a receive that nothing has matched: it completes with `cancelled` set and a CancelledError."""
+        self._command(lambda: withdraw(op))
+
+    def make_passive(self, peer: int) -> None:
+        """Test what is outstanding with rank `peer` as seldom as a passive receive, because it may never be done."""
+        self._command(lambda: _make_passive(self._progress, peer))
 
     # ---- waiting
 
@@ -75,7 +168,7 @@ class Engine(Posting):
                 raise op.error
 
     def wait_any(self, predicate: Callable[[], Any], timeout_s: float | None = None) -> None:
-        """Return when `predicate()` holds; inline it is asked after every poll, else whenever something completes."""
+        """Return when `predicate()` holds; inline it is called after every poll, else whenever something completes."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         if self.owns_mpi:
             while not predicate():
@@ -87,28 +180,28 @@ class Engine(Posting):
         began_s = time.monotonic()
         while not predicate():
             self.on_wait()
-            if self._wheel.acquire(blocking=False):
+            if self._driving.acquire(blocking=False):
                 self._drive(predicate, deadline_s)
             else:
                 self._sleep(predicate, deadline_s)
         self.waited_s += time.monotonic() - began_s
 
     def _sleep(self, predicate: Callable[[], Any], deadline_s: float | None) -> None:
-        """Until something completes. Who completes looks for sleepers afterwards, who goes to sleep looks at the
-        predicate afterwards, so none is missed."""
+        """Sleep until something completes. The thread that completes looks for sleepers afterwards, and a thread that
+        goes to sleep looks at the predicate afterwards, so no completion is missed."""
         with self._finished:
             self._num_asleep += 1
             try:
                 if not predicate():
                     self._check(deadline_s)
-                    self._finished.wait(_left_s(deadline_s, _LOOK_AGAIN_S))
+                    self._finished.wait(_left_s(deadline_s, _CHECK_AGAIN_S))
             finally:
                 self._num_asleep -= 1
 
     def _drive(self, predicate: Callable[[], Any], deadline_s: float | None) -> None:
-        """Take the wheel until `predicate()` holds, then give it back; the caller holds `_wheel`."""
+        """Drive MPI until `predicate()` holds, then release `_driving`, which the caller holds."""
         try:
-            while not self._lock.acquire(timeout=_left_s(deadline_s, _LOOK_AGAIN_S)):
+            while not self._lock.acquire(timeout=_left_s(deadline_s, _CHECK_AGAIN_S)):
                 if predicate():
                     return
                 self._check(deadline_s)
@@ -118,19 +211,19 @@ class Engine(Posting):
                     if not self._step():
                         self.on_wait()
                         self._check(deadline_s)
-                        self._rest(self._driver_bell)
+                        self._rest(self._driver_wakeup)
             finally:
                 self._owner = 0
                 self._lock.release()
         finally:
-            self._wheel.release()
+            self._driving.release()
             if self._commands or not self._progress.is_idle:
-                self._bell.ring()
-            self._notify()  # another waiting thread may take the wheel now
+                self._thread_wakeup.set()
+            self._notify()  # another waiting thread may drive now
 
-    def run(self, function: Callable[[], Any], gate: "MPI.Comm | None" = None) -> Any:
-        """`call`, or `collective` where a gate is given; waits and returns the function's result."""
-        op = self.call(function) if gate is None else self.collective(function, gate)
+    def run(self, function: Callable[[], Any], control_comm: "MPI.Comm | None" = None) -> Any:
+        """`call`, or `collective` where a control communicator is given; waits and returns the function's result."""
+        op = self.call(function) if control_comm is None else self.collective(function, control_comm)
         self.wait(op)
         return op.result
 
@@ -138,12 +231,12 @@ class Engine(Posting):
 
     @property
     def owns_mpi(self) -> bool:
-        """True in the thread that may call MPI now: anybody's as long as no communication thread runs."""
+        """True in the thread that may call MPI now: in any thread as long as no communication thread runs."""
         return self._thread is None or self._owner == threading.get_ident()
 
     @property
     def arriving(self) -> bool:
-        """Whether this rank is at a collective to which others have yet to come."""
+        """Whether this rank waits at a collective at which other ranks have yet to arrive."""
         return self._progress.num_arriving > 0
 
     @property
@@ -168,9 +261,9 @@ class Engine(Posting):
     # ---- the communication thread
 
     def start_thread(self) -> None:
-        """From now on a daemon thread drives what nobody waits for. It sleeps while nothing is outstanding.
+        """Start a daemon thread that drives what no thread waits for. It sleeps while nothing is outstanding.
 
-        Raises UsageError if this MPI was started without leave to be called from a second thread.
+        Raises UsageError if this MPI was started at a thread level that forbids calls from a second thread.
         """
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise UsageError(
@@ -184,7 +277,7 @@ class Engine(Posting):
     def stop(self, timeout_s: float | None = None) -> None:
         """Withdraw passive receives, finish everything else, end the thread; the caller then owns MPI again.
 
-        With a `timeout_s`, raises TimeoutError naming what other ranks have not answered by then.
+        With a `timeout_s`, raises TimeoutError that names what other ranks have not answered by then.
         """
         thread = self._thread
         self._command(self._wind_up)
@@ -217,21 +310,21 @@ class Engine(Posting):
                 self._owner = 0
                 if self._stopping and not self._commands and not len(self._progress):
                     return
-            if self._wheel.locked():  # somebody waits and drives; the bell rings when the wheel is free again
-                self._bell.wait(_LOOK_AGAIN_S)
+            if self._driving.locked():  # a waiting thread drives; it sets the wakeup when it stops driving
+                self._thread_wakeup.wait(_CHECK_AGAIN_S)
             elif not num_done:
-                self._rest(self._bell)
+                self._rest(self._thread_wakeup)
 
     def _step(self) -> int:
         """Run what other threads have queued and poll once; returns how much was done. A callback that fails breaks the
-        engine: whoever waits must hear of it, or the job would hang."""
+        engine: the threads that wait must get its error, or the job would hang."""
         try:
-            return self._obey() + self.poll()
+            return self._run_commands() + self.poll()
         except Exception as error:
             self._break(error)
             return 1
 
-    def _obey(self) -> int:
+    def _run_commands(self) -> int:
         num_commands = 0
         while self._commands:
             try:
@@ -242,21 +335,22 @@ class Engine(Posting):
             num_commands += 1
         return num_commands
 
-    def _rest(self, bell: Bell) -> None:
-        """Sleep for as long as the pause law allows; `bell` ends the nap."""
-        nap_s: float | None = None
+    def _rest(self, wakeup: Wakeup) -> None:
+        """Sleep for as long as the backoff policy allows; `wakeup` ends the sleep."""
+        sleep_s: float | None = None
         if len(self._progress):
-            nap_s = 0.0 if self._progress.num_awake else self._backoff.nap_s(self._progress.num_arriving > 0)
-        if nap_s == 0.0:
+            arriving = self._progress.num_arriving > 0
+            sleep_s = 0.0 if self._progress.num_awake else self._backoff.sleep_s(arriving)
+        if sleep_s == 0.0:
             if not self._backoff.spin():
-                give_way()
+                yield_core()
             return
-        bell.wait(nap_s if bell is self._bell else nap_s or _LOOK_AGAIN_S)
+        wakeup.wait(sleep_s if wakeup is self._thread_wakeup else sleep_s or _CHECK_AGAIN_S)
 
     def _break(self, error: BaseException) -> None:
         self._broken = error
         self._progress.fail_all(error)
-        self._obey()
+        self._run_commands()
 
     # ---- handing over to the thread that owns MPI
 
@@ -272,22 +366,45 @@ class Engine(Posting):
         return op
 
     def _command(self, command: Callable[[], None], quiet: bool = False) -> None:
-        """Run it here or queue it. `quiet`: this thread is about to wait, so it need not wake another to obey."""
+        """Run it here or queue it. `quiet`: this thread is about to wait, so it need not wake another one."""
         if self.owns_mpi:
             command()
             return
         self._commands.append(command)
-        if self._broken is not None:  # nobody serves the queue any more: fail what lies there ourselves
-            self._obey()
-        elif self._wheel.locked():
-            self._driver_bell.ring()
+        if self._broken is not None:  # no thread runs the queue any more: fail what is in it here
+            self._run_commands()
+        elif self._driving.locked():
+            self._driver_wakeup.set()
         if not quiet:
-            self._bell.ring()
+            self._thread_wakeup.set()
 
     def _notify(self) -> None:
         if self._num_asleep:
             with self._finished:
                 self._finished.notify_all()
+
+
+def withdraw(op: Op) -> None:
+    """Cancel a receive that has not matched; called in the thread that owns MPI."""
+    if op.request is not None and op.kind == "receive":  # MPI cannot cancel an arrival at a collective
+        op.request.Cancel()
+
+
+def _make_passive(progress: Progress, peer: int) -> None:
+    for op in progress.outstanding():
+        if op.peer == peer and not op.passive:
+            op.passive = True
+            progress.num_awake -= 1
+
+
+def _message(buffer: Any) -> Any:
+    """What mpi4py gets: tensors go through `as_buffer`, everything else is a message already."""
+    torch = sys.modules.get("torch")  # no torch in this process, no tensor
+    if torch is None or not isinstance(buffer, torch.Tensor):
+        return buffer
+    from mpitrain.mpi.memory.buffers import as_buffer
+
+    return as_buffer(buffer)
 
 
 def _left_s(deadline_s: float | None, at_most_s: float) -> float:

@@ -1,9 +1,9 @@
-"""The single-threaded heart of the engine: outstanding requests, tasks made of them, and lines of collectives.
+"""The single-threaded part of the engine: outstanding requests, tasks made of them, and queues of collectives.
 
-The law of this file: no locks, no threads, no waiting. Whoever owns MPI calls it; `poll` tests and returns.
-The list of requests never holds a null one, because MPI answers "done" for those and a dead peer's stale
-buffer would be taken for a fresh message. An operation whose deadline
-passes fails with a TimeoutError; what MPI may still write to is kept alive for ever.
+Invariants: there are no locks, no threads and no waiting here. The thread that owns MPI calls it; `poll` tests and
+returns. The list of requests never holds a null one, because MPI reports those as done, and a dead peer's stale
+buffer would be taken for a fresh message. An operation whose deadline passes fails with a TimeoutError; memory that
+MPI may still write to is kept alive for ever.
 """
 
 import contextlib
@@ -15,51 +15,54 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine.collective_queue import LEFT, GaveUpError, Line, Task, Turn, failing
-from mpitrain.mpi.failed_ranks import Graves
+from mpitrain.mpi.engine.collective_queue import (
+    LEFT_GROUP,
+    CollectiveQueue,
+    PeersTimedOutError,
+    PendingCollective,
+    Task,
+    failing,
+)
+from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op
 
 
 class Progress:
     """Everything outstanding in one process; `on_done` is called after each completion."""
 
-    def __init__(self, on_done: Callable[[], None], graves: Graves | None = None):
+    def __init__(self, on_done: Callable[[], None], failed_ranks: FailedRanks | None = None):
         self.num_awake = 0  # outstanding operations that are not passive: while there are any, nobody sleeps
-        self._on_done, self._graves = on_done, graves
+        self._on_done, self._failed_ranks = on_done, failed_ranks
         self._requests: list[Any] = []  # what MPI tests; `_ops` runs parallel to it
         self._ops: list[Op] = []
-        self._lines: dict[int, Line] = {}  # by the handle of the group's gate
+        self._queues: dict[int, CollectiveQueue] = {}  # by the handle of the group's control communicator
         self._deadlines: list[tuple[float, int, Op, Callable[[BaseException], None]]] = []
         self._order = itertools.count()
         self._status = MPI.Status()
         self._abandoned: list[Any] = []  # requests and buffers that MPI may still write to after a break
 
     def __len__(self) -> int:
-        return len(self._ops) + sum(map(len, self._all_lines()))
+        return len(self._ops) + sum(map(len, self._all_queues()))
 
-    def _all_lines(self) -> tuple[Line, ...]:
+    def _all_queues(self) -> tuple[CollectiveQueue, ...]:
         # Other threads ask too (the watchdog, and who has just given the lock back), and a dict that grows meanwhile
         # may not be iterated; the copy is one step of the interpreter.
-        return tuple(self._lines.values())
+        return tuple(self._queues.values())
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is outstanding."""
-        return not self._ops and not any(line.turns or line.running for line in self._all_lines())
+        return not self._ops and not any(map(len, self._all_queues()))
 
     @property
     def num_arriving(self) -> int:
         """Collectives that wait for other ranks."""
-        return sum(len(line.turns) for line in self._all_lines())
+        return sum(len(queue.pending) for queue in self._all_queues())
 
     def outstanding(self) -> tuple[Op, ...]:
         """What has been posted and is not done, collectives last."""
-        turns = [
-            turn
-            for line in self._all_lines()
-            for turn in (*([line.running] if line.running else []), *line.turns)
-        ]
-        return (*self._ops, *(turn.op for turn in turns))
+        collectives = [each.op for queue in self._all_queues() for each in queue.unfinished()]
+        return (*self._ops, *collectives)
 
     def post(self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None) -> Op:
         """Start a nonblocking operation; an error at once completes the Op with it."""
@@ -88,53 +91,59 @@ class Progress:
             op.result = result
             self.complete(op)
 
-    def line_up(
+    def submit_collective(
         self,
         op: Op,
         function: Callable[[bool], Any],
-        gate: "MPI.Comm",
+        control_comm: "MPI.Comm",
         what: str = "",
         balance: int = 0,
         timeout_s: float | None = None,
     ) -> None:
-        """Say on `gate` that this rank has arrived; `function(calm)` runs when all have and its turn has come."""
-        line = self._lines.get(gate.handle)
-        if line is None:
-            line = self._lines[gate.handle] = Line(gate)
-        if line.broken is not None:
-            self.complete(op, line.broken)
+        """Report on `control_comm` that this rank has arrived; `function(may_block)` runs when all ranks have arrived
+        and every collective that was submitted before is done."""
+        queue = self._queues.get(control_comm.handle)
+        if queue is None:
+            queue = self._queues[control_comm.handle] = CollectiveQueue(control_comm)
+        if queue.broken is not None:
+            self.complete(op, queue.broken)
             return
-        busy = any(len(other) for other in self._all_lines() if other is not line)
-        turn = Turn(op, function, what, balance, busy)
-        line.turns.append(turn)
-        if gate.size > 1:
-            turn.arrival = Op("arrival", buffer=turn, passive=True)
-            turn.arrival.comm = gate
-            self.post(turn.arrival, lambda: gate.Iallreduce(turn.said, turn.heard, MPI.SUM))
+        busy = any(len(other) for other in self._all_queues() if other is not queue)
+        collective = PendingCollective(op, function, what, balance, busy)
+        queue.pending.append(collective)
+        if control_comm.size > 1:
+            collective.arrival = Op("arrival", buffer=collective, passive=True)
+            collective.arrival.comm = control_comm
+            self.post(
+                collective.arrival,
+                lambda: control_comm.Iallreduce(collective.own, collective.sums, MPI.SUM),
+            )
         if timeout_s is not None:
-            self._set_deadline(op, timeout_s, lambda error: self._fail_line(line, error))
-        self._take_turns()
+            self._set_deadline(op, timeout_s, lambda error: self._fail_queue(queue, error))
+        self._run_arrived()
 
-    def forget(self, gate: "MPI.Comm") -> None:
-        """Drop the line of a group that ends."""
-        self._lines.pop(gate.handle, None)
+    def forget(self, control_comm: "MPI.Comm") -> None:
+        """Drop the queue of a group that ends."""
+        self._queues.pop(control_comm.handle, None)
 
     def poll(self) -> int:
         """Test everything outstanding, complete what is finished, return how many that were."""
         num_done = 0
-        for _ in range(len(self._requests)):  # a bound: callbacks post more, and the caller wants its turn
+        for _ in range(
+            len(self._requests)
+        ):  # a bound: callbacks post more, and the caller has other things to do
             if not self._test():
                 break
             num_done += 1
         if self._deadlines:
             self._expire()
-        if self._graves is not None:
-            for op in self._graves.look(self._ops):
+        if self._failed_ranks is not None:
+            for op in self._failed_ranks.unanswerable(self._ops):
                 self._abandon(op, MPI.Exception(MPI.ERR_PROC_FAILED))
-        return num_done + self._take_turns()
+        return num_done + self._run_arrived()
 
     def complete(self, op: Op, error: BaseException | None = None) -> None:
-        """Mark as done and tell whoever waits; exceptions of callbacks go to whoever polls."""
+        """Mark as done and notify the threads that wait; exceptions of callbacks reach the thread that polls."""
         if op.done:  # it has timed out meanwhile
             return
         op.error = error
@@ -150,7 +159,7 @@ class Progress:
         ops = self.outstanding()
         self._abandoned += [(self._requests, [op.buffer for op in ops])]
         self._requests, self._ops, self.num_awake = [], [], 0
-        self._lines.clear()
+        self._queues.clear()
         for op in ops:
             with contextlib.suppress(Exception):  # `error` came first; what follows from it adds nothing
                 self.complete(op, error)
@@ -176,8 +185,9 @@ class Progress:
         return True
 
     def _fail_null(self, failure: MPI.Exception) -> None:
-        """MPI raises the first request's error, and turns *every* request that has failed by now into a null one: two
-        ranks that die at once, or all of a revoked communicator. None may stay, or it would never be heard of again."""
+        """MPI raises the error of the first request, and turns *every* request that has failed by now into a null one:
+        those of two ranks that die at once, or all of a revoked communicator. None may stay in the list, or its
+        operation would never complete."""
         failed = [index for index, request in enumerate(self._requests) if request == MPI.REQUEST_NULL]
         if not failed:
             raise failure
@@ -228,20 +238,20 @@ class Progress:
             self._remove(index)
         self.complete(op, error)
 
-    def _fail_line(self, line: Line, error: BaseException) -> None:
+    def _fail_queue(self, queue: CollectiveQueue, error: BaseException) -> None:
         """A collective can never be completed: it and everything behind it fails, now and later."""
-        line.broken = error
-        if isinstance(error, TimeoutError) and not isinstance(error, GaveUpError):
-            self._abandoned.append(line.give_up())
-        turns = ([line.running] if line.running else []) + list(line.turns)
-        line.turns.clear()
-        line.running = None
-        for turn in turns:
-            if turn.arrival is not None and not turn.arrival.done:
-                self._abandon(turn.arrival, error)
-            self.complete(turn.op, error)
+        queue.broken = error
+        if isinstance(error, TimeoutError) and not isinstance(error, PeersTimedOutError):
+            self._abandoned.append(queue.announce_timeout())
+        collectives = queue.unfinished()
+        queue.pending.clear()
+        queue.running = None
+        for collective in collectives:
+            if collective.arrival is not None and not collective.arrival.done:
+                self._abandon(collective.arrival, error)
+            self.complete(collective.op, error)
 
-    # ---- tasks and turns
+    # ---- tasks and collectives
 
     def _drive(self, op: Op, task: Task) -> None:
         """Run a task up to its next wait; what it waits for brings it back here."""
@@ -275,30 +285,28 @@ class Progress:
         for other in missing:
             other.then(one_done)
 
-    def _take_turns(self) -> int:
-        """Start the collectives at the heads of the lines whose ranks have all arrived."""
+    def _run_arrived(self) -> int:
+        """Run the collectives at the heads of the queues at which every rank has arrived."""
         num_run = 0
-        for line in tuple(self._lines.values()):
-            while line.running is None and line.turns and line.turns[0].arrived:
+        for queue in self._all_queues():
+            while queue.running is None and queue.pending and queue.pending[0].arrived:
                 num_run += 1
-                self._take_turn(line, line.turns.popleft())
+                self._run_collective(queue, queue.pending.popleft())
         return num_run
 
-    def _take_turn(self, line: Line, turn: Turn) -> None:
-        line.running = turn
+    def _run_collective(self, queue: CollectiveQueue, collective: PendingCollective) -> None:
+        queue.running = collective
 
         def over(_: Op) -> None:
-            if line.running is turn:
-                line.running = None
+            if queue.running is collective:
+                queue.running = None
 
-        turn.op.callbacks.insert(0, over)
+        collective.op.callbacks.insert(0, over)
         try:
-            calm = turn.check(line.gate)
+            may_block = collective.check(queue.control_comm)
         except Exception as error:
-            if LEFT in str(error) or isinstance(
-                error, GaveUpError
-            ):  # who has left comes to no other collective
-                self._fail_line(line, error)
-            self.complete(turn.op, error)
+            if LEFT_GROUP in str(error) or isinstance(error, PeersTimedOutError):
+                self._fail_queue(queue, error)  # a rank that has left takes part in no other collective
+            self.complete(collective.op, error)
             return
-        self.run(turn.op, lambda: turn.function(calm))
+        self.run(collective.op, lambda: collective.function(may_block))

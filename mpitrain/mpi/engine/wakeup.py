@@ -1,26 +1,26 @@
-"""A bell that one thread waits for and others ring: rings before the wait are remembered as one.
+"""A wakeup that one thread waits for and others set; a wakeup that is set before the wait is remembered.
 
-Not a `queue.SimpleQueue`: its `get(timeout)` recomputes the time left after a spurious wake-up, and where that has
-become negative (a nap of 0.1 ms, a thread that lost its core for longer) CPython 3.11 waits for ever. One of
-nine training runs stopped there; a plain lock checks the sign. This file imports the stdlib only.
+It is no `queue.SimpleQueue`: `get(timeout)` of that class recomputes the time left after a spurious wakeup, and where
+that has become negative (a sleep of 0.1 ms, a thread that lost its core for longer) CPython 3.11 waits for ever. One of
+nine training runs hung there; a plain lock checks the sign. This file imports only the standard library.
 """
 
 import contextlib
 import threading
 
 
-class Bell:
-    """Silent at first."""
+class Wakeup:
+    """Not set at first. Several calls of `set` before one `wait` count as one."""
 
     def __init__(self) -> None:
-        self._silent = threading.Lock()
-        self._silent.acquire()
+        self._not_set = threading.Lock()
+        self._not_set.acquire()
 
-    def ring(self) -> None:
-        """Wake who waits, or whoever waits next."""
-        with contextlib.suppress(RuntimeError):  # rung already
-            self._silent.release()
+    def set(self) -> None:
+        """Wake the thread that waits, or the next one that will."""
+        with contextlib.suppress(RuntimeError):  # it is set already
+            self._not_set.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True when it is rung, False after `timeout_s` (None: never)."""
-        return self._silent.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+        """Return True when it is set, and clear it; False after `timeout_s` (None: no limit)."""
+        return self._not_set.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))

@@ -1,4 +1,4 @@
-"""What an error says of other ranks: one is dead, or the job was called off."""
+"""What an error says about other ranks: one is dead, or one has called the job off."""
 
 from mpitrain.errors import MpitrainError
 from mpitrain.mpi.bindings import MPI
@@ -7,7 +7,7 @@ CALLED_OFF = "another rank has ended the job; its message says why"
 
 
 class CalledOffError(MpitrainError):
-    """Another rank has ended the job, and has said why."""
+    """Another rank has ended the job, and has reported why."""
 
 
 def is_dead_peer(error: BaseException) -> bool:
@@ -19,7 +19,7 @@ def is_dead_peer(error: BaseException) -> bool:
 def is_lost_peer(error: BaseException) -> bool:
     """True if this error only says that another rank has failed (MPI error classes of ULFM).
 
-    torch turns exceptions of a collective into a RuntimeError that keeps the text, so the text counts too.
+    torch turns exceptions of a collective into a RuntimeError that keeps only the text, so the text counts too.
     """
     if isinstance(error, MPI.Exception):
         return error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)

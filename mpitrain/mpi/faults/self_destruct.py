@@ -1,7 +1,7 @@
-"""Failing on purpose, as `--inject` orders.
+"""Failures of this process on purpose, as `--inject` orders them.
 
-Invariants: what is done to this process is what a cluster does to it, nothing gentler; nothing calls it unless
-somebody ordered it.
+Invariants: the process fails exactly as it would on a cluster, never more gently; nothing calls this unless a user
+ordered it.
 """
 
 import os
@@ -14,10 +14,10 @@ class InjectedError(RuntimeError):
     """Ordered by `--inject raise(...)`."""
 
 
-def break_down(how: str, after_s: float = 0.0) -> None:
-    """Fail now, or `after_s` from now by a thread of its own, whatever this one is doing then."""
+def self_destruct(how: str, after_s: float = 0.0) -> None:
+    """Fail now, or `after_s` from now in a thread of its own, whatever this thread does then."""
     if after_s:
-        threading.Timer(after_s, break_down, [how]).start()
+        threading.Timer(after_s, self_destruct, [how]).start()
     elif how == "exit":
         os._exit(3)
     elif how == "raise":

@@ -24,7 +24,7 @@ from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.process_group.base import GroupCore
+    from mpitrain.mpi.process_group.base import GroupBase
 
 SCATTER_TAG, GATHER_TAG = 1, 2
 WINDOW = 3  # segments under way at once in each direction
@@ -40,7 +40,7 @@ def cut(flat: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
 
 
 def allreduce(
-    group: GroupCore,
+    group: GroupBase,
     flat: torch.Tensor,
     reduction: Reduction,
     finish: Finish,
@@ -59,7 +59,7 @@ def allreduce(
 
 
 def reduce_scatter(
-    group: GroupCore,
+    group: GroupBase,
     parts: Sequence[torch.Tensor],
     out: torch.Tensor,
     reduction: Reduction,
@@ -78,7 +78,7 @@ def reduce_scatter(
 
 
 def hierarchical(
-    group: GroupCore,
+    group: GroupBase,
     flat: torch.Tensor,
     reduction: Reduction,
     finish: Finish,
@@ -115,7 +115,7 @@ class _Exchange:
 
     def __init__(
         self,
-        group: GroupCore,
+        group: GroupBase,
         parts: Sequence[torch.Tensor],
         reduction: Reduction,
         members: Sequence[int],

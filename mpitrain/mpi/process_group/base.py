@@ -1,34 +1,37 @@
-"""What every operation of the process group stands on: communicators, the line, and the way to a Work.
+"""What every operation of the process group needs: communicators, the queue of collectives, and the way to a Work.
 
-The law of this file: an operation returns a Work at once and is carried out as a Task by the thread that owns MPI, in
-the order of submission within the group. Two communicators a group: `_gate` carries arrivals and the heads of
-messages, `_comm` the collectives and the bodies of messages.
+Invariants: an operation returns a Work at once and is carried out as a Task by the thread that owns MPI, in the order
+of submission within the group. A group has two communicators: `_control_comm` carries arrivals and the heads of
+messages, `_comm` the collectives and the bodies of messages. The constructor is local; `start()` makes them.
 """
 
 import functools
+import math
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mpitrain.errors import MismatchError
-from mpitrain.mpi.engine.collective_queue import LEFT, Task
+from mpitrain.mpi.allreduce_plan import Transport
+from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine.collective_queue import LEFT_GROUP, Task
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group import algorithm_choice
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime
 
-if TYPE_CHECKING:
-    from mpitrain.mpi.bindings import MPI
-
 MEETING_TAG = 3  # on the world's communicator, whose other messages have other tags
+_PROBE_TAG, _PROBE_BYTES, _NUM_PROBES = 5, 1 << 18, 4
 
 
-class GroupCore(dist.ProcessGroup):
+class GroupBase(dist.ProcessGroup):
     """A group over the given ranks of the world (in the order of their ranks in the group)."""
 
     def __init__(self, runtime: Runtime, ranks: Sequence[int], timeout: timedelta):
@@ -36,24 +39,32 @@ class GroupCore(dist.ProcessGroup):
         self._runtime, self._timeout, self._ranks = runtime, timeout, list(ranks)
         self._engine = runtime.engine
         self._num_bodies = 0
-        self._told = runtime.allreduce_plan.setting()
-        where: dict[int, list[int]] = {}
-        for place, rank in enumerate(ranks):
-            where.setdefault(runtime.nodes[rank], []).append(place)
-        self._nodes = list(where.values())  # the group's ranks, node by node
-        self._layout = [[ranks[place] for place in node] for node in self._nodes]  # as the world's ranks
+        self._setting = runtime.allreduce_plan.setting()
+        by_node: dict[int, list[int]] = {}
+        for own_rank, rank in enumerate(ranks):
+            by_node.setdefault(runtime.nodes[rank], []).append(own_rank)
+        self._nodes = list(by_node.values())  # the group's ranks, node by node
+        self._layout = [
+            [ranks[own_rank] for own_rank in node] for node in self._nodes
+        ]  # as the world's ranks
         self._transport = runtime.allreduce_plan.known(self._layout)
-        self._engine.start_thread()
-        self._engine.run(lambda: self._meet())
-        self._comm, self._gate = self._engine.run(self._make_comms)
-        runtime.communicators += [self._comm, self._gate]
-        runtime.groups.append(self)
+        self._comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
+        self._control_comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
 
     # ---- communicators
 
+    def start(self) -> None:
+        """Collective over the members: from here on the communication thread owns MPI, and the group has its
+        communicators."""
+        self._engine.start_thread()
+        self._engine.run(lambda: self._meet())
+        self._comm, self._control_comm = self._engine.run(self._make_comms)
+        self._runtime.communicators += [self._comm, self._control_comm]
+        self._runtime.groups.append(self)
+
     def _meet(self) -> Task:
-        """Done when every member is here (dissemination barrier): making a communicator blocks, and nobody may be kept
-        from driving what is under way by one who comes late."""
+        """Done when every member is here (dissemination barrier): making a communicator blocks, and a member that comes
+        late must keep no other from driving what is under way."""
         size, me, distance = len(self._ranks), self.rank(), 1
         world = self._runtime.comm
         while distance < size:
@@ -73,7 +84,7 @@ class GroupCore(dist.ProcessGroup):
     def _token(self) -> bytes:
         return crc32(repr(self._ranks).encode()).to_bytes(4, "little")
 
-    def _make_comms(self) -> "tuple[MPI.Intracomm, MPI.Intracomm]":
+    def _make_comms(self) -> tuple[MPI.Intracomm, MPI.Intracomm]:
         world = self._runtime.comm
         if self._ranks == list(range(world.size)):
             comm = world.Dup()
@@ -85,19 +96,19 @@ class GroupCore(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group; returns at once. Its communicators are freed when all have left. A rank that is still in a
-        collective of this group, or comes to one, gets a MismatchError that says who has left."""
+        collective of this group, or calls one, gets a MismatchError that names the ranks that have left."""
         if self in self._runtime.groups:
             self._runtime.groups.remove(self)
-            self._engine.line_up(lambda calm: self._free(), self._gate, LEFT)
+            self._engine.submit_collective(lambda may_block: self._free(), self._control_comm, LEFT_GROUP)
 
     def _free(self) -> None:
-        self._engine.forget(self._gate)
-        for comm in (self._comm, self._gate):
+        self._engine.forget(self._control_comm)
+        for comm in (self._comm, self._control_comm):
             self._runtime.communicators.remove(comm)
             comm.Free()
 
     def abort(self) -> None:
-        """Leave without waiting for anybody."""
+        """Leave without waiting for any rank."""
         self.shutdown()
 
     def _timeout_s(self) -> float:
@@ -114,12 +125,14 @@ class GroupCore(dist.ProcessGroup):
         opts: Any = None,
         balance: int = 0,
     ) -> MpiWork:
-        """The Work of a collective whose ranks must all say the same `what`."""
+        """The Work of a collective for which all ranks must give the same `what`."""
         timeout = self._limit(opts)
         work = MpiWork(self._engine, name, result, timeout)
-        text = f"{name}({what})" + (f" by {self._told}" if self._told != algorithm_choice.AUTO else "")
+        text = f"{name}({what})" + (f" by {self._setting}" if self._setting != algorithm_choice.AUTO else "")
         quiet = not getattr(opts, "asyncOp", True)  # torch waits for it next
-        op = self._engine.line_up(carry, self._gate, text, balance, timeout.total_seconds(), quiet)
+        op = self._engine.submit_collective(
+            carry, self._control_comm, text, balance, timeout.total_seconds(), quiet
+        )
         op.then(work.settle)
         return self._remember(work)
 
@@ -131,34 +144,62 @@ class GroupCore(dist.ProcessGroup):
         own = getattr(opts, "timeout", None)
         return own if isinstance(own, timedelta) and own > timedelta(0) else self._timeout
 
-    def _call(self, calm: bool, name: str, *arguments: Any) -> Task:
+    def _call(self, may_block: bool, name: str, *arguments: Any) -> Task:
         """One of the library's own collectives: blocking where that is allowed, nonblocking otherwise."""
-        if calm:
+        if may_block:
             getattr(self._comm, name)(*arguments)
             return
         start = getattr(self._comm, "I" + name.lower())
         yield (self._engine.nonblocking(lambda: start(*arguments), arguments),)
 
-    def _algorithm(self, calm: bool, num_bytes: int) -> Generator[Iterable[Op], None, str]:
-        """The algorithm for a message of this size, the same on all ranks (`choice.py`)."""
-        if self._transport is None and algorithm_choice.needs_measuring(num_bytes, self._nodes, self._told):
+    def _algorithm(self, may_block: bool, num_bytes: int) -> Generator[Iterable[Op], None, str]:
+        """The algorithm for a message of this size, the same on all ranks (`algorithm_choice.py`)."""
+        if self._transport is None and algorithm_choice.needs_measuring(
+            num_bytes, self._nodes, self._setting
+        ):
             self._transport = self._runtime.allreduce_plan.known(self._layout)
             if self._transport is None:
-                self._transport = yield from algorithm_choice.measure(self, self._nodes, calm)
+                self._transport = yield from self._measure(may_block)
                 self._runtime.allreduce_plan.learn(self._layout, self._transport)
-        return algorithm_choice.choose(num_bytes, self._nodes, self._transport, self._told)
+        return algorithm_choice.choose(num_bytes, self._nodes, self._transport, self._setting)
+
+    def _measure(self, may_block: bool) -> Generator[Iterable[Op], None, Transport]:
+        """Collective: the Transport between the nodes, agreed by all; about 1 MB from node to node, in a ring."""
+        leaders = [node[0] for node in self._nodes]
+        times_s = np.zeros(2)
+        if self.rank() in leaders:
+            own = leaders.index(self.rank())
+            after, before = leaders[(own + 1) % len(leaders)], leaders[own - 1]
+            for which, num_bytes in enumerate((8, _PROBE_BYTES)):
+                sent, got = (
+                    torch.zeros(num_bytes, dtype=torch.uint8),
+                    torch.empty(num_bytes, dtype=torch.uint8),
+                )
+                best_s = math.inf
+                for _ in range(_NUM_PROBES):
+                    began_s = time.perf_counter()
+                    yield self._receive(got, before, _PROBE_TAG) + self._send(sent, after, _PROBE_TAG)
+                    best_s = min(best_s, time.perf_counter() - began_s)
+                times_s[which] = best_s
+        agreed_s = np.empty_like(times_s)
+        yield from self._call(may_block, "Allreduce", times_s, agreed_s, MPI.MAX)
+        latency_s, probe_s = (float(each_s) for each_s in agreed_s)
+        return Transport(latency_s, _PROBE_BYTES / max(probe_s - latency_s, 1e-9))
 
     def _segment_bytes(self) -> int:
-        """How our own algorithms cut what they send, the same on all ranks."""
+        """How long the messages of our own algorithms are, the same on all ranks."""
         return algorithm_choice.segment_bytes(self._transport)
 
     def transport(self) -> dict[str, Any]:
-        """Collective: how this group's allreduces travel, with what was measured (JSON values)."""
+        """Collective: which algorithms carry this group's allreduces, and what was measured (JSON values)."""
         work = self._collective(
-            "transport", "", lambda calm: self._algorithm(calm, algorithm_choice.MEASURE_FROM_BYTES), []
+            "transport",
+            "",
+            lambda may_block: self._algorithm(may_block, algorithm_choice.MEASURE_FROM_BYTES),
+            [],
         )
         work.wait()
-        return algorithm_choice.describe(self._nodes, self._transport, self._told)
+        return algorithm_choice.describe(self._nodes, self._transport, self._setting)
 
     def _send(self, memory: torch.Tensor, dest: int, tag: int) -> list[Op]:
         """Send host memory of any size to a rank of the group, inside a Task."""

@@ -26,5 +26,5 @@ def broadcast_tensors(runtime: Runtime, tensors: Iterable[torch.Tensor], root: i
     for tensor in tensors:
         lent = lease(tensor, reads=runtime.rank == root, writes=runtime.rank != root)
         for message in lent.messages():
-            runtime.together(partial(runtime.comm.Bcast, message, root), f"broadcast from rank {root}")
+            runtime.collective(partial(runtime.comm.Bcast, message, root), f"broadcast from rank {root}")
         lent.finish()

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from mpitrain.mpi.engine.collective_queue import Task, word
+from mpitrain.mpi.engine.collective_queue import Task, digest
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.process_group.base import GroupCore, as_list, shape_of
+from mpitrain.mpi.process_group.base import GroupBase, as_list, shape_of
 from mpitrain.mpi.process_group.work import MpiWork
 
 MOVE_TAG = 4
 
 
-class Moves(GroupCore):
+class DataMovement(GroupBase):
     """Any dtype that travels, any layout."""
 
     def broadcast(self, tensors: Any, opts: Any) -> MpiWork:  # type: ignore[override]
@@ -22,11 +22,13 @@ class Moves(GroupCore):
         marks = [buffers.mark(tensor) for tensor in tensors]
         is_root = self.rank() == root
 
-        def carry(calm: bool) -> Task:
+        def carry(may_block: bool) -> Task:
             for tensor, mark in zip(tensors, marks):
-                held = buffers.lease(tensor, reads=is_root, writes=not is_root, after=mark, on_host=not calm)
+                held = buffers.lease(
+                    tensor, reads=is_root, writes=not is_root, after=mark, on_host=not may_block
+                )
                 for message in held.messages():
-                    yield from self._call(calm, "Bcast", message, root)
+                    yield from self._call(may_block, "Bcast", message, root)
                 held.finish()
 
         return self._collective("broadcast", f"{shape_of(tensors)}, from {root}", carry, tensors, opts)
@@ -45,7 +47,7 @@ class Moves(GroupCore):
                 )
         marks = [[buffers.mark(tensor) for tensor in (own, *slots)] for own, slots in zip(inputs, outputs)]
 
-        def carry(calm: bool) -> Task:
+        def carry(may_block: bool) -> Task:
             for slots, tensor, (mark, *theirs) in zip(outputs, inputs, marks):
                 lent = buffers.lease(tensor, reads=True, writes=False, after=mark, on_host=True)
                 held = [
@@ -91,25 +93,25 @@ class Moves(GroupCore):
                 raise ValueError(f"output has {output.numel()} elements, wants {self.size()} x {own.numel()}")
         marks = [(buffers.mark(output), buffers.mark(own)) for output, own in zip(outputs, inputs)]
 
-        def carry(calm: bool) -> Task:
+        def carry(may_block: bool) -> Task:
             for output, own, (out_mark, own_mark) in zip(outputs, inputs, marks):
                 lent = buffers.lease(own, reads=True, writes=False, after=own_mark, on_host=True)
                 held = buffers.lease(output, reads=False, writes=True, after=out_mark, on_host=True)
                 if output.numel():
-                    yield from self._gather_single(calm, held.memory.view(-1), lent.memory.view(-1))
+                    yield from self._gather_single(may_block, held.memory.view(-1), lent.memory.view(-1))
                 lent.finish()
                 held.finish()
 
         return self._collective("all_gather_single", shape_of(outputs), carry, list(outputs), opts)
 
-    def _gather_single(self, calm: bool, whole: torch.Tensor, own: torch.Tensor) -> Task:
+    def _gather_single(self, may_block: bool, whole: torch.Tensor, own: torch.Tensor) -> Task:
         slots = list(whole.view(self.size(), -1))
         if whole.numel() > buffers.MAX_COUNT:
             yield from self._spread(slots, own)
             return
         slots[self.rank()].copy_(own)
         message = buffers.message_of(whole).blocks(self.size())
-        yield from self._call(calm, "Allgather", buffers.IN_PLACE, message)
+        yield from self._call(may_block, "Allgather", buffers.IN_PLACE, message)
 
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
@@ -147,7 +149,7 @@ class Moves(GroupCore):
     ) -> MpiWork:
         marks = [buffers.mark(tensor) for tensor in (own, *slots)]
 
-        def carry(calm: bool) -> Task:
+        def carry(may_block: bool) -> Task:
             mine = buffers.lease(own, reads=to_root, writes=not to_root, after=marks[0], on_host=True)
             held = [
                 buffers.lease(slot, reads=not to_root, writes=to_root, after=mark, on_host=True)
@@ -215,10 +217,10 @@ class Moves(GroupCore):
         if any(tensor.dtype != dtype for tensor in (*outputs, *inputs)):
             raise TypeError(f"{name} wants one dtype, got {shape_of((*outputs, *inputs))}")
         marks = [buffers.mark(tensor) for tensor in (*outputs, *inputs)]
-        balance = sum(word(f"{me}>{rank}: {tensor.numel()}") for rank, tensor in enumerate(inputs))
-        balance -= sum(word(f"{rank}>{me}: {tensor.numel()}") for rank, tensor in enumerate(outputs))
+        balance = sum(digest(f"{me}>{rank}: {tensor.numel()}") for rank, tensor in enumerate(inputs))
+        balance -= sum(digest(f"{rank}>{me}: {tensor.numel()}") for rank, tensor in enumerate(outputs))
 
-        def carry(calm: bool) -> Task:
+        def carry(may_block: bool) -> Task:
             held = [
                 buffers.lease(tensor, reads=False, writes=True, after=mark, on_host=True)
                 for tensor, mark in zip(outputs, marks)

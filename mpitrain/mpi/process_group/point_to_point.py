@@ -14,18 +14,18 @@ import torch
 
 from mpitrain.errors import MismatchError
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine.collective_queue import Task, last_tag, word
+from mpitrain.mpi.engine.collective_queue import Task, digest, last_tag
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
-from mpitrain.mpi.process_group.base import GroupCore, as_list, shape_of
+from mpitrain.mpi.process_group.base import GroupBase, as_list, shape_of
 from mpitrain.mpi.process_group.work import MpiWork
 
-_HEAD = struct.Struct("<QQQQ")  # word(dtype), elements, bytes, number of the body
+_HEAD = struct.Struct("<QQQQ")  # digest(dtype), elements, bytes, number of the body
 _INLINE_BYTES = 4096 - _HEAD.size
 _BODY_TAG = 16384  # bodies are numbered above it; the algorithms' tags lie below
 
 
-class Points(GroupCore):
+class PointToPoint(GroupBase):
     """send, recv, recv from any source, barrier, monitored barrier."""
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> MpiWork:
@@ -43,10 +43,10 @@ class Points(GroupCore):
             )
             number, self._num_bodies = self._num_bodies, (self._num_bodies + 1) % _BODY_TAG
             head = bytearray(_HEAD.size + min(raw.numel(), _INLINE_BYTES))
-            _HEAD.pack_into(head, 0, word(str(tensor.dtype)), tensor.numel(), raw.numel(), number)
+            _HEAD.pack_into(head, 0, digest(str(tensor.dtype)), tensor.numel(), raw.numel(), number)
             memoryview(head)[_HEAD.size :] = raw[:_INLINE_BYTES].numpy().data
             limit_s = self._timeout_s()
-            ops = [self._engine.isend(head, dst, tag, self._gate, timeout_s=limit_s)]
+            ops = [self._engine.isend(head, dst, tag, self._control_comm, timeout_s=limit_s)]
             if raw.numel() > _INLINE_BYTES:
                 for piece in buffers.pieces(raw[_INLINE_BYTES:]):
                     message = buffers.message_of(piece)
@@ -75,9 +75,11 @@ class Points(GroupCore):
             head = bytearray(_HEAD.size + _INLINE_BYTES)
             op = Op("receive", head, source, tag, passive=True)
             op.what = what
-            yield (self._engine.post(op, lambda: self._gate.Irecv(head, source, tag), self._timeout_s()),)
-            dtype_word, num_elements, num_bytes, number = _HEAD.unpack_from(head)
-            fits = dtype_word == word(str(tensor.dtype)) and num_elements == tensor.numel()
+            yield (
+                self._engine.post(op, lambda: self._control_comm.Irecv(head, source, tag), self._timeout_s()),
+            )
+            dtype_digest, num_elements, num_bytes, number = _HEAD.unpack_from(head)
+            fits = dtype_digest == digest(str(tensor.dtype)) and num_elements == tensor.numel()
             target = (
                 tensor if fits else torch.empty(num_bytes, dtype=torch.uint8)
             )  # the sender has to get rid of it
@@ -87,7 +89,7 @@ class Points(GroupCore):
             if not fits:
                 raise MismatchError(
                     f"rank {op.source} sent {num_elements} elements of"
-                    f" {_name(dtype_word)} with tag {tag}, rank {self.rank()} receives into {shape_of([tensor])}"
+                    f" {_name(dtype_digest)} with tag {tag}, rank {self.rank()} receives into {shape_of([tensor])}"
                 )
             return op.source
 
@@ -127,7 +129,7 @@ class Points(GroupCore):
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
-        return self._collective("barrier", "", lambda calm: _nothing(), [], opts)
+        return self._collective("barrier", "", lambda may_block: _nothing(), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names who did not come: rank 0 hears from everybody within `timeout`, then lets all go.
@@ -174,11 +176,11 @@ def _nothing() -> Task:
     yield ()
 
 
-_NAMES = {word(str(dtype)): str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_NAMES = {digest(str(dtype)): str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def _name(dtype_word: int) -> str:
-    return _NAMES.get(dtype_word, "an unknown dtype")
+def _name(dtype_digest: int) -> str:
+    return _NAMES.get(dtype_digest, "an unknown dtype")
 
 
 def _check_tag(tag: int) -> None:

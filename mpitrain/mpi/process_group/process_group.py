@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from mpitrain.errors import AgreedError, UsageError
 from mpitrain.mpi.process_group.backend import BACKEND
-from mpitrain.mpi.process_group.data_movement import Moves
-from mpitrain.mpi.process_group.point_to_point import Points
+from mpitrain.mpi.process_group.data_movement import DataMovement
+from mpitrain.mpi.process_group.point_to_point import PointToPoint
 from mpitrain.mpi.process_group.reductions import Reductions
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime, start
@@ -93,7 +93,9 @@ def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
             f"torch.distributed was told rank {options.group_rank} of {options.group_size}, but MPI started this"
             f" process as rank {runtime.rank} of {runtime.size}; leave rank and world_size out, or start all by mpirun"
         )
-    return MpiProcessGroup(runtime, ranks, options.timeout)
+    group = MpiProcessGroup(runtime, ranks, options.timeout)
+    group.start()
+    return group
 
 
 def _learn_ranks(runtime: Runtime, options: Any) -> None:
@@ -106,7 +108,7 @@ def _learn_ranks(runtime: Runtime, options: Any) -> None:
     )
 
 
-class MpiProcessGroup(Reductions, Moves, Points):
+class MpiProcessGroup(Reductions, DataMovement, PointToPoint):
     """A process group over some ranks of the world; made by torch.distributed through `create`."""
 
     _name = _desc = ""

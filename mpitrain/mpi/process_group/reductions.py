@@ -8,12 +8,12 @@ import torch
 from mpitrain.mpi.engine.collective_queue import Task
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.process_group import algorithm_choice, allreduce_algorithms
-from mpitrain.mpi.process_group.base import GroupCore, as_list, shape_of
+from mpitrain.mpi.process_group.base import GroupBase, as_list, shape_of
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 from mpitrain.mpi.process_group.work import MpiWork
 
 
-class Reductions(GroupCore):
+class Reductions(GroupBase):
     """SUM, AVG, PREMUL_SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR where the dtype allows it, TypeError otherwise;
     bfloat16 and float16 are added in float32."""
 
@@ -40,18 +40,18 @@ class Reductions(GroupCore):
         wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
         marks = [buffers.mark(tensor) for tensor in tensors]
 
-        def carry(calm: bool) -> Task:
+        def carry(may_block: bool) -> Task:
             for tensor, reduction, mark in zip(tensors, wanted, marks):
-                algorithm = yield from self._choose(calm, tensor, wire)
-                on_host = not calm or algorithm != algorithm_choice.LIBRARY
+                algorithm = yield from self._choose(may_block, tensor, wire)
+                on_host = not may_block or algorithm != algorithm_choice.LIBRARY
                 held = buffers.lease(tensor, reads=True, writes=True, after=mark, on_host=on_host)
-                yield from self._allreduce(calm, algorithm, held, reduction, wire)
+                yield from self._allreduce(may_block, algorithm, held, reduction, wire)
                 held.finish()
 
-        def at_once(calm: bool) -> Task | None:
+        def at_once(may_block: bool) -> Task | None:
             """The everyday case without the machinery, which costs as much as a small allreduce itself."""
-            if not calm:
-                return carry(calm)
+            if not may_block:
+                return carry(may_block)
             memory = tensors[0].detach()
             message = buffers.as_buffer(memory, reduction=True)
             wanted[0].before(memory)
@@ -68,29 +68,34 @@ class Reductions(GroupCore):
         """Whether MPI can add this tensor where it lies, and the library is known to be the right algorithm."""
         return (
             len(self._nodes) == 1
-            and self._told in (algorithm_choice.AUTO, algorithm_choice.LIBRARY)
+            and self._setting in (algorithm_choice.AUTO, algorithm_choice.LIBRARY)
             and not buffers.on_device(tensor)
             and tensor.is_contiguous()
             and 0 < tensor.numel() <= buffers.MAX_COUNT
             and not is_sixteen(tensor.dtype)
         )
 
-    def _choose(self, calm: bool, tensor: torch.Tensor, wire: torch.dtype | None) -> Task:
+    def _choose(self, may_block: bool, tensor: torch.Tensor, wire: torch.dtype | None) -> Task:
         """The algorithm for this tensor; the first large message between nodes measures the network."""
         num_bytes = tensor.numel() * (wire or tensor.dtype).itemsize
-        algorithm = yield from self._algorithm(calm, num_bytes)
+        algorithm = yield from self._algorithm(may_block, num_bytes)
         if algorithm == algorithm_choice.LIBRARY and is_sixteen(wire or tensor.dtype):
             return algorithm_choice.DIRECT  # MPI adds no 16-bit floats
         return algorithm
 
     def _allreduce(
-        self, calm: bool, algorithm: str, held: buffers.Lease, reduction: Reduction, wire: torch.dtype | None
+        self,
+        may_block: bool,
+        algorithm: str,
+        held: buffers.Lease,
+        reduction: Reduction,
+        wire: torch.dtype | None,
     ) -> Task:
         memory = held.memory
         reduction.before(memory)
         if algorithm == algorithm_choice.LIBRARY:
             for message in held.messages(reduction=True):
-                yield from self._call(calm, "Allreduce", buffers.IN_PLACE, message, reduction.operation)
+                yield from self._call(may_block, "Allreduce", buffers.IN_PLACE, message, reduction.operation)
             reduction.after(memory, self.size())
         elif memory.numel():
             flat, finish = memory.view(-1), self._finish(reduction)
@@ -106,20 +111,20 @@ class Reductions(GroupCore):
         marks = [buffers.mark(tensor) for tensor in tensors]
         is_root = self.rank() == root
 
-        def carry(calm: bool) -> Task:
+        def carry(may_block: bool) -> Task:
             for tensor, reduction, mark in zip(tensors, wanted, marks):
                 held = buffers.lease(tensor, reads=True, writes=is_root, after=mark, on_host=True)
                 memory = held.memory.view(-1)
                 if not is_root and reduction.factor is not None:
                     memory = memory.clone()
                 reduction.before(memory)
-                yield from self._reduce(calm, memory, root, reduction)
+                yield from self._reduce(may_block, memory, root, reduction)
                 held.finish()
 
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
         return self._collective("reduce", f"{shape_of(tensors)}, {kinds}, to {root}", carry, tensors, opts)
 
-    def _reduce(self, calm: bool, memory: torch.Tensor, root: int, reduction: Reduction) -> Task:
+    def _reduce(self, may_block: bool, memory: torch.Tensor, root: int, reduction: Reduction) -> Task:
         is_root = self.rank() == root
         if is_sixteen(memory.dtype):
             parts = allreduce_algorithms.cut(memory, self.size())
@@ -141,9 +146,11 @@ class Reductions(GroupCore):
         for piece in buffers.pieces(memory):
             message = buffers.message_of(piece, reduction=True)
             if is_root:
-                yield from self._call(calm, "Reduce", buffers.IN_PLACE, message, reduction.operation, root)
+                yield from self._call(
+                    may_block, "Reduce", buffers.IN_PLACE, message, reduction.operation, root
+                )
             else:
-                yield from self._call(calm, "Reduce", message, None, reduction.operation, root)
+                yield from self._call(may_block, "Reduce", message, None, reduction.operation, root)
         if is_root:
             reduction.after(memory, self.size())
 
@@ -196,7 +203,7 @@ class Reductions(GroupCore):
             for output, slots in zip(outputs, inputs)
         ]
 
-        def carry(calm: bool) -> Task:
+        def carry(may_block: bool) -> Task:
             for output, slots, reduction, (mark, *theirs) in zip(outputs, inputs, wanted, marks):
                 lent = [
                     buffers.lease(tensor, reads=True, writes=False, after=after, on_host=True)
@@ -208,7 +215,7 @@ class Reductions(GroupCore):
                     parts = (
                         list(parts[0].split(output.numel())) if output.numel() else [parts[0]] * self.size()
                     )
-                yield from self._reduce_parts(calm, parts, held.memory.view(-1), reduction)
+                yield from self._reduce_parts(may_block, parts, held.memory.view(-1), reduction)
                 for each in (*lent, held):
                     each.finish()
 
@@ -216,14 +223,14 @@ class Reductions(GroupCore):
         return self._collective(name, f"{what}, {kinds}", carry, list(outputs), opts)
 
     def _reduce_parts(
-        self, calm: bool, parts: list[torch.Tensor], out: torch.Tensor, reduction: Reduction
+        self, may_block: bool, parts: list[torch.Tensor], out: torch.Tensor, reduction: Reduction
     ) -> Task:
         if reduction.factor is not None:
             parts = [part.clone() for part in parts]  # the inputs are the user's
             for part in parts:
                 reduction.before(part)
         num_bytes = sum(part.numel() for part in parts) * out.element_size()
-        algorithm = yield from self._algorithm(calm, num_bytes)
+        algorithm = yield from self._algorithm(may_block, num_bytes)
         counts = [part.numel() for part in parts]
         if algorithm != algorithm_choice.LIBRARY or is_sixteen(out.dtype) or sum(counts) > buffers.MAX_COUNT:
             yield from allreduce_algorithms.reduce_scatter(
@@ -232,7 +239,7 @@ class Reductions(GroupCore):
             return
         whole = buffers.as_buffer(_joined(parts), reduction=True)
         target = buffers.as_buffer(out, reduction=True)
-        yield from self._call(calm, "Reduce_scatter", whole, target, counts, reduction.operation)
+        yield from self._call(may_block, "Reduce_scatter", whole, target, counts, reduction.operation)
         reduction.after(out, self.size())
 
     def _finish(self, reduction: Reduction) -> allreduce_algorithms.Finish:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Generator
 from typing import Any
 
 from mpitrain.effects import Effect, Kind, Message, Now, Recv, Role, Send
-from mpitrain.errors import GivenUpError, LostRankError
+from mpitrain.errors import EvictedError, LostRankError
 
 QUESTIONS = 4
 
@@ -43,7 +43,7 @@ class Pulse:
 
         Raises:
             LostRankError: a server is dead.
-            GivenUpError: the servers have gone on without this worker, and left.
+            EvictedError: the servers have gone on without this worker, and left.
         """
         if not self.every_s:
             message: tuple[int, Message] = yield Recv()
@@ -74,7 +74,7 @@ class Pulse:
             return
         dead = [server for server, number in unanswered.items() if number >= QUESTIONS]
         if dead and self._late:
-            raise GivenUpError(
+            raise EvictedError(
                 f"rank {self.rank} (worker) was silent for too long, and nobody answers it: the run has gone on "
                 "without it"
             )

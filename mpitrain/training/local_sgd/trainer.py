@@ -102,7 +102,7 @@ class AveragingTrainer(Trainer):
 
     def _remember(self) -> None:
         if (
-            self.session.runtime.recovers
+            self.session.runtime.survives_shrink
         ):  # local steps change it, and who is left goes back to where all were equal
             self._common = copied(self.state())
 

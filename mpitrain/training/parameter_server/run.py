@@ -104,13 +104,13 @@ def _serve(
     server = builder.server(shard, store, meter, keeper, session.overrides.heartbeat_s, vigilant)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
     order: list[int] = []
-    losable = roles.workers if runtime.fault_tolerance == "ulfm" else ()
+    may_die = roles.workers if runtime.fault_tolerance == "ulfm" else ()
     session.emergency, role = shard_writer(session, server, store, keeper, model.module)
     role = record(role, order)
-    counts = carry(session, roles.workers, lambda source, kind: store.frame(), role, losable=losable)
+    counts = carry(session, roles.workers, lambda source, kind: store.frame(), role, may_die=may_die)
     # one whose gradients were not finite has left in order
-    runtime.given_up.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
-    counts["lost"] |= {str(rank): "died" for rank in runtime.given_up & runtime.dead()}
+    runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
+    counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}
     save_order(session.run_dir, shard, order)
     keeper.wait()
     counts["checkpoints"] = keeper.summary()
@@ -154,7 +154,7 @@ def _work(
     said: dict[str, Any],
 ) -> dict[str, Any]:
     runtime, job, model = session.runtime, session.job, builder.model
-    runtime.expendable = True
+    runtime.may_die_alone = True
     with job.data.reader(session.catalogue, job.seed) as reader:
         # on every worker: any may have to take over
         measure = make_measure(job, model.module, session.validation, device, runtime.stamp)

@@ -62,7 +62,7 @@ class StepCuts:
             return shared | ({"own": copied(own())} if own else {})
 
         self.keeper: Keeper = make_keeper(session, own_part(place), about, saved)
-        asked_for = session.overrides.watchdog_s > 0 or session.runtime.recovers
+        asked_for = session.overrides.watchdog_s > 0 or session.runtime.survives_shrink
         self.guard, self.buffers = Guard(), KeptBuffers(module, asked_for)
         self._state, self._own = state, own
         self._at = (session.resume.mark if session.resume else 0, 0)

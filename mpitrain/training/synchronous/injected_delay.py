@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from mpitrain.inject import Straggler
-from mpitrain.mpi.faults.self_destruct import break_down
+from mpitrain.mpi.faults.self_destruct import self_destruct
 
 
 class Nap:
@@ -48,7 +48,7 @@ class Nap:
         step = self.straggler.step
         seconds = self.straggler.sleep_s(max(0.0, self._ready_s - self._began_s))
         for order in self.straggler.breaks(step):
-            break_down(order.how, order.after_s)
+            self_destruct(order.how, order.after_s)
         if seconds > 0:
             time.sleep(seconds)
         return seconds

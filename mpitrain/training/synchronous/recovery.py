@@ -22,9 +22,9 @@ import torch
 
 from mpitrain.checkpoint.state_tree import join, split
 from mpitrain.errors import AgreedError
-from mpitrain.mpi.faults.agreement import GO_ON, WELL, agree
+from mpitrain.mpi.faults.agreement import CONTINUE, NO_FAILURE, agree
 from mpitrain.mpi.faults.errors import CALLED_OFF, CalledOffError, is_lost_peer
-from mpitrain.mpi.faults.shrink import lost_peer, recover
+from mpitrain.mpi.faults.shrink import process_failed, shrink
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.mpi.process_group.process_group import init_default_group, leave_default_group
 from mpitrain.reporting.report import NullReport
@@ -77,17 +77,19 @@ class Survivors:
 
     def run(self) -> dict[str, Any]:
         """Train until all that are left agree that they have come to the end; returns this rank's outcome."""
-        self.runtime.recovers = True
+        self.runtime.survives_shrink = True
         error: BaseException | None = None
         agreed = False
         while True:
             try:
                 outcome = self._train(error, agreed)
-                if (said := agree(self.runtime, WELL | GO_ON)) & WELL:
+                if (
+                    said := agree(self.runtime.engine, self.runtime.comm, NO_FAILURE | CONTINUE)
+                ) & NO_FAILURE:
                     break
-                if not said & GO_ON:
+                if not said & CONTINUE:
                     raise CalledOffError(CALLED_OFF)
-                error, agreed = lost_peer(), True
+                error, agreed = process_failed(), True
             except CalledOffError:
                 raise
             except AgreedError:
@@ -110,7 +112,7 @@ class Survivors:
     def _train(self, error: BaseException | None, agreed: bool) -> dict[str, Any]:
         began_s = time.monotonic()
         if error is not None:
-            recover(self.runtime, error, agreed)
+            shrink(self.runtime, error, agreed)
             if self.runtime.rank == 0 and isinstance(self.session.report, NullReport):
                 self.session.lead()
         init_default_group(self.runtime)
@@ -124,7 +126,7 @@ class Survivors:
         return self.trainer.outcome()
 
     def _leave(self) -> None:
-        self.runtime.recovers = False
+        self.runtime.survives_shrink = False
         leave_default_group(self.runtime)
 
     def _let_go(self) -> None:
@@ -169,7 +171,7 @@ def share_tree(runtime: Any, tree: Any, root: int) -> Any:
         structure, tensors = split(tree)
         shapes = {name: [str(one.dtype).split(".")[1], list(one.shape)] for name, one in tensors.items()}
         told = [structure, shapes]
-    structure, shapes = runtime.share(told, root)
+    structure, shapes = runtime.broadcast(told, root)
     if runtime.rank != root:
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()

@@ -204,7 +204,7 @@ class Trainer:
 
     def _begin_step(self) -> None:
         """Before the forward pass."""
-        if self.hook is not None and self.session.runtime.recovers:
+        if self.hook is not None and self.session.runtime.survives_shrink:
             self._own_before = self.hook.state()
 
     @property

@@ -73,7 +73,7 @@ class Watchdog:
         return self.look_s + min(SLOW_GRACE_S, max(GRACE_S, self.timeout_s / 10))
 
     def __enter__(self) -> Watchdog:
-        start = self.runtime.share(time.time_ns())
+        start = self.runtime.broadcast(time.time_ns())
         self.alarm = Alarm(self.run_dir, self.runtime.launched_rank, start)
         if self.timeout_s > 0:
             # every rank looks for two folders: some hundred times a second are enough for a file system
@@ -129,7 +129,7 @@ class Watchdog:
 
     def _given_up(self) -> set[int]:
         return {
-            self.runtime.launched[rank] for rank in self.runtime.given_up if rank < len(self.runtime.launched)
+            self.runtime.launched[rank] for rank in self.runtime.evicted if rank < len(self.runtime.launched)
         }
 
     def _others_end(self, silent: set[int]) -> bool:
@@ -140,7 +140,7 @@ class Watchdog:
             return self.runtime.idle_s() < PATIENCE * self.timeout_s and not silent.intersection(
                 roles.servers
             )
-        if not (self.runtime.fault_tolerance == "ulfm" and self.runtime.recovers):
+        if not (self.runtime.fault_tolerance == "ulfm" and self.runtime.survives_shrink):
             return False
         left = [
             process
@@ -201,8 +201,8 @@ class Watchdog:
         """Whether the others go on without this rank."""
         runtime = self.runtime
         if runtime.fault_tolerance == "heartbeat":
-            return bool(runtime.expendable and runtime.rank != 0)
-        return bool(runtime.fault_tolerance == "ulfm" and (runtime.expendable or runtime.recovers))
+            return bool(runtime.may_die_alone and runtime.rank != 0)
+        return bool(runtime.fault_tolerance == "ulfm" and (runtime.may_die_alone or runtime.survives_shrink))
 
     def _outcome(self, said: dict[int, str]) -> str:
         """What came of the alarm, for the last words."""

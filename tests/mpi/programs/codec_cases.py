@@ -59,7 +59,7 @@ def same_everywhere(vector, size):
 @starts
 def case_groups(rt):
     """The default group is gloo's; ours stands beside it."""
-    name = rt.share(tempfile.mktemp() if rt.rank == 0 else None)
+    name = rt.broadcast(tempfile.mktemp() if rt.rank == 0 else None)
     store = dist.FileStore(name, rt.size)
     dist.init_process_group("gloo", store=store, rank=rt.rank, world_size=rt.size)
     GROUPS["gloo"] = dist.group.WORLD

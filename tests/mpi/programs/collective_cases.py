@@ -206,7 +206,7 @@ def free_port():
 @starts
 def case_groups_of_both_kinds(rt):
     """The default group is ours; gloo's lives beside it."""
-    port = rt.share(free_port() if rt.rank == 0 else None)
+    port = rt.broadcast(free_port() if rt.rank == 0 else None)
     store = dist.TCPStore("127.0.0.1", port, rt.size, rt.rank == 0)
     dist.init_process_group("mpi4py", store=store, rank=rt.rank, world_size=rt.size)
     groups["ours"] = dist.group.WORLD

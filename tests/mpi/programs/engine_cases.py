@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine.collective_queue import Line
+from mpitrain.mpi.engine.collective_queue import CollectiveQueue
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.engine.requests import Progress
 from tests.mpi.cases import run_cases
@@ -75,12 +75,12 @@ def case_another_thread_may_ask_while_groups_come_and_go(rt):
     try:
         sys.setswitchinterval(1e-6)
         thread.start()
-        gates = [SimpleNamespace(handle=number, size=1) for number in range(200)]
+        comms = [SimpleNamespace(handle=number, size=1) for number in range(200)]
         for _ in range(40):
-            for gate in gates:
-                progress._lines[gate.handle] = Line(gate)
-            for gate in gates:
-                progress.forget(gate)
+            for control_comm in comms:
+                progress._queues[control_comm.handle] = CollectiveQueue(control_comm)
+            for control_comm in comms:
+                progress.forget(control_comm)
     finally:
         over.set()
         thread.join()
@@ -96,7 +96,7 @@ def case_what_may_never_be_done_keeps_nobody_awake(rt, engine):
     size = SIZES[-1]
     send, receive = engine.isend(pattern(size, rt.rank), after, 1), engine.irecv(bytearray(1), before, 2)
     for peer in {after, before}:
-        engine.doze(peer)
+        engine.make_passive(peer)
     engine.run(lambda: None)  # what was handed to another thread is done
     assert engine._progress.num_awake == 0 and not send.done and not receive.done
     engine.wait(engine.isend(bytearray(1), after, 2), receive, timeout_s=DEADLINE_S)
@@ -252,8 +252,8 @@ def case_collective_waits_in_the_engine_not_in_mpi(rt, engine):
             lambda op: replies.append(engine.isend(b"!", rt.size - 1, 15))
         )
     total = np.array([rt.rank + 1.0])
-    ops = [engine.collective(lambda: rt.comm.Allreduce(MPI.IN_PLACE, total), rt._gate)]
-    ops.append(engine.collective(lambda: rt.comm.Allreduce(MPI.IN_PLACE, total), rt._gate))
+    ops = [engine.collective(lambda: rt.comm.Allreduce(MPI.IN_PLACE, total), rt._control_comm)]
+    ops.append(engine.collective(lambda: rt.comm.Allreduce(MPI.IN_PLACE, total), rt._control_comm))
     engine.wait(*ops, timeout_s=DEADLINE_S)
     assert total[0] == rt.size * rt.size * (rt.size + 1) / 2
     engine.wait(*replies, timeout_s=DEADLINE_S)
@@ -272,7 +272,7 @@ def case_collectives_keep_the_order_of_submission(rt, engine):
         return k
 
     for k in range(10):
-        ops.append(engine.collective(lambda k=k: body(k), rt._gate))
+        ops.append(engine.collective(lambda k=k: body(k), rt._control_comm))
     for k, op in enumerate(ops):
         try:
             engine.wait(op, timeout_s=DEADLINE_S)

@@ -70,7 +70,7 @@ def case_node_map(rt):
 def case_share(rt):
     """Rank 0's value, whatever the others hold; empty and large ones too."""
     for value in (AWKWARD, None, 0, "", []):
-        assert rt.share(value if rt.rank == 0 else f"ignored {rt.rank}") == value
+        assert rt.broadcast(value if rt.rank == 0 else f"ignored {rt.rank}") == value
 
 
 def case_gather_and_allgather(rt):
@@ -84,19 +84,19 @@ def case_gather_and_allgather(rt):
 def case_ranks_at_different_calls_are_told_apart(rt):
     """One rank in a barrier and the others in a share: an error on all that names both, and the next call works."""
     try:
-        rt.barrier() if rt.rank == 1 else rt.share(5)
+        rt.barrier() if rt.rank == 1 else rt.broadcast(5)
     except MismatchError as error:
-        assert "ranks 0, 2: share from rank 0" in str(error) and "rank 1: barrier" in str(error), error
+        assert "ranks 0, 2: broadcast from rank 0" in str(error) and "rank 1: barrier" in str(error), error
     else:
         raise AssertionError("nobody was told")
-    assert rt.share(rt.rank) == 0
+    assert rt.broadcast(rt.rank) == 0
 
 
 def case_collectives_work_beside_a_communication_thread(rt):
     """The same calls, carried by the thread that then owns MPI."""
     rt.engine.start_thread()
     assert rt.allgather(rt.rank) == list(range(rt.size))
-    assert rt.share(rt.rank) == 0
+    assert rt.broadcast(rt.rank) == 0
     rt.engine.stop()
 
 

@@ -70,7 +70,7 @@ def case_start(rt):
     """Ours is the default group; gloo's beside it is the peer of lossy hooks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = rt.share(probe.getsockname()[1] if rt.rank == 0 else None)
+        port = rt.broadcast(probe.getsockname()[1] if rt.rank == 0 else None)
     store = dist.TCPStore("127.0.0.1", port, rt.size, rt.rank == 0)
     dist.init_process_group("mpi4py", store=store, rank=rt.rank, world_size=rt.size)
     groups["gloo"] = dist.new_group(backend="gloo")
@@ -172,7 +172,7 @@ def case_fsdp2_equals_one_process(rt):
     fully_shard(sharded, mesh=mesh)
     train(sharded, *batches(), lambda t: mine(rt, t))
     assert_close([parameter.full_tensor() for parameter in sharded.parameters()], serial)
-    folder = rt.share(tempfile.mkdtemp() if rt.rank == 0 else None)
+    folder = rt.broadcast(tempfile.mkdtemp() if rt.rank == 0 else None)
     state = {"model": sharded.state_dict(), "step": STEPS}
     checkpoint.save(state, checkpoint_id=folder)
     fresh = copy.deepcopy(model())
