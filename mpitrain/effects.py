@@ -164,18 +164,28 @@ Effect = Send | Recv | Compute | Now | Sleep | Forget | Break
 Role = Generator[Effect, Any, Any]
 
 
-def watched(
-    role: Role,
-    before: Callable[[Effect], None] = lambda effect: None,
-    after: Callable[[Effect, Any], None] = lambda effect, answer: None,
-) -> Role:
-    """The role unchanged; `before` sees each of its effects, `after` each effect with its answer."""
+def replaced(role: Role, answer_to: Callable[[Effect], Role]) -> Role:
+    """The role, with each of its effects replaced by those of `answer_to(effect)`, which returns the answer."""
     answer: Any = None
     while True:
         try:
             effect = role.send(answer)
         except StopIteration as end:
             return end.value
+        answer = yield from answer_to(effect)
+
+
+def watched(
+    role: Role,
+    before: Callable[[Effect], None] = lambda effect: None,
+    after: Callable[[Effect, Any], None] = lambda effect, answer: None,
+) -> Role:
+    """The role unchanged; `before` sees each of its effects, `after` each effect with its answer."""
+
+    def pass_on(effect: Effect) -> Role:
         before(effect)
         answer = yield effect
         after(effect, answer)
+        return answer
+
+    return replaced(role, pass_on)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mpitrain.effects import Break, Compute, Interrupted, Now, Role, Sleep
+from mpitrain.effects import Break, Compute, Effect, Interrupted, Now, Role, Sleep, replaced
 from mpitrain.inject.values import AtWorker, Fault, Injection, Kill, KillAtEnd, Nan
 
 
@@ -45,32 +45,26 @@ class Straggler:
 
     def wrap(self, role: Role) -> Role:
         """The role, its gradients followed by the sleeps and faults; the role itself if nothing is ordered."""
-        return self._follow(role) if self.injections else role
+        return replaced(role, self._answer_to) if self.injections else role
 
-    def _follow(self, role: Role) -> Role:
-        answer: Any = None
-        while True:
-            try:
-                effect = role.send(answer)
-            except StopIteration as end:
-                return end.value
-            if isinstance(effect, Compute) and effect.what == "deliver" and self.last_order:
-                self.ended_by = [one.name for one in self.last_order]
-                yield Break("kill")
-            if not (isinstance(effect, Compute) and effect.what == "gradient"):
-                answer = yield effect
-                continue
-            began_s = yield Now()
-            answer = yield effect
-            if answer is None or isinstance(answer, Interrupted):
-                continue
-            step = self.step
-            seconds = self.sleep_s((yield Now()) - began_s)
-            yield from self.breaks(step)
-            if any(isinstance(one, Nan) and one.at_step == step for one in self.faults):
-                answer = answer._replace(loss=math.nan, finite=False)
-            if seconds > 0 and (broken_off := (yield Sleep(seconds, effect.interruptible))) is not None:
-                answer = broken_off  # the gradient was not finished yet, as far as its role can tell
+    def _answer_to(self, effect: Effect) -> Role:
+        if isinstance(effect, Compute) and effect.what == "deliver" and self.last_order:
+            self.ended_by = [one.name for one in self.last_order]
+            yield Break("kill")
+        if not (isinstance(effect, Compute) and effect.what == "gradient"):
+            return (yield effect)
+        began_s = yield Now()
+        answer = yield effect
+        if answer is None or isinstance(answer, Interrupted):
+            return answer
+        step = self.step
+        seconds = self.sleep_s((yield Now()) - began_s)
+        yield from self.breaks(step)
+        if any(isinstance(one, Nan) and one.at_step == step for one in self.faults):
+            answer = answer._replace(loss=math.nan, finite=False)
+        if seconds > 0 and (broken_off := (yield Sleep(seconds, effect.interruptible))) is not None:
+            return broken_off  # the gradient was not finished yet, as far as its role can tell
+        return answer
 
     def counts(self) -> list[dict[str, Any]]:
         """For `result.json`: how often and how long this worker slept; empty if nothing was ordered."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.effects import Effect, Kind, Message, Recv, Role, watched
+from mpitrain.effects import Effect, Kind, Message, Recv, Role, replaced, watched
 from mpitrain.errors import UsageError
 from mpitrain.reporting.report import writing
 from mpitrain.system.run_directory import RUN_FILE
@@ -34,17 +34,12 @@ def record(role: Role, order: list[int]) -> Role:
 
 def repeat(role: Role, order: Sequence[int]) -> Role:
     """`role`, receiving from the senders of `order` in that order, whenever their messages arrive."""
-    answer: Any = None
     early: dict[int, deque[tuple[int, Message]]] = {}
     due = iter(order)
-    while True:
-        try:
-            effect = role.send(answer)
-        except StopIteration as end:
-            return end.value
+
+    def answer_to(effect: Effect) -> Role:
         if not isinstance(effect, Recv):
-            answer = yield effect
-            continue
+            return (yield effect)
         source = next(due, None)
         if source is None:
             raise UsageError(
@@ -55,7 +50,9 @@ def repeat(role: Role, order: Sequence[int]) -> Role:
             arrived = yield effect
             if arrived is not None and arrived[1].kind not in UNRECORDED:
                 early.setdefault(arrived[0], deque()).append(arrived)
-        answer = early[source].popleft()
+        return early[source].popleft()
+
+    return replaced(role, answer_to)
 
 
 def save_order(run_dir: Path, shard: int, order: Sequence[int]) -> None:

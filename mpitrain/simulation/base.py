@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.effects import Role
-from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.errors import UsageError
 from mpitrain.inject import Straggler, check_workers
-from mpitrain.job import METRICS_ARE, Job, Overrides
+from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import Report, default_run_dir
-from mpitrain.reporting.targets import missed_targets
 from mpitrain.simulation.report import VirtualLog
+from mpitrain.training.judge import judge
 from mpitrain.training.measure import MODEL_FILE
 from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
 
@@ -60,21 +60,23 @@ class Rehearsal:
         )
         return [returned[rank] for rank in range(self.number)]
 
-    def told(self, samples: int, metrics: dict[str, float]) -> dict[str, Any]:
-        """What was asked for, what it took, the metrics, and whether they reach the job's target."""
-        job = self.job
-        failure = ", ".join(missed_targets(job.target, metrics).values())
+    def result(self, samples: int, metrics: dict[str, float], failure: str = "") -> dict[str, Any]:
+        """What was asked for, what it took, and the verdict on it."""
         return {
-            **metrics, "metrics": metrics, "metrics_are": METRICS_ARE if job.metrics else "",
-            "failure": failure, "status": "fail" if failure else "ok",
-            "exit_code": EXIT_TARGET_MISSED if failure else EXIT_OK,
-            "strategy": str(job.strategy), "strategy_python": repr(job.strategy), "workers": self.number,
-            "servers": 0, "nodes": 1, "virtual": True, "seed": job.seed, "batch_size": job.batch_size,
-            "inject": [str(one) for one in self.options.injections],
+            **judge(self.job, metrics, [failure] if failure else [], self.options.injections),
+            "workers": self.number,
+            "servers": 0,
+            "nodes": 1,
+            "virtual": True,
             "injected": [row for straggler in self.stragglers for row in straggler.counts()],
-            "run_dir": str(self.run_dir), "model": str(self.run_dir / MODEL_FILE),
-            "samples": samples, "samples_per_second": samples / self.world.now_s if self.world.now_s else 0.0,
-            "virtual_s": self.world.now_s, "compute": str(self.compute), "network": str(self.network),
-            "num_events": self.world.num_events, "wall_s": time.monotonic() - self.started_s,
+            "run_dir": str(self.run_dir),
+            "model": str(self.run_dir / MODEL_FILE),
+            "samples": samples,
+            "samples_per_second": samples / self.world.now_s if self.world.now_s else 0.0,
+            "virtual_s": self.world.now_s,
+            "compute": str(self.compute),
+            "network": str(self.network),
+            "num_events": self.world.num_events,
+            "wall_s": time.monotonic() - self.started_s,
             "loss_curve": self.log.curve,
-        }  # fmt: skip
+        }

@@ -40,7 +40,8 @@ def simulate_averaging(
         returned = rehearsal.run([worker.run() for worker in workers])
         metrics = table.replicas[0].validate()
     save_model(table.replicas[0].module, rehearsal.run_dir / MODEL_FILE, {"strategy": str(strategy)})
-    result = rehearsal.told(table.replicas[0].samples, metrics) | _counted(table, workers[0].shares)
+    first = table.replicas[0]
+    result = rehearsal.result(first.samples, metrics, first.failure) | _counted(table, workers[0].shares)
     drifts = [{"drift": replica.averager.drift} for replica in table.replicas]
     result["ranks"] = [one | drift for one, drift in zip(returned, drifts)]
     log.finish(result)
@@ -72,13 +73,10 @@ def _workers(
 def _counted(table: Table, shares: Shares) -> dict[str, Any]:
     """What the run has come to, as the run over MPI tells it."""
     first = table.replicas[0]
-    found: dict[str, Any] = {
+    return {
         **first.averager.statistics(),
         "steps": shares.step,
         "samples_left_out": shares.num_left_out,
         "nonfinite": first.nonfinite,
         "accepted": shares.step * table.number - first.nonfinite,
     }
-    if first.failure:
-        found |= {"failure": first.failure, "status": "fail", "exit_code": 1}
-    return found

@@ -61,7 +61,7 @@ def simulate_peers(
     everybody = [one | replica.statistics(with_norm=True) for one, replica in zip(returned, replicas)]
     result = {
         **summary(everybody, [one["digest"] for one in everybody], everybody[0], peers[0].shares),
-        **rehearsal.told(peers[0].shares.samples, metrics),
+        **rehearsal.result(peers[0].shares.samples, metrics),
         "steps": peers[0].shares.step,
         "ranks": everybody,
     }

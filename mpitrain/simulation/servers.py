@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from mpitrain.effects import Role
-from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.errors import UsageError
 from mpitrain.inject import SILENT, Straggler, check_workers
-from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides, load_job
+from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.model import Replica, check_optimizer, flat_model
 from mpitrain.reporting.report import NullReport, Report, default_run_dir
-from mpitrain.reporting.targets import missed_targets
 from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.local_sgd import simulate_averaging
 from mpitrain.simulation.peers import simulate_peers
@@ -31,9 +30,9 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
+from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, same_model, save_model
 from mpitrain.training.parameter_server.builder import RoleBuilder
-from mpitrain.training.session import NOBODY_LEFT
 from mpitrain.training.validate import check_rehearsal
 from mpitrain.training.validation import make_measure
 from mpitrain.values import names, parse, registered
@@ -234,30 +233,22 @@ class _Simulation:
         world: VirtualWorld,
     ) -> dict[str, Any]:
         counts = dict(returned[self.roles.dealer])
-        failure = counts.pop("failure") or ("" if delivered else NOBODY_LEFT)
-        failure = failure or disagreement([returned[rank] for rank in self.roles.servers])
-        metrics = delivered.get("metrics", {})
+        failures = [counts.pop("failure"), "" if delivered else NOBODY_LEFT]
+        failures.append(disagreement([returned[rank] for rank in self.roles.servers]))
         identical = None
         if self.replay is not None and delivered:
             identical = same_model(self.replay / MODEL_FILE, self.run_dir / MODEL_FILE)
         if identical is False:
-            failure = failure or f"the replayed parameters differ from those of {self.replay}"
-        missed = {} if failure else missed_targets(self.job.target, metrics)
-        failure = failure or ", ".join(missed.values())
+            failures.append(f"the replayed parameters differ from those of {self.replay}")
         samples = counts["samples_accepted"]
         return {
             **counts,
-            **metrics,
-            "metrics": metrics,
-            "metrics_are": METRICS_ARE if self.job.metrics else "",
+            **judge(
+                self.job, delivered.get("metrics", {}), list(filter(None, failures)), self.options.injections
+            ),
             "samples_per_second": samples / world.now_s if world.now_s else 0.0,
             "samples": samples,
             "steps": counts["version"],
-            "status": "fail" if failure else "ok",
-            "exit_code": (EXIT_TARGET_MISSED if missed else 1) if failure else EXIT_OK,
-            "failure": failure,
-            "strategy": str(self.strategy),
-            "strategy_python": repr(self.strategy),
             "workers": len(self.roles.workers),
             "servers": len(self.roles.servers),
             "nodes": 1,
@@ -268,13 +259,10 @@ class _Simulation:
             "network": str(self.network),
             "num_events": world.num_events,
             "wall_s": wall_s,
-            "inject": [str(one) for one in self.options.injections],
             "injected": [row for straggler in self.stragglers for row in straggler.counts()],
             "loss_curve": log.curve,
             "shards": [returned[rank] for rank in self.roles.servers],
             "workers_detail": [returned[rank] for rank in self.roles.workers],
             "run_dir": str(self.run_dir),
             "model": delivered.get("model"),
-            "seed": self.job.seed,
-            "batch_size": self.job.batch_size,
         }

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.data import Catalogue
-from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED, AgreedError, UsageError
+from mpitrain.errors import EXIT_REQUEUE, AgreedError, UsageError
 from mpitrain.inject import Straggler
-from mpitrain.job import METRICS_ARE, Job, Overrides, apply_overrides
+from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.reporting.environment import code_versions, collect
 from mpitrain.reporting.report import NullReport, Report, explained, write_json, writing
-from mpitrain.reporting.targets import missed_targets
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
@@ -33,6 +32,7 @@ from mpitrain.training import signals
 from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.fault_tolerance import level, survives, warning
 from mpitrain.training.fingerprint import options
+from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.opening import open_run
 from mpitrain.training.resume import Resume
 from mpitrain.training.resume_options import contents_of
@@ -41,7 +41,6 @@ from mpitrain.training.validate import check_orders
 if TYPE_CHECKING:
     from mpitrain.training.watchdog.emergency import Emergency
 
-NOBODY_LEFT = "no worker was left to save and validate the model"
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto
 
 
@@ -118,7 +117,7 @@ class Session:
         gathered = self._gather_living(outcome) if living else self.runtime.gather(outcome)
         result = None
         if gathered is not None:
-            result = judge(self, gathered)
+            result = result_of(self, gathered)
             say_end(self.report, result)
             mark = self.run_dir / REQUEUE_FILE
             if result["exit_code"] == EXIT_REQUEUE:
@@ -253,7 +252,7 @@ def say_end(report: Any, result: dict[str, Any]) -> None:
     report.event("end", **told, model=result["model"])
 
 
-def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
+def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
     """Put the ranks' outcomes together: figures, validation metrics, and whether the run did what it was
     asked to.
     """
@@ -267,43 +266,25 @@ def judge(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         (outcome["failure"] for outcome in gathered if outcome.get("failure")),
         key=lambda text: not text.startswith("rank"),
     )
-    missed = missed_targets(session.job.target, merged["metrics"])
-    asked_to_end = any(outcome.get("requeue") for outcome in gathered)
-    if asked_to_end and not failures:  # to run again takes a checkpoint, the last one
+    requeue = any(outcome.get("requeue") for outcome in gathered)
+    if requeue and not failures:  # to run again takes a checkpoint, the last one
         failures = [outcome["unwritten"] for outcome in gathered if outcome.get("unwritten")]
-    requeue = asked_to_end and not failures
     shards = [outcome["detail"] for outcome in gathered if outcome["detail"].get("role") == "server"]
     if not failures and not requeue and (differs := disagreement(shards)):
         failures = [differs]
-    missed = {} if requeue else missed
-    code = EXIT_ERROR if failures else EXIT_TARGET_MISSED if missed else EXIT_REQUEUE if requeue else EXIT_OK
-    result = {
+    resume = session.resume
+    return {
         **merged,
-        **merged["metrics"],
-        "metrics_are": METRICS_ARE if session.job.metrics else "",
-        "strategy": str(session.strategy),
-        "strategy_python": repr(session.strategy),
+        **judge(session.job, merged["metrics"], failures, session.overrides.injections, requeue),
         "workers": len(session.roles.workers),
         "servers": len(session.roles.servers),
         "nodes": session.runtime.num_nodes,
-        "status": {EXIT_OK: "ok", EXIT_REQUEUE: "requeue"}.get(code, "fail"),
-        "exit_code": code,
-        "failure": failures[0] if failures else "",
-        "target": dict(session.job.target),
-        "target_missed": {name: session.job.target[name] for name in missed},
-        "seed": session.job.seed,
-        "batch_size": session.job.batch_size,
-        "epochs": session.job.epochs,
         "run_dir": str(session.run_dir),
         "run": session.identity.run,
-        "resumed_from": session.resume.mark if session.resume else None,
-        "resumed_run": session.resume.identity.run if session.resume else None,
+        "resumed_from": resume.mark if resume else None,
+        "resumed_run": resume.identity.run if resume else None,
         "fault_tolerance": level(session.runtime, session.strategy),
-        "inject": [str(one) for one in session.overrides.injections],
         "injected": [row for outcome in gathered for row in outcome.get("injected", [])],
         "ranks": [outcome["detail"] for outcome in gathered],
         "wall_s": time.monotonic() - session.started_s,
     }
-    if missed and not failures:
-        result["failure"] = ", ".join(missed.values())
-    return result

@@ -14,7 +14,7 @@ from mpitrain.strategies.placement import Roles
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.fault_tolerance import level, warning
 from mpitrain.training.fingerprint import fingerprint
-from mpitrain.training.session import judge
+from mpitrain.training.session import result_of
 from mpitrain.training.validate import check_orders
 from tests import toy
 
@@ -47,7 +47,7 @@ def judged(metrics, failure="", target=None, **more):
         },
         {"detail": {}, "failure": failure},
     ]
-    return judge(session, outcomes)
+    return result_of(session, outcomes)
 
 
 def test_a_run_is_judged_by_its_failures_first_and_its_target_next():

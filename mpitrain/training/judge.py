@@ -1,0 +1,54 @@
+"""What `result.json` says of every run, on a cluster or in virtual time: whether it did what it was asked to, and what
+that was.
+
+Invariants: a failure outweighs a missed target, and a run that wants to be started again has no verdict on its targets
+yet. The exit code follows from the two, and the status from the exit code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED
+from mpitrain.inject import Injection
+from mpitrain.job import METRICS_ARE, Job
+from mpitrain.reporting.targets import missed_targets
+
+NOBODY_LEFT = "no worker was left to save and validate the model"
+_STATUS = {EXIT_OK: "ok", EXIT_REQUEUE: "requeue"}
+
+
+def judge(
+    job: Job,
+    metrics: dict[str, float],
+    failures: Sequence[str],
+    injections: Sequence[Injection],
+    requeue: bool = False,
+) -> dict[str, Any]:
+    """The job, its metrics and the verdict on the run.
+
+    Args:
+        metrics: of the final model; failures: why the run has failed, the one to name first; none is none.
+        injections: that were ordered.
+        requeue: the run was told to end, and wants to be started again.
+    """
+    requeue = requeue and not failures
+    missed = {} if requeue else missed_targets(job.target, metrics)
+    code = EXIT_ERROR if failures else EXIT_TARGET_MISSED if missed else EXIT_REQUEUE if requeue else EXIT_OK
+    return {
+        **metrics,
+        "metrics": metrics,
+        "metrics_are": METRICS_ARE if job.metrics else "",
+        "status": _STATUS.get(code, "fail"),
+        "exit_code": code,
+        "failure": failures[0] if failures else ", ".join(missed.values()),
+        "target": dict(job.target),
+        "target_missed": {name: job.target[name] for name in missed},
+        "strategy": str(job.strategy),
+        "strategy_python": repr(job.strategy),
+        "seed": job.seed,
+        "batch_size": job.batch_size,
+        "epochs": job.epochs,
+        "inject": [str(one) for one in injections],
+    }
