@@ -4,9 +4,10 @@
 #   make test               lint, then every test this machine can run, two files at a time
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
 #   make chaos              kill workers and writers at random and count what is lost, an hour or more
-#                                                                    (options: make chaos ARGS="--kills 20")
+#                                                                    (options: make chaos ARGS="--kills 20 --record")
 #   make hostile            read files made to do harm, and good ones with random damage, some minutes
-#                                                                    (options: make hostile ARGS="--seeds 50")
+#                                                                    (options: make hostile ARGS="--seeds 50 --record")
+#   make docs               write the tables and figures of README.md, docs/ and benchmarks/README.md anew
 #   make slurm              a shell inside a three-node Slurm on this machine (Debian packages slurm-wlm, munge, libpmix2)
 #
 # They need Python 3.11 and what `pip` can reach; MPI comes as a wheel. Everything lands in .venv (and .venv-mpich for
@@ -24,7 +25,7 @@ ARGS ?=
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test chaos hostile slurm lint format clean
+.PHONY: help train test chaos hostile docs slurm lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -43,6 +44,9 @@ chaos: $(VENV)/.installed-train
 
 hostile: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.hostile.campaign $(ARGS)
+
+docs: $(VENV)/.installed-test
+	$(VENV)/bin/python docs/generate.py
 
 slurm: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits

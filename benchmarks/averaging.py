@@ -9,13 +9,12 @@ a step: 2 (N - 1)/N of the model, divided by H. Run it between emulated hosts fo
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
-from common import machine, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
 from step_time import MODELS, runtime
 from torch import nn
 
@@ -61,9 +60,7 @@ class Contestant:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--where", default="one host", help="what to call the network in the results")
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
     parser.add_argument("--rounds", type=int, default=12)
@@ -104,7 +101,7 @@ def show(options, contestants, seconds):
         f"{options.model}, {numel / 1e6:.2f} million parameters, {runtime.size} ranks, {options.where}\n{table(rows)}"
     )
     row = {"model": options.model, "where": options.where, "ranks": runtime.size, "rounds": options.rounds}
-    print(f"written to {write_row('averaging', row | {'ways': record, 'mpi': runtime.library})}")
+    write_row("averaging", row | {"ways": record, "mpi": runtime.library})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Does training go on, whatever is killed when? `make chaos` counts it.
 
-    python benchmarks/chaos.py [--kills 100] [--jobs 20] [--parts PART ...]
+    python benchmarks/chaos.py [--kills 100] [--jobs 20] [--parts PART ...] [--record]
+
+`--kills` is the size of the campaign; what other parts do is a share of it, unless it is said.
 
 kills     jobs of six workers over one server, `mpitrain launch --ft ulfm`, of which five are killed at random instants
           around their push (SIGKILL from a thread, in the middle of a message more often than not); messages of 1 and
@@ -25,7 +27,6 @@ accuracy  digits (`mpitrain data pack digits data/digits`) with one of four work
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -44,7 +45,7 @@ from chaos_counting import run_counting
 from chaos_kills import run_kills
 from chaos_launch import HERE, finish, launch, notes
 from chaos_relaunch import run_server, run_signal, run_writing
-from common import write_row
+from common import make_parser, write_row
 
 from mpitrain.checkpoint.parts import folder_of, newest, read_part, write_part
 from mpitrain.system.run_directory import Identity
@@ -53,10 +54,10 @@ OURS = Identity("chaos", "files")
 BATCH_SIZE = 16  # the digits job's
 
 
-def run_files(seed: int) -> None:
+def run_files(kills: int, damages: int, seed: int) -> None:
     """Kills while a checkpoint is written, and damage afterwards."""
     draw, whole, seen = random.Random(seed), 0, 0
-    for _ in range(50):
+    for _ in range(kills):
         with tempfile.TemporaryDirectory() as scratch:
             child = os.fork()
             if child == 0:
@@ -72,7 +73,7 @@ def run_files(seed: int) -> None:
                 bool((read_part(found.folder, part)["weight"] == found.mark).all()) for part in found.parts
             )
     with tempfile.TemporaryDirectory() as scratch:
-        for number in range(200):
+        for number in range(damages):
             shutil.rmtree(scratch)
             for mark in (1, 2):
                 write_both(Path(scratch), mark, 10_000)
@@ -86,8 +87,10 @@ def run_files(seed: int) -> None:
             found = newest(Path(scratch))
             seen += found is not None and found.mark == 1 and len(found.refused) == 1
         Path(scratch).mkdir(exist_ok=True)
-    print(f"killed while writing: {whole} of 50 whole; damaged: {seen} of 200 seen, the one before taken")
-    write_row("chaos", {"part": "files", "kills": 50, "whole": whole, "damages": 200, "seen": seen})
+    print(
+        f"killed while writing: {whole} of {kills} whole; damaged: {seen} of {damages} seen, the one before taken"
+    )
+    write_row("chaos", {"part": "files", "kills": kills, "whole": whole, "damages": damages, "seen": seen})
 
 
 def newest_mark(run_dir: Path) -> int | None:
@@ -212,34 +215,41 @@ def run_accuracy(strategy: str, num_seeds: int, virtual: bool) -> None:
 
 def main() -> None:
     """Parse the command line and run the parts asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="in all, over sizes and transports")
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--kills", type=int, default=100, help="of ranks, over sizes and transports; the size of the campaign"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=5, help="of the accuracy part")
+    parser.add_argument("--seeds", type=int, help="of the accuracy part (default: kills / 20)")
     parser.add_argument("--virtual", action="store_true", help="the accuracy part in virtual time")
     parser.add_argument(
-        "--jobs", type=int, default=20, help="of the writing part; a fifth as many of the server part"
+        "--jobs",
+        type=int,
+        help="of the writing part (default: kills / 5); a fifth as many of the server part",
     )
-    parser.add_argument("--launches", type=int, default=100, help="of the counting part")
+    parser.add_argument("--launches", type=int, help="of the counting part (default: kills)")
     every = ["files", "writing", "server", "signal", "stop", "counting", "accuracy", "kills", "allreduce"]
     parser.add_argument("--parts", nargs="+", choices=every, default=every)
     options = parser.parse_args()
+    jobs = options.jobs or max(1, options.kills // 5)
+    launches = options.launches or options.kills
+    seeds = options.seeds or max(1, options.kills // 20)
     torch.set_num_threads(1)  # a forked child would wait for threads that it has not got
     if "files" in options.parts:
-        run_files(options.seed)
+        run_files(max(1, options.kills // 2), 2 * options.kills, options.seed)
     if "writing" in options.parts:
-        run_writing(options.jobs, options.seed)
+        run_writing(jobs, options.seed)
     if "server" in options.parts:
-        run_server(max(2, options.jobs // 5), options.seed)
+        run_server(max(2, jobs // 5), options.seed)
     if "signal" in options.parts:
-        run_signal(max(2, options.jobs // 5))
+        run_signal(max(2, jobs // 5))
     if "stop" in options.parts:
         run_stop()
     if "counting" in options.parts:
-        run_counting(options.launches, options.seed)
+        run_counting(launches, options.seed)
     if "accuracy" in options.parts:
         for strategy in ("async()",) if options.virtual else ("async()", "allreduce()"):
-            run_accuracy(strategy, options.seeds, options.virtual)
+            run_accuracy(strategy, seeds, options.virtual)
     if "kills" in options.parts:
         run_kills(options.kills, options.seed)
     if "allreduce" in options.parts:

@@ -15,16 +15,14 @@ training comes with a 95 % bootstrap interval over seeds. Results do not depend 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-import numpy as np
 import torch
-from common import machine, table, write_row
+from common import machine, make_parser, mean_interval, table, write_row
 from torch import nn
 
 from mpitrain.codecs import Part, add_message
@@ -107,12 +105,6 @@ def train(task, text, seed):
     return accuracy, num_bytes / num_messages, 4 * numel
 
 
-def interval(differences):
-    draw = np.random.default_rng(1)
-    means = np.sort(draw.choice(differences, (2000, len(differences))).mean(1))
-    return float(means[50]), float(means[-51])
-
-
 def study(task, codecs, num_seeds, pool):
     """Every codec, all seeds at a time; prints the table and writes a row."""
     rows = [("codec", "accuracy", "points from dense", "95 %", "times fewer bytes")]
@@ -123,7 +115,7 @@ def study(task, codecs, num_seeds, pool):
         accuracies = [run[0] for run in runs]
         record[text] = {"accuracies": accuracies, "message_bytes": statistics.mean(run[1] for run in runs)}
         points = [100 * (a - b) for a, b in zip(accuracies, record["none"]["accuracies"], strict=True)]
-        low, high = interval(points)
+        low, high = mean_interval(points)
         ratio = runs[0][2] / record[text]["message_bytes"]
         rows.append(
             (text, f"{100 * statistics.mean(accuracies):.2f} %", f"{statistics.mean(points):+.2f}",
@@ -132,14 +124,12 @@ def study(task, codecs, num_seeds, pool):
         print(f"{task}: {rows[-1]} in {time.perf_counter() - began_s:.0f} s", flush=True)
     print(f"\n{task}\n{table(rows)}", flush=True)
     row = {"task": task, "workers": NUM_WORKERS, "seeds": num_seeds, "codecs": record}
-    print(f"written to {write_row('codec_accuracy', row)}")
+    write_row("codec_accuracy", row)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=5)
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", "--seeds", dest="seeds", type=int, default=5)
     parser.add_argument("--task", nargs="+", choices=sorted(TASKS), default=sorted(TASKS))
     parser.add_argument("--codecs", nargs="+", default=CODECS)
     options = parser.parse_args()

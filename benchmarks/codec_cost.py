@@ -11,12 +11,11 @@ to a residual and does nothing else.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
 import torch
-from common import machine, table, write_row
+from common import machine, make_parser, table, write_row
 
 from mpitrain.codecs import Part, add_message
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
@@ -62,12 +61,10 @@ def pass_ms(stock, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--numbers", type=int, default=25_000_000)
     parser.add_argument("--settle", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rounds", "--repeats", dest="repeats", type=int, default=9)
     parser.add_argument("--codecs", nargs="+", default=CODECS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -88,7 +85,7 @@ def main():
     print(f"{machine()['cpu']}, {options.numbers / 1e6:.1f} million numbers; a pass takes {least:.1f} ms")
     print(table(rows), flush=True)
     row = {"numbers": options.numbers, "pass_ms": least, "codecs": record}
-    print(f"written to {write_row('codec_cost', row)}")
+    write_row("codec_cost", row)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ allreduce of a float32 tensor on a 16-bit wire, its bound that of half the bytes
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import statistics
@@ -21,7 +20,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
 
 from mpitrain.mpi.runtime import start
 
@@ -205,14 +204,11 @@ def show(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--only", default=",".join(NAMES))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget", type=float, default=0.5, help="seconds for one way at one size, roughly")
-    parser.add_argument("--dry", action="store_true", help="print, write no row")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if runtime.num_nodes > 1:
@@ -239,9 +235,8 @@ def main():
             rows.append(row_of(name, num_bytes, seconds))
     if runtime.rank == 0:
         show(rows)
-        if not options.dry:
-            head = {"ranks": runtime.size, "hosts": runtime.num_nodes, "link": rate, "mpi": runtime.library}
-            print(f"written to {write_row('collectives', {**head, 'transport': told, 'rows': rows})}")
+        head = {"ranks": runtime.size, "hosts": runtime.num_nodes, "link": rate, "mpi": runtime.library}
+        write_row("collectives", {**head, "transport": told, "rows": rows})
     dist.destroy_process_group()
     runtime.finish()
 

@@ -1,16 +1,18 @@
-"""What every benchmark shares: paired statistics, the machine, the results file.
+"""What every benchmark shares: the command line, paired statistics, the machine, the results file.
 
-Law of this folder: speed is a ratio measured in one run. Contestants take turns in small blocks, so that
+Invariants: speed is a ratio measured in one run. Contestants take turns in small blocks, so that
 drift of the machine hits all alike; the figure is the median of the paired ratios with a 95 % bootstrap
 interval, and a row with machine, versions and commit goes to `results/`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -19,8 +21,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# elsewhere when tests run a benchmark at a tiny size: such rows are no results
-RESULTS = Path(os.environ.get("MPITRAIN_BENCHMARK_RESULTS", Path(__file__).parent / "results"))
+TRACKED = Path(__file__).parent / "results"  # under version control: only with --record
+_folder = (
+    Path(os.environ["MPITRAIN_BENCHMARK_RESULTS"]) if "MPITRAIN_BENCHMARK_RESULTS" in os.environ else None
+)
+
+
+class _Record(argparse.Action):
+    """From now on rows are appended to the tracked results."""
+
+    def __call__(self, *_: Any) -> None:
+        global _folder
+        _folder = TRACKED
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """The parser of a benchmark, with `--record`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_record_option(parser)
+    return parser
+
+
+def add_record_option(parser: argparse.ArgumentParser) -> None:
+    """Without it a run only prints, and writes to the folder MPITRAIN_BENCHMARK_RESULTS if that is set."""
+    parser.add_argument(
+        "--record", action=_Record, nargs=0, help="append what was measured to benchmarks/results"
+    )
 
 
 def median_ratio(
@@ -37,6 +65,15 @@ def middle_of(values: Sequence[float], num_draws: int = 2000) -> tuple[float, fl
     draw = random.Random(1)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(num_draws))
     return statistics.median(values), medians[int(0.025 * num_draws)], medians[int(0.975 * num_draws)]
+
+
+def mean_interval(values: Sequence[float], num_draws: int = 2000) -> tuple[float, float]:
+    """The bounds of the 95 % bootstrap interval of the mean."""
+    import numpy as np
+
+    draw = np.random.default_rng(1)
+    means = np.sort(draw.choice(values, (num_draws, len(values))).mean(1))
+    return float(means[int(0.025 * num_draws)]), float(means[-int(0.025 * num_draws) - 1])
 
 
 def machine() -> dict[str, Any]:
@@ -61,14 +98,22 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_row(name: str, row: dict[str, Any]) -> Path:
-    """Append one run to `results/NAME.jsonl`."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.jsonl"
-    stamped = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "command": " ".join(sys.argv), **machine(), **row}
+def write_row(name: str, row: dict[str, Any]) -> None:
+    """Append one run to `NAME.jsonl` in the folder of results, and say where; nothing is written without a folder."""
+    if _folder is None:
+        print("not recorded: --record appends the row to benchmarks/results", flush=True)
+        return
+    _folder.mkdir(parents=True, exist_ok=True)
+    path = _folder / f"{name}.jsonl"
+    stamped = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(sys.argv),
+        **machine(),
+        **row,
+    }
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(stamped) + "\n")
-    return path
+    print(f"written to {path}", flush=True)
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

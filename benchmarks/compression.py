@@ -2,7 +2,7 @@
 
     mpitrain launch -n 4 benchmarks/compression.py --where "one host"
     sudo python benchmarks/hosts.py run --hosts 4 --rate 100mbit python benchmarks/compression.py \
-        --where "4 hosts, 100 Mbit/s" --interface eth0 [--rounds 12] [--ways gloo threshold]
+        --where "4 hosts, 100 Mbit/s" --interface eth0 --ways gloo threshold
 
 Every rank trains the MLP of 6.3 million parameters (`--model cnn`: 0.4 million) with fresh batches of a seeded task,
 one torch thread a rank, SGD without momentum. Contestants take turns in blocks of a few steps:
@@ -19,7 +19,6 @@ the threshold finds its density.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import os
 import socket
@@ -29,7 +28,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
 from step_time import MODELS, runtime
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -146,7 +145,7 @@ def show(options, seconds, told):
         "rounds": options.rounds,
         "ways": record,
     }
-    print(f"written to {write_row('compression', row | {'mpi': runtime.library})}")
+    write_row("compression", row | {"mpi": runtime.library})
 
 
 def start_groups(interface):
@@ -169,9 +168,7 @@ def start_groups(interface):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--where", default="one host", help="what to call the network in the results")
     parser.add_argument("--interface", default="", help="network interface of the emulated hosts")
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")

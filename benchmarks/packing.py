@@ -17,7 +17,6 @@ seconds count from the opened source to the last synced file, without start-up.
 
 from __future__ import annotations
 
-import argparse
 import filecmp
 import os
 import shutil
@@ -28,7 +27,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from common import machine, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
 
 import mpitrain as mt
 from mpitrain.mpi.runtime import start
@@ -68,7 +67,7 @@ def packer(compression, num_samples, ranks=None):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--megabytes", type=float, default=1024)
     options = parser.parse_args()
@@ -131,7 +130,7 @@ def show(options, runtime, num_samples, seconds, same):
     print(table(rows))
     print(f"same bytes: {'yes' if same else 'NO'}", flush=True)
     row = {"rounds": options.rounds, "megabytes": megabytes, "ranks": runtime.size, "ways": ways}
-    print(f"written to {write_row('packing', row | {'same_bytes': same, 'mpi': runtime.library})}")
+    write_row("packing", row | {"same_bytes": same, "mpi": runtime.library})
 
 
 if __name__ == "__main__":

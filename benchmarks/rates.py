@@ -30,7 +30,6 @@ is not finite has no final loss. Virtual results do not depend on the machine's 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -43,7 +42,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import machine, table, write_row
+from common import machine, make_parser, table, write_row
 from torch import nn
 
 import mpitrain as mt
@@ -287,7 +286,7 @@ def contest(job, num_workers, speeds, options, folder):
         "goal": {"accuracy": GOAL, "marks": MARKS},
         "ways": found, "cpu_s": time.process_time() - began_s,
     }  # fmt: skip
-    print(f"written to {write_row('rates', row)}\n", flush=True)
+    write_row("rates", row)
 
 
 def _bests(search):
@@ -304,9 +303,7 @@ def _run_at(job, strategy, num_workers, injected, folder, rate, seed):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=20)

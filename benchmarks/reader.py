@@ -22,7 +22,6 @@ the same loop on one batch kept in memory, in turns of 40 steps; the ratio of st
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -34,7 +33,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import torch
-from common import machine, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
 from torch.utils.data import DataLoader, Dataset
 
 import mpitrain as mt
@@ -253,9 +252,7 @@ def hide(files, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--compute-s", type=float, default=20)
@@ -274,7 +271,7 @@ def main():
         hidden = show_hiding([files for case, (files, _) in found.items() if case in CASES[:2]], options)
     row = {"rounds": options.rounds, "megabytes": options.megabytes, "h5py": h5py.__version__}
     row |= {"webdataset": getattr(wds, "__version__", None), "cases": cases, "computing_20_ms": hidden}
-    print(f"written to {write_row('reader', row)}")
+    write_row("reader", row)
 
 
 def show_speeds(found):

@@ -18,7 +18,6 @@ server carries is 2 * bytes / time of one worker that never pauses, gradients in
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import statistics
@@ -27,7 +26,7 @@ import warnings
 
 import torch
 import torch.distributed.rpc as rpc
-from common import machine, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
 from torch import nn
 
 from mpitrain.model import FlatModel, ShardStore
@@ -286,7 +285,7 @@ def drive(options, ranks, pids):
     )
     times = [("MB", "servers", *(f"{way} ms" for way in WAYS), "ours MB/s")]
     against = [("MB", "servers", "ours / bare", "95 %", "RPC / ours", "95 %")]
-    idle, path = None, None
+    idle = None
     for megabytes in options.megabytes:
         for num_servers in options.servers:
             ours, seconds = compare(megabytes, [group[:num_servers] for group in ranks], options.rounds)
@@ -307,19 +306,16 @@ def drive(options, ranks, pids):
                 "megabytes_per_second": carried, "ours_to_bare": to_bare, "rpc_to_ours": gain,
                 "idle_core": idle, "load_before": options.load, "mpi": runtime.library,
             }  # fmt: skip
-            path = write_row("server", row)
+            write_row("server", row)
     print(table(times))
     print()
     print(table(against))
     if idle is not None:
         print(f"our server, idle for {options.idle_s:g} s: {idle:.1%} of a core")
-    print(f"written to {path}")
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.0655, 1, 4, 25, 64])
     parser.add_argument(
         "--servers", type=int, nargs="+", help="default: 1 and up, as many as there are ranks for"

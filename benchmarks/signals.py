@@ -1,16 +1,15 @@
 """Does a signal do what the table says? INT, TERM and USR1 at random moments to `mpitrain launch`, to Open MPI's mpirun
 and to single ranks, each end compared with its row of docs/fault-tolerance.md.
 
-    python benchmarks/signals.py [--launches 20] [--seed 0] [--ranks 2]
+    python benchmarks/signals.py [--kills 20] [--seed 0] [--ranks 2]
 
-`--launches` of each signal, receivers in turn. The moment is drawn over the length of an undisturbed run, from the
-first process that listens on; what the run was doing just then is read off its folder before and after the signal is
-sent, and either is allowed.
+`--kills` launches for each signal, receivers in turn. The moment is drawn over the length of an undisturbed run, from
+the first process that listens on; what the run was doing just then is read off its folder before and after the signal
+is sent, and either is allowed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chaos_launch import HERE
-from common import table, write_row
+from common import make_parser, table, write_row
 
 from mpitrain.checkpoint.parts import newest
 from mpitrain.system import rank_status
@@ -188,8 +187,8 @@ def one_run(
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--launches", type=int, default=20, help="of each signal")
+    parser = make_parser(__doc__)
+    parser.add_argument("--kills", "--launches", dest="launches", type=int, default=20, help="of each signal")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()

@@ -15,7 +15,6 @@ idle is the measured share of each stage, bubble what the schedule alone would c
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import statistics
@@ -24,7 +23,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import machine, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
 
 import mpitrain as mt
 from mpitrain.job import load_job
@@ -66,9 +65,7 @@ def train(job, way, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=11)
     options = parser.parse_args()
@@ -110,7 +107,7 @@ def show(options, job, speeds, idle, bubble):
     print(f"{machine()['cpu']}, {machine()['num_cores']} cores; {numbers / 1e6:.2f} million parameters")
     print(table(rows), flush=True)
     row = {"rounds": options.rounds, "steps": options.steps, "num_parameters": numbers, "ways": ways}
-    print(f"written to {write_row('splitting', row | {'mpi': start().library})}")
+    write_row("splitting", row | {"mpi": start().library})
 
 
 if __name__ == "__main__":

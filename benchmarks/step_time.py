@@ -17,13 +17,12 @@ What fault tolerance and checkpoints add to a step is asked of whole runs: `tole
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
-from common import machine, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -194,13 +193,11 @@ def show(name, seconds, options):
         "median_ms": medians,
         "ratio_to_gloo": ratios,
     }
-    print(f"written to {write_row('step_time', row | {'mpi': runtime.library})}")
+    write_row("step_time", row | {"mpi": runtime.library})
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=36)
     parser.add_argument("--block", type=int, default=3)
     parser.add_argument("--model", choices=sorted(MODELS), default=None)

@@ -37,7 +37,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import machine, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, table, write_row
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
@@ -228,10 +228,8 @@ def show(kind, rounds, rules):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=5)
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", "--seeds", dest="seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--base-ms", type=float, default=12)
     parser.add_argument("--compute", nargs="+", choices=KINDS, default=KINDS)
@@ -275,7 +273,7 @@ def main():
                 "slept_per_batch_s": base_s(kind, options),
                 "load_before": load,
             }
-            print(f"written to {write_row('stragglers', row | {'mpi': runtime.library})}", flush=True)
+            write_row("stragglers", row | {"mpi": runtime.library})
         shutil.rmtree(folder)
     dist.destroy_process_group()
     runtime.finish()

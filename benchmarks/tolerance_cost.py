@@ -15,7 +15,6 @@ checkpoints   the time that training loses by one checkpoint written in the back
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -27,7 +26,7 @@ import tempfile
 from bisect import bisect_right
 from pathlib import Path
 
-from common import machine, median_ratio, middle_of, table, write_row
+from common import machine, make_parser, median_ratio, middle_of, table, write_row
 
 HERE = Path(__file__).parent
 TCP = "--mca pml ob1 --mca btl self,tcp --mca btl_tcp_if_include lo"
@@ -243,9 +242,7 @@ def verdict(low, high, limit, num_values):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--parts", nargs="+", choices=["ulfm", "checkpoints"], default=["ulfm", "checkpoints"]
     )

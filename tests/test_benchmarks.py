@@ -1,17 +1,19 @@
 """Every benchmark runs: at a tiny size it prints its table, at most 80 columns wide where it says so, and writes
-its row. No figure of time is looked at."""
+its row. No figure of time is looked at.
+"""
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import ROOT, find_mpi, run_ranks
+from tests.ranks import ROOT, find_mpi, run_plain, run_ranks
 
 BENCHMARKS = {
     "packing": (2, ["--rounds", "1", "--megabytes", "1"]),
-    "codec_cost": (1, ["--numbers", "50000", "--settle", "2", "--repeats", "2"]),
+    "codec_cost": (1, ["--numbers", "50000", "--settle", "2", "--rounds", "2"]),
     "rates": (1, ["--workers", "8", "--seeds", "1", "--epochs", "1", "--rounds", "1", "--speeds", "unequal"]),
     "reader": (
         1,
@@ -20,7 +22,7 @@ BENCHMARKS = {
     "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
     "splitting": (2, ["--rounds", "1", "--steps", "2"]),
     "step_time": (3, ["--rounds", "1", "--block", "1", "--model", "mlp"]),
-    "stragglers": (5, ["--seeds", "1", "--epochs", "1", "--compute", "real", "--rules", "sync()"]),
+    "stragglers": (5, ["--rounds", "1", "--epochs", "1", "--compute", "real", "--rules", "sync()"]),
 }
 
 BY_HAND = {
@@ -36,7 +38,7 @@ BY_HAND = {
 
 HELPERS = {
     "common", "chaos_allreduce", "chaos_campaign", "chaos_job", "chaos_kills", "chaos_launch", "chaos_relaunch",
-    "chaos_counting", "counted_job", "counting_job", "indices", "relaunch_job", "signal_job", "tolerance_job",
+    "chaos_counting", "report", "counted_job", "counting_job", "indices", "relaunch_job", "signal_job", "tolerance_job",
 }  # fmt: skip
 
 
@@ -47,6 +49,37 @@ def rows_of(name: str, results: Path) -> list[dict]:
 def test_every_benchmark_is_here():
     found = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - HELPERS
     assert found == set(BENCHMARKS) | BY_HAND
+
+
+@pytest.fixture(scope="module")
+def helps():
+    programs = [str(ROOT / "benchmarks" / f"{name}.py") for name in sorted(set(BENCHMARKS) | BY_HAND)]
+    return json.loads(run_plain([sys.executable, str(ROOT / "tests" / "show_helps.py"), *programs]))
+
+
+@pytest.mark.parametrize("name", sorted((set(BENCHMARKS) | BY_HAND) - {"hosts"}))
+def test_every_program_says_how_often_it_measures_and_records_on_request(helps, name):
+    """`--rounds` of a measurement, `--kills` of a campaign; no row is written without `--record`."""
+    assert "--record" in helps[name]
+    assert ("--kills" if name in ("chaos", "signals") else "--rounds") in helps[name]
+
+
+def test_the_emulated_hosts_explain_themselves(helps):
+    assert "run" in helps["hosts"] and "down" in helps["hosts"]
+
+
+def test_rows_are_tracked_only_on_request(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.delenv("MPITRAIN_BENCHMARK_RESULTS", raising=False)
+    common = importlib.reload(importlib.import_module("common"))
+    monkeypatch.setattr(common, "TRACKED", tmp_path / "results")
+    common.make_parser("").parse_args([])
+    common.write_row("some", {"figure": 1})
+    assert list(tmp_path.iterdir()) == [] and "--record" in capsys.readouterr().out
+    common.make_parser("").parse_args(["--record"])
+    common.write_row("some", {"figure": 1})
+    (row,) = rows_of("some", tmp_path / "results")
+    assert row["figure"] == 1 and "commit" in row
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

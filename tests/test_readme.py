@@ -1,18 +1,41 @@
-"""The README does what it says: its diff is short and runs, its links lead somewhere, its commands exist."""
+"""The documentation does what it says: its diff is short and runs, its links lead somewhere, its commands run, and what
+is generated is up to date.
+"""
 
+import ast
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests import documented
+from tests.documented import PAGES, ROOT
+from tests.ranks import run_plain, run_ranks
+from tests.test_walls import FLOORS
 
-ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = list(documented.commands())
+
+
+def test_the_readme_is_short_and_narrow():
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 100 and "http" not in line] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_pages_are_wrapped(page):
+    """Tables cannot be wrapped, nor can a command."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
 
 
 def the_diff() -> list[str]:
-    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    (diff,) = documented.blocks(ROOT / "README.md", "diff")
     return diff.splitlines()
 
 
@@ -40,42 +63,52 @@ def test_before_the_diff_the_script_runs_alone(tmp_path, capsys):
     assert float(re.search(r"accuracy (0\.\d+)", capsys.readouterr().out).group(1)) >= 0.85
 
 
-def test_every_link_leads_somewhere():
-    links = re.findall(r"\]\(([^)]+)\)", README)
-    assert links
+def test_the_lines_for_a_ddp_script_are_those_of_the_example():
+    block = next(text for text in documented.blocks(ROOT / "README.md", "") if "init_process_group" in text)
+    added = [line[1:] for line in block.splitlines() if line.startswith("+")]
+    assert len(added) == 2
+    example = (ROOT / "jobs" / "scripts" / "ddp.py").read_text()
+    assert all(line.strip() in example for line in added)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    assert links or page.name == "FORMAT.md"
     for link in links:
         path, _, heading = link.partition("#")
-        assert link.startswith("https://") or (ROOT / path).exists(), link
-        assert not heading or heading in anchors(ROOT / path), link
+        target = page.parent / path if path else page
+        assert link.startswith("https://") or target.exists(), link
+        assert not heading or heading in anchors(target), link
 
 
 def anchors(page: Path) -> list[str]:
-    """What the headings of a page are linked by: small letters, digits and hyphens."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    """What the headings of a page are linked by: small letters, digits, underscores and hyphens."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return [re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
 
 
-def test_every_file_and_test_it_names_exists():
-    for name in re.findall(r"`((?:tests|mpitrain|jobs|benchmarks)/[\w./]+)`", README):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_file_and_test_it_names_exists(page):
+    for name in re.findall(r"`((?:tests|mpitrain|jobs|benchmarks|docs|slurm)/[\w./-]+)`", page.read_text()):
         assert (ROOT / name).exists(), name
 
 
-def test_its_commands_parse():
-    """Every `mpitrain ...` line of a shell block is accepted by the parser."""
-    from mpitrain.cli.main import parse
-
-    lines = [
-        line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()
-    ]
-    commands = [re.sub(r"\s+#.*", "", line).split("mpitrain ", 1)[1] for line in lines if "mpitrain " in line]
-    assert len(commands) >= 8
-    import shlex
-
-    for command in commands:
-        parse(shlex.split(command))
+def test_the_picture_of_the_floors_is_that_of_the_walls():
+    (picture,) = documented.blocks(ROOT / "README.md", "text")
+    rows = [re.findall(r"(\w+)(?:/|\.py)(?= |$)", line) for line in picture.splitlines()]
+    shown = [set(row) for row in rows if row]
+    wanted = [set(floor) for floor in reversed(FLOORS) if not {"__init__", "__main__"} & set(floor)]
+    assert shown == wanted
 
 
-def test_every_strategy_and_damping_is_in_the_readme_and_in_the_help(capsys):
+def test_what_is_generated_is_up_to_date():
+    """Tables of values, lists of imports, and every figure that comes from `benchmarks/results`."""
+    assert run_plain([sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], cwd=ROOT) == ""
+
+
+def test_every_strategy_and_damping_is_in_the_pages_and_in_the_help(capsys):
     import mpitrain.strategies  # noqa: F401 - registers them
     from mpitrain.cli.main import parse
     from mpitrain.values import names
@@ -83,6 +116,124 @@ def test_every_strategy_and_damping_is_in_the_readme_and_in_the_help(capsys):
     with pytest.raises(SystemExit):
         parse(["train", "--help"])
     told = capsys.readouterr().out
+    page = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    for name in names("strategy"):
+        assert f"`{name}`" in README or f"`{name}(" in README, name
     for name in names("strategy") + [name for name in names("damping") if name != "keep"]:
-        assert f"`{name}(" in README, name
+        assert f"`{name}(" in page, name
         assert f"{name}(" in told, name
+
+
+def test_there_are_commands_to_run():
+    assert sum(not documented.reason(command) for command, _ in COMMANDS) >= 20
+
+
+@pytest.mark.parametrize(
+    "command", [command for command, _ in COMMANDS if documented.reason(command)], ids=lambda command: command
+)
+def test_commands_that_are_not_run_here_parse(command):
+    """bash takes each line, and mpitrain's parser each of its own commands."""
+    from mpitrain.cli.main import parse
+
+    assert subprocess.run(["bash", "-n", "-c", command]).returncode == 0
+    words = shlex.split(command)
+    if (
+        "mpitrain" in words
+        and "..." not in words
+        and not any(word.startswith("benchmarks/") for word in words)
+    ):
+        parse(words[words.index("mpitrain") + 1 :])
+    for program in (word for word in words if word.startswith("benchmarks/") and "hosts.py" not in word):
+        source = (ROOT / program).read_text()
+        after = words[words.index(program) + 1 :]
+        assert all(f'"{word}"' in source for word in after if word.startswith("--")), command
+
+
+@pytest.fixture(scope="module")
+def as_printed(tmp_path_factory):
+    """Runs a line of the documentation in a folder that looks like the repository, with data and runs of its own."""
+    folder = tmp_path_factory.mktemp("printed")
+    for path in ROOT.iterdir():
+        if path.name not in ("data", "runs", ".git", ".venv", ".pytest_cache"):
+            (folder / path.name).symlink_to(path)
+    (folder / ".venv").symlink_to(Path(sys.prefix))
+    make_sources(folder)
+    beside = Path(sys.executable).parent
+    env = {
+        "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": str(folder),
+    }  # fmt: skip
+    words = [f"{name}={value}" for name, value in env.items()]
+
+    def run(command: str) -> str:
+        return run_plain(["env", *words, "bash", "-c", command], cwd=folder)
+
+    run("mpitrain data pack digits data/digits --validate 0.2")  # what `make train` does first
+    return run
+
+
+def make_sources(folder: Path) -> None:
+    """What the page on data packs: arrays, a folder of photos, a table, and WebDataset's archives."""
+    import io
+    import tarfile
+
+    import numpy as np
+
+    pil, pyarrow, parquet = (
+        pytest.importorskip(name) for name in ("PIL.Image", "pyarrow", "pyarrow.parquet")
+    )
+    draw = np.random.default_rng(0)
+    np.savez(folder / "samples.npz", x=draw.random((40, 3)), y=draw.integers(0, 2, 40))
+    parquet.write_table(
+        pyarrow.table({name: draw.random(40) for name in ("a", "b", "label")}), folder / "table.parquet"
+    )
+    photo = io.BytesIO()
+    pil.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(photo, "JPEG")
+    for name in ("cats", "dogs"):
+        (folder / "photos" / name).mkdir(parents=True)
+        for number in range(3):
+            (folder / "photos" / name / f"{number}.jpg").write_bytes(photo.getvalue())
+    for part in range(2):
+        with tarfile.open(folder / f"train-{part}.tar", "w") as tar:
+            for number in range(16):
+                for suffix, data in (("jpg", photo.getvalue()), ("cls", b"1")):
+                    info = tarfile.TarInfo(f"{part}{number:04}.{suffix}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command for command, _ in COMMANDS if not documented.reason(command)],
+    ids=lambda command: command,
+)
+def test_commands_run_as_printed(as_printed, command, tmp_path):
+    out = as_printed(command.replace("/local/scratch", str(tmp_path)))
+    if " train " in command and "--dry-run" not in command or " simulate " in command:
+        assert re.search(r"^FOM .* status=ok ", out, re.MULTILINE), out
+
+
+PYTHON = [(page, block) for page in PAGES for block in documented.blocks(page, "python")]
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), PYTHON, ids=[f"{page.stem}{at}" for at, (page, _) in enumerate(PYTHON)]
+)
+def test_python_blocks_parse(page, block):
+    ast.parse(block)
+
+
+def test_the_python_of_the_page_on_data_runs_and_the_format_is_read_as_printed(tmp_path, monkeypatch):
+    import torch
+
+    import mpitrain as mt
+
+    monkeypatch.chdir(tmp_path)
+    (write,) = documented.blocks(ROOT / "docs" / "data.md", "python")
+    samples = torch.utils.data.TensorDataset(torch.zeros(30, 2))
+    exec(compile(write, "data.md", "exec"), {"mt": mt, "dataset": samples})
+    (read,) = documented.blocks(ROOT / "mpitrain" / "data" / "FORMAT.md", "python")
+    read = read.replace("[3]", "[1]")  # that pack has two samples
+    found: dict = {}
+    exec(compile(read, "FORMAT.md", "exec"), found)
+    assert found["text"] == "three" and list(found["y"])[:2] == [1, 3]

@@ -9,7 +9,6 @@ nothing that steers a terminal, and leave the files of a folder beside unread an
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import subprocess
@@ -79,14 +78,14 @@ def fingerprint(folder: Path) -> str:
 
 def main() -> None:
     """All fixed cases, and as many damaged files as asked for; one row of results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from common import make_parser, write_row
+
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=400, help="damages of each kind of file")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args()
     sys.argv[0] = "tests/hostile/campaign.py"  # in the row, wherever this is
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from common import write_row
-
     began_s, failed, worst, count, codes = time.monotonic(), 0, 0, 0, {0: 0, 1: 0, 2: 0}
     with tempfile.TemporaryDirectory() as scratch:
         outside = cases.make_outside(Path(scratch))

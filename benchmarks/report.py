@@ -1,0 +1,477 @@
+"""The figures of `benchmarks/README.md`, of the README and of `docs/`, from the rows in `benchmarks/results`.
+
+    make docs      (`python docs/generate.py`: writes everything that is generated)
+
+No figure of the documentation is typed by hand: every function here takes the newest row of its kind, and a test holds
+that the committed pages are what this makes.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common import mean_interval
+
+from docs.markdown import table
+
+HERE = Path(__file__).resolve().parent
+Row = dict[str, Any]
+
+
+@cache
+def rows_of(name: str) -> tuple[Row, ...]:
+    """All recorded rows of a program, the oldest first."""
+    path = HERE / "results" / f"{name}.jsonl"
+    return tuple(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
+
+
+def newest(name: str, *keys: str, **wanted: Any) -> dict[tuple[Any, ...], Row]:
+    """The newest row for each combination of these keys, of rows with the wanted values."""
+    rows = [row for row in rows_of(name) if all(row.get(key) == value for key, value in wanted.items())]
+    return {tuple(row.get(key) for key in keys): row for row in rows}
+
+
+def one(name: str, **wanted: Any) -> Row:
+    """The newest row with these values."""
+    return newest(name, **wanted)[()]
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """A ratio with its 95 % interval."""
+    middle, low, high = (f"{value:.{digits}f}" for value in values)
+    return f"{middle} ({low} - {high})"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the unit that fits."""
+    for unit, factor in (("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def duration(us: float) -> str:
+    """Microseconds in the unit that fits."""
+    for unit, factor in (("s", 1e6), ("ms", 1e3)):
+        if us >= factor:
+            return f"{us / factor:.3g} {unit}"
+    return f"{us:.3g} us"
+
+
+def origin(*rows: Row) -> str:
+    """Where and when rows were measured, a line for each of them."""
+    lines = []
+    for row in rows:
+        mpi = row.get("mpi", "").split(",")[0]
+        words = [row["cpu"], f"{row['num_cores']} cores", f"torch {row.get('torch', '?')}", mpi]
+        line = f"{row['date']}, commit {row['commit']}, {', '.join(filter(None, words))}"
+        if line not in lines:
+            lines.append(line)
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def step_time() -> str:
+    found = newest("step_time", "model")
+    models = [key[0] for key in found]
+    head = ["one training step, 2 workers"]
+    for model in models:
+        head += [f"{model}, ms", "ratio to gloo (95 %)"]
+    names = {
+        "gloo": "torch's DDP over gloo",
+        "allreduce": "`allreduce()`",
+        "async": "`async()`, server on a third rank",
+    }
+    body = []
+    for way in found[(models[0],)]["median_ms"]:
+        line = [names.get(way, way)]
+        for model in models:
+            row = found[(model,)]
+            line += [f"{row['median_ms'][way]:.1f}", spread(row["ratio_to_gloo"][way])]
+        body.append(line)
+    return table(head, *body) + "\n\n" + origin(*found.values())
+
+
+def server() -> str:
+    ways = ("ours", "bare mpi4py", "torch RPC")
+    found = {key: row for key, row in newest("server", "megabytes", "servers").items() if key[1]}
+    head = (
+        "MB",
+        "servers",
+        "ours, ms",
+        "bare mpi4py, ms",
+        "torch RPC, ms",
+        "ours / bare (95 %)",
+        "RPC / ours (95 %)",
+    )
+    body = [
+        (f"{megabytes:g}", str(servers), *(f"{row['median_ms'][way]:.2f}" for way in ways),
+         spread(row["ours_to_bare"]), spread(row["rpc_to_ours"]))
+        for (megabytes, servers), row in found.items()
+    ]  # fmt: skip
+    last = list(found.values())[-1]
+    load, idle = last["load_before"][0], last["idle_core"]
+    told = f"The load of the machine before the run was {load:.1f}; an idle server took {idle:.1%} of a core."
+    return table(head, *body) + f"\n\n{told}\n\n" + origin(last)
+
+
+def collectives() -> str:
+    ratios = ("ratio_to_gloo", "ratio_to_bare", "ratio_to_bound")
+    texts = []
+    for (hosts, link), row in newest("collectives", "hosts", "link").items():
+        where = f"{row['ranks']} ranks, one host" if hosts == 1 else f"{hosts} emulated hosts, {link}"
+        head = (where, "bytes", "mpitrain", "to gloo (95 %)", "to bare mpi4py (95 %)", "to the bound (95 %)")
+        body = [
+            (each["collective"], size(each["bytes"]), duration(each["median_us"]["mpitrain"]),
+             *(spread(each[key]) if key in each else "" for key in ratios))
+            for each in row["rows"]
+        ]  # fmt: skip
+        texts += [table(head, *body), origin(row)]
+    return "\n\n".join(texts)
+
+
+def compression() -> str:
+    found = newest("compression", "where")
+    places = [key[0] for key in found]
+    ways = max((row["ways"] for row in found.values()), key=len)
+    head = ("way", "message", *(f"{place}: speed-up over gloo (95 %)" for place in places), "pays below")
+    body = []
+    for way in ways:
+        ran = [row["ways"].get(way) for row in found.values()]
+        some = next(each for each in reversed(ran) if each)
+        below = some["break_even_bits_per_s"]
+        body.append(
+            (f"`{way}()`" if not way.startswith("gloo") else f"torch's DDP over {way}",
+             size(some["message_bytes"]) if some["message_bytes"] else "",
+             *(spread(each["speedup"]) if each else "" for each in ran),
+             f"{below / 1e9:.2g} Gbit/s" if below else "")
+        )  # fmt: skip
+    return table(head, *body) + "\n\n" + origin(*found.values())
+
+
+def codec_cost() -> str:
+    row = one("codec_cost")
+    head = ("codec", "encode, ms", "decode, ms", "message")
+    body = [
+        (
+            f"`{name}()`",
+            f"{found['encode_ms']:.0f}",
+            f"{found['decode_ms']:.0f}",
+            size(found["message_bytes"]),
+        )
+        for name, found in row["codecs"].items()
+    ]
+    told = f"{row['numbers'] / 1e6:.0f} million numbers, one core; a pass over them takes {row['pass_ms']:.0f} ms."
+    return table(head, *body) + f"\n\n{told}\n\n" + origin(row)
+
+
+def codec_accuracy() -> str:
+    found = newest("codec_accuracy", "task")
+    head, columns = ["codec"], list(found)
+    for (task,) in columns:
+        head += [f"{task}: points from dense (95 %)", "times fewer bytes"]
+    body = []
+    for codec in found[columns[0]]["codecs"]:
+        line = [f"`{codec}`"]
+        for column in columns:
+            codecs = found[column]["codecs"]
+            pairs = zip(codecs[codec]["accuracies"], codecs["none"]["accuracies"], strict=True)
+            points = [100 * (ours - dense) for ours, dense in pairs]
+            low, high = mean_interval(points)
+            fewer = codecs["none"]["message_bytes"] / codecs[codec]["message_bytes"]
+            line += [f"{statistics.mean(points):+.2f} ({low:+.2f} .. {high:+.2f})", f"{fewer:.1f}"]
+        body.append(line)
+    seeds = found[columns[0]]["seeds"]
+    return table(head, *body) + f"\n\n{seeds} seeds, four workers.\n\n" + origin(*found.values())
+
+
+def averaging() -> str:
+    found = newest("averaging", "model", "where", "ranks")
+    head = (
+        "way",
+        *(
+            f"{model}, {ranks} ranks, {where}: times the steps of `allreduce()` (95 %)"
+            for model, where, ranks in found
+        ),
+    )
+    ways = next(iter(found.values()))["ways"]
+    body = [(f"`{way}`", *(spread(row["ways"][way]["speedup"]) for row in found.values())) for way in ways]
+    return table(head, *body) + "\n\n" + origin(*found.values())
+
+
+def splitting() -> str:
+    row = one("splitting")
+    head = ("way", "samples/s", "ratio to one process (95 %)", "idle by stage", "bubble")
+    body = [
+        (way, f"{found['samples_per_second']:.0f}", spread(found["ratio"]),
+         " ".join(f"{share:.0%}" for share in found["idle_share"]), f"{found['bubble']:.0%}" if found["bubble"] else "")
+        for way, found in row["ways"].items()
+    ]  # fmt: skip
+    told = f"`jobs/charnn.py`, {row['num_parameters'] / 1e6:.1f} million parameters, 2 ranks. "
+    told += "**Splitting does not pay where the model fits.**"
+    return table(head, *body) + f"\n\n{told}\n\n" + origin(row)
+
+
+def reader() -> str:
+    row = one("reader")
+    others = ("raw", "loader 0", "loader 2", "loader 4", "rows", "WebDataset")
+    names = (
+        "raw h5py",
+        *(f"DataLoader, {count} workers" for count in (0, 2, 4)),
+        "contiguous file",
+        "WebDataset",
+    )
+    head = ("bytes a sample", "samples/s", *(f"ratio to {name}" for name in names))
+    body = []
+    for title, case in row["cases"].items():
+        over = case["mpitrain_over"]
+        ratios = [f"{over[key][0]:.3g}" if key in over else "" for key in others[1:]]
+        body.append((title, f"{case['samples_per_second']['mpitrain']:,.0f}", spread(over["raw"]), *ratios))
+    text = table(head, *body) + "\n\n"
+    for title, found in row["computing_20_ms"].items():
+        text += f"- Samples of {title}: a consumer that computes 20 ms a batch takes {spread(found['ratio'], 3)} times "
+        text += "as long a step as on one batch in memory.\n"
+    return text + "\n" + origin(row)
+
+
+def stragglers() -> str:
+    texts = []
+    for (compute,), row in newest("stragglers", "compute").items():
+        head = (compute, "samples/s", "ratio to `sync()` (95 %)", "to the target", "mean staleness")
+        body = []
+        for rule, found in row["rules"].items():
+            stale = statistics.median(run.get("staleness_mean", 0.0) for run in found["runs"])
+            name = rule if rule.startswith("torch") else f"`{rule}`"
+            body.append(
+                (
+                    name,
+                    f"{found['samples_per_second']:.0f}",
+                    spread(found["ratio_to_sync"]),
+                    f"{found['to_target_s']:.1f} s",
+                    f"{stale:.2f}",
+                )
+            )
+        texts += [table(head, *body), origin(row)]
+    return "\n\n".join(texts)
+
+
+def rates() -> str:
+    found = newest("rates", "speeds", "workers")
+    texts = []
+    for (speeds, workers), row in found.items():
+        head = (
+            f"{workers} workers, {speeds} speeds",
+            "best rate",
+            "final loss (range)",
+            "best rate",
+            "samples (range)",
+        )
+        body = []
+        for way in row["ways"].values():
+            line = [f"`{way['strategy']}`"]
+            for aim, digits in (("loss", ".3f"), ("samples", ",.0f")):
+                judged = way[aim]
+                low, high = judged["range"] if judged else (0, 0)
+                line += (
+                    [f"{judged['rate']:g}", f"{judged['median']:{digits}} ({low:{digits}} - {high:{digits}})"]
+                    if judged
+                    else ["", "missed"]
+                )
+            body.append(line)
+        goal = row["goal"]
+        told = f"{row['seeds']} seeds, {row['epochs']} epochs, batches of {row['batch']}; samples until "
+        told += f"{goal['accuracy']:.0%} at {goal['marks']} marks in a row."
+        left = "".join(f" Not measured: {text}." for text in row.get("left_out", ()))
+        texts += [table(head, *body), told + left, origin(row)]
+    return "\n\n".join(texts)
+
+
+def chaos_kills() -> str:
+    """Kills in the middle of messages: the table that docs/fault-tolerance.md shows too."""
+    what = {"kills": "five of six workers of `async()`", "allreduce": "three of five ranks of `allreduce()`"}
+    head = ("what is killed", "message", "kills survived", "wrong", "seen after p50, p99", "longest pause")
+    body = []
+    for part, name in what.items():
+        for (num_bytes, transport), row in newest("chaos", "message_bytes", "transport", part=part).items():
+            wrong = row["wrong"] if "wrong" in row else row["phantom_or_torn"]
+            body.append(
+                (name, f"{size(num_bytes)}, {transport}",
+                 f"{row['kills_in_jobs_that_survived']} of {row['kills']}", str(wrong),
+                 f"{row['detected_p50_s']:.2f}, {row['detected_p99_s']:.2f} s", f"{row['longest_pause_s']:.2f} s")
+            )  # fmt: skip
+    return table(head, *body)
+
+
+def chaos() -> str:
+    lines = []
+    for (strategy, virtual), row in newest("chaos", "strategy", "virtual", part="accuracy").items():
+        pooled = row["pooled"]
+        lines.append(
+            f"- Accuracy of digits, `{strategy or 'async()'}`{', virtual time' if virtual else ''}: "
+            f"one of four workers killed a third of the way {pooled['killed']:.2f} %, "
+            f"undisturbed {pooled['undisturbed']:.2f} % ({row['seeds']} seeds)."
+        )
+    for part, what in (
+        ("writing", "killed while a checkpoint was written"),
+        ("server", "whose server was killed"),
+    ):
+        row = one("chaos", part=part)
+        lines.append(
+            f"- Jobs {what}: {row['right']} of {row['jobs']} were started again and ended with the right bits; "
+            f"they trained again after at most {row['longest_to_resume_s']:.1f} s."
+        )
+    row = one("chaos", part="signal")
+    lines.append(
+        f"- SIGUSR1 to the launch: {row['right']} of {row['jobs']} right, ended after at most "
+        f"{row['longest_to_end_s']:.1f} s."
+    )
+    row = one("chaos", part="files")
+    lines.append(
+        f"- Writers of checkpoints killed: {row['whole']} of {row['kills']} whole; damage seen: "
+        f"{row['seen']} of {row['damages']}."
+    )
+    row = one("chaos", part="stop")
+    lines.append(f"- One of four workers stopped for 10 s: the others kept {row['ratio']:.2f} of their rate.")
+    for row in newest("chaos", part="counting").values():
+        numbers = {key: value for key, value in row.items() if isinstance(value, int) and key != "num_cores"}
+        lines.append(
+            "- Every sample counted: "
+            + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in numbers.items())
+            + "."
+        )
+    used = [one("chaos", part=part) for part in ("kills", "allreduce", "accuracy", "writing")]
+    return chaos_kills() + "\n\n" + "\n".join(lines) + "\n\n" + origin(*used)
+
+
+def tolerance_cost() -> str:
+    found = newest("tolerance_cost", "strategy", "model", "transport", part="ulfm")
+    head = ("`--ft ulfm`", "model", "plain, ms", "ulfm, ms", "ratio (95 %)", "under 3 %")
+    body = [
+        (f"`{strategy}`", model, *(f"{row['median_ms'][level]:.1f}" for level in ("plain", "ulfm")),
+         spread(row["ratio"], 3), row["under_limit"])
+        for (strategy, model, _), row in found.items()
+    ]  # fmt: skip
+    written = newest("tolerance_cost", "strategy", part="checkpoints")
+    second = ("one checkpoint a minute", "bytes", "one takes", "share of the time (95 %)", "under 5 %")
+    rest = []
+    for (strategy,), row in written.items():
+        middle, low, high = (f"{100 * value:.2f}" for value in row["share_of_a_minute"])
+        rest.append(
+            (
+                f"`{strategy}`",
+                size(row["num_bytes"]),
+                f"{row['write_s']:.2f} s",
+                f"{middle} % ({low} - {high})",
+                row["under_limit"],
+            )
+        )
+    return (
+        table(head, *body)
+        + "\n\n"
+        + table(second, *rest)
+        + "\n\n"
+        + origin(*found.values(), *written.values())
+    )
+
+
+def signals() -> str:
+    row = one("signals")
+    return (
+        f"{row['as_told']} of {row['launches']} launches ended as the table of docs/fault-tolerance.md says, "
+        f"{row['hung']} hung; the longest took {row['longest_to_end_s']:.0f} s to end.\n\n" + origin(row)
+    )
+
+
+def hostile() -> str:
+    row = one("hostile")
+    return (
+        f"{row['cases']:,} cases, {row['failed']} failed; the largest took {row['peak_mib']} MiB of memory, "
+        f"of {row['bound_mib']} allowed.\n\n" + origin(row)
+    )
+
+
+def packing() -> str:
+    row = one("packing")
+    head = ("way", "MiB/s", "times a copy's time (95 %)")
+    body = [
+        (way, f"{found['mebibytes_per_second']:.0f}", spread(found["of_copy"]))
+        for way, found in row["ways"].items()
+    ]
+    return table(head, *body) + "\n\n" + origin(row)
+
+
+ON_HOSTS = "sudo python benchmarks/hosts.py run --hosts 4 --rate 100mbit python"
+
+COMPRESSION_OF_HOSTS = (
+    'benchmarks/compression.py --interface eth0 --where "4 hosts, 100 Mbit/s" --ways gloo threshold'
+)
+
+# program -> its commands and what is made of its rows
+PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
+    "step_time": (["mpitrain launch -n 3 benchmarks/step_time.py"], step_time),
+    "server": (["mpitrain launch -n 7 benchmarks/server.py"], server),
+    "collectives": (
+        ["mpitrain launch -n 2 benchmarks/collectives.py",
+         f"{ON_HOSTS} benchmarks/collectives.py --sizes 25MB --only allreduce,bf16"],
+        collectives,
+    ),
+    "compression": (
+        ['mpitrain launch -n 4 benchmarks/compression.py --where "one host"',
+         f'{ON_HOSTS} {COMPRESSION_OF_HOSTS}'],
+        compression,
+    ),
+    "codec_cost": (["python benchmarks/codec_cost.py"], codec_cost),
+    "codec_accuracy": (["python benchmarks/codec_accuracy.py"], codec_accuracy),
+    "averaging": (["mpitrain launch -n 2 benchmarks/averaging.py"], averaging),
+    "splitting": (["mpitrain launch -n 2 benchmarks/splitting.py"], splitting),
+    "stragglers": (["mpitrain launch -n 5 benchmarks/stragglers.py"], stragglers),
+    "rates": (["python benchmarks/rates.py"], rates),
+    "reader": (["python benchmarks/reader.py"], reader),
+    "packing": (["mpitrain launch -n 2 benchmarks/packing.py"], packing),
+    "chaos": (["make chaos"], chaos),
+    "tolerance_cost": (["python benchmarks/tolerance_cost.py"], tolerance_cost),
+    "signals": (["python benchmarks/signals.py"], signals),
+    "hostile": (["make hostile"], hostile),
+}  # fmt: skip
+
+
+def question(name: str) -> str:
+    """What a program asks: the first paragraph of its docstring."""
+    path = HERE.parent / "tests" / "hostile" / "campaign.py" if name == "hostile" else HERE / f"{name}.py"
+    told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(told.split("\n\n")[0].split())
+
+
+def programs() -> str:
+    """A section for each program."""
+    texts = []
+    for name, (commands, made) in PROGRAMS.items():
+        body = made() if rows_of(name) else "No row has been recorded."
+        texts.append("\n".join([f"## {name}", "", question(name), "", "```sh", *commands, "```", "", body]))
+    return "\n\n".join(texts)
+
+
+def headlines() -> str:
+    """The three ratios of the README, each with the command that measures it."""
+    step = one("step_time", model="mlp")["ratio_to_gloo"]["allreduce"]
+    slow = one("stragglers", compute="emulated compute")["rules"]["async()"]["ratio_to_sync"]
+    read = one("reader")["cases"]["12 KiB"]["mpitrain_over"]["loader 0"]
+    return f"""\
+- `mpitrain launch -n 3 benchmarks/step_time.py`: `allreduce()` takes **{spread(step)}**
+  of the time per step of torch's DDP over gloo (2 workers, 6.3 million parameters).
+- `mpitrain launch -n 5 benchmarks/stragglers.py`: with one of four workers 5 times as slow,
+  `async()` trains on **{spread(slow)}** times the samples per second of `sync()`.
+- `python benchmarks/reader.py`: shuffled reading is **{spread(read, 0)}** times as fast as torch's
+  DataLoader over h5py (samples of 12 KiB, one core)."""
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "benchmarks": programs,
+    "headlines": headlines,
+    "chaos": chaos_kills,
+}

@@ -1,0 +1,70 @@
+"""Writes the parts of the documentation that are made from something else.
+
+    python docs/generate.py           write them (`make docs`)
+    python docs/generate.py --check   write nothing; exit with 1 and the names of pages that are out of date
+
+Tables of strategies, dampings, codecs and schedules are made from docstrings, figures from `benchmarks/results`, lists
+of imports from the source. Each stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import report  # noqa: E402
+
+from docs import floors, markdown, value_tables  # noqa: E402
+from tests import documented  # noqa: E402
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    **value_tables.SECTIONS,
+    **report.SECTIONS,
+    **floors.SECTIONS,
+    "commands": lambda: tested_commands(),
+}
+MARKED = re.compile(r"(<!-- generated: ([\w ]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.DOTALL)
+
+
+def tested_commands() -> str:
+    """Every command that the documentation prints, and what the tests do with it."""
+    rows = [("command", "what the tests do")]
+    for command, _ in documented.commands():
+        rows.append((f"`{markdown.cell(command)}`", documented.reason(command) or "run as printed"))
+    return markdown.table(*rows)
+
+
+def filled(text: str) -> str:
+    """A page with its generated parts made anew."""
+
+    def fill(part: re.Match[str]) -> str:
+        if part[2] not in SECTIONS:
+            raise SystemExit(f"no generated part is called {part[2]!r}; there are {', '.join(SECTIONS)}")
+        return f"{part[1]}{markdown.wrapped(SECTIONS[part[2]]())}\n{part[3]}"
+
+    return MARKED.sub(fill, text)
+
+
+def main(arguments: list[str]) -> int:
+    """Write what is out of date, or name it."""
+    stale = []
+    for page in documented.PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (made := filled(text)) != text:
+            stale.append(page.relative_to(ROOT).as_posix())
+            if "--check" not in arguments:
+                page.write_text(made, encoding="utf-8")
+    if stale:
+        print(
+            ("out of date, run `make docs`: " if "--check" in arguments else "written: ") + ", ".join(stale)
+        )
+    return int(bool(stale) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""The commands that the documentation prints, and which of them the tests run.
+
+Every line of a `sh` block is a command. `ELSEWHERE` says which ones are not run by `tests/test_readme.py`, and why;
+these are parsed. The table in `tests/README.md` is made from here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "slurm", "tests")),
+    ROOT / "mpitrain" / "data" / "FORMAT.md",
+]
+ELSEWHERE = (
+    (r"^make (train|test)$", "the commands of a fresh clone: they are run by hand"),
+    (r"^make (chaos|hostile)$", "takes minutes to hours; small runs are in the tests of their programs"),
+    (r"^(sbatch|srun|mpitrain slurm) ", "needs Slurm: `tests/slurm`"),
+    (r"--ft heartbeat ", "needs MPICH under Slurm: `tests/slurm/test_heartbeat.py`"),
+    (r"--hostfile |hosts\.py ", "needs several hosts, or root to emulate them"),
+    (
+        r"benchmarks/\w+\.py",
+        "takes minutes: `tests/test_benchmarks.py` runs it smaller, or checks its options",
+    ),
+)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language on a page."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [text for said, text in found if said == language]
+
+
+def commands() -> Iterator[tuple[str, Path]]:
+    """Every command once, without its comment, and the first page that prints it."""
+    seen = set()
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            for line in block.splitlines():
+                command = re.sub(r"(^|\s+)#.*", "", line)
+                if command and command not in seen:
+                    seen.add(command)
+                    yield command, page
+
+
+def reason(command: str) -> str:
+    """Why the tests do not run a command; empty where they do."""
+    return next((why for pattern, why in ELSEWHERE if re.search(pattern, command)), "")
