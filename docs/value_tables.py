@@ -1,89 +1,77 @@
-"""Tables of the registered values (strategies, dampings, codecs, ...), made from their docstrings and fields.
+"""Tables of everything that strategy texts can hold, made from `mpitrain/strategies/registry.py` and from docstrings.
 
-A value is described by the first paragraph of its class's docstring, an option by its line under `Args:`.
+A value is described by its class's docstring up to `Args:`, an option by its line below that.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 
 import mpitrain.inject  # noqa: F401 - registers stragglers and faults
 from docs.markdown import cell, table
-from mpitrain.strategies import ServerStrategy
+from mpitrain.strategies import registry
+from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.compression import Feedback
 from mpitrain.values import Value, registered
 
 
-def own_fields(cls: type[Value]) -> list[dataclasses.Field]:
-    """The fields that a class declares or changes itself, in order."""
-    declared = cls.__dict__.get("__annotations__", {})
-    return [field for field in dataclasses.fields(cls) if field.name in declared]
+def classes(kind: str) -> list[type[Value]]:
+    """The values of a kind, in the order of the registry."""
+    found: list[type[Value]] = [registry.find(row.public) for row in registry.rows(kind)]
+    return found or registered(kind)
 
 
-def call(cls: type[Value]) -> str:
-    """How a value is written, with the defaults of its own options."""
-    shown = []
-    for field in own_fields(cls):
-        default = field.default
-        missing = default is dataclasses.MISSING
-        text = "..." if missing else str(default) if isinstance(default, Value) else repr(default)
-        shown.append(f"{field.name}={text}")
-    return f"`{cls.name}({', '.join(shown)})`"
+def description(cls: type[Value]) -> str:
+    """The docstring up to `Args:`."""
+    return cell(inspect.cleandoc(cls.__doc__ or "").split("\nArgs:")[0])
 
 
-def summary(cls: type[Value]) -> str:
-    """The first paragraph of the docstring."""
-    return cell(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0])
+def written(cls: type[Value]) -> str:
+    """How a value is written: with the arguments that it shares with its family only where no table lists these."""
+    row = registry.describe(cls.__name__, cls)
+    if row.kind != "inject" or not row.inherited:
+        return row.signature
+    own = row.signature.partition("(")[2].rstrip(")")
+    return f"{row.name}({', '.join(filter(None, (row.inherited, own)))})"
 
 
 def options(cls: type[Value]) -> dict[str, str]:
     """What the docstring says of each option, by its name or names."""
     _, _, args = inspect.cleandoc(cls.__doc__ or "").partition("Args:\n")
     found: dict[str, str] = {}
+    last = ""
     for line in args.split("\n\n")[0].splitlines():
-        named = re.match(r"    (\w[\w, ]*): (.*)", line)
-        if named:
-            last = named[1]
-            found[last] = named[2]
+        if named := re.match(r"    (\w[\w, ]*): (.*)", line):
+            last, found[named[1]] = named[1], named[2]
         elif line.strip():
             found[last] += " " + line
-    return {name: cell(text) for name, text in found.items()}
+    return {names: cell(text) for names, text in found.items()}
 
 
-def of_kind(kind: str) -> str:
+def of_kind(kind: str, head: str) -> str:
     """Values of a kind, and below them their options."""
-    classes = registered(kind)
-    rows = [(call(cls), summary(cls)) for cls in classes]
-    text = table((kind if kind != "inject" else "injection", "what it does"), *rows)
-    described = [
-        (f"`{cls.name}`", f"`{name}`", told) for cls in classes for name, told in options(cls).items()
-    ]
-    return text + ("\n\n" + table((kind, "option", "meaning"), *described) if described else "")
+    found = classes(kind)
+    rows = [(f"`{written(cls)}`", description(cls)) for cls in found]
+    told = [(f"`{cls.name}`", f"`{names}`", text) for cls in found for names, text in options(cls).items()]
+    return table((head, "meaning"), *rows) + (
+        "\n\n" + table((head, "option", "meaning"), *told) if told else ""
+    )
 
 
 def of_base(cls: type[Value]) -> str:
     """The options that all subclasses of a class share."""
-    by_name = {field.name: field for field in dataclasses.fields(cls)}
-    rows = []
-    for names, told in options(cls).items():
-        texts = [
-            f"{name}={str(default) if isinstance(default := by_name[name].default, Value) else repr(default)}"
-            for name in names.split(", ")
-        ]
-        rows.append((", ".join(f"`{text}`" for text in texts), told))
-    return table(("option", "meaning"), *rows)
+    return table(("option", "meaning"), *((f"`{names}`", text) for names, text in options(cls).items()))
 
 
 SECTIONS = {
-    "strategies": lambda: of_kind("strategy"),
+    "strategies": lambda: of_kind("strategy", "strategy"),
     "server options": lambda: of_base(ServerStrategy),
-    "dampings": lambda: of_kind("damping"),
-    "batching": lambda: of_kind("batching"),
-    "codecs": lambda: of_kind("codec"),
+    "dampings": lambda: of_kind("damping", "damping"),
+    "batching": lambda: of_kind("batching", "batching"),
+    "codecs": lambda: of_kind("codec", "codec"),
     "codec options": lambda: of_base(Feedback),
-    "schedules": lambda: of_kind("schedule"),
-    "outers": lambda: of_kind("outer"),
-    "injections": lambda: of_kind("inject"),
-}  # fmt: skip
+    "schedules": lambda: of_kind("schedule", "schedule"),
+    "outers": lambda: of_kind("outer", "outer optimizer"),
+    "injections": lambda: of_kind("inject", "injection"),
+}

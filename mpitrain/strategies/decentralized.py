@@ -31,6 +31,9 @@ SPARSE_GAMMA = 0.1
 class Decentralized(Strategy):
     """Every rank is a peer: all apply each other's updates, or each mixes its parameters with its neighbours'.
 
+    Strom, Interspeech 2015 (all peers); Lian et al., NIPS 2017 (neighbours); Koloskova et al., ICML 2019
+    (with a codec).
+
     Args:
         topology: "full", "ring", "torus" or "exponential" (`strategies/topology.py`).
         codec: what travels in place of float32 numbers.

@@ -76,6 +76,8 @@ class DiLoCo(Outer):
 class LocalSGD(Strategy):
     """Every rank is a worker with an optimizer of its own; parameters are averaged every `period`.
 
+    Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+
     Args:
         period: H, in `unit`s: how much every worker does between two averagings.
         unit: "steps", or "samples" of all workers together, as schedules count them.

@@ -103,10 +103,11 @@ def load() -> None:
 def rows(kind: str = "") -> list[Row]:
     """The values of a kind, or of all kinds, in the order of the table."""
     classes = {public: find(public) for public in MODULES}
-    return [_row(public, cls) for public, cls in classes.items() if kind in ("", cls.kind)]
+    return [describe(public, cls) for public, cls in classes.items() if kind in ("", cls.kind)]
 
 
-def _row(public: str, cls: type[Value]) -> Row:
+def describe(public: str, cls: type[Value]) -> Row:
+    """What there is to say of one class, whatever table it stands in."""
     family = _arguments(cls.__bases__[0])
     own = {name: text for name, text in _arguments(cls).items() if family.get(name) != text}
     inherited = [text for name, text in family.items() if name not in own]

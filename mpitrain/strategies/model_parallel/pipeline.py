@@ -26,6 +26,8 @@ TOGETHER = ("replicas", "stages")
 class Pipeline(Split):
     """The layers are split over `stages` ranks; the other ranks are further pipelines, and gradients are averaged.
 
+    Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., SC 2021.
+
     Args:
         stages: ranks of one pipeline, K.
         microbatches: pieces of a batch that are under way together, M; divides the job's batch size.

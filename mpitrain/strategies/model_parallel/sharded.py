@@ -22,6 +22,8 @@ from mpitrain.values import register
 class Sharded(Split):
     """Parameters, gradients and optimizer state are shared out over all ranks (torch's FSDP2).
 
+    Zhao et al., "PyTorch FSDP", VLDB 2023.
+
     Args:
         replicas: whole copies of the model; each is shared out over 1/replicas of the ranks.
     """

@@ -22,6 +22,8 @@ class TensorParallel(Split):
 
     Gradients are averaged over the models, which also share out parameters and optimizer state among them (FSDP2).
 
+    Shoeybi et al., "Megatron-LM", 2019.
+
     Args:
         parallel: ranks that hold one model.
     """

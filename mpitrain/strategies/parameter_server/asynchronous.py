@@ -19,7 +19,10 @@ from mpitrain.values import register
 @register("strategy", "async")
 @dataclass(frozen=True, repr=False)
 class Async(ServerStrategy):
-    """A server applies each gradient on arrival, and its worker goes on at once; nobody waits for anybody."""
+    """A server applies each gradient on arrival, and its worker goes on at once; nobody waits for anybody.
+
+    Dean et al., "Large Scale Distributed Deep Networks" (DistBelief), NIPS 2012.
+    """
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {}

@@ -25,6 +25,8 @@ from mpitrain.values import register
 class Elastic(ServerStrategy):
     """Workers train parameters of their own, tied to a centre on the server (EASGD, EAMSGD).
 
+    Zhang et al., "Deep Learning with Elastic Averaging SGD", NIPS 2015.
+
     Args:
         moving_rate: beta; the share a = beta / N of the difference that both sides move by.
         push_every: local steps between two exchanges (tau of the paper, 1 to 64 there).

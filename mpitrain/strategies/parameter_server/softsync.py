@@ -24,6 +24,8 @@ from mpitrain.values import register
 class SoftSync(ServerStrategy):
     """A server gathers any `updates` gradients and applies their damped mean.
 
+    Zhang et al., "Staleness-aware Async-SGD", IJCAI 2016.
+
     Args:
         updates: S, how many pushes make an update.
         blocking: pushers wait for the update; otherwise they read the present version and go on at once.

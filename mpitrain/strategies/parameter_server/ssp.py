@@ -24,6 +24,8 @@ from mpitrain.values import register
 class StaleSync(ServerStrategy):
     """As async, but a worker waits that is more than `bound` pushes ahead of the slowest.
 
+    Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
+
     Args:
         bound: s, in pushes. Staleness may exceed it, since all others push meanwhile: `bounded` bounds that. Every push
             is an update, so divide the rate of `sync` by N.

@@ -77,6 +77,8 @@ class Sync(ServerStrategy):
 class Backup(ServerStrategy):
     """A server waits for the first N - spare gradients of a version, and drops the rest.
 
+    Chen et al., "Revisiting Distributed Synchronous SGD", 2016.
+
     Args:
         spare: how many of the N workers an update does not wait for.
         stragglers: "finish": a straggler completes its gradient, which is dropped on arrival, and then reads
