@@ -97,7 +97,7 @@ def test_every_registered_value_has_a_row(kind):
 
 
 def test_importing_the_package_imports_no_value(copy):
-    loaded = "import json, sys, mpitrain; print(json.dumps([m for m in sys.modules if m.'strategies' in m]))"
+    loaded = "import json, sys, mpitrain; print(json.dumps([m for m in sys.modules if '.strategies' in m]))"
     assert copy(loaded) == ["mpitrain.strategies.registry", "mpitrain.strategies"]
 
 
