@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
 from mpitrain.system.launch_variables import node_name
 
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
+
 SIZES = (256, 1 << 21)  # numbers: an eager message and a rendezvous one
 
 
-def run_canary(runtime: Any) -> int:
+def run_canary(runtime: Runtime) -> int:
     """`doctor --gpu-mpi`: prints on rank 0; the exit code on every rank."""
     import torch
 
@@ -34,7 +37,7 @@ def run_canary(runtime: Any) -> int:
     return examine(runtime, device, lambda: torch.cuda.synchronize(device))
 
 
-def examine(runtime: Any, device: Any, wait: Callable[[], None]) -> int:
+def examine(runtime: Runtime, device: Any, wait: Callable[[], None]) -> int:
     """Compare contents on one device a rank, tell on rank 0 what came out wrong; the exit code on every rank.
 
     Args:
@@ -49,7 +52,7 @@ def examine(runtime: Any, device: Any, wait: Callable[[], None]) -> int:
     return EXIT_PREFLIGHT_FAILED if told else EXIT_OK
 
 
-def _faults(runtime: Any, device: Any, wait: Callable[[], None]) -> list[str]:
+def _faults(runtime: Runtime, device: Any, wait: Callable[[], None]) -> list[str]:
     """What came out wrong on this rank: a ring of point-to-point messages and an allreduce, small and large."""
     import torch
 

@@ -7,14 +7,17 @@ ranks in rounds in which no node has two partners.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.doctor.judge import SLOW, Link, judge, rounds, sharing
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
 from mpitrain.system.launch_variables import node_name
 
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
 
-def run_comm(runtime: Any, failing: Path | None, slow: float = SLOW) -> int:
+
+def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW) -> int:
     """`doctor --comm`: prints on rank 0; the exit code on every rank. `failing`: where slow nodes' names go."""
     names = runtime.allgather(node_name())
     between, within = _between_nodes(runtime, names), _within_nodes(runtime)
@@ -23,7 +26,7 @@ def run_comm(runtime: Any, failing: Path | None, slow: float = SLOW) -> int:
     return int(runtime.broadcast(code))
 
 
-def _between_nodes(runtime: Any, names: list[str]) -> dict[tuple[str, str], Link]:
+def _between_nodes(runtime: Runtime, names: list[str]) -> dict[tuple[str, str], Link]:
     from mpitrain.mpi.ping_pong import ping_pong
 
     first = [runtime.nodes.index(node) for node in range(runtime.num_nodes)]
@@ -40,7 +43,7 @@ def _between_nodes(runtime: Any, names: list[str]) -> dict[tuple[str, str], Link
     return {(a, b): Link(latency_s, rate) for rows in told for a, b, latency_s, rate in rows}
 
 
-def _within_nodes(runtime: Any) -> list[list[Any]]:
+def _within_nodes(runtime: Runtime) -> list[list[Any]]:
     """[lower rank, higher rank, latency, rate] of all pairs on one node; nodes are measured side by side."""
     from mpitrain.mpi.ping_pong import ping_pong
 

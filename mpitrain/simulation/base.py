@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.effects import Role
 from mpitrain.errors import UsageError
 from mpitrain.inject import Straggler, check_workers
@@ -33,7 +34,7 @@ class Rehearsal:
         if number < 1:
             raise UsageError(f"--workers must be at least 1, got {number}")
         check_workers(options.injections, number)
-        self.catalogue = job.data.scan()
+        self.catalogue: Catalogue = job.data.scan()
         if self.catalogue.num_samples < number:
             raise UsageError(
                 f"{number} workers for {self.catalogue.num_samples} training samples: use at most as many"

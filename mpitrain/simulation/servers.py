@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.effects import Role
 from mpitrain.errors import UsageError
 from mpitrain.inject import SILENT, Straggler, check_workers
@@ -153,7 +154,7 @@ class _Simulation:
         check_workers(options.injections, num_workers)
         self.silence = any(isinstance(one, SILENT) for one in options.injections)  # somebody falls silent
         self.stragglers = [Straggler(options.injections, i, job.seed) for i in range(num_workers)]
-        self.catalogue = job.data.scan()
+        self.catalogue: Catalogue = job.data.scan()
         if self.catalogue.num_samples < num_workers:
             raise UsageError(
                 f"{num_workers} workers for {self.catalogue.num_samples} training samples: use at "

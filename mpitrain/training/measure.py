@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from mpitrain.job import Job
 from mpitrain.model.optimizer import set_learning_rate
 from mpitrain.model.user_code import check_made_optimizer, check_module
 from mpitrain.reporting.report import writing
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
 
 MODEL_FILE = "model.safetensors"
 
@@ -55,7 +58,7 @@ def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.opti
     return optimizer
 
 
-def share_module(runtime: Any, module: nn.Module) -> None:
+def share_module(runtime: Runtime, module: nn.Module) -> None:
     """Everybody starts from rank 0's parameters and buffers."""
     from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 

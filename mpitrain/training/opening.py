@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpitrain.checkpoint import Checkpoint
 from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, mark_of, survey
@@ -23,6 +23,9 @@ from mpitrain.system.run_directory import Identity, adopt, make_room, new_attemp
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training.agree import attempt
 from mpitrain.training.resume import find, identify
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
 
 
 class Opened(NamedTuple):
@@ -36,7 +39,7 @@ class Opened(NamedTuple):
     lock: RunLock | None = None
 
 
-def open_run(runtime: Any, job: Job, overrides: Overrides) -> Opened:
+def open_run(runtime: Runtime, job: Job, overrides: Overrides) -> Opened:
     """Collective: agree on the directory, on what to go on from and on the run's identity.
 
     Raises:
@@ -61,7 +64,7 @@ def open_run(runtime: Any, job: Job, overrides: Overrides) -> Opened:
 
 
 def _agree_on_identity(
-    runtime: Any,
+    runtime: Runtime,
     run_dir: Path,
     source: Path | None,
     overrides: Overrides,
@@ -79,7 +82,7 @@ def _agree_on_identity(
     return Identity(*runtime.broadcast(attempt(runtime, take))), events
 
 
-def _make_run_dir(runtime: Any, job: Job, overrides: Overrides) -> str:
+def _make_run_dir(runtime: Runtime, job: Job, overrides: Overrides) -> str:
     """Rank 0 names and makes it; everybody sees it through the shared file system."""
     path = None
     if runtime.rank == 0:

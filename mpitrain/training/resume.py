@@ -22,12 +22,13 @@ from mpitrain.training.agree import attempt
 from mpitrain.training.resume_options import changed_options, chosen, refuse_others
 
 if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
     from mpitrain.training.session import Session
 
 Resume = Checkpoint
 
 
-def find(runtime: Any, source: Path | None) -> Checkpoint | None:
+def find(runtime: Runtime, source: Path | None) -> Checkpoint | None:
     """The newest checkpoint under `source` that verifies, on all ranks; None where none was ever finished. Collective:
     rank 0 names one whose parts are all there, and every rank looks at the tensors of some of them.
 
@@ -52,7 +53,7 @@ def find(runtime: Any, source: Path | None) -> Checkpoint | None:
     return None
 
 
-def tell(runtime: Any, found: Checkpoint | None) -> Checkpoint | None:
+def tell(runtime: Runtime, found: Checkpoint | None) -> Checkpoint | None:
     """What rank 0 has found, on all ranks."""
     told = None
     if found is not None:

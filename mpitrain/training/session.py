@@ -39,6 +39,7 @@ from mpitrain.training.resume_options import contents_of
 from mpitrain.training.validate import check_orders
 
 if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
     from mpitrain.training.watchdog.emergency import Emergency
 
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto
@@ -48,14 +49,14 @@ REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with
 class Session:
     """One run on one rank. `place`: its rank when the run began; should others die, it may get another."""
 
-    runtime: Any
+    runtime: Runtime
     job: Job
     overrides: Overrides
     roles: Roles
-    catalogue: Any
-    validation: Any
+    catalogue: Catalogue
+    validation: Catalogue | None
     run_dir: Path
-    report: Any
+    report: Report | NullReport
     started_s: float
     place: int
     identity: Identity
@@ -135,7 +136,7 @@ class Session:
 
 
 def prepare(
-    runtime: Any, make_job: Callable[[], Job], overrides: Overrides, job_file: str | None = None
+    runtime: Runtime, make_job: Callable[[], Job], overrides: Overrides, job_file: str | None = None
 ) -> Session:
     """Bring all ranks to the same start line.
 
@@ -148,14 +149,16 @@ def prepare(
     injections = [str(one) for one in overrides.injections]
     asked = {"lr": overrides.lr, "steps": overrides.steps, "inject": injections}
     runtime.compare({**code_versions(), **options(job), **asked})
+    assert strategy is not None  # `apply_overrides` has found one
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
     attempt(runtime, lambda: check_orders(job, overrides, len(roles.workers)))
     runtime.role = roles.of(runtime.rank)
-    catalogue = _look_at_data(runtime, job.data)
-    validation = None if job.validate is None else _look_at_data(runtime, job.validate)
+    catalogue = _scan(runtime, job.data)
+    validation = None if job.validate is None else _scan(runtime, job.validate)
     attempt(runtime, lambda: _enough_samples(catalogue.num_samples, roles))
-    contents = attempt(runtime, lambda: contents_of(catalogue) if runtime.rank == 0 else None)
-    contents = runtime.broadcast(contents)
+    contents: dict[str, str] = runtime.broadcast(
+        attempt(runtime, lambda: contents_of(catalogue) if runtime.rank == 0 else None)
+    )
     opened = open_run(runtime, job, overrides)
     runtime.run_dir = run_dir = opened.run_dir
     session = Session(
@@ -184,7 +187,7 @@ def prepare(
     return session
 
 
-def begin(runtime: Any) -> None:
+def begin(runtime: Runtime) -> None:
     """The start-up is over.
 
     Raises:
@@ -195,14 +198,14 @@ def begin(runtime: Any) -> None:
         raise AgreedError("told to end before the first step", EXIT_REQUEUE)
 
 
-def _look_at_data(runtime: Any, source: Any) -> Any:
-    """Rank 0 scans the source and tells the others: one look at the file system, however many ranks."""
-    catalogue = attempt(runtime, lambda: source.scan() if runtime.rank == 0 else None)
+def _scan(runtime: Runtime, source: Any) -> Catalogue:
+    """The source's catalogue: rank 0 scans and broadcasts it, so the file system is read once for all ranks."""
+    catalogue: Catalogue | None = attempt(runtime, lambda: source.scan() if runtime.rank == 0 else None)
     text = runtime.broadcast(catalogue.to_json() if catalogue is not None else None)
     return Catalogue.from_json(text)
 
 
-def assign_roles(runtime: Any, strategy: Strategy, own_loop: bool = False) -> Roles:
+def assign_roles(runtime: Runtime, strategy: Strategy, own_loop: bool = False) -> Roles:
     """Everybody's role, if this strategy can run with so many workers (and, in somebody's own loop, without epochs)."""
     why_not = (strategy.why_not_wrapped() if own_loop else "") or strategy.why_not_over_mpi()
     if why_not:
@@ -244,7 +247,7 @@ def _describe_start(session: Session) -> None:
         session.report.event("warning", text=text)
 
 
-def say_end(report: Any, result: dict[str, Any]) -> None:
+def say_end(report: Report | NullReport, result: dict[str, Any]) -> None:
     """The last lines for eyes: how it ended, what was measured, where the model is."""
     told = {"status": result["status"], "samples": result["samples"], **result["metrics"]}
     if result["failure"]:

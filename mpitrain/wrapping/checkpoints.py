@@ -35,6 +35,7 @@ from mpitrain.training.resume import find, identify
 from mpitrain.training.synchronous.checkpoints import copied, own_part
 
 if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
     from mpitrain.roles import Save
     from mpitrain.strategies.base import Strategy
 
@@ -144,7 +145,7 @@ def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> 
     }  # fmt: skip
 
 
-def look(runtime: Any, resume: str | Path | None, about: dict[str, Any], same_number: bool) -> LoopRun:
+def look(runtime: Runtime, resume: str | Path | None, about: dict[str, Any], same_number: bool) -> LoopRun:
     """The newest checkpoint under `resume`, if there is one, and whose checkpoints the loop writes; collective.
 
     Args:

@@ -17,11 +17,12 @@ from mpitrain.wrapping.checkpoints import Resumed, Saver, about_loop, lockstep_s
 if TYPE_CHECKING:
     from torch import nn
 
+    from mpitrain.mpi.runtime import Runtime
     from mpitrain.strategies.allreduce import AllReduce
 
 
 def join_reduced(
-    runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: AllReduce, resume: Any
+    runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: AllReduce, resume: Any
 ) -> tuple[Any, Saver, Resumed | None]:
     """The model to go on with, how to save, and what to go on from.
 
@@ -68,7 +69,7 @@ def join_reduced(
     return parallel, saver, loop_state(found, part, "shard-0")
 
 
-def _watch_steps(runtime: Any, model: nn.Module, optimizer: Optimizer) -> None:
+def _watch_steps(runtime: Runtime, model: nn.Module, optimizer: Optimizer) -> None:
     """A step is progress, and updates nothing whose gradients are not averaged."""
     averaged = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     num_groups = len(optimizer.param_groups)

@@ -18,6 +18,7 @@ from mpitrain.wrapping.delegating import DelegatingOptimizer
 if TYPE_CHECKING:
     from torch import nn
 
+    from mpitrain.mpi.runtime import Runtime
     from mpitrain.strategies.local_sgd import LocalSGD
     from mpitrain.training.local_sgd.averager import Averager
     from mpitrain.wrapping.checkpoints import Resumed, Saver
@@ -31,7 +32,7 @@ class AveragedOptimizer(DelegatingOptimizer):
         parallel: the DistributedDataParallel that averages gradients until `start`, if there is a start.
     """
 
-    def __init__(self, runtime: Any, optimizer: Optimizer, averager: Averager, parallel: Any = None):
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, averager: Averager, parallel: Any = None):
         super().__init__(optimizer, str(averager.strategy))
         self._runtime, self._averager, self._parallel = runtime, averager, parallel
         self._num_steps = self._skipped = 0
@@ -96,7 +97,7 @@ class AveragedOptimizer(DelegatingOptimizer):
 
 
 def join_averaged(
-    runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: LocalSGD, resume: Any
+    runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: LocalSGD, resume: Any
 ) -> tuple[Any, AveragedOptimizer, Saver, Resumed | None]:
     """Workers that step by themselves and average now and then.
 

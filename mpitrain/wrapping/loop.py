@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from mpitrain.mpi.runtime import Runtime
     from mpitrain.training.parameter_server.builder import RoleBuilder
     from mpitrain.wrapping.checkpoints import LoopRun, Resumed, Saver
 
@@ -101,7 +102,7 @@ def wrap(
 
 
 def _join_all(
-    runtime: Any, model: Any, optimizer: Optimizer, strategy: Strategy, resume: Any
+    runtime: Runtime, model: Any, optimizer: Optimizer, strategy: Strategy, resume: Any
 ) -> tuple[Any, _Wrapped]:
     """The model to go on with, and what this process has joined, by the family of the strategy."""
     everybody = Roles((), tuple(range(runtime.size)))
@@ -124,7 +125,9 @@ def _join_all(
     return model, _Wrapped(everybody, runtime.rank, joined, *saving)
 
 
-def _watch(runtime: Any, strategy: Strategy, resume: str | os.PathLike[str] | None, timeout_s: float) -> Any:
+def _watch(
+    runtime: Runtime, strategy: Strategy, resume: str | os.PathLike[str] | None, timeout_s: float
+) -> Any:
     """Collective: from here on every rank owes progress."""
     from mpitrain.reporting.report import default_run_dir
     from mpitrain.training.session import assign_roles, attempt
@@ -200,7 +203,7 @@ def _current() -> _Wrapped:
 
 
 def _join(
-    runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Strategy, resume: Any
+    runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: Strategy, resume: Any
 ) -> tuple[Any, Saver, Resumed | None]:
     """Set up the roles; on a server, serve and leave."""
     from mpitrain.model import check_optimizer, flat_model
@@ -266,7 +269,9 @@ def _start_of(strategy: ServerStrategy, flat: Any, optimizer: Optimizer) -> dict
     }
 
 
-def _serve(runtime: Any, builder: RoleBuilder, store: Any, about: dict[str, Any], run: LoopRun) -> NoReturn:
+def _serve(
+    runtime: Runtime, builder: RoleBuilder, store: Any, about: dict[str, Any], run: LoopRun
+) -> NoReturn:
     """Until all workers have left or are lost; then leave the process."""
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.training.parameter_server.run import restore_shard

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpitrain.model.peer_replica import PeerReplica
+    from mpitrain.mpi.runtime import Runtime
     from mpitrain.training.decentralized.builder import PeerBuilder
     from mpitrain.wrapping.checkpoints import Resumed, Saver
 
@@ -61,7 +62,7 @@ class PeerOptimizer(DelegatingOptimizer):
 
 
 def join_peers(
-    runtime: Any, model: nn.Module, optimizer: Optimizer, strategy: Decentralized, resume: Any
+    runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: Decentralized, resume: Any
 ) -> tuple[PeerOptimizer, Saver, Resumed | None]:
     """Make this rank a peer around the user's own loop.
 

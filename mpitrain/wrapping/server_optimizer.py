@@ -6,7 +6,7 @@ Invariants: it is a worker role turned inside out: where the role asks for a gra
 from __future__ import annotations
 
 import atexit
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -16,6 +16,9 @@ from mpitrain.roles import Save
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
+
 
 class RemoteOptimizer(DelegatingOptimizer):
     """An optimizer whose state lives on the servers: `step()` pushes gradients, with the options of the groups where
@@ -24,7 +27,7 @@ class RemoteOptimizer(DelegatingOptimizer):
 
     def __init__(
         self,
-        runtime: Any,
+        runtime: Runtime,
         optimizer: Optimizer,
         strategy: ServerStrategy,
         replica: Any,

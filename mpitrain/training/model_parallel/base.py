@@ -9,7 +9,7 @@ rank goes on from its likes'. How a share becomes gradients is the subclass's bu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from mpitrain.training.model_parallel.state_shards import put_back, take
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.checkpoints import StepCuts
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
 
 Batch = dict[str, torch.Tensor]
 _COUNTS = ("epoch", "cursor", "step", "samples", "nonfinite", "left_out")
@@ -267,7 +270,7 @@ def device_mesh(grid: Grid, device: torch.device) -> Any:
     return DeviceMesh(device.type, torch.tensor(grid.ranks), mesh_dim_names=("replica", "part"))
 
 
-def compare_parameters(runtime: Any, module: nn.Module) -> list[str]:
+def compare_parameters(runtime: Runtime, module: nn.Module) -> list[str]:
     """All ranks have built the same model, or all leave; returns its parameters' names and shapes."""
     parameters = [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters()]
     runtime.compare({"parameters": parameters})

@@ -34,6 +34,7 @@ from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.injected_delay import Nap
 
 if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
     from mpitrain.training.synchronous.trainer import Trainer
 
 
@@ -148,7 +149,7 @@ class Survivors:
         self.session.report.event("recovered", step=step, workers=workers, pause_s=pause_s)
 
 
-def meet(runtime: Any, mine: Kept) -> Kept:
+def meet(runtime: Runtime, mine: Kept) -> Kept:
     """Collective: what this rank goes on from, where everybody brings their own: those who are behind take the state of
     the first one who is not."""
     told = runtime.allgather([mine.step, mine.failure])
@@ -163,7 +164,7 @@ def meet(runtime: Any, mine: Kept) -> Kept:
     return mine._replace(step=newest, failure=failure, state=tree["state"], own_before=tree["own"])
 
 
-def share_tree(runtime: Any, tree: Any, root: int) -> Any:
+def share_tree(runtime: Runtime, tree: Any, root: int) -> Any:
     """Collective: the state tree of `root` on every rank, tensors in host memory."""
     tensors: dict[str, torch.Tensor] = {}
     told = None

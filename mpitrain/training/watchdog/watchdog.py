@@ -22,7 +22,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.checkpoint import newest
 from mpitrain.errors import CheckpointError, MpitrainError
@@ -34,6 +34,9 @@ from mpitrain.system.processes import place, send_signal
 from mpitrain.training.watchdog.alarm_files import Alarm
 from mpitrain.training.watchdog.emergency import Emergency
 from mpitrain.training.watchdog.roll_call import RollCall
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
 
 PATIENCE = 4
 LOOK_EVERY_S = 2.0
@@ -59,7 +62,7 @@ class Watchdog:
 
     option = "--watchdog-s"
 
-    def __init__(self, runtime: Any, session: Any, timeout_s: float):
+    def __init__(self, runtime: Runtime, session: Any, timeout_s: float):
         self.runtime, self.session, self.timeout_s = runtime, session, timeout_s
         self.run_dir: Path = session.run_dir
         self.metrics: Path = self.run_dir / METRICS_FILE
@@ -254,7 +257,7 @@ class LoopWatchdog(Watchdog):
 
     option = "watchdog_s= of mpitrain.wrap"
 
-    def __init__(self, runtime: Any, run_dir: Path, strategy: Strategy, roles: Roles, timeout_s: float):
+    def __init__(self, runtime: Runtime, run_dir: Path, strategy: Strategy, roles: Roles, timeout_s: float):
         told = "a loop of one's own goes on from what mpitrain.save wrote"
         session = SimpleNamespace(run_dir=run_dir, strategy=strategy, roles=roles, emergency=told)
         super().__init__(runtime, session, timeout_s)
