@@ -1,7 +1,8 @@
 """How fast is each collective, beside gloo, bare mpi4py and what the links allow?
 
     mpitrain launch -n 2 benchmarks/collectives.py [--sizes 4,64KB,25MB] [--only allreduce,bf16] [--rounds 7]
-    sudo python benchmarks/hosts.py run --hosts 4 --rate 100mbit python benchmarks/collectives.py --sizes 25MB
+    .venv/bin/python benchmarks/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python \
+        benchmarks/collectives.py --sizes 25MB
 
 The table is OSU's: time of one call, algorithm bandwidth (bytes of the tensor over time), bus bandwidth (what each
 link carried over time: 2 (n - 1)/n of the tensor in an allreduce, (n - 1)/n in the others; NCCL's definition). The

@@ -1,7 +1,7 @@
 """What does each codec save on a slow link, what does it cost, and below which link rate does it pay?
 
     mpitrain launch -n 4 benchmarks/compression.py --where "one host"
-    sudo python benchmarks/hosts.py run --hosts 4 --rate 100mbit python benchmarks/compression.py \
+    .venv/bin/python benchmarks/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python benchmarks/compression.py \
         --where "4 hosts, 100 Mbit/s" --interface eth0 --ways gloo threshold
 
 Every rank trains the MLP of 6.3 million parameters (`--model cnn`: 0.4 million) with fresh batches of a seeded task,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Several hosts on one machine: network namespaces on a bridge, every link limited to a rate. Linux, root, Open MPI.
 
-    sudo python benchmarks/hosts.py run --hosts 4 --rate 100mbit python benchmarks/collectives.py
+    .venv/bin/python benchmarks/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python benchmarks/collectives.py
 
 brings the hosts up, starts the program's ranks on them over TCP by the `mpirun` beside this Python or on PATH, and
 takes the hosts down again. `hosts.py down` cleans up after a kill. Rates are tc's: 100mbit, 1gbit. Each host has a

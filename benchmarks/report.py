@@ -405,7 +405,7 @@ def packing() -> str:
     return table(head, *body) + "\n\n" + origin(row)
 
 
-ON_HOSTS = "sudo python benchmarks/hosts.py run --hosts 4 --rate 100mbit python"
+ON_HOSTS = ".venv/bin/python benchmarks/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python"
 
 COMPRESSION_OF_HOSTS = (
     'benchmarks/compression.py --interface eth0 --where "4 hosts, 100 Mbit/s" --ways gloo threshold'

@@ -64,7 +64,14 @@ def of_base(cls: type[Value]) -> str:
     return table(("option", "meaning"), *((f"`{names}`", text) for names, text in options(cls).items()))
 
 
+def example() -> str:
+    """The source of one damping."""
+    source = inspect.getsource(inspect.getmodule(registry.find("Power")) or registry)
+    return f"```python\n{source.strip()}\n```"
+
+
 SECTIONS = {
+    "example": example,
     "strategies": lambda: of_kind("strategy", "strategy"),
     "server options": lambda: of_base(ServerStrategy),
     "dampings": lambda: of_kind("damping", "damping"),
