@@ -22,7 +22,11 @@ from mpitrain.model.user_code import check_made_optimizer, check_module
 from mpitrain.reporting.report import writing
 
 if TYPE_CHECKING:
+    from mpitrain.model import Replica
+    from mpitrain.model.peer_replica import PeerReplica
     from mpitrain.mpi.runtime import Runtime
+    from mpitrain.roles.protocols import Report
+    from mpitrain.training.session import Session
 
 MODEL_FILE = "model.safetensors"
 
@@ -65,7 +69,7 @@ def share_module(runtime: Runtime, module: nn.Module) -> None:
     broadcast_tensors(runtime, [*module.parameters(), *module.buffers()])
 
 
-def finish_model(session: Any, replica: Any) -> dict[str, Any]:
+def finish_model(session: Session, replica: Replica | PeerReplica) -> dict[str, Any]:
     """The last duty of who validates: save first, then measure."""
     path = session.run_dir / MODEL_FILE
     told = {"strategy": str(session.strategy), "job": session.job.name or ""}
@@ -129,7 +133,7 @@ class Meter:
         samples: that were accepted before this start (a run that was resumed).
     """
 
-    def __init__(self, report: Any, num_warmup: int, samples: int = 0):
+    def __init__(self, report: Report, num_warmup: int, samples: int = 0):
         self.report, self.num_warmup, self.start_samples = report, num_warmup, samples
         self.first_samples = self.last_samples = samples
         self.num_calls = self.step = 0

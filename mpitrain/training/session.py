@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.data import Catalogue
 from mpitrain.errors import EXIT_REQUEUE, AgreedError, UsageError
 from mpitrain.inject import Straggler
-from mpitrain.job import Job, Overrides, apply_overrides
+from mpitrain.job import DataSource, Job, Overrides, apply_overrides
 from mpitrain.reporting.environment import code_versions, collect
 from mpitrain.reporting.report import NullReport, Report, explained, write_json, writing
 from mpitrain.strategies.base import ServerStrategy, Strategy
@@ -75,6 +75,11 @@ class Session:
     def role(self) -> str:
         """What this rank is."""
         return self.roles.of(self.place)
+
+    def in_emergency(self, writer: Emergency | str) -> None:
+        """From here on this rank writes this when the run stands still; a text says why it writes nothing, and an
+        empty one that there is nothing of its own to write."""
+        self.emergency = writer
 
     def straggler(self) -> Straggler:
         """What `--inject` orders for this worker."""
@@ -198,7 +203,7 @@ def begin(runtime: Runtime) -> None:
         raise AgreedError("told to end before the first step", EXIT_REQUEUE)
 
 
-def _scan(runtime: Runtime, source: Any) -> Catalogue:
+def _scan(runtime: Runtime, source: DataSource) -> Catalogue:
     """The source's catalogue: rank 0 scans and broadcasts it, so the file system is read once for all ranks."""
     catalogue: Catalogue | None = attempt(runtime, lambda: source.scan() if runtime.rank == 0 else None)
     text = runtime.broadcast(catalogue.to_json() if catalogue is not None else None)

@@ -14,6 +14,7 @@ from torch import nn
 
 from mpitrain.data import Catalogue
 from mpitrain.data.read.ragged import num_samples_in
+from mpitrain.data.read.reader import Reader
 from mpitrain.job import Job
 from mpitrain.model.loss import Tally
 from mpitrain.reporting.targets import LOSS, check_targets
@@ -23,10 +24,15 @@ Measure = Callable[[], dict[str, float]]
 LEAST_BATCH = 256  # validation needs no gradients, so its batches may be larger than those of the training
 
 
-def batches_of(job: Job, reader: Any) -> Iterator[Batch]:
+def open_validation(job: Job, catalogue: Catalogue | None) -> Reader:
+    """A reader of the validation set, which this job has."""
+    assert job.validate is not None and catalogue is not None
+    return job.validate.reader(catalogue, job.seed)
+
+
+def batches_of(job: Job, reader: Reader) -> Iterator[Batch]:
     """The validation set in order."""
-    batches: Iterator[Batch] = reader.sequential(max(LEAST_BATCH, job.batch_size))
-    return batches
+    return reader.sequential(max(LEAST_BATCH, job.batch_size))
 
 
 def losses_of(job: Job, module: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def make_measure(
     """
     if catalogue is None:
         return None
-    reader = job.validate.reader(catalogue, job.seed)
+    reader = open_validation(job, catalogue)
 
     def measure() -> dict[str, float]:
         batches = ((batch, True) for batch in batches_of(job, reader))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
     from mpitrain.roles import Save
     from mpitrain.strategies.base import Strategy
+    from mpitrain.training.parameter_server.builder import AnyStore
 
 
 ROOM_S = 600.0  # how long the others wait for whoever makes room, once
@@ -145,7 +147,9 @@ def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> 
     }  # fmt: skip
 
 
-def look(runtime: Runtime, resume: str | Path | None, about: dict[str, Any], same_number: bool) -> LoopRun:
+def look(
+    runtime: Runtime, resume: str | os.PathLike[str] | None, about: dict[str, Any], same_number: bool
+) -> LoopRun:
     """The newest checkpoint under `resume`, if there is one, and whose checkpoints the loop writes; collective.
 
     Args:
@@ -178,7 +182,9 @@ def loop_state(resume: Checkpoint | None, part: str, first: str) -> Resumed | No
     return Resumed(resume.mark, saved["loop"] if saved else None)
 
 
-def write_shard(run: LoopRun, part: str, about: dict[str, Any], workers: tuple[int, ...], store: Any) -> Any:
+def write_shard(
+    run: LoopRun, part: str, about: dict[str, Any], workers: tuple[int, ...], store: AnyStore
+) -> Callable[[Save, dict[str, Any], list[int]], None]:
     """What a server does when all workers have come: a write that fails leaves the checkpoint before as it is."""
 
     def write(order: Save, role: dict[str, Any], present: list[int]) -> None:

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from mpitrain.errors import EXIT_ERROR, UsageError
 from mpitrain.reporting.report import NullReport
@@ -33,9 +33,19 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from mpitrain.model import FlatModel
+    from mpitrain.mpi.engine.engine import Engine
     from mpitrain.mpi.runtime import Runtime
-    from mpitrain.training.parameter_server.builder import RoleBuilder
+    from mpitrain.training.parameter_server.builder import AnyStore, RoleBuilder
+    from mpitrain.training.watchdog.watchdog import LoopWatchdog
     from mpitrain.wrapping.checkpoints import LoopRun, Resumed, Saver
+
+
+class Joined(Protocol):
+    """The optimizer that stands for the user's own."""
+
+    def finish(self) -> None:
+        """Wait for the others' last step."""
 
 
 @dataclasses.dataclass
@@ -44,12 +54,13 @@ class _Wrapped:
 
     roles: Roles
     rank: int
-    optimizer: Any
-    saver: Any
-    resumed: Any
-    watchdog: Any = None
+    optimizer: Joined | None
+    saver: Saver
+    resumed: Resumed | None
+    watchdog: LoopWatchdog | None = None
 
 
+ResumeFrom: TypeAlias = "str | os.PathLike[str] | None"
 _wrapped: _Wrapped | None = None
 
 
@@ -102,32 +113,30 @@ def wrap(
 
 
 def _join_all(
-    runtime: Runtime, model: Any, optimizer: Optimizer, strategy: Strategy, resume: Any
+    runtime: Runtime, model: Any, optimizer: Optimizer, strategy: Strategy, resume: ResumeFrom
 ) -> tuple[Any, _Wrapped]:
     """The model to go on with, and what this process has joined, by the family of the strategy."""
     everybody = Roles((), tuple(range(runtime.size)))
-    joined: Any = None
+    joined: Any = None  # one of several optimizers
     if isinstance(strategy, AllReduce):
         from mpitrain.wrapping.ddp import join_reduced
 
-        model, *saving = join_reduced(runtime, model, optimizer, strategy, resume)
+        model, saver, resumed = join_reduced(runtime, model, optimizer, strategy, resume)
     elif isinstance(strategy, LocalSGD):
         from mpitrain.wrapping.local_sgd_optimizer import join_averaged
 
-        model, joined, *saving = join_averaged(runtime, model, optimizer, strategy, resume)
+        model, joined, saver, resumed = join_averaged(runtime, model, optimizer, strategy, resume)
     elif isinstance(strategy, Decentralized):
         from mpitrain.wrapping.peer_optimizer import join_peers
 
-        joined, *saving = join_peers(runtime, model, optimizer, strategy, resume)
+        joined, saver, resumed = join_peers(runtime, model, optimizer, strategy, resume)
     else:
-        joined, *saving = _join(runtime, model, optimizer, strategy, resume)
+        joined, saver, resumed = _join(runtime, model, optimizer, strategy, resume)
         everybody = joined.roles
-    return model, _Wrapped(everybody, runtime.rank, joined, *saving)
+    return model, _Wrapped(everybody, runtime.rank, joined, saver, resumed)
 
 
-def _watch(
-    runtime: Runtime, strategy: Strategy, resume: str | os.PathLike[str] | None, timeout_s: float
-) -> Any:
+def _watch(runtime: Runtime, strategy: Strategy, resume: ResumeFrom, timeout_s: float) -> LoopWatchdog:
     """Collective: from here on every rank owes progress."""
     from mpitrain.reporting.report import default_run_dir
     from mpitrain.training.session import assign_roles, attempt
@@ -163,10 +172,11 @@ def finish() -> None:
     """Wait until every worker has taken its last step; the model then holds the final parameters on each of
     them.
     """
-    if _current().optimizer is not None:
-        _current().optimizer.finish()
-    if _current().watchdog is not None:
-        _current().watchdog.__exit__()
+    current = _current()
+    if current.optimizer is not None:
+        current.optimizer.finish()
+    if current.watchdog is not None:
+        current.watchdog.__exit__()
 
 
 def save(run_dir: str | os.PathLike[str], step: int, state: Any = None, keep: int = 2) -> None:
@@ -192,8 +202,7 @@ def save(run_dir: str | os.PathLike[str], step: int, state: Any = None, keep: in
 def resumed() -> Resumed | None:
     """What `wrap(..., resume=...)` goes on from: the `step` and the `state` that this worker had given to `save`; None
     from the beginning."""
-    found: Resumed | None = _current().resumed
-    return found
+    return _current().resumed
 
 
 def _current() -> _Wrapped:
@@ -203,7 +212,7 @@ def _current() -> _Wrapped:
 
 
 def _join(
-    runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: Strategy, resume: Any
+    runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: Strategy, resume: ResumeFrom
 ) -> tuple[Any, Saver, Resumed | None]:
     """Set up the roles; on a server, serve and leave."""
     from mpitrain.model import check_optimizer, flat_model
@@ -235,7 +244,7 @@ def _join(
     store = attempt(
         runtime, lambda: builder.store(roles.servers.index(runtime.rank), optimizer) if serves else None
     )
-    if serves:
+    if store is not None:
         _serve(runtime, builder, store, about, run)
     runtime.may_die_alone = True
     world = MpiWorld(
@@ -248,6 +257,7 @@ def _join(
     worker = builder.worker(runtime.rank, replica, NullReport())
     attempt(runtime, lambda: restore_worker(found, worker, replica, index, len(roles.workers), strategy))
     remote = RemoteOptimizer(runtime, optimizer, strategy, replica, worker, world)
+    remote.start()
 
     def take(step: int, run_dir: Path, keep: int) -> dict[str, Any]:
         return remote.save(Save(step, json.dumps({"run_dir": str(run_dir), "keep": keep})))
@@ -256,7 +266,7 @@ def _join(
     return remote, saver, loop_state(found, saver.part, "worker-0")
 
 
-def _start_of(strategy: ServerStrategy, flat: Any, optimizer: Optimizer) -> dict[str, Any]:
+def _start_of(strategy: ServerStrategy, flat: FlatModel, optimizer: Optimizer) -> dict[str, Any]:
     """What all ranks must begin with alike."""
     from mpitrain.model.group_options import read_groups
     from mpitrain.model.optimizer_state import state_digest
@@ -270,7 +280,7 @@ def _start_of(strategy: ServerStrategy, flat: Any, optimizer: Optimizer) -> dict
 
 
 def _serve(
-    runtime: Runtime, builder: RoleBuilder, store: Any, about: dict[str, Any], run: LoopRun
+    runtime: Runtime, builder: RoleBuilder, store: AnyStore, about: dict[str, Any], run: LoopRun
 ) -> NoReturn:
     """Until all workers have left or are lost; then leave the process."""
     from mpitrain.mpi.world import MpiWorld
@@ -298,7 +308,7 @@ def _serve(
     sys.exit(runtime.exit_code)
 
 
-def _poll_in_backward(parameters: list[Any], engine: Any) -> None:
+def _poll_in_backward(parameters: list[nn.Parameter], engine: Engine) -> None:
     """Drive MPI whenever a gradient is ready: the push before travels while this batch is computed. Only on the
     thread that owns MPI (a GPU's backward runs on another)."""
 

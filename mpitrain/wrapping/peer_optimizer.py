@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -19,8 +20,10 @@ from mpitrain.wrapping.delegating import DelegatingOptimizer
 if TYPE_CHECKING:
     from torch import nn
 
+    from mpitrain.effects import Role
     from mpitrain.model.peer_replica import PeerReplica
     from mpitrain.mpi.runtime import Runtime
+    from mpitrain.mpi.world import MpiWorld
     from mpitrain.training.decentralized.builder import PeerBuilder
     from mpitrain.wrapping.checkpoints import Resumed, Saver
 
@@ -28,11 +31,17 @@ if TYPE_CHECKING:
 class PeerOptimizer(DelegatingOptimizer):
     """The user's optimizer, with its groups and state; `step()` also exchanges with the other peers."""
 
-    def __init__(self, optimizer: Optimizer, strategy: str, replica: Any, role: Any, world: Any):
+    def __init__(
+        self, optimizer: Optimizer, strategy: str, replica: PeerReplica, role: Role, world: MpiWorld
+    ):
         super().__init__(optimizer, strategy)
         self._replica, self._role, self._world = replica, role, world
         self._num_steps = 0
-        self._active = world.advance(role, None) is not None
+        self._active = False
+
+    def start(self) -> None:
+        """Run the role up to its first gradient; from here on the other peers may wait for this one."""
+        self._active = self._world.advance(self._role, None) is not None
         atexit.register(self.finish)
 
     def step(self, closure: Any = None) -> Any:
@@ -62,7 +71,11 @@ class PeerOptimizer(DelegatingOptimizer):
 
 
 def join_peers(
-    runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: Decentralized, resume: Any
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Decentralized,
+    resume: str | os.PathLike[str] | None,
 ) -> tuple[PeerOptimizer, Saver, Resumed | None]:
     """Make this rank a peer around the user's own loop.
 
@@ -112,6 +125,7 @@ def join_peers(
     )
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
     wrapped = PeerOptimizer(optimizer, str(strategy), replica, peer.run(), world)
+    wrapped.start()
     return wrapped, saver, loop_state(found, part, part)
 
 

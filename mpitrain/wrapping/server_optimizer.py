@@ -17,7 +17,10 @@ from mpitrain.strategies.base import ServerStrategy
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
 if TYPE_CHECKING:
+    from mpitrain.model import Replica
     from mpitrain.mpi.runtime import Runtime
+    from mpitrain.mpi.world import MpiWorld
+    from mpitrain.roles import Worker
 
 
 class RemoteOptimizer(DelegatingOptimizer):
@@ -30,16 +33,20 @@ class RemoteOptimizer(DelegatingOptimizer):
         runtime: Runtime,
         optimizer: Optimizer,
         strategy: ServerStrategy,
-        replica: Any,
-        worker: Any,
-        world: Any,
+        replica: Replica,
+        worker: Worker,
+        world: MpiWorld,
     ):
         super().__init__(optimizer, str(strategy))
         self.roles = worker.roles
         self._runtime, self._replica = runtime, replica
         self._worker, self._world = worker, world
         self._role = worker.run()
-        self._active = world.advance(self._role, None) is not None
+        self._active = False
+
+    def start(self) -> None:
+        """Join the servers and take over their parameters."""
+        self._active = self._world.advance(self._role, None) is not None
         atexit.register(self._leave)
 
     def step(self, closure: Any = None) -> Any:

@@ -63,7 +63,7 @@ def run_peers(session: Session) -> dict[str, Any]:
         num_steps = session.total_samples() // (job.batch_size * runtime.size)
         resume = session.resume
         meter = Meter(session.report, num_warmup(num_steps), resume.mark if resume else 0)
-        session.emergency = f"{rule}: a peer tells the others of its step in the middle of it"
+        session.in_emergency(f"{rule}: a peer tells the others of its step in the middle of it")
         cuts, keeper = make_cuts(session, rule, replica, about)
         peer = builder.peer(runtime.rank, replica, meter, cuts)
         attempt(runtime, lambda: restore(resume, peer, replica))

@@ -22,7 +22,7 @@ from mpitrain.training.model_parallel.state_shards import local, whole_tensor
 from mpitrain.training.model_parallel.whole_matrices import check_muon, whole_matrices
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import weight_among_all
-from mpitrain.training.validation import add_up, batches_of, losses_of
+from mpitrain.training.validation import add_up, batches_of, losses_of, open_validation
 
 
 class MeshRun(SplitRun):
@@ -62,7 +62,7 @@ class MeshRun(SplitRun):
 
     def measure(self) -> dict[str, float]:
         job = self.session.job
-        with job.validate.reader(self.session.validation, job.seed) as reader:
+        with open_validation(job, self.session.validation) as reader:
             batches = self._rounds(batches_of(job, reader))
             own = ((batch, counts and self.tells) for batch, counts in batches)
             tally = add_up(self.module, own, self.device, lambda batch: losses_of(job, self.module, batch))

@@ -32,7 +32,7 @@ from mpitrain.training.model_parallel.stage_forward import Relay
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import data_parallel
-from mpitrain.training.validation import add_up, batches_of
+from mpitrain.training.validation import add_up, batches_of, open_validation
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -183,7 +183,7 @@ class PipelineRun(SplitRun):
             metrics = with_output(job.metrics, output, batch) if job.metrics else {}
             return {LOSS: with_output(job.loss, output, batch), **metrics}
 
-        with job.validate.reader(self.session.validation, job.seed) as reader:
+        with open_validation(job, self.session.validation) as reader:
             own = itertools.islice(batches_of(job, reader), self.replica, None, self.grid.num_replicas)
             tally = add_up(self.module, ((batch, True) for batch in own), self.device, losses)
         self.relay.finish()

@@ -18,6 +18,7 @@ from mpitrain.checkpoint import Keeper
 from mpitrain.effects import Compute, Effect, Recv, Role, watched
 from mpitrain.errors import CheckpointError
 from mpitrain.roles import Server, TolerantServer, Worker
+from mpitrain.training.parameter_server.builder import AnyStore
 from mpitrain.training.session import Session
 from mpitrain.training.watchdog.alarm_files import Cut
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken
@@ -72,7 +73,7 @@ class StandingServer:
 
 
 def shard_writer(
-    session: Session, server: TolerantServer, store: Any, keeper: Keeper, module: nn.Module
+    session: Session, server: TolerantServer, store: AnyStore, keeper: Keeper, module: nn.Module
 ) -> tuple[Emergency | str, Role]:
     """What this shard's server would write, or why it cannot; and its role, to be run in place of its own."""
     strategy, workers = server.rule, server.workers

@@ -29,7 +29,7 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
-from mpitrain.training.parameter_server.builder import RoleBuilder
+from mpitrain.training.parameter_server.builder import AnyStore, RoleBuilder
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
 from mpitrain.training.parameter_server.run_role import carry, heartbeat_s
 from mpitrain.training.resume import Resume, about_run, check, make_keeper, read_own_part
@@ -105,7 +105,8 @@ def _serve(
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
     order: list[int] = []
     may_die = roles.workers if runtime.fault_tolerance == "ulfm" else ()
-    session.emergency, role = shard_writer(session, server, store, keeper, model.module)
+    writer, role = shard_writer(session, server, store, keeper, model.module)
+    session.in_emergency(writer)
     role = record(role, order)
     counts = carry(session, roles.workers, lambda source, kind: store.frame(), role, may_die=may_die)
     # one whose gradients were not finite has left in order
@@ -127,7 +128,7 @@ def _serve(
     return outcome
 
 
-def restore_shard(resume: Resume | None, server: Server, store: Any, layout: Layout, shard: int) -> None:
+def restore_shard(resume: Resume | None, server: Server, store: AnyStore, layout: Layout, shard: int) -> None:
     """This shard's part, or, with another number of servers, all parts cut anew; counts then are those of the first.
     The dealing server looks at all parts, for shards are cut at pushes of their own."""
     if resume is None:
@@ -171,7 +172,8 @@ def _work(
         worker.keeper = keeper
         attempt_restore(session, worker, replica, index)
         watched = session.overrides.watchdog_s > 0
-        session.emergency, role = worker_writer(keeper, worker, model.module, watched)
+        writer, role = worker_writer(keeper, worker, model.module, watched)
+        session.in_emergency(writer)
         straggler = session.straggler()
         counts = carry(
             session,

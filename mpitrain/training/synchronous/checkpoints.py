@@ -67,12 +67,12 @@ class StepCuts:
         self._state, self._own = state, own
         self._at = (session.resume.mark if session.resume else 0, 0)
         if module is None:
-            session.emergency = f"{session.strategy}: a step may have put the parts of the model together"
+            session.in_emergency(f"{session.strategy}: a step may have put the parts of the model together")
         elif own is not None and grid is None:
-            session.emergency = f"{session.strategy}: what the codec keeps back is in the middle of a step"
+            session.in_emergency(f"{session.strategy}: what the codec keeps back is in the middle of a step")
         else:
             writer = Emergency(self.keeper, self.guard, self._take, lambda: list(self._parts))
-            session.emergency = writer if self._writes else ""
+            session.in_emergency(writer if self._writes else "")
         self.ended = False
         self._cadence = Cadence(self.keeper.policy, session.resume.mark if session.resume else 0)
         self._asked_s = time.monotonic()

@@ -136,7 +136,7 @@ class Survivors:
             self.trainer.cuts.keeper.wait()
             self.kept = self.trainer.keep()
             self.trainer = None
-        self.session.emergency = "ranks have died, and the others have not yet begun anew"
+        self.session.in_emergency("ranks have died, and the others have not yet begun anew")
         gc.collect()
 
     def _tell(self, pause_s: float) -> None:

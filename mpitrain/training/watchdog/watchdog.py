@@ -14,6 +14,7 @@ launcher then starts the run again from there. A rank that is stuck itself and t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import math
 import signal
@@ -21,8 +22,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from mpitrain.checkpoint import newest
 from mpitrain.errors import CheckpointError, MpitrainError
@@ -52,6 +52,26 @@ class StalledError(MpitrainError):
     ends_all = False
 
 
+class Watched(Protocol):
+    """What a watchdog asks of what it watches, a `Session` as a rule."""
+
+    run_dir: Path
+    roles: Roles
+    emergency: Emergency | str
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+
+
+@dataclasses.dataclass
+class _WatchedLoop:
+    run_dir: Path
+    strategy: Strategy
+    roles: Roles
+    emergency: Emergency | str = "a loop of one's own goes on from what mpitrain.save wrote"
+
+
 class Watchdog:
     """Watches `runtime.stamp_s`; a context manager for the time in which progress is owed, entered by all ranks.
 
@@ -62,7 +82,7 @@ class Watchdog:
 
     option = "--watchdog-s"
 
-    def __init__(self, runtime: Runtime, session: Any, timeout_s: float):
+    def __init__(self, runtime: Runtime, session: Watched, timeout_s: float):
         self.runtime, self.session, self.timeout_s = runtime, session, timeout_s
         self.run_dir: Path = session.run_dir
         self.metrics: Path = self.run_dir / METRICS_FILE
@@ -75,7 +95,7 @@ class Watchdog:
         """How long to wait for ranks that do not answer."""
         return self.look_s + min(SLOW_GRACE_S, max(GRACE_S, self.timeout_s / 10))
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> Self:
         start = self.runtime.broadcast(time.time_ns())
         self.alarm = Alarm(self.run_dir, self.runtime.launched_rank, start)
         if self.timeout_s > 0:
@@ -258,6 +278,4 @@ class LoopWatchdog(Watchdog):
     option = "watchdog_s= of mpitrain.wrap"
 
     def __init__(self, runtime: Runtime, run_dir: Path, strategy: Strategy, roles: Roles, timeout_s: float):
-        told = "a loop of one's own goes on from what mpitrain.save wrote"
-        session = SimpleNamespace(run_dir=run_dir, strategy=strategy, roles=roles, emergency=told)
-        super().__init__(runtime, session, timeout_s)
+        super().__init__(runtime, _WatchedLoop(run_dir, strategy, roles), timeout_s)
