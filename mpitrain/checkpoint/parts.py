@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.system.atomic import durably_replaced
 from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import (
     CHECKPOINTS,
@@ -154,7 +155,6 @@ def write_part(
         make_private(folder.parent.parent, folder.parent.name, folder.name)
         _write(folder / f"{name}.safetensors", payload, disk_full)
         _write(folder / f"{name}.json", text)
-        _sync(folder)
     except OSError as error:
         raise CheckpointError(
             f"cannot write checkpoint part {folder / name}: {error.strerror or error}; the checkpoints before it are "
@@ -176,27 +176,11 @@ def corrupt_part(folder: Path, name: str) -> None:
 
 
 def _write(path: Path, data: bytes, disk_full: bool = False) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(beside, "wb") as file:
-            if disk_full:
-                file.write(data[: len(data) // 2])
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some parallel file systems know no fsync of a folder
-            os.fsync(handle)
-    finally:
-        os.close(handle)
+    with durably_replaced(path) as temporary:
+        if disk_full:
+            temporary.write_bytes(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        temporary.write_bytes(data)
 
 
 def _read_record(folder: Path, name: str) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.system.atomic import write_whole
+
 DEADLINE_S = 30.0
 MAX_SKEW_S = 5.0
 
@@ -193,10 +195,9 @@ def check_devices(wanted: Wanted) -> str:
 
 
 def write_report(folder: Path, name: str, checks: list[Check]) -> None:
-    """This node's report, in place at once."""
-    beside = folder / f".{name}.json"
-    beside.write_text(json.dumps({"node": name, "checks": [check._asdict() for check in checks]}))
-    beside.rename(folder / f"{name}.json")
+    """Write this node's report; whoever reads it sees all of it."""
+    text = json.dumps({"node": name, "checks": [check._asdict() for check in checks]})
+    write_whole(folder / f"{name}.json", text)
 
 
 def collect(folder: Path, hosts: list[str]) -> dict[str, list[str]]:

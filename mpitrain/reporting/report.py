@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from mpitrain.errors import OutputError
 from mpitrain.reporting.console import Console, date, short
+from mpitrain.system.atomic import write_durable
 from mpitrain.system.folders import make_private
 
 SCHEMA = 1
@@ -91,22 +92,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         OutputError: the disk is full or not writable.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    text = json.dumps(plain(content), indent=2, sort_keys=True, allow_nan=False)
     with writing(path):
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(plain(content), file, indent=2, sort_keys=True, allow_nan=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_durable(path, f"{text}\n".encode())
 
 
 @contextlib.contextmanager

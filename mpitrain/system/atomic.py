@@ -1,9 +1,17 @@
-"""Writing one file so that it is either whole under its final name or not there at all.
+"""Writing a file so that it is whole under its final name or not there at all.
 
-Invariants: temporary file beside the target, fsync, rename, fsync of the directory; on any failure the
-temporary file is removed. HDF5 cannot close a file whose last writes failed (it keeps the descriptor, so even
-the disk space, until the process ends), therefore its bytes pass through `Sink`, which remembers the first
-failure and lets HDF5 believe that the rest was written.
+Invariants: the bytes go to a hidden temporary file beside the target, which is then renamed; on any failure the
+temporary file is removed, and what was there before stays. There are two guarantees:
+
+    whole      readers see the old file or the new one, never a part; a power cut may take the new one away again
+               `write_whole` (text), `replaced` (the caller writes the temporary file by its name)
+    durable    the same, and when the call returns the file survives a power cut: file and directory are fsynced
+               `write_durable` (bytes), `durably_replaced` (by its name), `replacing` (a raw file, for data sets:
+               a full disk is a DataError), `open_partial` and `publish` (the steps of `replacing`, for HDF5)
+
+HDF5 cannot close a file whose last writes failed (it keeps the descriptor, so even the disk space, until the process
+ends), therefore its bytes pass through `Sink`, which remembers the first failure and lets HDF5 believe that the rest
+was written.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from pathlib import Path
 from mpitrain.errors import DataError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # some parallel file systems cannot fsync a directory
 
 
 class Sink(io.RawIOBase):
@@ -70,8 +79,42 @@ def write_all(file: io.FileIO, data) -> None:  # type: ignore[no-untyped-def]
 
 
 @contextlib.contextmanager
+def replaced(path: Path, tag: str = "tmp") -> Iterator[Path]:
+    """A temporary name beside `path` to write to; it becomes `path`, whole, when the block ends well. `tag`: makes the
+    name this writer's own, where several may write `path`."""
+    temporary = path.with_name(f".{path.name}.{tag}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def durably_replaced(path: Path) -> Iterator[Path]:
+    """`replaced`, and the new file survives a power cut."""
+    with replaced(path) as temporary:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+    sync_directory(path.parent)
+
+
+def write_whole(path: Path, text: str, tag: str = "tmp") -> None:
+    """Write a small file for other processes to read: they see the old text or the new one."""
+    with replaced(path, tag) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """Write a file that survives a power cut, or leave what was there."""
+    with durably_replaced(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Tell what the system said about writing `path` as a DataError with the way out."""
+    """Turn an error of the system about writing `path` into a DataError with the way out."""
     try:
         yield
     except OSError as error:
@@ -86,18 +129,18 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def partial_of(path: Path) -> Path:
-    """Where the bytes of `path` are until it is whole; hidden: matches no pattern such as *.h5."""
+    """Where the bytes of a data set's file `path` are until it is whole; hidden: it matches no pattern such as *.h5."""
     return path.with_name(f".{path.name}.partial")
 
 
 def open_partial(path: Path) -> io.FileIO:
-    """A new file under the hidden name: what was there under it, even a link to somewhere else, is not written to."""
+    """A new file under the hidden name; what was there under it, even a link to somewhere else, is not written to."""
     partial_of(path).unlink(missing_ok=True)
     return open(partial_of(path), "x+b", buffering=0)
 
 
 def publish(file: io.FileIO, path: Path) -> None:
-    """Give the finished file `partial_of(path)` its name, so that a power cut cannot take it away again."""
+    """Rename the finished file `partial_of(path)` to `path`, so that it survives a power cut."""
     os.fsync(file.fileno())
     os.replace(partial_of(path), path)
     sync_directory(path.parent)
@@ -120,9 +163,12 @@ def replacing(path: Path) -> Iterator[io.FileIO]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames and removals in a directory survive a power cut."""
+    """Make renames and removals in a directory survive a power cut, where its file system can."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(descriptor)

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mpitrain.system.atomic import write_whole
 from mpitrain.system.launch_variables import is_rank, launched_local_rank, launched_rank
 from mpitrain.system.processes import identity
 
@@ -114,9 +115,7 @@ class Reporter:
             self.status.beat += 1
             self.status.waits, self.status.progress, self.status.step = self.observe()
             path = self.folder / f"rank-{self.status.rank}.json"
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(asdict(self.status)))
-            temporary.replace(path)
+            write_whole(path, json.dumps(asdict(self.status)))
 
 
 _reporter: Reporter | None = None

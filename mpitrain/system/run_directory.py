@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpitrain.system.atomic import write_whole
 from mpitrain.system.folders import make_private
 
 CHECKPOINTS = "checkpoints"
@@ -203,9 +204,7 @@ def adopt(run_dir: Path, run: str) -> None:
     """
     folder = make_private(run_dir, CHECKPOINTS)
     if _marked(folder) != run:
-        beside = folder / f".{RUN_ID_FILE}.{secrets.token_hex(4)}"
-        beside.write_text(f"{run}\n")
-        beside.replace(folder / RUN_ID_FILE)
+        write_whole(folder / RUN_ID_FILE, f"{run}\n", tag=secrets.token_hex(4))
 
 
 def _date_of(run_dir: Path) -> str:

@@ -1,12 +1,11 @@
 """What both kinds of run share: building the model, validating it, saving it, and measuring throughput.
 
-Invariants: a trained model is always saved, as safetensors, written beside and renamed. Throughput
+Invariants: a trained model is always saved, as safetensors, as a whole and durably. Throughput
 leaves out the first steps, in which buffers are allocated and connections made.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from mpitrain.job import Job
 from mpitrain.model.optimizer import set_learning_rate
 from mpitrain.model.user_code import check_made_optimizer, check_module
 from mpitrain.reporting.report import writing
+from mpitrain.system.atomic import durably_replaced
 
 if TYPE_CHECKING:
     from mpitrain.model import Replica
@@ -83,7 +83,7 @@ def save_model(module: nn.Module, path: Path, metadata: dict[str, str]) -> None:
 
 
 def save_tensors(state: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write tensors by name as safetensors: beside, fsynced, renamed.
+    """Write tensors by name as safetensors; the file survives a power cut, or what was there stays.
 
     Every name is stored with a copy of its own (tied weights twice), so
     `module.load_state_dict(load_file(path))` reads it back anywhere.
@@ -92,18 +92,11 @@ def save_tensors(state: Mapping[str, torch.Tensor], path: Path, metadata: dict[s
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-    beside = path.with_name(f".{path.name}.tmp")
-    try:
-        with writing(path):
-            try:
-                save_file(tensors, str(beside), metadata=metadata)
-            except SafetensorError as error:  # which is what it makes of a full disk
-                raise OSError(str(error)) from error
-            with open(beside, "rb") as file:
-                os.fsync(file.fileno())
-            beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with writing(path), durably_replaced(path) as temporary:
+        try:
+            save_file(tensors, str(temporary), metadata=metadata)
+        except SafetensorError as error:  # which is what it makes of a full disk
+            raise OSError(str(error)) from error
 
 
 def brought_by_loop(*arguments: Any) -> Any:

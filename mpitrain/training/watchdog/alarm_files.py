@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.system.atomic import write_whole
 from mpitrain.system.folders import make_private
 
 FOLDER = "stacks"
@@ -96,7 +97,4 @@ class Alarm:
         return sorted(int("".join(filter(str.isdigit, name))) for name in names if not name.startswith("."))
 
     def _write(self, name: str, text: str) -> None:
-        """Renamed into place, so that whoever sees it can read all of it."""
-        beside = self.folder / f".{name}.{self.rank}"
-        beside.write_text(text)
-        beside.replace(self.folder / name)
+        write_whole(self.folder / name, text, tag=str(self.rank))

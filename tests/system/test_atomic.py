@@ -1,0 +1,53 @@
+"""A file that is replaced is the old one or the new one, and keeps the promise that its writer gives."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from mpitrain.system import atomic
+
+
+@pytest.mark.parametrize("manager", [atomic.replaced, atomic.durably_replaced])
+def test_a_failure_leaves_the_old_file_and_nothing_else(manager, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), manager(path) as temporary:
+        temporary.write_text("half")
+        assert path.read_text() == "old"
+        raise ZeroDivisionError
+    assert path.read_text() == "old" and [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_durable_write_syncs_the_file_before_the_rename_and_the_directory_after(
+    tmp_path, monkeypatch
+) -> None:
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def spy(descriptor: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("rename"), replace(a, b)))
+    atomic.write_durable(tmp_path / "a", b"new")
+    assert calls == [".a.tmp", "rename", tmp_path.name] and (tmp_path / "a").read_bytes() == b"new"
+    calls.clear()
+    atomic.write_whole(tmp_path / "a", "newer", tag="7")
+    assert calls == ["rename"] and (tmp_path / "a").read_text() == "newer"
+
+
+@pytest.mark.parametrize(
+    ("number", "passes"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)]
+)
+def test_only_a_file_system_without_directory_fsync_is_excused(tmp_path, monkeypatch, number, passes) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if passes:
+        atomic.sync_directory(tmp_path)
+    else:
+        with pytest.raises(OSError, match="Input/output"):
+            atomic.sync_directory(tmp_path)
