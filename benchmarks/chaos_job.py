@@ -16,7 +16,7 @@ from torch import nn
 
 import mpitrain as mt
 import mpitrain.mpi.faults.self_destruct as breaking
-from mpitrain.roles import TolerantServer
+from mpitrain.roles import FaultTolerantServer
 
 NUM_WEIGHTS = int(os.environ["CHAOS_BYTES"]) // 4
 NOTES = Path(os.environ["CHAOS_DIR"])
@@ -50,16 +50,16 @@ def loss(model, batch):
 
 
 breaking.os = NotedOs(NOTES)
-lose = TolerantServer._lose
+lose = FaultTolerantServer._lose
 
 
 def lose_noted(self, worker, how):
-    if worker not in self.attendance.lost:
+    if worker not in self.tracker.lost:
         note(NOTES, "lost", lost=worker, how=how, at_s=time.monotonic())
     yield from lose(self, worker, how)
 
 
-TolerantServer._lose = lose_noted
+FaultTolerantServer._lose = lose_noted
 
 job = mt.Job(
     model=Known,

@@ -95,7 +95,7 @@ class Ours:
         self.module, _, flat = flat_model(numel, len(servers))
         self.replica = Ready(flat, None, None, None, 0, DRIVER)
         self.world = MpiWorld(
-            runtime.engine, servers, lambda source, kind: flat.frame_for(servers.index(source), final=True)
+            runtime.engine, servers, lambda source, kind: flat.buffer_for(servers.index(source), final=True)
         )
         roles = Roles(servers, (DRIVER,))
         self.role = Worker(DRIVER, roles, self.replica, NullReport(), leased=False).run()

@@ -124,7 +124,7 @@ class Asynchronous(Contestant):
         super().__init__(make, shape)
         flat = FlatModel(self.module, self.optimizer, 1)
         self.replica = Replica(flat, None, None, None, 0, runtime.rank)
-        self.world = MpiWorld(engine, ROLES.servers, lambda source, kind: flat.frame_for(0, final=True))
+        self.world = MpiWorld(engine, ROLES.servers, lambda source, kind: flat.buffer_for(0, final=True))
         self.role = Worker(runtime.rank, ROLES, self.replica, NullReport(), leased=False).run()
         self.world.advance(self.role, None)
 

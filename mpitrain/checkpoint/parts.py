@@ -61,7 +61,7 @@ __all__ = [
     "write_part",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 FOLDER = CHECKPOINTS
 FIRST = FIRST_PART
 MAX_PART_BYTES = 2**40
@@ -202,8 +202,8 @@ def _read_record(folder: Path, name: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
     if record.get("schema") != SCHEMA:
         raise OtherSchemaError(
-            f"{path} has schema {record.get('schema')!r}, and this version of mpitrain reads schema {SCHEMA}: go on "
-            "with the version that wrote it, or begin anew without --resume"
+            f"{path} was written by a version of mpitrain whose checkpoints have schema {record.get('schema')!r}, and "
+            f"this version reads schema {SCHEMA}: go on with the version that wrote it, or begin anew without --resume"
         )
     _check_record(path, record, mark_of(folder), name)
     return dict(record)

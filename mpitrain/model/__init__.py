@@ -1,6 +1,6 @@
 """The model as one flat vector: shards for servers, a replica for workers, and buffers that can travel."""
 
-from mpitrain.model.buffers import Frame, FramePool
+from mpitrain.model.buffers import BufferPool, FixedBuffer
 from mpitrain.model.elastic_shard import ElasticStore
 from mpitrain.model.factory import check_optimizer, flat_model, push_coder, remote_steps, shard_store
 from mpitrain.model.flat import FlatModel, Layout
@@ -12,7 +12,7 @@ from mpitrain.model.server_shard import ShardStore
 from mpitrain.model.worker_replica import Gradient, Replica
 
 __all__ = [
-    "ElasticStore", "FlatModel", "Frame", "FramePool", "Gradient", "Layout", "LocalSteps", "PushCoder", "Replica",
-    "ShardStore", "check_elementwise", "check_optimizer", "flat_model", "local_steps", "push_coder",
+    "ElasticStore", "FlatModel", "FixedBuffer", "BufferPool", "Gradient", "Layout", "LocalSteps", "PushCoder",
+    "Replica", "ShardStore", "check_elementwise", "check_optimizer", "flat_model", "local_steps", "push_coder",
     "rebuild", "remote_steps", "reshard", "shard_store",
 ]  # fmt: skip

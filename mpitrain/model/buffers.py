@@ -16,12 +16,12 @@ from mpitrain.errors import WireError
 PAD_BYTES = 64
 
 
-class Frame:
+class FixedBuffer:
     """A buffer for `numel` numbers of `dtype`. `body` is the 1-D view of the numbers, `raw` all bytes
     including the pads.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, pool: FramePool | None = None, pin: bool = False):
+    def __init__(self, numel: int, dtype: torch.dtype, pool: BufferPool | None = None, pin: bool = False):
         size = numel * dtype.itemsize
         padded = -(-size // PAD_BYTES) * PAD_BYTES
         self.raw = torch.zeros(PAD_BYTES + padded + PAD_BYTES, dtype=torch.uint8, pin_memory=pin)
@@ -43,7 +43,7 @@ class Frame:
         """What there is to tell of the numbers."""
         return {}
 
-    def hold(self) -> Frame:
+    def hold(self) -> FixedBuffer:
         """One holder more."""
         self.users += 1
         return self
@@ -65,25 +65,25 @@ class Frame:
         return int(self._stamps[0]), int(self._stamps[1])
 
 
-class Parcel:
+class VariableBuffer:
     """A coded message in a buffer that can travel: a frame whose length is known when it arrives. `body` is the
     message; its length stands in the pad in front, behind the stamp.
     """
 
     def __init__(self, message: torch.Tensor | None = None):
-        self._frame: Frame | None = None
+        self._frame: FixedBuffer | None = None
         if message is not None:
-            self._frame = Frame(message.numel(), torch.uint8)
+            self._frame = FixedBuffer(message.numel(), torch.uint8)
             self._frame.body.copy_(message)
             self._frame.raw[8:16].view(torch.int64).fill_(message.numel())
 
     def fit(self, num_bytes: int) -> bool:
         """Make room for so many bytes."""
-        self._frame = Frame(num_bytes - 2 * PAD_BYTES, torch.uint8)
+        self._frame = FixedBuffer(num_bytes - 2 * PAD_BYTES, torch.uint8)
         return self._frame.num_bytes == num_bytes
 
     @property
-    def frame(self) -> Frame:
+    def frame(self) -> FixedBuffer:
         """The buffer, once there is one."""
         assert self._frame is not None, "an empty parcel"
         return self._frame
@@ -122,7 +122,7 @@ class Parcel:
         """As a frame's."""
         return self.frame.stamps()
 
-    def hold(self) -> Parcel:
+    def hold(self) -> VariableBuffer:
         """One holder more."""
         self.frame.hold()
         return self
@@ -137,7 +137,7 @@ def wire_dtype(wire: str, full: torch.dtype) -> torch.dtype:
     return full if wire == "full" else {"float16": torch.float16, "bfloat16": torch.bfloat16}[wire]
 
 
-class FramePool:
+class BufferPool:
     """Frames of one size, reused; `num_frames` is how many were ever needed at once (the peak of waiting
     buffers).
     """
@@ -145,17 +145,17 @@ class FramePool:
     def __init__(self, numel: int, dtype: torch.dtype, pin: bool = False):
         self.numel, self.dtype, self.pin = numel, dtype, pin
         self.num_frames = 0
-        self._free: list[Frame] = []
+        self._free: list[FixedBuffer] = []
 
-    def take(self) -> Frame:
+    def take(self) -> FixedBuffer:
         """A frame with one holder; its contents are whatever was left in it."""
         if self._free:
             frame = self._free.pop()
             frame.users = 1
             return frame
         self.num_frames += 1
-        return Frame(self.numel, self.dtype, self, self.pin)
+        return FixedBuffer(self.numel, self.dtype, self, self.pin)
 
-    def give_back(self, frame: Frame) -> None:
+    def give_back(self, frame: FixedBuffer) -> None:
         """Called by the frame itself."""
         self._free.append(frame)

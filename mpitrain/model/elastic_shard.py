@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.model.buffers import Frame, FramePool, wire_dtype
+from mpitrain.model.buffers import BufferPool, FixedBuffer, wire_dtype
 from mpitrain.model.flat import Layout
 
 
@@ -39,15 +39,15 @@ class ElasticStore:
         reply_wire: str = "full",
     ):
         self.share = share
-        self.pool = FramePool(layout.size(shard), layout.dtype)
-        self.arrivals = FramePool(self.pool.numel, wire_dtype(push_wire, layout.dtype))
-        self._replies = FramePool(self.pool.numel, wire_dtype(reply_wire, layout.dtype))
+        self.pool = BufferPool(layout.size(shard), layout.dtype)
+        self.arrivals = BufferPool(self.pool.numel, wire_dtype(push_wire, layout.dtype))
+        self._replies = BufferPool(self.pool.numel, wire_dtype(reply_wire, layout.dtype))
         self.centre = self.pool.take()
         self.centre.body.copy_(initial)
-        self._gathered: list[tuple[int, Frame]] = []
-        self._answers: dict[int, Frame] = {}
+        self._gathered: list[tuple[int, FixedBuffer]] = []
+        self._answers: dict[int, FixedBuffer] = {}
 
-    def frame(self) -> Frame:
+    def frame(self) -> FixedBuffer:
         """An empty frame for arriving parameters."""
         return self.arrivals.take()
 
@@ -88,7 +88,7 @@ class ElasticStore:
         """Nothing to tell: no codecs here."""
         return {}
 
-    def read(self, worker: int, full: bool = False, uses: int = 1) -> Frame:
+    def read(self, worker: int, full: bool = False, uses: int = 1) -> FixedBuffer:
         """The difference that answers `worker`'s push, or else the centre (unrounded where `full`)."""
         if worker in self._answers and not full:
             return self._answers.pop(worker)

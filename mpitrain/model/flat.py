@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.model.buffers import Frame, FramePool, Parcel, wire_dtype
+from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 
 WIRE_DTYPES = (torch.float32, torch.float64)
 
@@ -164,11 +164,11 @@ class FlatModel:
         self.device = self.parameters[0].device
         pin = self.device.type == "cuda"
         sizes, dtype = [self.layout.size(shard) for shard in range(num_shards)], self.layout.dtype
-        self.frames = [Frame(size, dtype, pin=pin) for size in sizes]
+        self.frames = [FixedBuffer(size, dtype, pin=pin) for size in sizes]
         reply_dtype = wire_dtype(reply_wire, dtype)
         apart = replies_apart or reply_dtype != dtype
-        self._replies = [Frame(size, reply_dtype, pin=pin) for size in sizes] if apart else self.frames
-        self._pools = [FramePool(size, wire_dtype(push_wire, dtype), pin) for size in sizes]
+        self._replies = [FixedBuffer(size, reply_dtype, pin=pin) for size in sizes] if apart else self.frames
+        self._pools = [BufferPool(size, wire_dtype(push_wire, dtype), pin) for size in sizes]
         self._copied: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.frames]
         for shard in range(num_shards):
             for index, start, stop, at in self.layout.pieces(shard):
@@ -185,7 +185,7 @@ class FlatModel:
                 parameter.data = parameter.data.contiguous()
             self._copied[shard].append((parameter.data.view(-1)[start:stop], home))
 
-    def install(self, shard: int, source: Frame | None = None) -> None:
+    def install(self, shard: int, source: FixedBuffer | None = None) -> None:
         """Make the module use what stands in `source` (default: the shard's own frame, where most of it
         already is).
         """
@@ -195,10 +195,10 @@ class FlatModel:
         for target, home in self._copied[shard]:
             target.copy_(home, non_blocking=True)
 
-    def frame_for(self, shard: int, final: bool) -> Frame | Parcel:
+    def buffer_for(self, shard: int, final: bool) -> FixedBuffer | VariableBuffer:
         """Where the next parameters of a shard are to be received; the final ones come unrounded."""
         if self.replies_coded and not final:
-            return Parcel()
+            return VariableBuffer()
         return (self.frames if final else self._replies)[shard].hold()
 
     @torch.no_grad()
@@ -208,16 +208,16 @@ class FlatModel:
             for source, home in pairs:
                 home.copy_(source)
 
-    def current(self) -> list[Frame]:
+    def current(self) -> list[FixedBuffer]:
         """The frames, holding what the parameters hold now."""
         self.refresh()
         return self.frames
 
-    def push_frames(self) -> list[Frame]:
+    def push_frames(self) -> list[FixedBuffer]:
         """Frames of the shards' sizes that nobody else holds, for gradients."""
         return [pool.take() for pool in self._pools]
 
-    def gather_gradients(self, frames: list[Frame]) -> bool:
+    def gather_gradients(self, frames: list[FixedBuffer]) -> bool:
         """Copy every gradient into the frames (a missing one counts as zero); returns whether all of it is
         finite.
         """

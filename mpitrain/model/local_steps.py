@@ -19,7 +19,7 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.model.buffers import Frame, FramePool
+from mpitrain.model.buffers import BufferPool, FixedBuffer
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.step_hooks import without_global_hooks
@@ -55,8 +55,8 @@ class LocalSteps:
         self.schedule, self.epoch_samples, self.num_workers = schedule, epoch_samples, num_workers
         self._rates = Rates(optimizer)
         layout = model.layout
-        self._pools = [FramePool(layout.size(shard), layout.dtype) for shard in range(layout.num_shards)]
-        self._moved: list[Frame] | None = None
+        self._pools = [BufferPool(layout.size(shard), layout.dtype) for shard in range(layout.num_shards)]
+        self._moved: list[FixedBuffer] | None = None
 
     def progress(self, samples: int) -> None:
         """So many samples have been accepted: the rate of the next step follows."""
@@ -88,7 +88,7 @@ class LocalSteps:
         """At which a server is to apply the next push, by group; None where that is the optimizer's affair."""
         return list(self._pushed_rates) if self.source is not None and self.schedule is None else None
 
-    def _follow_rates(self, gradients: list[Frame]) -> None:
+    def _follow_rates(self, gradients: list[FixedBuffer]) -> None:
         """Step at the source's rates, and make what is pushed worth as much at the rates of the push."""
         if self.source is None or self.schedule is not None:
             return
@@ -106,7 +106,7 @@ class LocalSteps:
             elif rate != first:
                 self._scale_group(gradients, index, rate / first)
 
-    def _scale_group(self, frames: list[Frame], group: int, factor: float) -> None:
+    def _scale_group(self, frames: list[FixedBuffer], group: int, factor: float) -> None:
         for shard, frame in enumerate(frames):
             for index, start, stop in self.model.layout.group_slices(shard):
                 if index == group:
@@ -124,7 +124,7 @@ class LocalSteps:
             self._own_step()
         return True
 
-    def _gather(self, frames: list[Frame]) -> None:
+    def _gather(self, frames: list[FixedBuffer]) -> None:
         if self._moved is None:
             self._moved = frames
             return
@@ -132,7 +132,7 @@ class LocalSteps:
             total.body.add_(frame.body)
             frame.release()
 
-    def take(self) -> list[Frame]:
+    def take(self) -> list[FixedBuffer]:
         """What to push, rounded for the wire; from here on it accumulates anew."""
         frames = self.model.push_frames()
         for index, frame in enumerate(frames):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.errors import UsageError
-from mpitrain.model.buffers import Frame, FramePool, Parcel
+from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer
 from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.loss import read_loss
@@ -69,7 +69,7 @@ class PeerReplica:
         layout = model.layout
         self._layout = make_layout_of(zip(layout.names, layout.shapes, strict=True))
         self.x = model.frames[0].body.clone() if shared else model.frames[0].body
-        self._pool = FramePool(layout.size(0), layout.dtype)
+        self._pool = BufferPool(layout.size(0), layout.dtype)
         self._delta = torch.zeros_like(self.x)
         self._common = self.x.clone() if rule.mixes else None  # what all held last
         self._copies: dict[int, torch.Tensor] = {}
@@ -132,7 +132,7 @@ class PeerReplica:
             now.copy_(before)  # x changes by what is told of the step, not by the step
 
     @torch.no_grad()
-    def update(self) -> Frame | Parcel:
+    def update(self) -> FixedBuffer | VariableBuffer:
         """What the others are told of the step."""
         if self.encoder is None:
             frame = self._pool.take()
@@ -147,7 +147,7 @@ class PeerReplica:
         message = self.encoder.encode([Part(told, self._layout)])
         self.num_messages += 1
         self.codec_s += time.perf_counter() - began_s
-        return Parcel(message)
+        return VariableBuffer(message)
 
     @torch.no_grad()
     def apply(self, payload: Any, num_peers: int) -> None:
@@ -189,7 +189,7 @@ class PeerReplica:
     # ---- a meeting
 
     @torch.no_grad()
-    def total(self) -> Frame:
+    def total(self) -> FixedBuffer:
         """x, in a frame of its own."""
         frame = self._pool.take()
         frame.body.copy_(self.x)
@@ -227,9 +227,9 @@ class PeerReplica:
 
     # ---- arriving frames, metrics, state
 
-    def frame_for(self, is_update: bool) -> Frame | Parcel:
+    def buffer_for(self, is_update: bool) -> FixedBuffer | VariableBuffer:
         """Where a payload is to be received."""
-        return Parcel() if is_update and self.encoder is not None else self._pool.take()
+        return VariableBuffer() if is_update and self.encoder is not None else self._pool.take()
 
     def validate(self) -> dict[str, float]:
         """Metrics of this peer's own parameters."""

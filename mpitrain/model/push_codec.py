@@ -19,7 +19,7 @@ import torch
 
 from mpitrain.codecs import Encoder, Field, Part, add_message
 from mpitrain.codecs import Layout as Fields
-from mpitrain.model.buffers import Frame, Parcel
+from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.codec_registry import make_encoder, make_layout_of, merge_states
 from mpitrain.model.flat import Layout
 from mpitrain.strategies.compression import Codec
@@ -57,7 +57,7 @@ class PushCoder:
         self.num_steps, self.sent_bytes, self.codec_s = 0, 0, 0.0
 
     @torch.no_grad()
-    def encode(self, frames: Sequence[Frame], finite: bool) -> list[Parcel]:
+    def encode(self, frames: Sequence[FixedBuffer], finite: bool) -> list[VariableBuffer]:
         """One message for every shard's frame, which is released."""
         began_s = time.perf_counter()
         if not finite:
@@ -70,7 +70,7 @@ class PushCoder:
                 frame.body.mul_(limit / norm)
         parcels = []
         for encoder, fields, frame in zip(self.encoders, self.fields, frames, strict=True):
-            parcels.append(Parcel(encoder.encode([Part(frame.body, fields)])))
+            parcels.append(VariableBuffer(encoder.encode([Part(frame.body, fields)])))
             frame.release()
         self.num_steps += 1
         self.sent_bytes += sum(parcel.num_bytes for parcel in parcels)
@@ -156,12 +156,12 @@ class PushDecoder:
         self.fields: tuple[Field, ...] = fields_of(layout, shard)
         self.num_messages, self.codec_s = 0, 0.0
 
-    def frame(self) -> Parcel:
+    def frame(self) -> VariableBuffer:
         """Where a push is to be received."""
-        return Parcel()
+        return VariableBuffer()
 
     @torch.no_grad()
-    def add(self, payload: Parcel, into: torch.Tensor) -> None:
+    def add(self, payload: VariableBuffer, into: torch.Tensor) -> None:
         """into += the message; the payload is released."""
         began_s = time.perf_counter()
         add_message(payload.body, [Part(into, self.fields)])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpitrain.codecs import Encoder, Part, add_message
-from mpitrain.model.buffers import Frame, Parcel
+from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.codec_registry import make_encoder
 from mpitrain.model.flat import Layout
 from mpitrain.model.push_codec import fields_of
@@ -37,7 +37,7 @@ class ReplyCoder:
         self.num_messages, self.codec_s = 0, 0.0
 
     @torch.no_grad()
-    def encode(self, worker: int, now: torch.Tensor) -> Parcel:
+    def encode(self, worker: int, now: torch.Tensor) -> VariableBuffer:
         """The message that brings `worker`'s copy nearer to `now`."""
         began_s = time.perf_counter()
         message = self._advance(worker, now)
@@ -46,7 +46,7 @@ class ReplyCoder:
             message = make_encoder(self.codec).encode([Part(self._copies[worker], self.fields)], dense=True)
         self.num_messages += 1
         self.codec_s += time.perf_counter() - began_s
-        return Parcel(message)
+        return VariableBuffer(message)
 
     def _advance(self, worker: int, now: torch.Tensor) -> torch.Tensor:
         if worker not in self._copies:
@@ -93,12 +93,12 @@ class ReplyReader:
 
     def __init__(self, layout: Layout):
         self._fields = [fields_of(layout, shard) for shard in range(layout.num_shards)]
-        self._copies = [Frame(layout.size(shard), layout.dtype) for shard in range(layout.num_shards)]
+        self._copies = [FixedBuffer(layout.size(shard), layout.dtype) for shard in range(layout.num_shards)]
 
     @torch.no_grad()
-    def take(self, shard: int, payload: Frame | Parcel) -> Frame:
+    def take(self, shard: int, payload: FixedBuffer | VariableBuffer) -> FixedBuffer:
         """The copy after this message, held once more; anything but a message is handed back as it is."""
-        if not isinstance(payload, Parcel):
+        if not isinstance(payload, VariableBuffer):
             return payload
         copy = self._copies[shard]
         add_message(payload.body, [Part(copy.body, self._fields[shard])])

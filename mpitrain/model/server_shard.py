@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpitrain.model.buffers import Frame, FramePool, Parcel, wire_dtype
+from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 from mpitrain.model.flat import Layout
 from mpitrain.model.group_options import FollowedOptions
 from mpitrain.model.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
@@ -56,12 +56,14 @@ class ShardStore:
         reply_codec: Codec = Uncompressed(),  # noqa: B008 - frozen
     ):
         check_elementwise(prototype)
-        self.pool = FramePool(layout.size(shard), layout.dtype)
+        self.pool = BufferPool(layout.size(shard), layout.dtype)
         self.arrivals = self._pool_for(push_wire)
         self._replies = self._pool_for(reply_wire)
         self._decoder = None if push_codec.is_none else PushDecoder(layout, shard)
         self._coder = None if reply_codec.is_none else ReplyCoder(layout, shard, reply_codec)
-        self._reply: Frame | None = None  # the present version as it is sent, once somebody has asked for it
+        self._reply: FixedBuffer | None = (
+            None  # the present version as it is sent, once somebody has asked for it
+        )
         self.live = self.pool.take()
         self.live.body.copy_(initial)
         self._slices = [(start, stop) for _, start, stop in layout.group_slices(shard)]
@@ -72,8 +74,10 @@ class ShardStore:
         self._options = FollowedOptions(self.optimizer, groups)
         self._factor: float | None = None  # of the job's schedule, where there is one
         self.correction = make_correction(damping)
-        self._reads: dict[int, deque[Frame]] = {}  # for a correction: what each worker read, the oldest first
-        self._gathered: Frame | None = None
+        self._reads: dict[
+            int, deque[FixedBuffer]
+        ] = {}  # for a correction: what each worker read, the oldest first
+        self._gathered: FixedBuffer | None = None
         self._weights: list[float] = []  # of what is gathered, times its share
         self._shares: list[float] = []
         self._unit = 1.0
@@ -84,17 +88,17 @@ class ShardStore:
             if state:
                 self.optimizer.state[parameter] = state
 
-    def _pool_for(self, wire: str) -> FramePool:
+    def _pool_for(self, wire: str) -> BufferPool:
         dtype = wire_dtype(wire, self.pool.dtype)
-        return self.pool if dtype == self.pool.dtype else FramePool(self.pool.numel, dtype)
+        return self.pool if dtype == self.pool.dtype else BufferPool(self.pool.numel, dtype)
 
-    def frame(self) -> Frame | Parcel:
+    def frame(self) -> FixedBuffer | VariableBuffer:
         """An empty frame for an arriving gradient."""
         return self._decoder.frame() if self._decoder else self.arrivals.take()
 
-    def _widen(self, payload: Frame | Parcel) -> Frame:
+    def _widen(self, payload: FixedBuffer | VariableBuffer) -> FixedBuffer:
         """16 bits or a message on the wire, full sums."""
-        if isinstance(payload, Parcel):
+        if isinstance(payload, VariableBuffer):
             assert self._decoder is not None, "a coded push, and no codec"
             wide = self.pool.take()
             self._decoder.add(payload, wide.body.zero_())
@@ -106,7 +110,7 @@ class ShardStore:
         payload.release()
         return wide
 
-    def correct(self, worker: int, payload: Frame | Parcel, num_reads: int) -> Frame:
+    def correct(self, worker: int, payload: FixedBuffer | VariableBuffer, num_reads: int) -> FixedBuffer:
         """The gradient as the damping corrects it for what has changed since `worker` read what it was computed on: the
         oldest of its newest `num_reads` reads. Takes the frame over. Called on arrival: the parameters stay as they
         are until the update that takes it, but the worker may read again."""
@@ -120,7 +124,7 @@ class ShardStore:
             self.correction.apply(payload.body, self.live.body, reads[0].body)
         return payload
 
-    def mask(self, payload: Frame | Parcel, spans: list[tuple[int, int]]) -> Frame:
+    def mask(self, payload: FixedBuffer | VariableBuffer, spans: list[tuple[int, int]]) -> FixedBuffer:
         """The gradient with zeros in `spans`, [start, end) of the shard; takes the frame over."""
         payload = self._widen(payload)
         for start, end in spans:
@@ -137,8 +141,8 @@ class ShardStore:
         return self._options.heard
 
     def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
-        """Gather `weight * share * gradient`; takes the frame over and releases it when it is done with it. Shares are
-        counted in the first one's, so equal ones change no bit."""
+        """Gather `weight * share * gradient`; takes the buffer over and releases it when it is done with it.
+        Shares are counted in the first one's, so equal ones change no bit."""
         self._unit = self._unit if self._shares else share or 1.0
         self._shares.append(share / self._unit)
         weight *= self._shares[-1]
@@ -148,7 +152,7 @@ class ShardStore:
             return
         if len(self._weights) == 2 and self._weights[0] != 1.0:
             self._gathered.body.mul_(self._weights[0])
-        if isinstance(payload, Parcel) and self._decoder is not None and weight == 1.0:
+        if isinstance(payload, VariableBuffer) and self._decoder is not None and weight == 1.0:
             self._decoder.add(payload, self._gathered.body)
             return
         payload = self._widen(payload)
@@ -203,7 +207,7 @@ class ShardStore:
             return (1.0 if proportional else rate), 0.0
         return (1.0, rate) if proportional else (rate, 1.0)
 
-    def _move_to(self, fresh: Frame) -> None:
+    def _move_to(self, fresh: FixedBuffer) -> None:
         fresh.body.copy_(self.live.body)
         for parameter, (start, stop) in zip(self._parameters, self._slices, strict=True):
             parameter.data = fresh.body[start:stop]
@@ -220,7 +224,7 @@ class ShardStore:
         found = self._decoder.statistics() if self._decoder else {}
         return found | (self._coder.statistics() if self._coder else {})
 
-    def read(self, worker: int, full: bool = False, uses: int = 1) -> Frame | Parcel:
+    def read(self, worker: int, full: bool = False, uses: int = 1) -> FixedBuffer | VariableBuffer:
         """The present parameters, rounded for the wire unless `full`; held for the caller, who releases them. So many
         pushes of the worker will be computed on them, none where it is `full`."""
         if full:
@@ -242,7 +246,7 @@ class ShardStore:
             self._reply.body.copy_(self.live.body)
         return self._reply.hold()
 
-    def _remember(self, worker: int, read: Frame, uses: int) -> None:
+    def _remember(self, worker: int, read: FixedBuffer, uses: int) -> None:
         self._reads.setdefault(worker, deque()).extend(read.hold() for _ in range(uses))
 
     def state(self) -> dict[str, Any]:

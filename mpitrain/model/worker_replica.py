@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpitrain.model.buffers import Frame, Parcel
+from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.local_steps import LocalSteps
 from mpitrain.model.loss import read_loss
@@ -76,8 +76,8 @@ class Replica:
         self._reader = ReplyReader(model.layout) if model.replies_coded else None
         self._finite = True  # all that the next push is made of
         self._stepped = False  # hooks have run before a step, and not yet after it
-        self._frames: list[Frame] | None = None  # the gradient to be pushed
-        self._pulled: list[Frame | None] = [None] * model.layout.num_shards
+        self._frames: list[FixedBuffer] | None = None  # the gradient to be pushed
+        self._pulled: list[FixedBuffer | None] = [None] * model.layout.num_shards
         buffers = [buffer for buffer in model.module.buffers() if buffer is not None] if shared else []
         self._module_buffers = buffers
         self._buffers = [buffer.clone() for buffer in buffers]
@@ -91,7 +91,7 @@ class Replica:
             return
         held, self._pulled[shard] = self._pulled[shard], payload
         if self.local is not None:  # these parameters will move: nobody else may hold them
-            own = held or Frame(self.model.layout.size(shard), self.model.layout.dtype)
+            own = held or FixedBuffer(self.model.layout.size(shard), self.model.layout.dtype)
             own.body.copy_(payload.body)
             self._pulled[shard] = own
             payload.release()
@@ -99,7 +99,7 @@ class Replica:
             held.release()
 
     @torch.no_grad()
-    def nudge(self, shard: int, payload: Any) -> None:
+    def subtract(self, shard: int, payload: Any) -> None:
         """Move one shard's parameters by minus the payload."""
         if self.shared:
             self._own(shard).body.sub_(payload.body)
@@ -109,7 +109,7 @@ class Replica:
             self.model.install(shard)
         payload.release()
 
-    def _own(self, shard: int) -> Frame:
+    def _own(self, shard: int) -> FixedBuffer:
         frame = self._pulled[shard]
         assert frame is not None, "a difference came before any parameters"
         return frame
@@ -176,7 +176,7 @@ class Replica:
         told = self.remote.text(self.local.rates if self.local else None) if self.remote is not None else ""
         return Gradient(loss, num_samples, finite, num_samples if share is None else share, told)
 
-    def take(self) -> list[Frame] | list[Parcel]:
+    def take(self) -> list[FixedBuffer] | list[VariableBuffer]:
         """What to push, one frame or message a shard."""
         finite, self._finite = self._finite, True
         if self.local is not None:

@@ -2,7 +2,7 @@
 
 Invariants: one role a rank, driven by the thread that owns MPI; the role is never blocked by a send.
 From each peer one header receive is always listening (directed, never ANY_SOURCE: a dead peer must be
-tellable); what the header announces is then received into the frame that `frame_for` provides, and only
+tellable); what the header announces is then received into the frame that `buffer_for` provides, and only
 after that the next header, so messages of one peer keep their order. A payload whose length or whose stamps
 at the two ends are not what its header says is an error, never an update.
 """
@@ -47,7 +47,7 @@ class MpiWorld:
     Args:
         engine: the process's progress engine, driven inline.
         peers: ranks this role exchanges messages with.
-        frame_for: `frame_for(source, kind) -> frame` to receive the payload of that rank's next message into.
+        buffer_for: `buffer_for(source, kind) -> frame` to receive the payload of that rank's next message into.
         on_step: told the role's step as it changes, for error messages.
         may_die: peers whose death is a message (`Kind.LOST`), not an error.
         leave_s: how long to wait, in the end, for what was sent to leave; the engine sends the rest all the same.
@@ -58,13 +58,13 @@ class MpiWorld:
         self,
         engine: Engine,
         peers: tuple[int, ...],
-        frame_for: Callable[[int, Kind], Any],
+        buffer_for: Callable[[int, Kind], Any],
         on_step: Callable[[int], None] = lambda step: None,
         computer: Executor | None = None,
         may_die: Collection[int] = (),
         leave_s: float | None = None,
     ):
-        self.engine, self.frame_for, self.on_step = engine, frame_for, on_step
+        self.engine, self.buffer_for, self.on_step = engine, buffer_for, on_step
         self._peers = {rank: _Peer(rank) for rank in peers}
         self._inbox: deque[tuple[int, Message]] = deque()
         self._computer, self._may_die, self._leave_s = computer, frozenset(may_die), leave_s
@@ -229,7 +229,7 @@ class MpiWorld:
         op.then(lambda op: self._checked(peer, op, num_bytes, unpack))
 
     def _receive_payload(self, peer: _Peer, message: Message, num_bytes: int) -> None:
-        frame = self.frame_for(peer.rank, message.kind)
+        frame = self.buffer_for(peer.rank, message.kind)
         if not frame.fit(num_bytes):
             raise WireError(
                 f"rank {peer.rank} announces {num_bytes} bytes for a shard of {frame.num_bytes}: "

@@ -26,7 +26,7 @@ def describe_split(
     strategy = job.strategy
     assert isinstance(strategy, Split)
     grid = strategy.grid(nodes)
-    shares = strategy.num_shares(len(nodes))
+    shares = strategy.num_replicas(len(nodes))
     steps = overrides.steps or job.epochs * -(-num_samples // (job.batch_size * shares))
     return [
         *_placement(strategy, grid, nodes),

@@ -2,9 +2,9 @@
 in here.
 """
 
-from mpitrain.roles.server.fault_tolerant import TolerantServer
+from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
 from mpitrain.roles.server.server import Server
 from mpitrain.roles.server.user_checkpoints import Save, SavingServer
 from mpitrain.roles.worker import Worker
 
-__all__ = ["Save", "SavingServer", "Server", "TolerantServer", "Worker"]
+__all__ = ["Save", "SavingServer", "Server", "FaultTolerantServer", "Worker"]

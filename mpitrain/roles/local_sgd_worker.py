@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send
 from mpitrain.roles.protocols import Report
-from mpitrain.strategies.sampling.peer_partition import Shares, Turn
+from mpitrain.strategies.sampling.peer_partition import PeerPartition, Turn
 
 
 class LocalReplica(Protocol):
@@ -70,7 +70,7 @@ class LocalWorker:
         report: where progress goes, on the first worker, which also validates.
     """
 
-    def __init__(self, rank: int, number: int, shares: Shares, replica: LocalReplica, report: Report):
+    def __init__(self, rank: int, number: int, shares: PeerPartition, replica: LocalReplica, report: Report):
         self.rank, self.number, self.shares, self.replica, self.report = rank, number, shares, replica, report
         self.compute_s = self.wait_s = 0.0
         self._num_rounds = 0

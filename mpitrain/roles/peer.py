@@ -15,11 +15,11 @@ from typing import Any
 
 from mpitrain.effects import ASKS, Compute, Effect, Kind, Message, Now, Recv, Role, Send
 from mpitrain.errors import LostRankError, NonFiniteError
-from mpitrain.roles.peer_checkpoints import PeerCuts
+from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import PeerReplica, Report
 from mpitrain.strategies import topology
 from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.sampling.peer_partition import Endless, Shares, Turn
+from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition, Turn
 
 Answers = Generator[Effect, Any, Any]
 _COUNTS = (
@@ -32,8 +32,8 @@ class Peer:
 
     Args:
         rank: its own, from 0; number: of all peers.
-        rule: whom to talk to and when to meet; shares: this peer's part of the data, or `Endless` where somebody else
-            brings it and answers `Compute`, in the end with None.
+        rule: whom to talk to and when to meet; partition: this peer's part of the data, or `Endless` where somebody
+            else brings it and answers `Compute`, in the end with None.
         report: where progress goes, on the peer that logs, which also validates.
         on_nonfinite: "stop" ends the job, "skip" leaves the step out.
         cuts: when to write checkpoints; None for never.
@@ -44,19 +44,19 @@ class Peer:
         rank: int,
         number: int,
         rule: Decentralized,
-        shares: Shares | Endless,
+        partition: PeerPartition | Endless,
         replica: PeerReplica,
         report: Report,
         on_nonfinite: str = "stop",
-        cuts: PeerCuts | None = None,
+        cuts: PeerCheckpoints | None = None,
     ):
-        self.rank, self.number, self.rule, self.shares = rank, number, rule, shares
+        self.rank, self.number, self.rule, self.partition = rank, number, rule, partition
         self.replica, self.report, self.on_nonfinite = replica, report, on_nonfinite
         self.cuts = cuts
         self.step = self.batches = self.samples = self.nonfinite = self.sent_bytes = self.num_sent = (
             self.num_meetings
         ) = 0
-        self.num_active = shares.num_active()
+        self.num_active = partition.num_active()
         self.lead_max = 0
         self.drift = self.drift_max = self.compute_s = self.wait_s = 0.0
         self.digest = ""
@@ -68,9 +68,9 @@ class Peer:
 
     def run(self) -> Role:
         """Train to the end of the course; returns this peer's counts."""
-        epoch = self.shares.epoch
+        epoch = self.partition.epoch
         told: tuple[int, int, int, float] | None = None
-        while (turn := self.shares.next()) is not None:
+        while (turn := self.partition.next()) is not None:
             if turn.num_active != self.num_active:  # the warm-up is over: the others join from the mean
                 yield from self._meet()
                 self.num_active = turn.num_active
@@ -98,15 +98,15 @@ class Peer:
 
     def state(self) -> dict[str, Any]:
         """Counts and position, JSON-able; taken between two steps. What others have sent ahead they will send again."""
-        return {"shares": self.shares.state()} | {key: getattr(self, key) for key in _COUNTS}
+        return {"partition": self.partition.state()} | {key: getattr(self, key) for key in _COUNTS}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; parameters and residuals are the replica's."""
-        self.shares.restore(state["shares"])
+        self.partition.restore(state["partition"])
         vars(self).update({key: state[key] for key in _COUNTS})
         self.num_active = min(state["num_active"], self.number)
 
-    def _look(self, cuts: PeerCuts, turn: Turn, met: bool) -> Answers:
+    def _look(self, cuts: PeerCheckpoints, turn: Turn, met: bool) -> Answers:
         """Write a checkpoint where one is due. All peers write after the same step, and a synchronous one has then
         taken in all that was sent before it; asynchronous ones write when they have met."""
         if cuts.agrees_after(turn.step, met):
@@ -114,7 +114,7 @@ class Peer:
         if cuts.is_due(turn.samples_before + turn.num_samples, met):
             yield Compute(lambda: cuts.save(self.state()), "checkpoint")
 
-    def _agree(self, cuts: PeerCuts, turn: Turn) -> Generator[Effect, Any, Message]:
+    def _agree(self, cuts: PeerCheckpoints, turn: Turn) -> Generator[Effect, Any, Message]:
         """What any peer was told goes up the tree of all, what the first decides comes down."""
         asked, step = cuts.asked(), turn.step
         for child in topology.children(self.rank, self.number):
@@ -134,7 +134,7 @@ class Peer:
     # ---- a step
 
     def _step(self, turn: Turn) -> Generator[Effect, Any, float | None]:
-        following = self.shares.peek()
+        following = self.partition.peek()
         if following is not None and following.lease is not None:
             self.replica.prefetch(following.lease)
         began_s = yield Now()
@@ -306,7 +306,7 @@ class Peer:
 
     def _counts(self) -> dict[str, Any]:
         return {
-            "rank": self.rank, "steps": self.shares.step, "batches": self.batches,
+            "rank": self.rank, "steps": self.partition.step, "batches": self.batches,
             "samples": self.samples, "nonfinite": self.nonfinite,
             "compute_s": self.compute_s, "wait_s": self.wait_s, "sent_bytes": self.sent_bytes,
             "messages": self.num_sent, "meetings": self.num_meetings, "lead_max": self.lead_max,

@@ -14,7 +14,7 @@ from mpitrain.roles.protocols import Keeper
 from mpitrain.strategies.checkpoint_policy import Cadence
 
 
-class PeerCuts:
+class PeerCheckpoints:
     """One peer's part in it.
 
     Args:

@@ -71,7 +71,7 @@ class Replica(Protocol):
     def load(self, shard: int, payload: Payload) -> None:
         """Take over the parameters of one shard; the replica releases the payload."""
 
-    def nudge(self, shard: int, payload: Payload) -> None:
+    def subtract(self, shard: int, payload: Payload) -> None:
         """Move the parameters of one shard by minus the payload, which the replica releases."""
 
     def prefetch(self, lease: Lease) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Generator
 from typing import Any
 
 from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Role, Send
-from mpitrain.roles.failure_detector.worker_side import Pulse
+from mpitrain.roles.failure_detector.worker_side import ServerProbe
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.protocols import Gradient, Keeper, Replica, Report
 from mpitrain.roles.server.final_model import Deliver, stay
@@ -41,7 +41,7 @@ class Worker:
         keeper: writes this worker's part of a checkpoint.
         deliver: saves and measures the final model, if that falls to this worker, and returns what there is to tell;
             None where nobody is to.
-        heartbeat_s, signs_s: as in `Pulse`.
+        heartbeat_s, signs_s: as in `ServerProbe`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Worker:
         heartbeat_s: float = 0.0,
         signs_s: float = 0.0,
     ):
-        self.pulse = Pulse(rank, roles.servers, heartbeat_s, signs_s)
+        self.probe = ServerProbe(rank, roles.servers, heartbeat_s, signs_s)
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
         self.leased, self.wants_final = leased, wants_final
         self.validates = rank == roles.validator
@@ -81,7 +81,7 @@ class Worker:
 
     def run(self) -> Role:
         """Work until no lease is left or a server says stop; returns this worker's counts."""
-        yield from self._tell_all(Kind.JOIN)
+        yield from self._broadcast(Kind.JOIN)
         yield from self.collect(Kind.REPLY)
         self._joined = True
         epoch = self.batches[0][0].epoch if self.batches else 0
@@ -99,7 +99,7 @@ class Worker:
         if told := self.replica.statistics():
             note = {"name": "codec", "worker": self.rank, **told}
             yield Send(self.roles.dealer, Message(Kind.NOTE, text=json.dumps(note)))
-        yield from self._tell_all(Kind.DONE, stop=self.wants_final, finite=not self.stopped)
+        yield from self._broadcast(Kind.DONE, stop=self.wants_final, finite=not self.stopped)
         if self.deliver is not None:
             yield from stay(self, self.deliver)
         elif self.wants_final:
@@ -141,16 +141,16 @@ class Worker:
         """Stay for as long as the dealing server wants, in case somebody's leases come back."""
         while self._park and not self.batches and not self.stopped:
             self._park = False
-            yield from self._tell_all(Kind.IDLE)
-            source, message = yield from self.pulse.receive((self.roles.dealer,))
+            yield from self._broadcast(Kind.IDLE)
+            source, message = yield from self.probe.receive((self.roles.dealer,))
             while message.kind == Kind.REPLY:  # a restart that crossed it (virtual time only)
                 self.take_in(source, message)
-                source, message = yield from self.pulse.receive((self.roles.dealer,))
+                source, message = yield from self.probe.receive((self.roles.dealer,))
             if message.kind != Kind.WAKE:
                 raise out_of_turn(source, message, f"rank {self.rank} (worker, idle)")
             if message.stop:
                 return
-            yield from self._tell_all(Kind.JOIN)
+            yield from self._broadcast(Kind.JOIN)
             yield from self.collect(Kind.REPLY)
 
     def _one_batch(self, lease: Lease | None, last: Lease | None, epoch: int) -> Generator[Effect, Any, bool]:
@@ -181,7 +181,7 @@ class Worker:
             yield from self._push(last)
         elif self._since_pull >= self.pull_every != self.push_every:
             self._since_pull = 0
-            yield from self._tell_all(Kind.PULL)
+            yield from self._broadcast(Kind.PULL)
             yield from self.collect(Kind.REPLY)
         self.compute_s += computed_s - started_s
         self.wait_s += (yield Now()) - computed_s
@@ -243,7 +243,7 @@ class Worker:
         reply names the push that it answers by the next one's step."""
         missing = set(self.roles.servers)
         while missing:
-            source, message = yield from self.pulse.receive(missing, served=kind != Kind.FINAL)
+            source, message = yield from self.probe.receive(missing, served=kind != Kind.FINAL)
             reply = message.kind in (Kind.REPLY, Kind.DIFFERENCE)
             # shards that a checkpoint cut at different pushes may name different ones when a worker joins
             crossed = reply and self._joined and (kind != Kind.REPLY or message.step < self.step)
@@ -284,21 +284,21 @@ class Worker:
         if message.kind == Kind.DIFFERENCE:
             if message.payload is None:
                 raise out_of_turn(source, message, f"rank {self.rank} (worker, awaits a difference)")
-            self.replica.nudge(shard, message.payload)
+            self.replica.subtract(shard, message.payload)
         elif message.payload is not None:
             self.replica.load(shard, message.payload)
         if message.payload is not None:
             self.versions[shard] = message.version
 
-    def _tell_all(self, kind: Kind, stop: bool = False, finite: bool = True) -> Generator[Effect, Any, None]:
+    def _broadcast(self, kind: Kind, stop: bool = False, finite: bool = True) -> Generator[Effect, Any, None]:
         message = Message(kind, step=self.step, stop=stop, finite=finite, mark=self.mark, ends=self.ends)
         for server in self.roles.servers:
             yield Send(server, message)
 
-    def say_away(self) -> Generator[Effect, Any, None]:
+    def report_away(self) -> Generator[Effect, Any, None]:
         """To servers that listen for signs of life, before something that may take as long as it likes."""
-        if self.pulse.timeout_s:
-            yield from self._tell_all(Kind.AWAY)
+        if self.probe.timeout_s:
+            yield from self._broadcast(Kind.AWAY)
 
     def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
         """The validator measures the parameters it holds when the first batch of the next epoch reaches
@@ -306,7 +306,7 @@ class Worker:
         """
         if not self.validates:
             return
-        yield from self.say_away()
+        yield from self.report_away()
         metrics = yield Compute(self.replica.validate, "validate")
         if metrics:
             note = {"name": "validation", "epoch": epoch + 1, "samples": self.progress, **metrics}

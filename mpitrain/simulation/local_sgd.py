@@ -17,7 +17,7 @@ from mpitrain.simulation.base import Rehearsal
 from mpitrain.simulation.replicas_in_one_process import LocalReplica, Table, modules_of
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies.local_sgd import LocalSGD
-from mpitrain.strategies.sampling.peer_partition import Shares
+from mpitrain.strategies.sampling.peer_partition import PeerPartition
 from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.validation import make_measure
 from mpitrain.virtual import ComputeLaw, NetworkLaw
@@ -65,12 +65,14 @@ def _workers(
     table.measure = make_measure(job, module, validation, torch.device("cpu"))
     workers = []
     for rank, replica in enumerate(table.replicas):
-        shares = Shares(num_samples, job.epochs, job.batch_size, number, rank, options.steps, job.drop_last)
+        shares = PeerPartition(
+            num_samples, job.epochs, job.batch_size, number, rank, options.steps, job.drop_last
+        )
         workers.append(LocalWorker(rank, number, shares, replica, NullReport() if rank else log))
     return workers, table
 
 
-def _counted(table: Table, shares: Shares) -> dict[str, Any]:
+def _counted(table: Table, shares: PeerPartition) -> dict[str, Any]:
     """What the run has come to, as the run over MPI tells it."""
     first = table.replicas[0]
     return {

@@ -60,9 +60,9 @@ def simulate_peers(
         metrics = replicas[0].validate()
     everybody = [one | replica.statistics(with_norm=True) for one, replica in zip(returned, replicas)]
     result = {
-        **summary(everybody, [one["digest"] for one in everybody], everybody[0], peers[0].shares),
-        **rehearsal.result(peers[0].shares.samples, metrics),
-        "steps": peers[0].shares.step,
+        **summary(everybody, [one["digest"] for one in everybody], everybody[0], peers[0].partition),
+        **rehearsal.result(peers[0].partition.samples, metrics),
+        "steps": peers[0].partition.step,
         "ranks": everybody,
     }
     log.finish(result)

@@ -93,7 +93,7 @@ class Strategy(Value):
         """Ranks this strategy takes away from the workers."""
         return 0
 
-    def num_shares(self, num_workers: int) -> int:
+    def num_replicas(self, num_workers: int) -> int:
         """Batches that so many workers take at a time: one each, unless several hold one model."""
         return num_workers
 
@@ -230,7 +230,7 @@ class ServerStrategy(Strategy):
         return self.optimizer == "worker" or self.push_every > 1 or self.pulls > 1
 
     @property
-    def holds_apart(self) -> bool:
+    def blocks_apart(self) -> bool:
         """Whether one shard may hold a worker for as long as a third one computes, that another has let go."""
         return False
 

@@ -105,7 +105,7 @@ class Session:
 
     def num_batches(self) -> int | None:
         """Batches to deal when the run is limited by `--steps`: so many for every worker that takes its own."""
-        shares = self.strategy.num_shares(len(self.roles.workers))
+        shares = self.strategy.num_replicas(len(self.roles.workers))
         return None if self.overrides.steps is None else self.overrides.steps * shares
 
     def total_samples(self) -> int:

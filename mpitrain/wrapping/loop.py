@@ -248,7 +248,7 @@ def _join(
         _serve(runtime, builder, store, about, run)
     runtime.may_die_alone = True
     world = MpiWorld(
-        runtime.engine, roles.servers, builder.frame_for, functools.partial(setattr, runtime, "step")
+        runtime.engine, roles.servers, builder.buffer_for, functools.partial(setattr, runtime, "step")
     )
     if strategy.inflight > 1:
         _poll_in_backward(flat.parameters, runtime.engine)

@@ -114,13 +114,16 @@ def join_peers(
                 f"{strategy}: peers that do not wait for one another have no common step to save"
             )
         # the role has begun the step that the loop is to compute next
-        return {"role": peer.state() | {"shares": {"step": peer.shares.step - 1}}, "replica": replica.state()}
+        return {
+            "role": peer.state() | {"partition": {"step": peer.partition.step - 1}},
+            "replica": replica.state(),
+        }
 
     contacts = strategy.contacts(runtime.rank, runtime.size)
     world = MpiWorld(
         runtime.engine,
         contacts,
-        lambda source, kind: replica.frame_for(kind == Kind.UPDATE),
+        lambda source, kind: replica.buffer_for(kind == Kind.UPDATE),
         functools.partial(setattr, runtime, "step"),
     )
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)

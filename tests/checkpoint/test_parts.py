@@ -365,10 +365,10 @@ def test_another_schema_is_refused_by_name(tmp_path):
     from mpitrain.checkpoint import parts
 
     checkpoint(tmp_path, 100)
-    before, parts.SCHEMA = parts.SCHEMA, 3
+    before, parts.SCHEMA = parts.SCHEMA, 4
     try:
         with pytest.raises(
-            OtherSchemaError, match="shard-0.json has schema 2, and this .* reads schema 3"
+            OtherSchemaError, match="shard-0.json was written by .* schema 3, and this .* reads schema 4"
         ) as told:
             verify(folder_of(tmp_path, 100))
         assert told.value.exit_code == 2

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mpitrain.data import Shards
 from mpitrain.data.read.order import Order, chunk_sizes
 from mpitrain.data.write.shard_file import write_shard
-from mpitrain.strategies.sampling.dealer import Dealer
-from mpitrain.strategies.sampling.peer_partition import Shares
+from mpitrain.strategies.sampling.dealer import BatchDealer
+from mpitrain.strategies.sampling.peer_partition import PeerPartition
 
 SHARDS = st.lists(st.integers(1, 60), min_size=1, max_size=5)  # samples of each
 WORKERS = st.integers(1, 6)
@@ -40,7 +40,7 @@ def test_every_sample_is_settled_once_an_epoch_over_a_resume_with_other_workers(
     total, num_epochs = sum(counts), 2
 
     def dealer(num_workers):
-        return Dealer(total, num_epochs, batch, None, False, num_workers, window * chunk)
+        return BatchDealer(total, num_epochs, batch, None, False, num_workers, window * chunk)
 
     settled, before = [], dealer(workers)
     deal_and_settle(before, workers, asks, stop, settled, unsettled=2)
@@ -96,10 +96,10 @@ def test_readers_in_lockstep_read_each_sample_once_over_a_resume_with_others(
         source = Shards(f"{directory}/*.h5", window)
         catalogue = source.scan()
         seen = []
-        course = [Shares(total, 1, batch, peers, peer) for peer in range(peers)]
+        course = [PeerPartition(total, 1, batch, peers, peer) for peer in range(peers)]
         seen += walk(source, catalogue, seed, course, stop)
         state = json.loads(json.dumps(course[0].state()))
-        course = [Shares(total, 1, batch, new_peers, peer) for peer in range(new_peers)]
+        course = [PeerPartition(total, 1, batch, new_peers, peer) for peer in range(new_peers)]
         for shares in course:
             shares.restore(state)
         seen += walk(source, catalogue, seed, course, 10**6)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mpitrain.model import FlatModel, Frame, ShardStore, reshard
+from mpitrain.model import FixedBuffer, FlatModel, ShardStore, reshard
 from mpitrain.model.flat import make_layout
 from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.strategies import EightBit, Keep
@@ -29,4 +29,4 @@ def test_a_worker_is_told_a_shard_that_was_cut_anew_in_full():
     after.restore(reshard([store.state() for store in before], layout, 0))
     whole = torch.cat([store.live.body for store in before])
     told = ReplyReader(layout).take(0, after.read(worker=3))
-    assert isinstance(told, Frame) and torch.equal(told.body, whole)
+    assert isinstance(told, FixedBuffer) and torch.equal(told.body, whole)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpitrain.errors import UsageError
-from mpitrain.model import FlatModel, Frame, ShardStore
+from mpitrain.model import FixedBuffer, FlatModel, ShardStore
 from mpitrain.model.flat import all_finite, make_layout
 from mpitrain.model.optimizer import ELEMENTWISE, check_elementwise
 
@@ -187,7 +187,7 @@ def test_mixed_dtypes_and_too_many_servers_are_refused():
 
 def test_frames_carry_stamps_at_both_ends_outside_the_numbers():
     for numel in (1, 7, 16, 33):
-        frame = Frame(numel, torch.float32)
+        frame = FixedBuffer(numel, torch.float32)
         frame.body.fill_(5.0)
         frame.stamp(123456789)
         assert frame.stamps() == (123456789, 123456789)

@@ -44,7 +44,7 @@ def spy(owner, name, key):
 
 
 spy(watchdog, "Watchdog", "watchdog_s")
-spy(servers, "TolerantServer", "floor_s")
+spy(servers, "FaultTolerantServer", "floor_s")
 spy(allreduce, "data_parallel", "find_unused")
 
 

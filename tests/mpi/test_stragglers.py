@@ -149,12 +149,12 @@ from pathlib import Path
 import torch
 
 from mpitrain.effects import Kind, Message, Now, Recv, Send, Sleep
-from mpitrain.model.buffers import Frame
+from mpitrain.model.buffers import FixedBuffer
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
 
 runtime, sent = start(), Path("{sent}")
-frame = Frame(2_000_000, torch.float32)
+frame = FixedBuffer(2_000_000, torch.float32)
 
 def sleeper():
     yield Recv()

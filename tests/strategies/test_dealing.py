@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import CheckpointError
-from mpitrain.strategies.sampling.dealer import Dealer, share_out
+from mpitrain.strategies.sampling.dealer import BatchDealer, share_out
 
 SIZES = {"num_samples": st.integers(1, 60), "num_epochs": st.integers(1, 4), "batch_size": st.integers(1, 70)}
 
@@ -25,7 +25,7 @@ def workers(data):
 
 @given(**SIZES, data=st.data())
 def test_each_epoch_is_covered_exactly_once_and_in_order(num_samples, num_epochs, batch_size, data):
-    leases = drain(Dealer(num_samples, num_epochs, batch_size), workers(data))
+    leases = drain(BatchDealer(num_samples, num_epochs, batch_size), workers(data))
     covered = [
         (lease.epoch, position)
         for lease in leases
@@ -39,7 +39,7 @@ def test_each_epoch_is_covered_exactly_once_and_in_order(num_samples, num_epochs
 def test_drop_last_leaves_out_less_than_a_batch_an_epoch_and_counts_it(
     num_samples, num_epochs, batch_size, data
 ):
-    dealer = Dealer(num_samples, num_epochs, batch_size, drop_last=True)
+    dealer = BatchDealer(num_samples, num_epochs, batch_size, drop_last=True)
     leases = drain(dealer, workers(data))
     dealt = sum(lease.num_samples for lease in leases)
     assert dealt + dealer.num_left_out == num_samples * num_epochs
@@ -50,7 +50,7 @@ def test_drop_last_leaves_out_less_than_a_batch_an_epoch_and_counts_it(
 
 @given(**SIZES, num_batches=st.integers(1, 40))
 def test_a_limit_in_batches_is_exact_and_crosses_epochs(num_samples, num_epochs, batch_size, num_batches):
-    leases = drain(Dealer(num_samples, num_epochs, batch_size, num_batches), iter(lambda: 0, None))
+    leases = drain(BatchDealer(num_samples, num_epochs, batch_size, num_batches), iter(lambda: 0, None))
     assert len(leases) == num_batches
 
 
@@ -58,13 +58,13 @@ def test_a_limit_in_batches_is_exact_and_crosses_epochs(num_samples, num_epochs,
 def test_state_restores_the_position_and_deals_unsettled_leases_again(
     num_samples, num_epochs, batch_size, cut, settled
 ):
-    dealer, done = Dealer(num_samples, num_epochs, batch_size), []
+    dealer, done = BatchDealer(num_samples, num_epochs, batch_size), []
     for index in range(cut):
         dealer.deal(index % 3)
     for worker in range(3):
         while len(done) < settled and dealer.outstanding.get(worker):
             done.append(dealer.settle(worker))
-    again = Dealer(num_samples, num_epochs, batch_size)
+    again = BatchDealer(num_samples, num_epochs, batch_size)
     again.restore(json.loads(json.dumps(dealer.state())))
     rest = drain(again, iter(lambda: 2, None))
     covered = sorted(
@@ -74,14 +74,14 @@ def test_state_restores_the_position_and_deals_unsettled_leases_again(
 
 
 def test_settling_takes_the_oldest_lease_of_that_worker():
-    dealer = Dealer(10, 1, 2)
+    dealer = BatchDealer(10, 1, 2)
     first, second = dealer.deal(7), dealer.deal(7)
     dealer.deal(8)
     assert dealer.settle(7) == first and dealer.outstanding[7] == [second]
 
 
 def test_closing_ends_the_dealing():
-    dealer = Dealer(10, 1, 2)
+    dealer = BatchDealer(10, 1, 2)
     dealer.deal(0)
     dealer.close()
     assert dealer.deal(0) is None
@@ -104,7 +104,7 @@ STRETCHED = {
 
 
 def stretched(num_samples, batch_size, window, num_workers, drop_last=False):
-    return Dealer(num_samples, 2, batch_size, None, drop_last, num_workers, window)
+    return BatchDealer(num_samples, 2, batch_size, None, drop_last, num_workers, window)
 
 
 def positions(leases):
@@ -112,12 +112,12 @@ def positions(leases):
 
 
 def test_a_state_of_another_version_is_refused_with_the_way_out():
-    state = Dealer(10, 1, 2).state()
+    state = BatchDealer(10, 1, 2).state()
     del state["stretches"]
     with pytest.raises(
         CheckpointError, match="position in the data lacks stretches: another version.*--run-dir"
     ):
-        Dealer(10, 1, 2).restore(state)
+        BatchDealer(10, 1, 2).restore(state)
 
 
 @given(**STRETCHED, data=st.data())
@@ -157,7 +157,7 @@ def test_another_number_of_workers_continues_in_mid_epoch(
 
 def test_workers_are_dealt_from_windows_that_nobody_else_reads():
     """4 equal workers and 400 windows: windows touched by two of them are few."""
-    dealer = Dealer(40_000, 1, 16, None, False, 4, 100)
+    dealer = BatchDealer(40_000, 1, 16, None, False, 4, 100)
     readers = {}
     for index in range(40_000 // 16):
         lease = dealer.deal(index % 4)
@@ -172,7 +172,7 @@ def test_in_lockstep_a_restored_dealer_goes_on_as_if_nothing_had_happened(window
     """Two leases ahead of three workers, cut after some rounds: who trains on what afterwards is the same."""
 
     def play(cut):
-        dealer = Dealer(400, 2, 4, num_workers=3, window_samples=window)
+        dealer = BatchDealer(400, 2, 4, num_workers=3, window_samples=window)
         ahead = {worker: [dealer.deal(worker)] for worker in (1, 2, 3)}
         for worker in (1, 2, 3):
             ahead[worker].append(dealer.deal(worker))
@@ -183,7 +183,7 @@ def test_in_lockstep_a_restored_dealer_goes_on_as_if_nothing_had_happened(window
                 assert done[-1][1] == ahead[worker].pop(0)
             if number == cut:
                 state = dealer.state()
-                dealer = Dealer(400, 2, 4, num_workers=3, window_samples=window)
+                dealer = BatchDealer(400, 2, 4, num_workers=3, window_samples=window)
                 dealer.restore(state, (1, 2, 3))
                 ahead = {worker: [] for worker in (1, 2, 3)}
                 for _ in range(2):

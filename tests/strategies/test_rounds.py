@@ -1,4 +1,4 @@
-"""Rounds of workers in lockstep: what a server would deal, every sample once, and everybody equally often."""
+"""StepPartition of workers in lockstep: what a server would deal, every sample once, and everybody equally often."""
 
 import json
 
@@ -7,10 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
-from mpitrain.roles.server.leases import Deals
+from mpitrain.roles.server.leases import Leases
 from mpitrain.strategies import Sync
-from mpitrain.strategies.sampling.dealer import Dealer, share_out
-from mpitrain.strategies.sampling.step_partition import Rounds
+from mpitrain.strategies.sampling.dealer import BatchDealer, share_out
+from mpitrain.strategies.sampling.step_partition import StepPartition
 
 SIZES = {
     "num_samples": st.integers(1, 400),
@@ -49,10 +49,10 @@ def positions(found):
 def test_every_sample_once_over_any_resume_and_everybody_in_every_round(
     num_samples, batch_size, num_workers, window, new_batch, new_workers, stop
 ):
-    before = Rounds(num_samples, batch_size, num_workers, window)
+    before = StepPartition(num_samples, batch_size, num_workers, window)
     found = drain(before, stop)
     state = json.loads(json.dumps(before.state()))
-    after = Rounds(num_samples, new_batch or batch_size, new_workers or num_workers, window)
+    after = StepPartition(num_samples, new_batch or batch_size, new_workers or num_workers, window)
     left = num_samples - len(positions(found))
     if after.batch_size != batch_size and num_workers <= left < num_samples:
         with pytest.raises(UsageError, match=f"batch_size was {batch_size}, this job's is {new_batch}"):
@@ -68,7 +68,7 @@ def test_every_sample_once_over_any_resume_and_everybody_in_every_round(
         assert len(leases) == rounds.num_workers
         assert all(0 < lease.num_samples <= rounds.batch_size for lease in leases)
     if (after.num_workers, after.batch_size) == (num_workers, batch_size):  # it goes on as it was
-        assert found + rest == drain(Rounds(num_samples, batch_size, num_workers, window))
+        assert found + rest == drain(StepPartition(num_samples, batch_size, num_workers, window))
     again = drain(after)
     assert {lease.epoch for leases in again for lease in leases} <= {1}
     assert len(set(positions(again))) == num_samples - after.next_epoch()
@@ -84,7 +84,7 @@ def test_within_one_window_rounds_are_contiguous_global_batches(
         count = min(full, num_samples - start)
         if count >= num_workers and (count == full or not drop_last):
             expected.append([share_out(start, count, num_workers, worker) for worker in range(num_workers)])
-    rounds = Rounds(num_samples, batch_size, num_workers, max(window, num_samples), drop_last)
+    rounds = StepPartition(num_samples, batch_size, num_workers, max(window, num_samples), drop_last)
     assert [[lease[1:3] for lease in leases] for leases in drain(rounds)] == expected
 
 
@@ -93,20 +93,20 @@ def test_they_are_what_a_server_deals_in_lockstep(num_samples, batch_size, num_w
     """Two epochs, over the calls that a server makes: leases ahead at first, then one with every answer. The last round
     of an epoch, too, but for a rest of less than a sample for each, which servers deal and these leave out."""
     assume(num_samples >= num_workers * batch_size or not drop_last)
-    rounds = Rounds(num_samples, batch_size, num_workers, window, drop_last)
+    rounds = StepPartition(num_samples, batch_size, num_workers, window, drop_last)
     found = drain(rounds)
     left_out = rounds.next_epoch()
     assume(drop_last or not left_out)
     found += drain(rounds)
     workers = list(range(num_workers))
-    dealer = Dealer(num_samples, 2, batch_size, None, drop_last, num_workers, window)
-    deals = Deals(Sync(), dealer, num_workers, batch_size)
-    deals.first(workers, set(workers))
-    dealt = {worker: deals.take(worker, 0, set(workers)) for worker in workers}
+    dealer = BatchDealer(num_samples, 2, batch_size, None, drop_last, num_workers, window)
+    leases = Leases(Sync(), dealer, num_workers, batch_size)
+    leases.first(workers, set(workers))
+    dealt = {worker: leases.take(worker, 0, set(workers)) for worker in workers}
     for _ in found:
         for worker in workers:
-            deals.settle(worker)
-            dealt[worker] += deals.take(worker, 1, set(workers))
+            leases.settle(worker)
+            dealt[worker] += leases.take(worker, 1, set(workers))
     assert found == [list(leases) for leases in zip(*(dealt[worker] for worker in workers), strict=True)]
     assert dealer.num_left_out == 2 * left_out
 
@@ -130,7 +130,7 @@ def test_in_lockstep_servers_deal_every_sample_once_over_a_resume_and_with_fewer
         return lease is not None
 
     before, after = (
-        Dealer(num_samples, num_epochs, batch_size, num_workers=num_workers, window_samples=window)
+        BatchDealer(num_samples, num_epochs, batch_size, num_workers=num_workers, window_samples=window)
         for _ in "12"
     )
     serve(before, range(num_workers), cut)
@@ -143,7 +143,7 @@ def test_in_lockstep_servers_deal_every_sample_once_over_a_resume_and_with_fewer
 
 @given(num_batches=st.integers(1, 30), batch_size=st.integers(1, 9))
 def test_in_lockstep_a_limit_in_batches_is_exact(num_batches, batch_size):
-    dealer = Dealer(23, 1, batch_size, num_batches, num_workers=3)
+    dealer = BatchDealer(23, 1, batch_size, num_batches, num_workers=3)
     leases = [dealer.deal(turn % 3, together=(0, 1, 2)) for turn in range(num_batches + 5)]
     assert sum(lease is not None for lease in leases) == num_batches
 
@@ -152,7 +152,7 @@ def test_each_rank_reads_windows_that_nobody_else_reads():
     """Shared contiguously, each of the 400 windows would be read by all 4 ranks; in stretches of up to 16 windows only
     those in which two stretches meet are read by two."""
     readers = {}
-    for leases in drain(Rounds(40_000, 16, 4, 100)):
+    for leases in drain(StepPartition(40_000, 16, 4, 100)):
         for worker, lease in enumerate(leases):
             for window in range(lease.start // 100, (lease.start + lease.num_samples - 1) // 100 + 1):
                 readers.setdefault(window, set()).add(worker)
@@ -162,6 +162,6 @@ def test_each_rank_reads_windows_that_nobody_else_reads():
 
 @pytest.mark.parametrize("num_samples", [5, 9])
 def test_an_incomplete_last_round_may_be_left_out(num_samples):
-    rounds = Rounds(num_samples, 3, 2, 2, drop_last=True)
+    rounds = StepPartition(num_samples, 3, 2, 2, drop_last=True)
     assert len(drain(rounds)) == num_samples // 6
     assert rounds.next_epoch() == num_samples % 6

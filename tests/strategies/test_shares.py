@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 
 from mpitrain import Warmup
 from mpitrain.strategies.sampling.dealer import share_out
-from mpitrain.strategies.sampling.peer_partition import Shares
+from mpitrain.strategies.sampling.peer_partition import PeerPartition
 
 
 def course(*arguments, **options):
-    shares = Shares(*arguments, **options)
+    shares = PeerPartition(*arguments, **options)
     turns = []
     while True:
         ahead, turn = shares.peek(), shares.next()
@@ -62,10 +62,10 @@ def test_without_warm_up_it_is_the_cut_of_allreduce():
 
 
 def test_a_restored_course_goes_on_where_it_was_with_another_number_of_peers():
-    first = Shares(50, 2, 4, 3, 0)
+    first = PeerPartition(50, 2, 4, 3, 0)
     for _ in range(3):
         first.next()
-    second = Shares(50, 2, 4, 2, 1)
+    second = PeerPartition(50, 2, 4, 2, 1)
     second.restore(first.state())
     turn = second.next()
     assert turn.samples_before == 36 and turn.lease.start == 36 + 4 and turn.step == 3

@@ -48,9 +48,9 @@ def test_what_talks_most_sits_on_one_node():
 
 
 def test_how_many_batches_a_step_takes():
-    assert Pipeline(stages=2).num_shares(6) == 3
-    assert TensorParallel(parallel=6).num_shares(6) == 1
-    assert Sharded(replicas=2).num_shares(6) == 6
+    assert Pipeline(stages=2).num_replicas(6) == 3
+    assert TensorParallel(parallel=6).num_replicas(6) == 1
+    assert Sharded(replicas=2).num_replicas(6) == 6
 
 
 def test_the_bubble_is_that_of_the_schedule():

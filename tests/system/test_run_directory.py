@@ -135,7 +135,9 @@ def version_0_1_0(run_dir, mark):
 def test_a_checkpoint_of_the_first_version_is_refused_with_schema_and_file_and_a_new_run_moves_it(tmp_path):
     path = version_0_1_0(tmp_path, 100)
     for resume in ("auto", str(tmp_path)):
-        with pytest.raises(UsageError, match="shard-0.json has schema 1, and this .* reads schema 2") as told:
+        with pytest.raises(
+            UsageError, match="shard-0.json was .* schema 1, and this .* reads schema 3"
+        ) as told:
             opened(tmp_path, resume)
         assert told.value.exit_code == 2 and path.exists()
     with pytest.raises(UsageError, match="no checkpoint there"):

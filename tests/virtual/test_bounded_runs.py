@@ -29,7 +29,7 @@ def watch(bound, num_workers, all_stay=True):
     seen = {"oldest": 0, "waited": 0}
 
     def look(trace):
-        lost = trace.server.attendance.lost
+        lost = trace.server.tracker.lost
         reading = {worker: reads for worker, reads in trace.reading.items() if worker not in lost}
         ages = [trace.version - read for reads in reading.values() for read in reads]
         assert max(ages, default=0) <= bound

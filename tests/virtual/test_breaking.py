@@ -64,10 +64,10 @@ def test_any_fault_of_any_worker_at_any_step_costs_no_sample_and_no_model(
         counts = trace.server.summary()
         assert counts["failure"] == ""
         assert counts["samples_accepted"] + counts["samples_dropped"] == 120
-        assert trace.server.judged.num_samples() == 120
+        assert trace.server.processed.num_samples() == 120
         left, right = counts["staleness_identity"]
         assert left == right
-        for rank, how in trace.server.attendance.lost.items():
+        for rank, how in trace.server.tracker.lost.items():
             assert how == ("died" if isinstance(hit[rank], DEADLY) else "silent")
     for rank, fault in hit.items():
         if seen.returned[rank].get("broken"):

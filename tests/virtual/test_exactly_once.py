@@ -1,4 +1,4 @@
-"""Every shard judges every push exactly once, whatever dies, is told to end or is started again between two shards.
+"""Every shard processes every push exactly once, whatever dies, is told to end or is started again between two shards.
 
 A store counts how often each sample was added to it, which does not depend on what its server counts. Workers are
 killed before every message that they send, so also between a push to one shard and the same push to the next; a run is
@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from mpitrain.effects import Break, Send, Sleep
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import TolerantServer, Worker
+from mpitrain.roles import FaultTolerantServer, Worker
 from mpitrain.strategies import Elastic
 from mpitrain.strategies.placement import assign
-from mpitrain.strategies.sampling.dealer import Dealer
+from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.virtual import Constant, VirtualWorld
 from tests.virtual.course import COURSE, on_servers
 from tests.virtual.worlds import NumberReplica, NumberStore, Shuffled, by_batch
@@ -131,10 +131,10 @@ def run(
     world = VirtualWorld(Constant(1.0, 0.3), Shuffled(seed, 0.4), seed, roles.workers)
     servers, stores, processes, disk = [], [], {}, Disk()
     for shard in roles.servers:
-        dealer = Dealer(SAMPLES, EPOCHS, batch, batches, drop_last, workers, 2) if shard == 0 else None
+        dealer = BatchDealer(SAMPLES, EPOCHS, batch, batches, drop_last, workers, 2) if shard == 0 else None
         store = CountingStore(rule, workers)
         keeper = Keeper(disk, shard, store, world, every, ends_s)
-        server = TolerantServer(
+        server = FaultTolerantServer(
             rule, store, roles.workers, NullReport(), dealer, "stop", SAMPLES, batch_size=batch, keeper=keeper,
             delivers=True, floor_s=3.0 if patient and shard not in patient else float("inf"),
         )  # fmt: skip
@@ -158,14 +158,14 @@ def run(
 
 
 def check(name, ended, samples=EPOCHS * SAMPLES):
-    """Every shard has judged every sample once, and, where nothing is discarded, added it once."""
+    """Every shard has processed every sample once, and, where nothing is discarded, added it once."""
     for server, store in zip(ended.servers, ended.stores):
         counts = server.summary()
         assert counts["failure"] == ""
         assert counts["samples_accepted"] + counts["samples_dropped"] == samples, (name, counts)
         left, right = counts["staleness_identity"]
         assert left == right
-        assert server.judged.num_samples() == samples
+        assert server.processed.num_samples() == samples
         if not isinstance(server.rule, Elastic):  # which exchanges parameters again
             assert set(store.rows.values()) <= {1}, (name, store.rows)
             assert len(store.rows) == counts["samples_accepted"]
@@ -238,10 +238,10 @@ def test_who_is_given_up_by_one_server_and_not_by_another_leaves_no_push_half_ju
             for index in (0, 1):  # the first one delivers, if the dealing server has not given it up
                 ended = run(rule, naps=((index, at),), patient=(patient,), seed=at)
                 check(row, ended)
-                given_up += len(ended.servers[1 - patient].attendance.lost)
-                assert not ended.servers[patient].attendance.lost
+                given_up += len(ended.servers[1 - patient].tracker.lost)
+                assert not ended.servers[patient].tracker.lost
                 dealing = ended.servers[0]
-                living = [i for i, rank in enumerate(dealing.workers) if rank not in dealing.attendance.lost]
+                living = [i for i, rank in enumerate(dealing.workers) if rank not in dealing.tracker.lost]
                 assert dealing.delivered == {"by": living[0]}
     assert given_up > 4
 
@@ -289,9 +289,9 @@ def test_stopped_killed_and_started_again_with_others_all_shards_agree(row, serv
         complete = ended.disk.complete(rule.servers)
         parts = complete[seed % len(complete)] if complete else parts
     ended = run(rule, 2, resume=parts, seed=seed, **sizes)
-    whole = EPOCHS * SAMPLES - ended.servers[0].deals.num_left_out()
+    whole = EPOCHS * SAMPLES - ended.servers[0].leases.num_left_out()
     if batches is not None:
-        whole = ended.servers[0].judged.num_samples()
-        assert ended.servers[0].deals.dealer.num_dealt == batches
+        whole = ended.servers[0].processed.num_samples()
+        assert ended.servers[0].leases.dealer.num_dealt == batches
     check(row, ended, whole)
-    assert all(server.judged == ended.servers[0].judged for server in ended.servers)
+    assert all(server.processed == ended.servers[0].processed for server in ended.servers)

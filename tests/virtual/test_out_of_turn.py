@@ -6,7 +6,7 @@ import mpitrain as mt
 from mpitrain.effects import Kind, Message, Now, Recv
 from mpitrain.errors import WireError
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import TolerantServer, Worker
+from mpitrain.roles import FaultTolerantServer, Worker
 from mpitrain.strategies.placement import assign
 from tests.virtual.worlds import Desk, NumberStore
 
@@ -40,7 +40,7 @@ def test_a_push_without_a_gradient_is_refused():
 
 
 def test_after_the_last_push_a_server_expects_no_work():
-    server = TolerantServer(mt.Async(), NumberStore(1.0), (1, 2), NullReport(), delivers=True)
+    server = FaultTolerantServer(mt.Async(), NumberStore(1.0), (1, 2), NullReport(), delivers=True)
     role = server.run()
     effect = role.send(None)
     for message in [(worker, Message(kind)) for kind in (Kind.JOIN, Kind.DONE) for worker in (1, 2)]:

@@ -13,7 +13,7 @@ from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer
-from mpitrain.strategies.sampling.peer_partition import Endless, Shares
+from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.decentralized.checkpoints import restore
 from mpitrain.training.measure import build
@@ -57,7 +57,7 @@ def walk(strategy, starts, num_steps, rate=0.0):
             rank,
             number,
             strategy,
-            Shares(number, 1, 1, number, rank, num_steps),
+            PeerPartition(number, 1, 1, number, rank, num_steps),
             replicas[rank],
             NullReport(),
         )
@@ -181,7 +181,7 @@ def test_a_restored_peer_goes_on_to_the_bit(topology):
         optimizer = job.optimizer(module.parameters())
         model = FlatModel(module, optimizer, 1)
         replica = PeerReplica(model, optimizer, rule, 1, 0, job.loss, reader.batch, reader.prefetch, 0)
-        return replica, Peer(0, 1, rule, Shares(48, 2, 6, 1, 0), replica, NullReport())
+        return replica, Peer(0, 1, rule, PeerPartition(48, 2, 6, 1, 0), replica, NullReport())
 
     def go(peer, num_steps):
         peer.shares.num_steps = peer.shares.step + num_steps
@@ -211,7 +211,7 @@ def test_another_number_of_peers_goes_on_from_the_mean(tmp_path, topology):
             replica = PeerReplica(
                 model, optimizer, strategy, number, rank, job.loss, reader.batch, reader.prefetch, 0
             )
-            shares = Shares(48, 2, 4, number, rank)
+            shares = PeerPartition(48, 2, 4, number, rank)
             made.append((Peer(rank, number, strategy, shares, replica, NullReport()), replica))
         return made
 

@@ -13,9 +13,9 @@ from mpitrain.model import FlatModel, PushCoder, Replica, push_coder, shard_stor
 from mpitrain.model.push_codec import fields_of
 from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import TolerantServer, Worker
+from mpitrain.roles import FaultTolerantServer, Worker
 from mpitrain.strategies.placement import assign
-from mpitrain.strategies.sampling.dealer import Dealer
+from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.training.measure import build
 from mpitrain.values import parse
 from mpitrain.virtual import Ideal, ShiftedExponential, VirtualWorld
@@ -81,13 +81,13 @@ class Parts:
         self.layout = model.layout
         self.initial = torch.cat([frame.body.clone() for frame in model.frames])
         self.stores = [shard_store(model, shard, optimizer, rule, 3) for shard in roles.servers]
-        dealer = Dealer(job.data.num_samples, job.epochs, job.batch_size)
+        dealer = BatchDealer(job.data.num_samples, job.epochs, job.batch_size)
         servers = [
-            TolerantServer(rule, store, roles.workers, NullReport(), None if shard else dealer, job.on_nonfinite)
+            FaultTolerantServer(rule, store, roles.workers, NullReport(), None if shard else dealer, job.on_nonfinite)
             for shard, store in enumerate(self.stores)
         ]  # fmt: skip
         for server in servers:
-            server.attendance.least_silence_s = float("inf")
+            server.tracker.least_silence_s = float("inf")
         self.replicas = [
             Replica(
                 model, job.loss, reader.batch, reader.prefetch, 0, rank, shared=True,

@@ -10,7 +10,7 @@ from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server, Worker
 from mpitrain.strategies import Async
 from mpitrain.strategies.placement import assign
-from mpitrain.strategies.sampling.dealer import Dealer
+from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.training.measure import build
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests import toy
@@ -31,7 +31,7 @@ class Run:
         self.stores = [
             ShardStore(model.layout, shard, model.frames[shard].body, optimizer) for shard in (0, 1)
         ]
-        dealer = Dealer(job.data.num_samples, job.epochs, job.batch_size)
+        dealer = BatchDealer(job.data.num_samples, job.epochs, job.batch_size)
         self.servers = [
             Server(
                 Async(servers=2),

@@ -8,10 +8,10 @@ from mpitrain.effects import Kind, Message, Now, Recv, Send
 from mpitrain.errors import EvictedError, LostRankError
 from mpitrain.inject import Stop
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import TolerantServer
+from mpitrain.roles import FaultTolerantServer
 from mpitrain.roles.failure_detector.server_side import LOOK_EVERY_S
-from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, PATIENCE, Attendance
-from mpitrain.roles.failure_detector.worker_side import QUESTIONS, Pulse
+from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, PATIENCE, SilenceTracker
+from mpitrain.roles.failure_detector.worker_side import QUESTIONS, ServerProbe
 from mpitrain.strategies import Async, Backup, Elastic, SoftSync, StaleSync, Sync, Warmup
 from mpitrain.virtual import Constant
 from tests.virtual.test_course import samples_of
@@ -34,7 +34,7 @@ def test_who_is_silent_for_too_long_is_given_up_and_its_batches_are_done_by_othe
     )
     assert slow.ended_s < 1000
     for trace in slow.traces:
-        assert list(trace.server.attendance.lost.values()) == ["silent"]
+        assert list(trace.server.tracker.lost.values()) == ["silent"]
     assert samples_of(slow.leases()) == samples_of(all_leases(60, 2, 2))
     assert slow.counts["samples_accepted"] + slow.counts["samples_dropped"] == 120
     left, right = slow.counts["staleness_identity"]
@@ -44,7 +44,7 @@ def test_who_is_silent_for_too_long_is_given_up_and_its_batches_are_done_by_othe
 def test_slow_is_not_silent():
     """Thirty times slower than the others from the start: its usual is known, and nobody gives it up."""
     seen = play(Async(), 4, slow={1: 30.0}, least_silence_s=3.0, num_samples=200, batch_size=1)
-    assert seen.trace.server.attendance.lost == {}
+    assert seen.trace.server.tracker.lost == {}
     assert samples_of(seen.leases()) == samples_of(all_leases(200, 1))
 
 
@@ -64,7 +64,7 @@ def listening(victim, seen):
         num_pushes = trace.clock[victim]
         if num_pushes != seen.get("num_pushes"):
             seen.update(num_pushes=num_pushes, last_s=trace.world.now_s)
-        if victim in trace.server.attendance.lost:
+        if victim in trace.server.tracker.lost:
             seen.setdefault("lost_s", trace.world.now_s)
             seen["after"] = sum(count for worker, count in trace.clock.items() if worker != victim)
         else:
@@ -87,7 +87,7 @@ def test_a_death_nobody_tells_of_is_seen_at_the_timeout_while_the_others_go_on(v
     )
     assert timeout_s < seen["lost_s"] - seen["last_s"] <= timeout_s + 2 * LOOK_EVERY_S
     assert seen["before"] > 100 and seen["after"] > seen["before"] + 100, "nobody has waited for it"
-    assert ended.trace.server.attendance.lost == {victim + 1: "silent"}
+    assert ended.trace.server.tracker.lost == {victim + 1: "silent"}
     assert samples_of(ended.leases()) == samples_of(all_leases(400, 1, 2))
 
 
@@ -100,7 +100,7 @@ def test_whatever_the_rule_the_dead_alone_are_given_up_and_no_sample_is_lost(rul
         rule, 4, heartbeat_s=15.0, faults=(Stop(1, 3),), slow=slow, network=Shuffled(5, 0.2), seed=3, **sizes
     )
     for trace in ended.traces:
-        assert trace.server.attendance.lost == {trace.server.workers[1]: "silent"}
+        assert trace.server.tracker.lost == {trace.server.workers[1]: "silent"}
     assert samples_of(ended.leases()) == samples_of(all_leases(120, 2, 2))
     left, right = ended.counts["staleness_identity"]
     assert left == right and not ended.counts["failure"]
@@ -111,7 +111,7 @@ def test_long_batches_are_no_silence(rule):
     """Batches of 30 s, and others of one second, against a floor of 5 s; the first is given a minute."""
     sizes = {"num_samples": 60, "batch_size": 1}
     ended = play(rule, 4, heartbeat_s=5.0, slow={2: 30.0}, **sizes)
-    assert [trace.server.attendance.lost for trace in ended.traces] == [{}] * len(ended.traces)
+    assert [trace.server.tracker.lost for trace in ended.traces] == [{}] * len(ended.traces)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -120,7 +120,7 @@ def test_one_that_was_given_up_and_wakes_leaves_alone(rule):
     sizes = {"num_samples": 400, "batch_size": 1, "epochs": 2}
     ended = play(rule, 4, heartbeat_s=15.0, freeze=(1, 9, 60.0), **sizes)
     for trace in ended.traces:
-        assert trace.server.attendance.lost == {trace.server.workers[1]: "silent"}
+        assert trace.server.tracker.lost == {trace.server.workers[1]: "silent"}
     assert samples_of(ended.leases()) == samples_of(all_leases(400, 1, 2))
 
 
@@ -144,32 +144,35 @@ def test_one_that_wakes_after_the_end_knows_that_it_was_given_up(rule):
 def test_who_dies_when_there_is_nothing_left_to_do_is_missed_too(victim):
     """Those who wait to be let go say so; the last batch of the run is the victim's second last word."""
     seen = play(Sync(), 3, 30, heartbeat_s=15.0, faults=(Stop(victim, 9),), delivers=True)
-    (lost,) = seen.trace.server.attendance.lost.items()
+    (lost,) = seen.trace.server.tracker.lost.items()
     assert lost == (victim + 1, "silent") and seen.trace.server.delivered
 
 
 def test_a_validation_is_given_the_time_it_takes():
-    attendance = Attendance((1, 2), floor_s=5.0)
+    tracker = SilenceTracker((1, 2), floor_s=5.0)
 
     def overdue(now_s):
-        return attendance.is_overdue(1, now_s, away_s=math.inf)
+        return tracker.is_overdue(1, now_s, away_s=math.inf)
 
     for now_s in (0.0, 1.0, 2.0):
-        attendance.heard(1, now_s)
+        tracker.heard(1, now_s)
     assert overdue(10.5) and not overdue(9.5)
-    attendance.goes_away(1)
+    tracker.goes_away(1)
     assert not overdue(10_000.0), "the first: nobody knows how long it takes"
-    assert not attendance.is_silent(1, 2.0 + AWAY_SILENCE_S, mid=True)
-    assert attendance.is_silent(1, 3.0 + AWAY_SILENCE_S, mid=True), "but all others do not wait for ever"
-    attendance.heard(1, 102.0)
+    assert not tracker.is_silent(1, 2.0 + AWAY_SILENCE_S, mid=True)
+    assert tracker.is_silent(1, 3.0 + AWAY_SILENCE_S, mid=True), "but all others do not wait for ever"
+    tracker.heard(1, 102.0)
     assert overdue(102.0 + PATIENCE + 0.1), "it counts for validations alone"
-    attendance.goes_away(1)
+    tracker.goes_away(1)
     assert not overdue(101.0 + PATIENCE * 100) and overdue(103.0 + PATIENCE * 100)
 
 
 def overhear(workers, arrivals):
-    """A vigilant server that hears `arrivals`, each so many seconds after the one before; returns it."""
-    server = TolerantServer(Async(), NumberStore(0.1), workers, NullReport(), floor_s=5.0, vigilant=True)
+    """A server that finds deaths by heartbeat and hears `arrivals`, each so many seconds after the one before; returns
+    it."""
+    server = FaultTolerantServer(
+        Async(), NumberStore(0.1), workers, NullReport(), floor_s=5.0, by_heartbeat=True
+    )
     steps, now_s = server._next(), 0.0
     effect = steps.send(None)
     for arrived, passed_s in arrivals:
@@ -182,7 +185,7 @@ def overhear(workers, arrivals):
 
 def test_a_pause_of_the_servers_own_is_nobodys_silence():
     heard = overhear((1, 2), [((1, Message(Kind.AWAY)), 0.0)] + [(None, 0.5)] * 4 + [(None, 1000.0)] * 2)
-    assert heard.attendance.lost == {} and heard.vigil.now_s == 4.0
+    assert heard.tracker.lost == {} and heard.detector.now_s == 4.0
 
 
 def test_without_the_rank_that_writes_the_result_the_job_ends():
@@ -191,10 +194,10 @@ def test_without_the_rank_that_writes_the_result_the_job_ends():
         overhear((0, 2), [((2, Message(Kind.AWAY)), 0.0)] + [(None, 0.5)] * 122)
 
 
-def questions(pulse, answers, paused_s=0.0):
-    """Feeds a pulse one answer after the other, none sooner than its deadline; the ranks that were asked after each. It
+def questions(probe, answers, paused_s=0.0):
+    """Feeds a probe one answer after the other, none sooner than its deadline; the ranks that were asked after each. It
     comes to ask `paused_s` after its last word."""
-    steps, now_s, asked = pulse.receive((0,)), pulse._last_s + paused_s, []
+    steps, now_s, asked = probe.receive((0,)), probe._last_s + paused_s, []
     effect = steps.send(None)
     for answer in (..., *answers):
         effect = effect if answer is ... else steps.send(answer)
@@ -205,18 +208,18 @@ def questions(pulse, answers, paused_s=0.0):
             now.append(effect.to)
             effect = steps.send(None)
         asked.append(now)
-        assert effect == Recv(pulse.timeout_s / QUESTIONS)
-        now_s += pulse.timeout_s / QUESTIONS
+        assert effect == Recv(probe.timeout_s / QUESTIONS)
+        now_s += probe.timeout_s / QUESTIONS
     return asked[1:]
 
 
 def test_a_server_that_holds_is_told_from_one_that_is_dead():
     alive, other = (0, Message(Kind.ALIVE)), (1, Message(Kind.ALIVE))
-    pulse = Pulse(5, (0, 1), 8.0)
+    probe = ServerProbe(5, (0, 1), 8.0)
     silence = [None, other] * QUESTIONS + [None]
-    assert questions(pulse, [None, alive, other] * 20) == [[0, 1], [], []] * 20
+    assert questions(probe, [None, alive, other] * 20) == [[0, 1], [], []] * 20
     with pytest.raises(LostRankError, match=r"no answer of rank 0 \(server\) for 8 s"):
-        questions(pulse, silence)
-    assert questions(pulse, silence[:-1])[-2:] == [[0, 1], []], "one question fewer is no death"
+        questions(probe, silence)
+    assert questions(probe, silence[:-1])[-2:] == [[0, 1], []], "one question fewer is no death"
     with pytest.raises(EvictedError, match="gone on without it"):
-        questions(pulse, silence, paused_s=9.0)
+        questions(probe, silence, paused_s=9.0)

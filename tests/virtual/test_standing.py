@@ -9,7 +9,7 @@ import mpitrain as mt
 from mpitrain.errors import CheckpointError
 from mpitrain.model import flat_model, shard_store
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import TolerantServer
+from mpitrain.roles import FaultTolerantServer
 from mpitrain.training.parameter_server.emergency_state import shard_writer
 from mpitrain.training.watchdog.emergency import Emergency
 from tests import toy
@@ -21,7 +21,7 @@ def test_nothing_is_written_of_options_that_hooks_on_the_workers_change():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     model = flat_model(module, optimizer, strategy)
     store = shard_store(model, 0, optimizer, strategy, 1)
-    server = TolerantServer(strategy, store, (1,), NullReport())
+    server = FaultTolerantServer(strategy, store, (1,), NullReport())
     orders = SimpleNamespace(
         overrides=SimpleNamespace(watchdog_s=1.0), job=SimpleNamespace(batch_size=1), strategy=strategy
     )

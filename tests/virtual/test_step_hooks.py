@@ -11,9 +11,9 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.model import Replica, flat_model, local_steps, remote_steps, shard_store
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import TolerantServer, Worker
+from mpitrain.roles import FaultTolerantServer, Worker
 from mpitrain.strategies.placement import assign
-from mpitrain.strategies.sampling.dealer import Dealer
+from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.training.measure import build
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests import toy
@@ -95,8 +95,10 @@ def served(job, strategy, parts=None):
     world, processes = VirtualWorld(Constant(), Ideal(), 0, roles.workers, roles.workers), {}
     for shard in roles.servers:
         store = shard_store(model, shard, optimizer, strategy, 1)
-        dealer = Dealer(job.data.num_samples, job.epochs, job.batch_size) if shard == roles.dealer else None
-        server = TolerantServer(
+        dealer = (
+            BatchDealer(job.data.num_samples, job.epochs, job.batch_size) if shard == roles.dealer else None
+        )
+        server = FaultTolerantServer(
             strategy, store, roles.workers, NullReport(), dealer, "stop", job.data.num_samples, None, job.batch_size,
             Kept(disk, f"shard-{shard}", store.state, roles.workers), delivers=True, floor_s=math.inf,
         )  # fmt: skip

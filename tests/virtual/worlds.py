@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from mpitrain.effects import Compute, Kind, Message, Recv, Send
 from mpitrain.inject import Injection, Pause, Slow, Straggler
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import Server, TolerantServer, Worker
+from mpitrain.roles import FaultTolerantServer, Server, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.strategies import Elastic
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.placement import assign
-from mpitrain.strategies.sampling.dealer import Dealer, Lease
+from mpitrain.strategies.sampling.dealer import BatchDealer, Lease
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
 
@@ -118,7 +118,7 @@ class NumberReplica:
         self.values[shard], self.versions[shard] = payload.value, payload.version
         payload.release()
 
-    def nudge(self, shard: int, payload: Number) -> None:
+    def subtract(self, shard: int, payload: Number) -> None:
         self.values[shard] -= payload.value
         payload.release()
 
@@ -244,7 +244,7 @@ class Trace:
         elif message.kind in (Kind.PULL, Kind.IDLE):
             self._unused(source)
             self.left.update([source] if message.kind == Kind.IDLE else [])
-        elif message.kind == Kind.PUSH and source not in self.server.attendance.lost:
+        elif message.kind == Kind.PUSH and source not in self.server.tracker.lost:
             staleness = self.version - self.reading[source][0]
             if message.pull:
                 self.reading[source].pop(0)
@@ -294,7 +294,7 @@ class Play:
         return self.returned[0]
 
     def leases(self) -> list[Lease]:
-        """What the dealing server has judged; one that is pushed again is only answered."""
+        """What the dealing server has processed; one that is pushed again is only answered."""
         leases = [push.lease for push in self.trace.pushes]
         first = list(dict.fromkeys(leases))
         assert len(leases) - len(first) == self.trace.server.ledger.repeated
@@ -347,16 +347,16 @@ def play(
     rule.check_workers(num_workers)
     roles = assign((0,) * (rule.servers + num_workers), rule.servers)
     world = VirtualWorld(compute, network, seed, roles.workers, roles.workers)
-    dealer = Dealer(num_samples, epochs, batch_size, num_batches)
+    dealer = BatchDealer(num_samples, epochs, batch_size, num_batches)
     traces, processes = [], {}
     for shard in roles.servers:
         share = rule.share(num_workers) if isinstance(rule, Elastic) else None
         store = NumberStore(1.0 if rule.optimizer == "worker" else rate, share=share)
         mine = dealer if shard == roles.dealer else None
-        server = TolerantServer(
+        server = FaultTolerantServer(
             rule, store, roles.workers, NullReport(), mine, on_nonfinite, num_samples, batch_size=batch_size,
             delivers=delivers, floor_s=least_silence_s if heartbeat_s is None else heartbeat_s,
-            vigilant=heartbeat_s is not None,
+            by_heartbeat=heartbeat_s is not None,
         )  # fmt: skip
         traces.append(Trace(server, store, world, look))
         processes[shard] = traces[shard].watch(server.run())
@@ -368,7 +368,7 @@ def play(
             rank, roles, replica, NullReport(), wants_final=rank == roles.validator,
             push_every=rule.push_every, pull_every=rule.pulls, inflight=rule.inflight,
             deliver=functools.partial(told_by, rank, replica) if delivers else None, heartbeat_s=heartbeat_s or 0.0,
-            signs_s=SIGNS_S if rule.holds_apart and least_silence_s < float("inf") else 0.0,
+            signs_s=SIGNS_S if rule.blocks_apart and least_silence_s < float("inf") else 0.0,
         )  # fmt: skip
         processes[rank] = Straggler(injected, index, seed).wrap(worker.run())
     returned = world.run(processes)

@@ -13,23 +13,23 @@ from collections.abc import Collection, Generator
 from typing import Any
 
 from mpitrain.effects import Effect, Kind, Message, Now, Recv, Send
-from mpitrain.roles.failure_detector.silence import Attendance
+from mpitrain.roles.failure_detector.silence import SilenceTracker
 
 LOOK_EVERY_S = 0.5
 SILENT = "silent"
 
 
-class Vigil:
+class FailureDetector:
     """One server's ear.
 
     Args:
-        attendance: the server's.
-        vigilant: nobody else tells of a death: whoever is overdue is lost, although nobody waits for it. Its workers
-            then say that they wait (`Pulse`), so every one of them owes signs of life at all times.
+        tracker: the server's.
+        by_heartbeat: nobody else tells of a death: whoever is overdue is lost, although nobody waits for it. Its
+            workers then say that they wait (`ServerProbe`), so every one of them owes signs of life at all times.
     """
 
-    def __init__(self, attendance: Attendance, vigilant: bool):
-        self.attendance, self.vigilant = attendance, vigilant
+    def __init__(self, tracker: SilenceTracker, by_heartbeat: bool):
+        self.tracker, self.by_heartbeat = tracker, by_heartbeat
         self.now_s = self._next_look_s = 0.0
         self._last_s: float | None = None
         self._overdue: deque[int] = deque()
@@ -48,22 +48,22 @@ class Vigil:
         if arrived is None:
             return None
         source, message = arrived
-        if message.kind == Kind.ALIVE and source not in self.attendance.lost:
-            self.attendance.says_it_waits(source, self.now_s)
+        if message.kind == Kind.ALIVE and source not in self.tracker.lost:
+            self.tracker.reports_waiting(source, self.now_s)
             yield Send(source, Message(Kind.ALIVE))
             return None
-        if message.kind != Kind.LOST and source not in self.attendance.lost:
-            self.attendance.heard(source, self.now_s)
+        if message.kind != Kind.LOST and source not in self.tracker.lost:
+            self.tracker.heard(source, self.now_s)
         if message.kind == Kind.AWAY:
-            self.attendance.goes_away(source)
+            self.tracker.goes_away(source)
             return None
         return source, message
 
     def _look(self, owing: Collection[int], away_s: float) -> None:
-        if self.vigilant and self.now_s >= self._next_look_s:
+        if self.by_heartbeat and self.now_s >= self._next_look_s:
             self._next_look_s = self.now_s + LOOK_EVERY_S
             self._overdue.extend(
-                worker for worker in sorted(owing) if self.attendance.is_overdue(worker, self.now_s, away_s)
+                worker for worker in sorted(owing) if self.tracker.is_overdue(worker, self.now_s, away_s)
             )
 
     def _tick(self, now_s: float) -> None:

@@ -4,7 +4,7 @@ Invariants: arithmetic on times that it is handed. Who has not been answered owe
 the last word of either side. A worker counts as silent when it has been so for longer than `PATIENCE` times its longest
 gap so far, and never sooner than `LEAST_SILENCE_S` where nothing is lost by it, or `MID_SILENCE_S` in the middle of a
 run (or a floor of the user's own in place of both); before its second message the longest gap of all workers stands in,
-and `FIRST_SILENCE_S`. One that has said that it validates is judged by its validations, and the first time given
+and `FIRST_SILENCE_S`. One that has said that it validates is processed by its validations, and the first time given
 `AWAY_SILENCE_S` where everybody waits for it.
 """
 
@@ -17,7 +17,7 @@ PATIENCE = 8.0
 SIGNS_S = 1.0  # how often a worker says that it waits, where one server may hold it that another has let go
 
 
-class Attendance:
+class SilenceTracker:
     """What a server knows of its workers besides their pushes; `floor_s` replaces both of the floors above."""
 
     def __init__(self, workers: tuple[int, ...], floor_s: float | None = None):
@@ -51,7 +51,7 @@ class Attendance:
         """It has been told to go on, perhaps after it was held for long, or has said that it waits."""
         self._answered_s[worker] = now_s
 
-    def says_it_waits(self, worker: int, now_s: float) -> None:
+    def reports_waiting(self, worker: int, now_s: float) -> None:
         """A sign of life: it waits for an answer, perhaps another server's."""
         self._answered_s[worker] = now_s
         self._waiting.add(worker)

@@ -3,7 +3,7 @@
 Invariants: for launches in which MPI tells of no death. A worker that waits has nothing else to do, so it asks
 `QUESTIONS` times per timeout, and every server says at once that it is there, whomever its rule holds back. That tells
 a server that holds from one that is dead; and to a server that has answered it tells that this worker waits for another
-one. Unanswered questions are counted, not seconds: a rank that was stopped for a while asks again before it judges.
+one. Unanswered questions are counted, not seconds: a rank that was stopped for a while asks again before it processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpitrain.errors import EvictedError, LostRankError
 QUESTIONS = 4
 
 
-class Pulse:
+class ServerProbe:
     """One worker's ear.
 
     A worker that was silent itself for longer than the timeout may have been given up, and the run be over: it leaves
@@ -26,7 +26,7 @@ class Pulse:
     Args:
         rank: its own; servers: all.
         timeout_s: a server that has not answered for so long is dead; 0 asks nobody and waits for ever.
-        signs_s: how often to say that it waits where nobody is judged by the answer: to a server that has let it go
+        signs_s: how often to say that it waits where nobody is processed by the answer: to a server that has let it go
             while another one holds it, it would seem to be silent. 0: never.
     """
 
@@ -86,7 +86,7 @@ class Pulse:
             )
 
 
-def last_words(servers: tuple[int, ...]) -> Role:
+def report_failure(servers: tuple[int, ...]) -> Role:
     """The role of a worker that has failed and can still say so: nobody has to find out by its silence."""
     for server in servers:
         yield Send(server, Message(Kind.LOST))

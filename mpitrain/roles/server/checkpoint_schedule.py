@@ -15,7 +15,7 @@ from mpitrain.effects import ASKS, Message
 from mpitrain.roles.protocols import Keeper
 
 
-class Cuts:
+class CheckpointSchedule:
     """One server's part in it.
 
     Args:
@@ -24,14 +24,14 @@ class Cuts:
     """
 
     def __init__(self, keeper: Keeper | None, deals: bool):
-        self.keeper, self.deals = keeper, deals
+        self.keeper, self.leases = keeper, deals
         self.mark = self.last = 0
         self.ends = self.ended = False
         self._told: dict[int, int] = {}  # workers whose next answer says that it belongs to a checkpoint
 
     def look(self, samples: int) -> None:
         """Name the next mark where one is due (the dealing server, after every update)."""
-        if self.keeper is None or not self.deals or self.ends:
+        if self.keeper is None or not self.leases or self.ends:
             return
         if self.keeper.asked():
             self.mark, self.ends = samples + 1, True
@@ -42,9 +42,9 @@ class Cuts:
         """Take over what a push tells: a mark from the dealing server, or that its sender was told to end."""
         if self.keeper is None or self.ends:
             return
-        if self.deals and message.mark == ASKS:
+        if self.leases and message.mark == ASKS:
             self.mark, self.ends = samples + 1, True
-        elif not self.deals and message.mark > self.last:
+        elif not self.leases and message.mark > self.last:
             self.mark, self.ends = message.mark, message.ends
 
     def due(self, samples: int) -> bool:
@@ -58,15 +58,15 @@ class Cuts:
         assert self.keeper is not None
         writers = sorted(present.intersection(self.keeper.writers))
         parts = [f"shard-{i}" for i in range(num_shards)] + [f"worker-{workers.index(w)}" for w in writers]
-        self.keeper.save(self.mark, state, parts if self.deals else ())
+        self.keeper.save(self.mark, state, parts if self.leases else ())
         self.last, self.ended = self.mark, self.ends
-        if self.deals:
+        if self.leases:
             self._told = dict.fromkeys(writers, self.mark)
 
     def on_answer(self, worker: int) -> dict[str, Any]:
         """Fields of an answer to `worker`."""
         if self.keeper is None:
             return {}
-        if not self.deals and self.keeper.asked() and not self.ends:  # the workers pass it on
+        if not self.leases and self.keeper.asked() and not self.ends:  # the workers pass it on
             return {"mark": ASKS}
         return {"mark": self.mark, "ends": self.ends, "cut": self._told.pop(worker, 0)}

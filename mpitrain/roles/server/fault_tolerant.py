@@ -3,7 +3,7 @@
 Invariants: no lease is lost with its worker. A worker that has nothing left to do is asked to stay while others
 still hold leases (`park`): it says that it is idle, and to every rule it has left; should one of the others be lost,
 the dealing server wakes it, it joins again and takes over. A worker is given up as silent when everybody else waits or
-has left, and, where MPI tells of no death (`vigilant`), whatever the others do; should it wake after that, what it
+has left, and, where MPI tells of no death (`by_heartbeat`), whatever the others do; should it wake after that, what it
 pushes is refused and it is told to leave. For rank 0, to which everybody then reports, the servers stay a while longer
 in case it does. A worker whose gradients are not finite any more, where such are skipped, is given up as well: all
 servers see the same pushes of it, so they agree on when.
@@ -16,8 +16,8 @@ from typing import Any
 
 from mpitrain.effects import Forget, Kind, Message, Role, Send
 from mpitrain.errors import LostRankError
-from mpitrain.roles.failure_detector.server_side import SILENT, Vigil
-from mpitrain.roles.failure_detector.silence import Attendance
+from mpitrain.roles.failure_detector.server_side import SILENT, FailureDetector
+from mpitrain.roles.failure_detector.silence import SilenceTracker
 from mpitrain.roles.server.final_model import see_off
 from mpitrain.roles.server.server import Server, Steps
 
@@ -28,13 +28,13 @@ MOST_NONFINITE = 10
 NOT_FINITE = "not finite"
 
 
-class TolerantServer(Server):
+class FaultTolerantServer(Server):
     """`Server`, and what it does about workers that are lost; the arguments are the same, and
 
     Args:
         delivers: a worker saves and validates the final model, and the others stay until it has (`delivery.py`).
-        floor_s: as in `Attendance`.
-        vigilant: as in `Vigil`.
+        floor_s: as in `SilenceTracker`.
+        by_heartbeat: as in `FailureDetector`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class TolerantServer(Server):
         *args: Any,
         delivers: bool = False,
         floor_s: float | None = None,
-        vigilant: bool = False,
+        by_heartbeat: bool = False,
         **options: Any,
     ):
         super().__init__(*args, **options)
@@ -50,8 +50,8 @@ class TolerantServer(Server):
         self.delivered: dict[str, Any] = {}  # what the worker that delivered has told
         self.named: set[int] = set()  # who was to deliver
         self.left: set[int] = set()  # have been let go
-        self.attendance = Attendance(self.workers, floor_s)
-        self.vigil = Vigil(self.attendance, vigilant)
+        self.tracker = SilenceTracker(self.workers, floor_s)
+        self.detector = FailureDetector(self.tracker, by_heartbeat)
         self._answers |= {
             Kind.IDLE: self._on_idle,
             Kind.FINAL: self._on_final,
@@ -67,7 +67,7 @@ class TolerantServer(Server):
     def run(self) -> Role:
         """Serve until every worker has left, or is lost; returns the shard's counts."""
         yield from super().run()
-        if not self._over and self.deals.unfinished():
+        if not self._over and self.leases.unfinished():
             self.failure = (
                 "no worker is left, and not all batches are done: each of them was given up as silent by some server; "
                 "start again with --resume auto, and with a larger --heartbeat-s where workers may be silent for long"
@@ -75,38 +75,38 @@ class TolerantServer(Server):
         if self.delivers:
             self.named.update(self._want_final)
             yield from see_off(self)
-        for worker, how in self.attendance.lost.items():
+        for worker, how in self.tracker.lost.items():
             if how != NOT_FINITE and (self.delivers or worker not in self._want_final):
                 yield Forget(worker)
         return self.summary()
 
     def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
         while self.present or self._lingers():
-            arrived = yield from self.vigil.listen(self._owing())
+            arrived = yield from self.detector.listen(self._owing())
             if arrived is None:
-                yield from self._look_for_silence(self.vigil.now_s)
+                yield from self._look_for_silence(self.detector.now_s)
             elif arrived[1].kind == Kind.LOST:
                 self._leaving.discard(arrived[0])
                 yield from self._lose(arrived[0], arrived[1].text or "died")
-            elif arrived[0] in self.attendance.lost:
+            elif arrived[0] in self.tracker.lost:
                 yield from self.turn_away(*arrived)
             else:
                 return arrived
-        self.attendance.lost |= dict.fromkeys(self._leaving, SILENT)
+        self.tracker.lost |= dict.fromkeys(self._leaving, SILENT)
         return None
 
     def _owing(self) -> set[int]:
         """Who owes signs of life: those who wait to be let go do too."""
-        staying = set(self.workers) - self.left - set(self.attendance.lost) if self.delivers else set()
+        staying = set(self.workers) - self.left - set(self.tracker.lost) if self.delivers else set()
         return self.present | set(self._want_final) | staying
 
     def _lingers(self) -> bool:
         """Whether to stay a while for those who may yet leave in order, when nobody else is there."""
-        silent = self.attendance.lost.get(REPORTER) == SILENT and not self._reporter_left
+        silent = self.tracker.lost.get(REPORTER) == SILENT and not self._reporter_left
         if not silent and not self._leaving:
             return False
-        self._alone_since_s = self.vigil.now_s if self._alone_since_s is None else self._alone_since_s
-        return self.vigil.now_s - self._alone_since_s < RETURN_S
+        self._alone_since_s = self.detector.now_s if self._alone_since_s is None else self._alone_since_s
+        return self.detector.now_s - self._alone_since_s < RETURN_S
 
     def turn_away(self, worker: int, message: Message) -> Steps:
         """A worker that was given up has woken: its leases are others' now."""
@@ -118,12 +118,12 @@ class TolerantServer(Server):
             yield Send(worker, Message(Kind.ALIVE))
             if worker in self._owed:
                 yield Send(worker, self._owed.pop(worker))
-        elif message.kind == Kind.IDLE and self.deals.dealer is not None:
+        elif message.kind == Kind.IDLE and self.leases.dealer is not None:
             yield Send(worker, Message(Kind.WAKE, stop=True))
         elif message.kind in (Kind.PUSH, Kind.JOIN, Kind.PULL):
             step = message.step + (message.kind == Kind.PUSH)
             yield Send(worker, Message(Kind.REPLY, version=self.ledger.version, step=step, stop=True))
-        elif message.kind == Kind.DONE and self.delivers and self.deals.dealer is not None:
+        elif message.kind == Kind.DONE and self.delivers and self.leases.dealer is not None:
             yield Send(worker, Message(Kind.WAKE, stop=True))
         elif self.owes_final(worker, message):
             self._want_final.append(worker)
@@ -135,14 +135,14 @@ class TolerantServer(Server):
         only whom the dealing server has given up does not deliver."""
         if message.kind != Kind.DONE:
             return message.kind == Kind.FINAL
-        lets_go = self.delivers and (self.deals.dealer is not None or self.attendance.lost[worker] != SILENT)
+        lets_go = self.delivers and (self.leases.dealer is not None or self.tracker.lost[worker] != SILENT)
         return message.stop and not lets_go
 
     def _take(self, source: int, message: Message) -> Steps:
         yield from super()._take(source, message)
         if message.kind == Kind.PUSH:
             self._nonfinite[source] = 0 if message.finite else self._nonfinite.get(source, 0) + 1
-            leased = self.deals.batch_size > 0
+            leased = self.leases.batch_size > 0
             if self._nonfinite[source] == MOST_NONFINITE and leased and not self._over:
                 self._leaving.add(source)
                 yield from self._lose(source, NOT_FINITE)
@@ -165,37 +165,37 @@ class TolerantServer(Server):
 
     def _on_idle(self, worker: int, message: Message) -> Steps:
         """It has been answered, has nothing to compute on, and waits to be woken."""
-        self.parked.add(worker)
+        self.standby.add(worker)
         self.active.discard(worker)
         self.ledger.leave(worker)
         yield from self._go_on_without(worker)
 
     def _on_join(self, worker: int, message: Message) -> Steps:
-        if worker not in self.parked:
+        if worker not in self.standby:
             yield from super()._on_join(worker, message)
             return
-        self.parked.discard(worker)
+        self.standby.discard(worker)
         self._next_step[worker] = message.step
         self.rule.on_join(self.memory, worker, self.active)
         self.active.add(worker)
-        self.deals.top_up(worker, 1, self.active)
+        self.leases.top_up(worker, 1, self.active)
         yield from self._welcome(worker)
 
     def _release(self, worker: int, num_leases: int, uses: int = 1) -> Steps:
         yield from super()._release(worker, num_leases, uses)
-        self.attendance.answered(worker, self.vigil.now_s)
+        self.tracker.answered(worker, self.detector.now_s)
 
     def _wake(self) -> Steps:
         """The dealing server: to work, when leases have come back; to the end, when all are settled."""
-        if self.deals.dealer is None:
+        if self.leases.dealer is None:
             return
-        over = self._over or not self.deals.outstanding()
-        for worker in sorted(self.parked - self._woken):
-            if over or self.deals.waiting() > len(self._woken & self.parked):
+        over = self._over or not self.leases.outstanding()
+        for worker in sorted(self.standby - self._woken):
+            if over or self.leases.waiting() > len(self._woken & self.standby):
                 self._woken.add(worker)
                 yield Send(worker, Message(Kind.WAKE, stop=over))
-                self.attendance.answered(worker, self.vigil.now_s)
-        self._woken &= self.parked
+                self.tracker.answered(worker, self.detector.now_s)
+        self._woken &= self.standby
 
     @property
     def _over(self) -> bool:
@@ -203,14 +203,14 @@ class TolerantServer(Server):
 
     def _look_for_silence(self, now_s: float) -> Steps:
         """Whoever still works while all others wait, or have left, and has been silent for too long is given up."""
-        waiting = self.parked | self.held | self._lobby
-        waiting |= {worker for worker in self.present if self.attendance.waits(worker, now_s)}
+        waiting = self.standby | self.held | self._joining
+        waiting |= {worker for worker in self.present if self.tracker.waits(worker, now_s)}
         working = self.present - waiting
-        others = waiting or len(self.present) + len(self.attendance.lost) < len(self.workers)
+        others = waiting or len(self.present) + len(self.tracker.lost) < len(self.workers)
         if (
             others
             and working
-            and all(self.attendance.is_silent(worker, now_s, bool(self.held)) for worker in working)
+            and all(self.tracker.is_silent(worker, now_s, bool(self.held)) for worker in working)
         ):
             for worker in sorted(working):
                 yield from self._lose(worker, SILENT)
@@ -218,20 +218,20 @@ class TolerantServer(Server):
     def dismiss(self, worker: int) -> Steps:
         """Of one that is given up as silent nothing is awaited, and nothing is sent to it: over TCP that crashes UCX.
         Should it live, it says so, and gets then what it waits for."""
-        if worker in self.held | self._lobby:
+        if worker in self.held | self._joining:
             self._owed[worker] = Message(
                 Kind.REPLY, version=self.ledger.version, step=self._next_step.get(worker, 0), stop=True
             )
-        elif worker in self.parked and self.deals.dealer is not None:  # which alone wakes
+        elif worker in self.standby and self.leases.dealer is not None:  # which alone wakes
             self._owed[worker] = Message(Kind.WAKE, stop=True)
         yield Forget(worker, listen=True)
 
     def _lose(self, worker: int, how: str) -> Steps:
-        if worker in self.attendance.lost:  # given up as silent, and now known to be dead
-            self.attendance.lost[worker] = how
+        if worker in self.tracker.lost:  # given up as silent, and now known to be dead
+            self.tracker.lost[worker] = how
             return
-        silence_s = self.attendance.silence_s(worker, self.vigil.now_s)
-        if worker == REPORTER and self.vigil.vigilant and how != NOT_FINITE:
+        silence_s = self.tracker.silence_s(worker, self.detector.now_s)
+        if worker == REPORTER and self.detector.by_heartbeat and how != NOT_FINITE:
             raise LostRankError(
                 f"rank {REPORTER}, which writes the result, {how}: nobody has heard of it for "
                 f"{silence_s:.1f} s. The job ends, to be started again from its newest checkpoint"
@@ -243,33 +243,33 @@ class TolerantServer(Server):
             self.present,
             self.active,
             self.held,
-            self.parked,
-            self._lobby,
-            self._keeps,
-            self._exchanged,
+            self.standby,
+            self._joining,
+            self._no_pull,
+            self._pending_difference,
         ):
             group.discard(worker)
         self._want_final = [other for other in self._want_final if other != worker]
-        self.attendance.lose(worker, self.present, how)
+        self.tracker.lose(worker, self.present, how)
         self.ledger.leave(worker)
-        self.deals.take_back(worker)
+        self.leases.take_back(worker)
         silence = {"silence_s": round(silence_s, 3)} if how == SILENT else {}
         self.report.event("worker lost", rank=worker, how=how, version=self.ledger.version, **silence)
         if was_active:
             yield from self._go_on_without(worker)
-        if not self.present and len(self.attendance.lost) == len(self.workers):
+        if not self.present and len(self.tracker.lost) == len(self.workers):
             told = f"has sent {MOST_NONFINITE} gradients in a row that are not finite"
             told = told if how == NOT_FINITE else how
             self.failure = self.failure or f"rank {worker} (worker) {told}, and no other worker is left"
-        if not self.active and not self.parked:
-            yield from self._open_lobby()
+        if not self.active and not self.standby:
+            yield from self._admit_joining()
         yield from self._wake()
 
     def _about(self, worker: int) -> dict[str, Any]:
-        heir = worker == self.attendance.validator != min(self.workers)
-        stays = not self._over and self.deals.has_nothing(worker) and self.deals.outstanding(but_for=worker)
+        heir = worker == self.tracker.validator != min(self.workers)
+        stays = not self._over and self.leases.has_nothing(worker) and self.leases.outstanding(but_for=worker)
         return {**super()._about(worker), "heir": heir, "park": stays}
 
     def summary(self) -> dict[str, Any]:
         """`Server.summary`, with the ranks that were lost, and how."""
-        return {**super().summary(), "lost": {str(rank): how for rank, how in self.attendance.lost.items()}}
+        return {**super().summary(), "lost": {str(rank): how for rank, how in self.tracker.lost.items()}}

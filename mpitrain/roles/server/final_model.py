@@ -18,7 +18,7 @@ from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S
 from mpitrain.roles.out_of_turn import out_of_turn
 
 if TYPE_CHECKING:
-    from mpitrain.roles.server.fault_tolerant import TolerantServer
+    from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
     from mpitrain.roles.worker import Worker
 
 Steps = Generator[Effect, Any, None]
@@ -31,7 +31,7 @@ def stay(worker: Worker, deliver: Deliver) -> Steps:
     servers, dealer = worker.roles.servers, worker.roles.dealer
     missing = set(servers) if worker.wants_final else set()
     while True:
-        source, message = yield from worker.pulse.receive(servers)
+        source, message = yield from worker.probe.receive(servers)
         if message.kind == Kind.WAKE and message.stop:
             break
         if message.kind == Kind.WAKE:
@@ -44,19 +44,19 @@ def stay(worker: Worker, deliver: Deliver) -> Steps:
         if message.kind == Kind.FINAL:
             missing.discard(source)
             if not missing:
-                yield from worker.say_away()
+                yield from worker.report_away()
                 told = yield Compute(deliver, "deliver", interruptible=False)
                 yield Send(dealer, Message(Kind.DELIVERED, step=worker.step, text=json.dumps(told)))
     for server in servers:
         yield Send(server, Message(Kind.LEAVE, step=worker.step))
 
 
-def see_off(server: TolerantServer) -> Steps:
+def see_off(server: FaultTolerantServer) -> Steps:
     """The server's side, when no worker will push any more."""
-    staying = set(server.workers) - set(server.attendance.lost) - server.left
+    staying = set(server.workers) - set(server.tracker.lost) - server.left
     yield from _name(server, staying)
     while staying:
-        arrived = yield from server.vigil.listen(staying, AWAY_SILENCE_S)
+        arrived = yield from server.detector.listen(staying, AWAY_SILENCE_S)
         if arrived is None:
             continue
         source, message = arrived
@@ -64,7 +64,7 @@ def see_off(server: TolerantServer) -> Steps:
             staying.discard(source)
             how = message.text or "died"
             if source not in server.left:
-                server.attendance.lost[source] = how
+                server.tracker.lost[source] = how
                 server.report.event("worker lost", rank=source, how=how, version=server.ledger.version)
             if how == SILENT:
                 yield from server.dismiss(source)
@@ -72,7 +72,7 @@ def see_off(server: TolerantServer) -> Steps:
         elif message.kind == Kind.LEAVE:
             staying.discard(source)
         elif message.kind == Kind.FINAL or (
-            source in server.attendance.lost and server.owes_final(source, message)
+            source in server.tracker.lost and server.owes_final(source, message)
         ):
             yield from server.send_final(source)
         elif message.kind == Kind.DELIVERED:
@@ -80,18 +80,18 @@ def see_off(server: TolerantServer) -> Steps:
             for worker in sorted(staying):
                 yield Send(worker, Message(Kind.WAKE, stop=True))
         else:
-            if source not in server.attendance.lost:
+            if source not in server.tracker.lost:
                 raise out_of_turn(source, message, "a server whose workers have all pushed their last")
             yield from server.turn_away(source, message)
 
 
-def _name(server: TolerantServer, staying: set[int]) -> Steps:
+def _name(server: FaultTolerantServer, staying: set[int]) -> Steps:
     """Who delivers from here on, where the one that was to has not and will not (the dealing server)."""
-    if server.deals.dealer is None or server.delivered or not staying:
+    if server.leases.dealer is None or server.delivered or not staying:
         return
-    attendance = server.attendance
-    if attendance.validator not in staying:
-        attendance.validator = min(staying)
-    if attendance.validator not in server.named:  # the validator itself has asked for the final model
-        server.named.add(attendance.validator)
-        yield Send(attendance.validator, Message(Kind.WAKE, heir=True))
+    tracker = server.tracker
+    if tracker.validator not in staying:
+        tracker.validator = min(staying)
+    if tracker.validator not in server.named:  # the validator itself has asked for the final model
+        server.named.add(tracker.validator)
+        yield Send(tracker.validator, Message(Kind.WAKE, heir=True))

@@ -4,7 +4,7 @@ Invariants: leases are dealt in rank order before anybody asks, then one for eve
 that who trains on what in lockstep is no matter of timing. Only the dealing server has a dealer; what a gradient
 weighs for its size, every server says alike. With several servers a lease that was pushed here stays in question until
 its worker is known to have been answered by all of them: should it be lost before that, the lease is dealt again, and
-the shards that have judged it do not judge it twice.
+the shards that have processed it do not process it twice.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
-from mpitrain.strategies.sampling.dealer import Dealer, Lease, check_batch_size
+from mpitrain.strategies.sampling.dealer import BatchDealer, Lease, check_batch_size
 
 NOBODY = -1
 LEASES_AHEAD = 1  # to read while computing on another; one more for every push that may be in flight
 
 
-class Deals:
+class Leases:
     """Leases and batch sizes of one server.
 
     Args:
@@ -30,7 +30,7 @@ class Deals:
         num_workers: all of them; batch_size: the job's, 0 where workers bring their own data.
     """
 
-    def __init__(self, rule: ServerStrategy, dealer: Dealer | None, num_workers: int, batch_size: int):
+    def __init__(self, rule: ServerStrategy, dealer: BatchDealer | None, num_workers: int, batch_size: int):
         self.rule, self.dealer = rule, dealer
         self.num_workers, self.batch_size = num_workers, batch_size
         self.memory: dict[str, Any] = {}  # the batching's

@@ -1,7 +1,7 @@
-"""What the servers of a checkpoint had judged, and what becomes of that for another number of servers.
+"""What the servers of a checkpoint had processed, and what becomes of that for another number of servers.
 
-Invariants: a shard that is put together from pieces of others counts only what all of these had judged; what one
-piece had judged before the others is dealt again, counted once by every shard, and left out of that piece.
+Invariants: a shard that is put together from pieces of others counts only what all of these had processed; what one
+piece had processed before the others is dealt again, counted once by every shard, and left out of that piece.
 """
 
 from __future__ import annotations
@@ -10,40 +10,41 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.strategies.parameter_server.judged import Judged, in_all, in_any
+from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_all, in_any
 
 
-def _pieces(state: dict[str, Any], size: int, epoch_samples: int) -> list[tuple[int, int, Judged]]:
-    counted = Judged.of(state["judged"], epoch_samples)
+def _pieces(state: dict[str, Any], size: int, epoch_samples: int) -> list[tuple[int, int, ProcessedSamples]]:
+    counted = ProcessedSamples.of(state["processed"], epoch_samples)
     pieces = [
-        (low, high, in_any([counted, Judged.of(more, epoch_samples)])) for low, high, more in state["pieces"]
+        (low, high, in_any([counted, ProcessedSamples.of(more, epoch_samples)]))
+        for low, high, more in state["pieces"]
     ]
     return pieces or [(0, size, counted)]
 
 
-def judged_by(states: Sequence[dict[str, Any]], epoch_samples: int) -> list[Judged]:
+def processed_by(states: Sequence[dict[str, Any]], epoch_samples: int) -> list[ProcessedSamples]:
     """What each shard of a checkpoint had counted, and each piece of one had taken, the first shard first."""
-    counted = [Judged.of(state["judged"], epoch_samples) for state in states]
+    counted = [ProcessedSamples.of(state["processed"], epoch_samples) for state in states]
     return counted + [piece for state in states for _, _, piece in _pieces(state, 0, epoch_samples)]
 
 
-def recut(
+def reshard_role(
     states: Sequence[dict[str, Any]], cuts: Sequence[int], low: int, high: int, epoch_samples: int
 ) -> dict[str, Any]:
     """The role state of a server of numbers [low, high), from those of all shards of a checkpoint, which lay between
-    `cuts`; counts are those of the first, as far as all have judged the same."""
+    `cuts`; counts are those of the first, as far as all have processed the same."""
     made = copy.deepcopy(states[0])
-    counted = [Judged.of(state["judged"], epoch_samples) for state in states]
+    counted = [ProcessedSamples.of(state["processed"], epoch_samples) for state in states]
     common = in_all(counted)
-    made["judged"], made["pieces"] = common.state(), []
+    made["processed"], made["pieces"] = common.state(), []
     ledger, ahead = made["ledger"], counted[0].num_samples() - common.num_samples()
     uncounted = min(ahead, ledger["samples_accepted"])
     ledger["samples_accepted"] -= uncounted
     ledger["samples_dropped"] -= ahead - uncounted
     made["applied_samples"] = min(made["applied_samples"], ledger["samples_accepted"])
     for state, start, end in zip(states, cuts, cuts[1:]):
-        for piece_low, piece_high, judged in _pieces(state, end - start, epoch_samples):
+        for piece_low, piece_high, processed in _pieces(state, end - start, epoch_samples):
             first, last = max(low, start + piece_low), min(high, start + piece_high)
             if first < last:
-                made["pieces"].append([first - low, last - low, judged.state()])
+                made["pieces"].append([first - low, last - low, processed.state()])
     return made

@@ -6,13 +6,13 @@ added in rank order, never in order of arrival, so the bits depend on the set of
 it sends out and every push it takes in goes through the ledger, so the counts add up by construction. The
 lowest server also deals the batches.
 
-Exactly once: leases are dealt at least once, and judged idempotently. A push names its lease, every shard remembers
-which it has judged (with its checkpoints, too), and one that comes again is an arrival like any other to the rule, so
-rounds stay what they are on all shards, but nothing of it is added or counted. A worker goes on only when all shards
+Exactly once: leases are dealt at least once, and processed idempotently. A push names its lease, every shard remembers
+which it has processed (with its checkpoints, too), and one that comes again is an arrival like any other to the rule,
+so rounds stay what they are on all shards, but nothing of it is added or counted. A worker goes on only when all shards
 have answered, so its next message tells the dealing server that they have; a lease of which that was never told is
 dealt again when its worker is lost. After a restart the shards may have been cut at different pushes: then whatever
-not all of them have judged is dealt again (`Dealer.rejoin`). An elastic push carries parameters, not a gradient: it is
-exchanged again, which conserves what both sides hold, and not counted.
+not all of them have processed is dealt again (`BatchDealer.rejoin`). An elastic push carries parameters, not a
+gradient: it is exchanged again, which conserves what both sides hold, and not counted.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv,
 from mpitrain.errors import WireError
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.protocols import Keeper, Report, Store
-from mpitrain.roles.server.checkpoint_schedule import Cuts
+from mpitrain.roles.server.checkpoint_schedule import CheckpointSchedule
 from mpitrain.roles.server.gathering import Gathering
-from mpitrain.roles.server.leases import Deals
-from mpitrain.roles.server.resharding import judged_by
+from mpitrain.roles.server.leases import Leases
+from mpitrain.roles.server.resharding import processed_by
 from mpitrain.strategies.base import Push, ServerStrategy, Verdict
-from mpitrain.strategies.parameter_server.judged import Judged, in_any
+from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any
 from mpitrain.strategies.parameter_server.staleness import Ledger
-from mpitrain.strategies.sampling.dealer import Dealer, Lease
+from mpitrain.strategies.sampling.dealer import BatchDealer, Lease
 from mpitrain.strategies.schedules import Schedule
 
 Steps = Generator[Effect, Any, None]
@@ -59,28 +59,28 @@ class Server:
 
     def __init__(
         self, rule: ServerStrategy, store: Store, workers: tuple[int, ...], report: Report,
-        dealer: Dealer | None = None, on_nonfinite: str = "stop", epoch_samples: int = 0,
+        dealer: BatchDealer | None = None, on_nonfinite: str = "stop", epoch_samples: int = 0,
         schedule: Schedule | None = None, batch_size: int = 0, keeper: Keeper | None = None,
     ):  # fmt: skip
         self.rule, self.store, self.report = rule, store, report
         self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
         self.workers = workers
-        self.deals = Deals(rule, dealer, len(workers), batch_size)
-        self.cuts = Cuts(keeper, dealer is not None)
+        self.leases = Leases(rule, dealer, len(workers), batch_size)
+        self.cuts = CheckpointSchedule(keeper, dealer is not None)
         self.applied_samples = 0  # in updates so far: the progress that the schedule follows
         self.ledger = Ledger()
-        self.judged = Judged(epoch_samples)
+        self.processed = ProcessedSamples(epoch_samples)
         self.pieces: list[
-            tuple[int, int, Judged]
-        ] = []  # [start, end) of a shard cut anew, with what it had judged
+            tuple[int, int, ProcessedSamples]
+        ] = []  # [start, end) of a shard cut anew, with what it had processed
         self.gathering = Gathering(store)
         self.present = set(workers)  # will push, or wait for the warm-up to end
         self.active = set(rule.warmup.first(workers))  # take part now
         self.memory = rule.start(tuple(sorted(self.active)))
         self.held: set[int] = set()
         self.failure = ""
-        self.parked: set[int] = set()  # has nothing to do, and waits in case there is more (`tolerant.py`)
-        self._lobby: set[int] = set()  # joined during the warm-up
+        self.standby: set[int] = set()  # has nothing to do, and waits in case there is more (`tolerant.py`)
+        self._joining: set[int] = set()  # joined during the warm-up
         self._answers: dict[Kind, Callable[[int, Message], Steps]] = {
             Kind.JOIN: self._on_join, Kind.PUSH: self._on_push, Kind.DONE: self._on_done,
             Kind.NOTE: self._on_note, Kind.PULL: self._on_pull,
@@ -88,12 +88,12 @@ class Server:
         self._next_step: dict[int, int] = {}  # of each worker: names the push that a reply answers
         self._num_batches: dict[int, int] = {}  # each worker's, pushed: keys the randomness of its next one
         self._want_final: list[int] = []
-        self._keeps: set[int] = set()  # pushed and want no parameters: they go on with what they have
-        self._exchanged: set[int] = set()  # pushed parameters, to be answered with the difference
+        self._no_pull: set[int] = set()  # pushed and want no parameters: they go on with what they have
+        self._pending_difference: set[int] = set()  # pushed parameters, to be answered with the difference
 
     def run(self) -> Role:
         """Serve until every worker has left; returns the shard's counts."""
-        self.deals.first(sorted(self.active), self.active)
+        self.leases.first(sorted(self.active), self.active)
         self.cuts.look(self.ledger.samples_accepted)
         while (arrived := (yield from self._next())) is not None:
             yield from self._take(*arrived)
@@ -112,7 +112,7 @@ class Server:
         if message.kind not in self._answers or source not in self.workers:
             raise out_of_turn(source, message, f"a server of workers {self.workers}")
         if message.kind in CONFIRMING and (message.finite or message.kind != Kind.DONE):
-            self.deals.confirm(source)
+            self.leases.confirm(source)
         yield from self._answers[message.kind](source, message)
 
     def _on_join(self, worker: int, message: Message) -> Steps:
@@ -120,7 +120,7 @@ class Server:
         if worker in self.active or not self.active:
             yield from self._welcome(worker)
         else:
-            self._lobby.add(worker)
+            self._joining.add(worker)
 
     def _welcome(self, worker: int) -> Steps:
         """The first read: with two pushes in flight the first two gradients are computed on it."""
@@ -141,11 +141,11 @@ class Server:
         self._num_batches[worker] = self._num_batches.get(worker, 0) + (message.batches or 1)
         self.cuts.hear(message, self.ledger.samples_accepted)
         if not message.pull:
-            self._keeps.add(worker)
+            self._no_pull.add(worker)
         lease = self._lease_of(worker, message)
-        again = lease is not None and not self.judged.add(lease)
+        again = lease is not None and not self.processed.add(lease)
         now_s = yield Now()
-        self.deals.pushed(worker, message.samples, now_s)
+        self.leases.pushed(worker, message.samples, now_s)
         if not message.finite or message.version < self.ledger.oldest_read(worker):
             yield from self._refuse(worker, message, payload, again)
             yield from self._end_warmup()
@@ -166,10 +166,10 @@ class Server:
             payload = self._mask(payload, lease)
             if self.rule.damping.corrects:
                 payload = self.store.correct(worker, payload, num_reads)
-            weight = verdict.weight * self.deals.weight(message.samples)
-            share = self.deals.share(message.share)
+            weight = verdict.weight * self.leases.weight(message.samples)
+            share = self.leases.share(message.share)
             self.gathering.take(worker, message.step, payload, weight, share, message.text)
-            self._exchanged.update([worker] if self.rule.elastic else [])
+            self._pending_difference.update([worker] if self.rule.elastic else [])
             self.gathering.add_in_turn(self.rule.contributors(self.active))
         else:
             payload.release()
@@ -187,20 +187,22 @@ class Server:
     def _lease_of(self, worker: int, message: Message) -> Lease | None:
         """What a push was made of; None where workers bring their own data."""
         lease = Lease._make(message.leases[0]) if message.leases else None
-        settled = self.deals.settle(worker)
+        settled = self.leases.settle(worker)
         if settled is not None and settled != lease:
             raise WireError(f"rank {worker} pushes {lease}, step {message.step}, where {settled} was due")
         return lease
 
     def _mask(self, payload: Payload, lease: Lease | None) -> Payload:
-        """A push without what pieces of this shard had judged before they were put together."""
-        spans = [(low, high) for low, high, judged in self.pieces if lease and judged.has(lease)]
+        """A push without what pieces of this shard had processed before they were put together."""
+        spans = [(low, high) for low, high, processed in self.pieces if lease and processed.has(lease)]
         return self.store.mask(payload, spans) if spans else payload
 
     def _carry_out(self, verdict: Verdict) -> Steps:
         if verdict.flush:
             self.gathering.add_all(self.rule.sums)
-            if not self.gathering.empty:  # or else all of it had been judged before: a version like the last
+            if (
+                not self.gathering.empty
+            ):  # or else all of it had been processed before: a version like the last
                 if self.schedule is not None and self.epoch_samples:
                     progress = self.applied_samples / self.epoch_samples
                     self.store.set_rate(self.schedule.factor(progress, len(self.workers)))
@@ -222,7 +224,7 @@ class Server:
         shards, present = self.rule.servers, self.present
         yield Compute(lambda: self.cuts.save(self.state(), shards, present, self.workers), "checkpoint")
         if self.cuts.ended:
-            self.deals.close()
+            self.leases.close()
 
     def _refuse(self, worker: int, message: Message, payload: Payload, again: bool) -> Steps:
         """A gradient that was stopped when it was already under way, or a NaN or infinite one: that is never applied;
@@ -233,7 +235,7 @@ class Server:
             yield from self._release(worker, 1)
             yield from self._reconsider()
             return
-        keep = worker in self._keeps
+        keep = worker in self._no_pull
         if again:
             self.ledger.repeat(worker, payload.num_bytes, keep)
         else:
@@ -249,7 +251,7 @@ class Server:
                 f"{message.loss:g}); nothing of it was applied. Lower the learning rate or clip gradients, or pass "
                 'on_nonfinite="skip" to count such batches and go on'
             )
-        self.deals.close()
+        self.leases.close()
         yield from self._send_off()
 
     def _send_off(self) -> Steps:
@@ -259,36 +261,36 @@ class Server:
 
     def _end_warmup(self) -> Steps:
         """When its samples are in, everybody who is present takes part."""
-        if self.active | self.parked == self.present:
+        if self.active | self.standby == self.present:
             return
         pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
         if self.rule.warmup.is_over(pushed, self.epoch_samples):
-            newcomers = sorted(self.present - self.active - self.parked)
+            newcomers = sorted(self.present - self.active - self.standby)
             for worker in newcomers:
                 self.rule.on_join(self.memory, worker, self.active)
                 self.active.add(worker)
-            self.deals.first(newcomers, self.active)
-            yield from self._open_lobby()
+            self.leases.first(newcomers, self.active)
+            yield from self._admit_joining()
 
-    def _open_lobby(self) -> Steps:
-        for worker in sorted(self._lobby):
-            self._lobby.discard(worker)
+    def _admit_joining(self) -> Steps:
+        for worker in sorted(self._joining):
+            self._joining.discard(worker)
             yield from self._welcome(worker)
 
     def _release(self, worker: int, num_leases: int, uses: int = 1) -> Steps:
         """Answer a worker: parameters (or the difference of an elastic exchange), unless its push wants none."""
         self.held.discard(worker)
-        leases = self.deals.take(worker, num_leases, self.active)
+        leases = self.leases.take(worker, num_leases, self.active)
         payload = None
-        if worker in self._keeps:
-            self._keeps.discard(worker)
+        if worker in self._no_pull:
+            self._no_pull.discard(worker)
         else:
             payload = self.store.read(worker, uses=uses)
             self.ledger.read(worker, payload.num_bytes, uses)
         if self.rule.batching.measures:
-            self.deals.answered(worker, (yield Now()))
+            self.leases.answered(worker, (yield Now()))
         message = Message(
-            Kind.DIFFERENCE if worker in self._exchanged else Kind.REPLY,
+            Kind.DIFFERENCE if worker in self._pending_difference else Kind.REPLY,
             version=self.ledger.version,
             step=self._next_step[worker],
             samples=self.ledger.samples_accepted,
@@ -298,7 +300,7 @@ class Server:
             batches=self._num_batches.get(worker, 0),
             **self._about(worker),
         )
-        self._exchanged.discard(worker)
+        self._pending_difference.discard(worker)
         yield Send(worker, message)
 
     def _about(self, worker: int) -> dict[str, Any]:
@@ -309,9 +311,9 @@ class Server:
         self.cuts.hear(message, self.ledger.samples_accepted)
         if (
             not message.finite
-        ):  # told to stop, perhaps by a server that has given it up and judges nothing of it any more
-            self.deals.take_back(worker)
-        for group in (self.present, self.active, self.held, self.parked):
+        ):  # told to stop, perhaps by a server that has given it up and processes nothing of it any more
+            self.leases.take_back(worker)
+        for group in (self.present, self.active, self.held, self.standby):
             group.discard(worker)
         self.ledger.leave(worker)
         if message.stop:
@@ -320,7 +322,7 @@ class Server:
         if not self.active:
             if not self.gathering.empty:  # too few for an update of their own, but nothing is lost
                 yield from self._carry_out(Verdict(0.0, True, ()))
-            yield from self._open_lobby()  # the data ended before the warm-up did
+            yield from self._admit_joining()  # the data ended before the warm-up did
 
     def _go_on_without(self, worker: int) -> Steps:
         """`worker` takes part no more: who waits for it waits no longer."""
@@ -339,7 +341,7 @@ class Server:
 
     def summary(self) -> dict[str, Any]:
         """Counts of this shard for `result.json`, with the failure that ended the run, if any."""
-        waited, left_out = self.gathering.max_pending, self.deals.num_left_out()
+        waited, left_out = self.gathering.max_pending, self.leases.num_left_out()
         counts = {"samples_left_out": left_out, "max_pending": waited, "failure": self.failure}
         return {**self.ledger.summary(), **counts}
 
@@ -350,13 +352,13 @@ class Server:
         return {
             "workers": sorted(self.workers),
             "ledger": self.ledger.state(),
-            "deals": self.deals.state(self.workers),
+            "leases": self.leases.state(self.workers),
             "next_step": {str(worker): step for worker, step in self._next_step.items()},
             "num_batches": {str(worker): count for worker, count in self._num_batches.items()},
             "failure": self.failure,
             "applied_samples": self.applied_samples,
-            "judged": self.judged.state(),
-            "pieces": [[low, high, judged.state()] for low, high, judged in self.pieces],
+            "processed": self.processed.state(),
+            "pieces": [[low, high, processed.state()] for low, high, processed in self.pieces],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -365,11 +367,14 @@ class Server:
         """
         self.failure, self.applied_samples = state["failure"], state["applied_samples"]
         self.ledger.restore(state["ledger"])
-        self.judged = Judged.of(state["judged"], self.epoch_samples)
-        pieces = [(low, high, Judged.of(piece, self.epoch_samples)) for low, high, piece in state["pieces"]]
-        more = any(in_any([self.judged, piece]) != self.judged for _, _, piece in pieces)
+        self.processed = ProcessedSamples.of(state["processed"], self.epoch_samples)
+        pieces = [
+            (low, high, ProcessedSamples.of(piece, self.epoch_samples))
+            for low, high, piece in state["pieces"]
+        ]
+        more = any(in_any([self.processed, piece]) != self.processed for _, _, piece in pieces)
         self.pieces = pieces if more else []
-        self.deals.restore(state["deals"], self.workers)
+        self.leases.restore(state["leases"], self.workers)
         pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
         if self.rule.warmup.is_over(pushed, self.epoch_samples):
             self.active = set(self.present)
@@ -383,5 +388,5 @@ class Server:
 
     def rejoin(self, states: Sequence[dict[str, Any]]) -> None:
         """After `restore`: what the shards were cut at, this dealing server's own first; they may differ."""
-        assert self.deals.dealer is not None, "only the dealing server deals again"
-        self.deals.dealer.rejoin(judged_by(states, self.epoch_samples))
+        assert self.leases.dealer is not None, "only the dealing server deals again"
+        self.leases.dealer.rejoin(processed_by(states, self.epoch_samples))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpitrain.effects import Compute, Effect, Kind, Message, Send
 from mpitrain.errors import UsageError
-from mpitrain.roles.server.fault_tolerant import TolerantServer
+from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
 from mpitrain.strategies.base import Verdict
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def save(worker: Worker, order: Save) -> Steps:
     yield from worker.collect(Kind.REPLY)
 
 
-class SavingServer(TolerantServer):
-    """`TolerantServer`, for workers that say when a checkpoint is written; the arguments are the same.
+class SavingServer(FaultTolerantServer):
+    """`FaultTolerantServer`, for workers that say when a checkpoint is written; the arguments are the same.
 
     Args:
         write: `write(order, state, workers)` writes this shard's part; `workers` are the ranks that write theirs.
@@ -88,7 +88,7 @@ class SavingServer(TolerantServer):
         yield Compute(lambda: self._write(orders.pop(), state, workers), "checkpoint")
         for worker in workers:
             if self.rule.elastic:
-                self._keeps.add(worker)
+                self._no_pull.add(worker)
             else:
                 self.ledger.leave(worker)
             yield from self._release(worker, 0, uses=self.rule.inflight)

@@ -27,7 +27,7 @@ class Split(Strategy):
         """What is kept on one node: "parts" of one model, or "replicas" of one part."""
         return "parts"
 
-    def num_shares(self, num_workers: int) -> int:
+    def num_replicas(self, num_workers: int) -> int:
         return num_workers // self.num_parts(num_workers)
 
     def check_workers(self, num_workers: int) -> None:

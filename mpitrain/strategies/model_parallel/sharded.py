@@ -36,7 +36,7 @@ class Sharded(Split):
     def num_parts(self, num_ranks: int) -> int:
         return max(1, num_ranks // self.replicas)
 
-    def num_shares(self, num_workers: int) -> int:
+    def num_replicas(self, num_workers: int) -> int:
         return num_workers
 
     def check_workers(self, num_workers: int) -> None:

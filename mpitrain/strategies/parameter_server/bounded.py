@@ -63,7 +63,7 @@ class Bounded(ServerStrategy):
             raise UsageError(f"bounded: staleness must be at least {least}{why}, got {self.staleness}")
 
     @property
-    def holds_apart(self) -> bool:
+    def blocks_apart(self) -> bool:
         return self.servers > 1
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Ledger:
     def __init__(self) -> None:
         self.version = 0
         self.accepted = self.dropped = self.nonfinite = self.late = 0
-        self.repeated = 0  # pushes of what had been judged before: answered, and nothing else
+        self.repeated = 0  # pushes of what had been processed before: answered, and nothing else
         self.versions_skipped = 0  # by workers that read a later one: versions, no gradients
         self.samples_accepted = self.samples_dropped = 0
         self.pushed_bytes = self.replied_bytes = 0
@@ -81,7 +81,7 @@ class Ledger:
         return staleness
 
     def repeat(self, worker: int, num_bytes: int, keep: bool = False) -> None:
-        """A push of what this shard has judged before: its read goes unused."""
+        """A push of what this shard has processed before: its read goes unused."""
         staleness = self.version - self.reads[worker][0]
         if keep:
             self._left_in_flight += staleness
@@ -174,8 +174,8 @@ class Ledger:
 
 
 def disagreement(shards: Sequence[dict[str, Any]]) -> str:
-    """Why these summaries cannot be those of one run, in which every shard judges every push once; empty if they can.
-    Where nothing is discarded all shards have accepted the same."""
+    """Why these summaries cannot be those of one run, in which every shard processes every push once; empty if they
+    can. Where nothing is discarded all shards have accepted the same."""
     discards = any(one["late"] or one["dropped"] or one["nonfinite"] for one in shards)
     counts = [one["samples_accepted"] + one["samples_dropped"] * discards for one in shards]
     if len(set(counts)) < 2:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.strategies.parameter_server.judged import Judged, in_any, torn, without
+from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any, torn, without
 
 MAX_WINDOWS = 16  # of a stretch: neighbours share the window they meet in, so about 1/16 is read twice
 
@@ -46,7 +46,7 @@ def share_out(start: int, count: int, num_workers: int, worker: int) -> tuple[in
     return start + worker * share + min(worker, longer), share + (worker < longer)
 
 
-class Dealer:
+class BatchDealer:
     """Deals `num_epochs` epochs of `num_samples` samples in batches of `batch_size`; the last batch of an
     epoch may be smaller.
 
@@ -271,14 +271,14 @@ class Dealer:
         for run in runs:
             self.stretches[min([0, *self.stretches]) - 1] = run
 
-    def rejoin(self, judged: Sequence[Judged]) -> None:
-        """After `restore` from a checkpoint whose shards were cut at different pushes: what some have judged and others
-        have not is dealt before anything else, in leases of which every shard has judged all or nothing.
+    def rejoin(self, processed: Sequence[ProcessedSamples]) -> None:
+        """After `restore` from a checkpoint whose shards were cut at different pushes: what some have processed and
+        others have not is dealt before anything else, in leases of which every shard has processed all or nothing.
 
         Args:
-            judged: by each shard, this dealer's own first.
+            processed: by each shard, this dealer's own first.
         """
-        found = torn(judged)
+        found = torn(processed)
         if not found:
             return
         held = [lease for leases in (*self.kept.values(), self.returned) for lease in leases]
@@ -287,10 +287,10 @@ class Dealer:
             for low, high in without([(start, end)], again):
                 leases = Lease(epoch, low, high - low, self.batch_size).batches()
                 self.returned += leases
-                if without([(low, high)], judged[0].runs(epoch)):  # not dealt from here yet
+                if without([(low, high)], processed[0].runs(epoch)):  # not dealt from here yet
                     self.num_dealt += len(leases)
         self.returned.sort()
-        anywhere = in_any(judged)
+        anywhere = in_any(processed)
         self._leave_to_others(anywhere.runs(self.epoch))
         later = {epoch for epoch, _, _ in found if epoch > self.epoch}
         self.taken |= {epoch: anywhere.runs(epoch) for epoch in later}

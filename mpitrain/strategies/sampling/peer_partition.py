@@ -32,7 +32,7 @@ class Turn(NamedTuple):
         return self.lease.num_samples * self.num_active / self.num_samples
 
 
-class Shares:
+class PeerPartition:
     """The course of one peer.
 
     Args:

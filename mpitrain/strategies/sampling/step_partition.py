@@ -1,7 +1,7 @@
 """Everybody's share of every step where all workers take the same steps: round by round what a server would deal.
 
 Invariants: a pure function of (samples, batch size, workers, window), the same on every rank without a message.
-As long as an epoch has a full batch for everybody, a round is what `Dealer` deals to the workers in turn, so that
+As long as an epoch has a full batch for everybody, a round is what `BatchDealer` deals to the workers in turn, so that
 `allreduce()` and `sync()` train on the same batches and each rank reads chunks of its own; of what is left everybody
 gets as much as the others. A rest too small to give every worker one sample is left out.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.strategies.sampling.dealer import Dealer, Lease, check_batch_size
+from mpitrain.strategies.sampling.dealer import BatchDealer, Lease, check_batch_size
 
 ENDLESS = 1 << 62
 
 
-class Rounds:
+class StepPartition:
     """The rounds of a run.
 
     Args:
@@ -33,7 +33,7 @@ class Rounds:
         drop_last: bool = False,
     ):
         self.num_workers, self.batch_size, self.drop_last = num_workers, batch_size, drop_last
-        self.dealer = Dealer(
+        self.dealer = BatchDealer(
             num_samples, ENDLESS, batch_size, num_workers=num_workers, window_samples=window_samples
         )
         self._left = num_samples  # of this epoch, not dealt

@@ -16,10 +16,10 @@ from mpitrain.job import Job
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
-from mpitrain.roles.peer_checkpoints import PeerCuts
+from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import Report
 from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.sampling.peer_partition import Endless, Shares
+from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
 
 Fetch = Callable[[int, int, int], Any]
@@ -63,17 +63,19 @@ class PeerBuilder:
             prefetch, job.seed if job else 0, measure, shared, job.schedule if job else None, self.epoch_samples,
         )  # fmt: skip
 
-    def partition(self, rank: int) -> Shares | Endless:
+    def partition(self, rank: int) -> PeerPartition | Endless:
         """The peer's part of the data, step by step; without an end where the data are the user's own."""
         job = self.job
         if job is None:
             return Endless(self.number, rank)
-        return Shares(
+        return PeerPartition(
             self.epoch_samples, job.epochs, job.batch_size, self.number, rank, self.num_steps, job.drop_last,
             self.strategy.warmup,
         )  # fmt: skip
 
-    def peer(self, rank: int, replica: PeerReplica, report: Report, cuts: PeerCuts | None = None) -> Peer:
+    def peer(
+        self, rank: int, replica: PeerReplica, report: Report, cuts: PeerCheckpoints | None = None
+    ) -> Peer:
         """The peer on `rank`; `cuts`: as in `Peer`."""
         on_nonfinite = self.job.on_nonfinite if self.job else "stop"
         return Peer(

@@ -16,7 +16,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.codec_registry import merge_states
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
-from mpitrain.roles.peer_checkpoints import PeerCuts
+from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training import signals
@@ -48,7 +48,7 @@ def _never_meets(rule: Decentralized) -> bool:
 
 def make_cuts(
     session: Session, rule: Decentralized, replica: PeerReplica, about: dict[str, Any]
-) -> tuple[PeerCuts | None, Keeper]:
+) -> tuple[PeerCheckpoints | None, Keeper]:
     """When this peer writes, and who writes; never where peers do not meet: a signal then ends the run as it is."""
     runtime = session.runtime
     keeper = make_keeper(session, own_part(runtime.rank), about, lambda: {"replica": replica.state()})
@@ -57,7 +57,7 @@ def make_cuts(
         return None, keeper
     parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []
     samples = session.resume.mark if session.resume else 0
-    return PeerCuts(keeper, parts, Cadence(keeper.policy, samples), rule.asynchronous), keeper
+    return PeerCheckpoints(keeper, parts, Cadence(keeper.policy, samples), rule.asynchronous), keeper
 
 
 def restore(resume: Resume | None, peer: Peer, replica: PeerReplica) -> None:

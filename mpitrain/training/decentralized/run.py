@@ -15,7 +15,7 @@ from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.sampling.peer_partition import Endless, Shares
+from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.checkpoints import check_cuts, make_cuts, restore
 from mpitrain.training.measure import (
@@ -82,7 +82,7 @@ def run_peers(session: Session) -> dict[str, Any]:
     )
     if first:
         outcome["result"] = {
-            **meter.result(), **summary(everybody, digests, counts, peer.shares),
+            **meter.result(), **summary(everybody, digests, counts, peer.partition),
             **finish_model(session, replica),
         }  # fmt: skip
     return outcome
@@ -98,23 +98,26 @@ def _carry(
     def on_step(step: int) -> None:
         runtime.step = step
 
-    def frame_for(source: int, kind: Kind) -> Any:
-        return replica.frame_for(kind == Kind.UPDATE)
+    def buffer_for(source: int, kind: Kind) -> Any:
+        return replica.buffer_for(kind == Kind.UPDATE)
 
     computer = compute_thread(device) if rule.asynchronous else None
-    world = MpiWorld(runtime.engine, rule.contacts(runtime.rank, runtime.size), frame_for, on_step, computer)
+    world = MpiWorld(runtime.engine, rule.contacts(runtime.rank, runtime.size), buffer_for, on_step, computer)
     return world.run(straggler.wrap(peer.run())), straggler.counts()
 
 
 def summary(
-    everybody: list[dict[str, Any]], digests: list[str], first: dict[str, Any], shares: Shares | Endless
+    everybody: list[dict[str, Any]],
+    digests: list[str],
+    first: dict[str, Any],
+    partition: PeerPartition | Endless,
 ) -> dict[str, Any]:
     """What `result.json` says of all peers together, from what each has counted."""
     steps = max(1, first["steps"])
     return {
         "accepted": sum(one["batches"] - one["nonfinite"] for one in everybody),
         "nonfinite": sum(one["nonfinite"] for one in everybody),
-        "samples_left_out": shares.num_left_out,
+        "samples_left_out": partition.num_left_out,
         "drift": max(one["drift"] for one in everybody),
         "drift_max": max(one["drift_max"] for one in everybody),
         "replicas_identical": len(set(digests)) == 1,

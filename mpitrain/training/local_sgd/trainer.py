@@ -27,7 +27,8 @@ def run_localsgd(session: Session) -> dict[str, Any]:
 
 
 class AveragingTrainer(Trainer):
-    """Local steps and averagings; allreduce before `start`. It walks the course of `Shares`, as virtual time does."""
+    """Local steps and averagings; allreduce before `start`. It walks the course of `PeerPartition`, as virtual time
+    does."""
 
     by_window = False
 

@@ -52,8 +52,8 @@ class SplitRun:
         self.rank = session.runtime.rank
         self.replica, self.part = grid.place(self.rank)
         job, num_workers = session.job, session.runtime.size
-        self.num_shares = session.strategy.num_shares(num_workers)
-        per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_shares))
+        self.num_replicas = session.strategy.num_replicas(num_workers)
+        per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_replicas))
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
         self.meter = Meter(session.report, num_warmup(self.num_steps))
         self.epoch = self.cursor = self.step = self.samples = self.nonfinite = self.left_out = 0
@@ -145,8 +145,8 @@ class SplitRun:
         if resume is not None:
             before, counts = resume.about["batch_size"], saved["counts"]
             left = self.session.catalogue.num_samples - counts["cursor"]
-            is_over = left < self.num_shares or (
-                self.session.job.drop_last and left < before * self.num_shares
+            is_over = left < self.num_replicas or (
+                self.session.job.drop_last and left < before * self.num_replicas
             )
             check_batch_size(before, now, counts["epoch"], is_over or counts["cursor"] == 0)
         put_back(self.module, self.rates, saved)
@@ -156,16 +156,16 @@ class SplitRun:
     def _epoch(self, epoch: int, limited: bool) -> int:
         """Steps to the end of the epoch; returns how many samples of it are left out."""
         num_samples, job = self.session.catalogue.num_samples, self.session.job
-        batch = job.batch_size * self.num_shares
+        batch = job.batch_size * self.num_replicas
         while self.cursor < num_samples and not self._over and not (limited and self.step >= self.num_steps):
             cursor = self.cursor
             count: int = min(batch, num_samples - cursor)
-            if count < self.num_shares or (count < batch and job.drop_last):
+            if count < self.num_replicas or (count < batch and job.drop_last):
                 return count
             following = min(batch, num_samples - cursor - count)
-            if following >= self.num_shares and self.reads:
+            if following >= self.num_replicas and self.reads:
                 self.reader.prefetch(
-                    epoch, *share_out(cursor + count, following, self.num_shares, self.share)
+                    epoch, *share_out(cursor + count, following, self.num_replicas, self.share)
                 )
             self._one_step(epoch, cursor, count)
             self.cursor += count
@@ -175,17 +175,17 @@ class SplitRun:
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
         job = self.session.job
         self.session.runtime.step = self.step
-        start, share = share_out(cursor, count, self.num_shares, self.share)
+        start, share = share_out(cursor, count, self.num_replicas, self.share)
         batch = self._on_device(self.reader.batch(epoch, start, share)) if self.reads else None
         seed_step(job.seed, self.random_key, self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        value = self.compute(batch, share, share * self.num_shares / count)
+        value = self.compute(batch, share, share * self.num_replicas / count)
         loss, finite = self._agree(value, share / count)
         self.cuts.guard.begin()
         if finite:
             if job.schedule is not None:
                 progress = self.samples / self.session.catalogue.num_samples
-                self.rates.set(job.schedule.factor(progress, self.num_shares))
+                self.rates.set(job.schedule.factor(progress, self.num_replicas))
             self.step_optimizer()
             self.samples += count
         else:

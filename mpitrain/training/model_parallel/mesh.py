@@ -70,20 +70,20 @@ class MeshRun(SplitRun):
 
     def _rounds(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
         """(batch, whether it is this rank's to count), equally many on all ranks: each share takes every
-        `num_shares`-th batch, and in an incomplete last round those left over repeat its first."""
+        `num_replicas`-th batch, and in an incomplete last round those left over repeat its first."""
         first: Batch = {}
         own: Batch | None = None
         number = -1
         for number, batch in enumerate(batches):
-            turn = number % self.num_shares
+            turn = number % self.num_replicas
             if turn == 0:
                 first, own = batch, None
             if turn == self.share:
                 own = batch
-            if turn == self.num_shares - 1:
+            if turn == self.num_replicas - 1:
                 assert own is not None
                 yield own, True
-        if (number + 1) % self.num_shares:
+        if (number + 1) % self.num_replicas:
             yield (first, False) if own is None else (own, True)
 
     def gather(self) -> dict[str, torch.Tensor]:

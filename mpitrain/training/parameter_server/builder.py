@@ -27,13 +27,13 @@ from mpitrain.model import (
     remote_steps,
     shard_store,
 )
-from mpitrain.roles import Save, SavingServer, TolerantServer, Worker
+from mpitrain.roles import FaultTolerantServer, Save, SavingServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.protocols import Report
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles
-from mpitrain.strategies.sampling.dealer import Dealer
+from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
 
 AnyStore = ShardStore | ElasticStore
@@ -71,21 +71,22 @@ class RoleBuilder:
 
     def server(
         self, shard: int, store: AnyStore, report: Report, keeper: Keeper | None = None,
-        floor_s: float | None = None, vigilant: bool = False,
-    ) -> TolerantServer:  # fmt: skip
-        """The server of one shard; the first one deals the batches. `floor_s`, `vigilant`: as in `TolerantServer`."""
+        floor_s: float | None = None, by_heartbeat: bool = False,
+    ) -> FaultTolerantServer:  # fmt: skip
+        """The server of one shard; the first one deals the batches. `floor_s`, `by_heartbeat`: as in
+        `FaultTolerantServer`."""
         job = self.job
         assert job is not None and self.catalogue is not None
         dealer = None
         if self.roles.servers[shard] == self.roles.dealer:
-            dealer = Dealer(
+            dealer = BatchDealer(
                 self._epoch_samples, job.epochs, job.batch_size, self.num_batches, job.drop_last,
                 self.num_workers, self.catalogue.window_samples,
             )  # fmt: skip
-        return TolerantServer(
+        return FaultTolerantServer(
             self.strategy, store, self.roles.workers, report, dealer, job.on_nonfinite, self._epoch_samples,
             job.schedule if self.strategy.optimizer == "server" else None, job.batch_size, keeper,
-            delivers=True, floor_s=floor_s, vigilant=vigilant,
+            delivers=True, floor_s=floor_s, by_heartbeat=by_heartbeat,
         )  # fmt: skip
 
     def loop_server(
@@ -166,9 +167,9 @@ class RoleBuilder:
             batch_size=0 if job is None or strategy.batching == PerWorker() else job.batch_size,
             deliver=deliver,
             heartbeat_s=heartbeat_s,
-            signs_s=SIGNS_S if strategy.holds_apart and signs else 0.0,
+            signs_s=SIGNS_S if strategy.blocks_apart and signs else 0.0,
         )
 
-    def frame_for(self, server: int, kind: Kind) -> Any:
+    def buffer_for(self, server: int, kind: Kind) -> Any:
         """The buffer in which a worker receives the next message of the server on rank `server`."""
-        return self.model.frame_for(self.roles.servers.index(server), kind == Kind.FINAL)
+        return self.model.buffer_for(self.roles.servers.index(server), kind == Kind.FINAL)

@@ -17,7 +17,7 @@ from torch import nn
 from mpitrain.checkpoint import Keeper
 from mpitrain.effects import Compute, Effect, Recv, Role, watched
 from mpitrain.errors import CheckpointError
-from mpitrain.roles import Server, TolerantServer, Worker
+from mpitrain.roles import FaultTolerantServer, Server, Worker
 from mpitrain.training.parameter_server.builder import AnyStore
 from mpitrain.training.session import Session
 from mpitrain.training.watchdog.alarm_files import Cut
@@ -73,7 +73,7 @@ class StandingServer:
 
 
 def shard_writer(
-    session: Session, server: TolerantServer, store: AnyStore, keeper: Keeper, module: nn.Module
+    session: Session, server: FaultTolerantServer, store: AnyStore, keeper: Keeper, module: nn.Module
 ) -> tuple[Emergency | str, Role]:
     """What this shard's server would write, or why it cannot; and its role, to be run in place of its own."""
     strategy, workers = server.rule, server.workers
@@ -94,7 +94,7 @@ def shard_writer(
 
     def parts() -> list[str]:
         shards = [f"shard-{shard}" for shard in range(strategy.servers)]
-        return shards + [f"worker-{workers.index(server.attendance.validator)}"] * has_buffers
+        return shards + [f"worker-{workers.index(server.tracker.validator)}"] * has_buffers
 
     in_flight = len(workers) * strategy.inflight * strategy.push_every * session.job.batch_size
 

@@ -18,7 +18,7 @@ from mpitrain.model.step_hooks import StepHooks
 from mpitrain.roles import Server, Worker
 from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
-from mpitrain.roles.server.resharding import recut
+from mpitrain.roles.server.resharding import reshard_role
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.training.measure import (
     Meter,
@@ -100,8 +100,8 @@ def _serve(
     own = strategy.optimizer == "worker" or not strategy.push_codec.is_none or bool(StepHooks(optimizer, ()))
     writers = roles.workers if own else (roles.validator,)
     keeper = make_keeper(session, f"shard-{shard}", said, lambda: {"store": store.state()}, writers)
-    vigilant = runtime.fault_tolerance == "heartbeat"
-    server = builder.server(shard, store, meter, keeper, session.overrides.heartbeat_s, vigilant)
+    by_heartbeat = runtime.fault_tolerance == "heartbeat"
+    server = builder.server(shard, store, meter, keeper, session.overrides.heartbeat_s, by_heartbeat)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
     order: list[int] = []
     may_die = roles.workers if runtime.fault_tolerance == "ulfm" else ()
@@ -138,11 +138,11 @@ def restore_shard(resume: Resume | None, server: Server, store: AnyStore, layout
     else:
         states = [read_own_part(resume, f"shard-{index}") for index in range(resume.shards())]
         before, (low, high) = layout.cut_into(len(states)).cuts, layout.cuts[shard : shard + 2]
-        role = recut([state["role"] for state in states], before, low, high, server.epoch_samples)
+        role = reshard_role([state["role"] for state in states], before, low, high, server.epoch_samples)
         mine = {"role": role, "store": reshard([state["store"] for state in states], layout, shard)}
     store.restore(mine["store"])
     server.restore(mine["role"])
-    if server.deals.dealer is not None:
+    if server.leases.dealer is not None:
         server.rejoin(resume.servers())
 
 
@@ -178,7 +178,7 @@ def _work(
         counts = carry(
             session,
             session.roles.servers,
-            builder.frame_for,
+            builder.buffer_for,
             straggler.wrap(role),
             computer=compute_thread(device) if builder.strategy.inflight > 1 else None,
         )

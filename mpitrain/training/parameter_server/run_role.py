@@ -13,7 +13,7 @@ from mpitrain.effects import Role
 from mpitrain.errors import EvictedError, LostRankError
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.roles.failure_detector.silence import MID_SILENCE_S
-from mpitrain.roles.failure_detector.worker_side import last_words
+from mpitrain.roles.failure_detector.worker_side import report_failure
 from mpitrain.training.session import Session
 
 
@@ -25,7 +25,7 @@ def heartbeat_s(session: Session) -> float:
 
 
 def carry(
-    session: Session, peers: tuple[int, ...], frame_for: Any, role: Role,
+    session: Session, peers: tuple[int, ...], buffer_for: Any, role: Role,
     computer: Executor | None = None, may_die: tuple[int, ...] = (),
 ) -> Any:  # fmt: skip
     """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`.
@@ -38,13 +38,13 @@ def carry(
         runtime.step = step
 
     timeout_s = heartbeat_s(session)
-    world = MpiWorld(runtime.engine, peers, frame_for, on_step, computer, may_die, timeout_s or None)
+    world = MpiWorld(runtime.engine, peers, buffer_for, on_step, computer, may_die, timeout_s or None)
     try:
         returned = world.run(role)
     except Exception as error:
         if timeout_s and session.role == "worker" and not isinstance(error, LostRankError | EvictedError):
             with contextlib.suppress(Exception):  # the error that came first is the one to tell
-                world.advance(last_words(peers), None)
+                world.advance(report_failure(peers), None)
         raise
     if timeout_s:
         runtime.may_die_alone = False  # from here on nobody would notice

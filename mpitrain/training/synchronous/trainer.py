@@ -25,7 +25,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.user_code import unused_parameters
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.strategies.sampling.dealer import Lease
-from mpitrain.strategies.sampling.step_partition import Rounds
+from mpitrain.strategies.sampling.step_partition import StepPartition
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
@@ -80,7 +80,9 @@ class Trainer:
         self.compute_s, self.failure = 0.0, ""
         catalogue = session.catalogue
         together = catalogue.window_samples if self.by_window else catalogue.num_samples
-        self.rounds = Rounds(catalogue.num_samples, job.batch_size, self.num_workers, together, job.drop_last)
+        self.rounds = StepPartition(
+            catalogue.num_samples, job.batch_size, self.num_workers, together, job.drop_last
+        )
         parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
         kept_back = self.hook.state if self.hook else None
         described = describe_optimizer(module, self.optimizer)

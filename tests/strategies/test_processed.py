@@ -1,4 +1,4 @@
-"""The set of what a shard has judged, against a plain set; and what a dealer makes of several that differ."""
+"""The set of what a shard has processed, against a plain set; and what a dealer makes of several that differ."""
 
 import itertools
 import json
@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.roles.server.leases import Deals
+from mpitrain.roles.server.leases import Leases
 from mpitrain.strategies import Async, Sync
-from mpitrain.strategies.parameter_server.judged import Judged, in_all, in_any, torn
-from mpitrain.strategies.sampling.dealer import Dealer, Lease
+from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_all, in_any, torn
+from mpitrain.strategies.sampling.dealer import BatchDealer, Lease
 
 SAMPLES, EPOCHS = 12, 3
 
 
-def plain(judged):
-    return {(epoch, i) for epoch, start, end in judged.all_runs() for i in range(start, end)}
+def plain(processed):
+    return {(epoch, i) for epoch, start, end in processed.all_runs() for i in range(start, end)}
 
 
 @given(
@@ -25,38 +25,40 @@ def plain(judged):
     )
 )
 def test_it_is_a_set(runs):
-    judged, model = Judged(SAMPLES), set()
+    processed, model = ProcessedSamples(SAMPLES), set()
     for epoch, start, end in runs:
-        judged.put(epoch, start, end)
+        processed.put(epoch, start, end)
         model |= {(epoch, i) for i in range(start, end)}
-        assert plain(judged) == model and judged.num_samples() == len(model)
-    again = Judged.of(json.loads(json.dumps(judged.state())), SAMPLES)
-    assert again == judged == judged.copy()
+        assert plain(processed) == model and processed.num_samples() == len(model)
+    again = ProcessedSamples.of(json.loads(json.dumps(processed.state())), SAMPLES)
+    assert again == processed == processed.copy()
     for epoch, first in ((epoch, first) for epoch in range(EPOCHS) for first in range(SAMPLES)):
-        assert judged.has(Lease(epoch, first, 1)) == ((epoch, first) in model)
+        assert processed.has(Lease(epoch, first, 1)) == ((epoch, first) in model)
 
 
 def test_complete_epochs_are_one_number_and_a_lease_is_judged_whole():
-    judged = Judged(SAMPLES)
-    assert all(judged.add(Lease(epoch, start, 3)) for epoch in range(100) for start in (9, 0, 6, 3))
-    assert judged.state() == {"complete": 100, "runs": {}}
+    processed = ProcessedSamples(SAMPLES)
+    assert all(processed.add(Lease(epoch, start, 3)) for epoch in range(100) for start in (9, 0, 6, 3))
+    assert processed.state() == {"complete": 100, "runs": {}}
     assert (
-        judged.add(Lease(100, 3, 3)) and not judged.add(Lease(100, 3, 3)) and not judged.add(Lease(7, 0, 3))
+        processed.add(Lease(100, 3, 3))
+        and not processed.add(Lease(100, 3, 3))
+        and not processed.add(Lease(7, 0, 3))
     )
     with pytest.raises(AssertionError, match="in part"):
-        judged.add(Lease(100, 4, 3))
+        processed.add(Lease(100, 4, 3))
 
 
 @settings(max_examples=200)
 @given(st.data())
 def test_a_dealer_deals_again_what_not_every_shard_has_judged_in_leases_of_one_fate(data):
-    """Whatever each shard has judged of what was dealt, up to a moment of its own."""
-    dealer = Dealer(SAMPLES, EPOCHS, 2, num_workers=2, window_samples=4)
+    """Whatever each shard has processed of what was dealt, up to a moment of its own."""
+    dealer = BatchDealer(SAMPLES, EPOCHS, 2, num_workers=2, window_samples=4)
     dealt = [dealer.deal(data.draw(st.integers(0, 1))) for _ in range(data.draw(st.integers(1, 16)))]
     cut = data.draw(st.integers(0, len(dealt)))  # the moment of the dealer's own shard
     own = [lease for lease in dealt[:cut] if data.draw(st.booleans())]
-    before = Dealer(SAMPLES, EPOCHS, 2, num_workers=2, window_samples=4)
-    replay = Dealer(SAMPLES, EPOCHS, 2, num_workers=2, window_samples=4)
+    before = BatchDealer(SAMPLES, EPOCHS, 2, num_workers=2, window_samples=4)
+    replay = BatchDealer(SAMPLES, EPOCHS, 2, num_workers=2, window_samples=4)
     for lease in dealt[:cut]:
         worker = next(w for w, held in dealer.outstanding.items() if lease in held)
         assert replay.deal(worker) == lease
@@ -68,7 +70,7 @@ def test_a_dealer_deals_again_what_not_every_shard_has_judged_in_leases_of_one_f
     ]
     sets = []
     for leases in shards:
-        sets.append(Judged(SAMPLES))
+        sets.append(ProcessedSamples(SAMPLES))
         for lease in leases:
             sets[-1].add(lease)
     plains = [plain(one) for one in sets]
@@ -76,7 +78,7 @@ def test_a_dealer_deals_again_what_not_every_shard_has_judged_in_leases_of_one_f
     apart = {(epoch, i) for epoch, start, end in torn(sets) for i in range(start, end)}
     assert apart == set.union(*plains) - set.intersection(*plains)
     before.rejoin(sets)
-    again = Dealer(SAMPLES, EPOCHS, 2, num_workers=3, window_samples=4)  # once more, with another worker
+    again = BatchDealer(SAMPLES, EPOCHS, 2, num_workers=3, window_samples=4)  # once more, with another worker
     again.restore(json.loads(json.dumps(before.state())), (0, 1, 2))
     seen = []
     asks = itertools.cycle(range(3))
@@ -96,15 +98,17 @@ def test_a_dealer_deals_again_what_not_every_shard_has_judged_in_leases_of_one_f
     dealt=st.integers(0, 12),
 )
 def test_what_nobody_owns_and_what_those_who_are_gone_owned_are_all_dealt(num_workers, fewer, ahead, dealt):
-    """Holes that another shard has judged, and then a start with fewer workers."""
+    """Holes that another shard has processed, and then a start with fewer workers."""
 
     def start(position, workers):
-        deals = Deals(Async(servers=2), Dealer(40, 1, 2, num_workers=workers, window_samples=4), workers, 2)
+        leases = Leases(
+            Async(servers=2), BatchDealer(40, 1, 2, num_workers=workers, window_samples=4), workers, 2
+        )
         if position is not None:
-            deals.restore(json.loads(json.dumps(position)), tuple(range(workers)))
-        return deals
+            leases.restore(json.loads(json.dumps(position)), tuple(range(workers)))
+        return leases
 
-    first, own, other = start(None, num_workers), Judged(40), Judged(40)
+    first, own, other = start(None, num_workers), ProcessedSamples(40), ProcessedSamples(40)
     for index in range(dealt):
         worker = index % num_workers
         if first.dealer.deal(worker):
@@ -124,8 +128,8 @@ def test_what_nobody_owns_and_what_those_who_are_gone_owned_are_all_dealt(num_wo
 
 def test_what_is_left_of_an_epoch_is_nobodys_in_a_state_where_workers_are_not_ranks_from_0():
     """Where rank 0 is a server."""
-    deals = Deals(Sync(), Dealer(40, 1, 4, num_workers=2), 2, 4)
-    deals.dealer._lay_out([(0, 2), (10, 2), (20, 1)])
-    again = Deals(Sync(), Dealer(40, 1, 4, num_workers=2), 2, 4)
-    again.restore(json.loads(json.dumps(deals.state((1, 2)))), (1, 2))
-    assert again.dealer.left() == deals.dealer.left() == [(0, 2), (10, 2), (20, 1)]
+    leases = Leases(Sync(), BatchDealer(40, 1, 4, num_workers=2), 2, 4)
+    leases.dealer._lay_out([(0, 2), (10, 2), (20, 1)])
+    again = Leases(Sync(), BatchDealer(40, 1, 4, num_workers=2), 2, 4)
+    again.restore(json.loads(json.dumps(leases.state((1, 2)))), (1, 2))
+    assert again.dealer.left() == leases.dealer.left() == [(0, 2), (10, 2), (20, 1)]

@@ -1,7 +1,7 @@
-"""Which samples a shard has judged: what makes a push that comes twice harmless.
+"""Which samples a shard has processed: what makes a push that comes twice harmless.
 
-Invariants: a set of (epoch, sample), kept as runs. A lease is judged whole or not at all, so a lease that is in
-here was judged by an earlier push. Epochs that are complete from the first on are one number; of the others, workers
+Invariants: a set of (epoch, sample), kept as runs. A lease is processed whole or not at all, so a lease that is in
+here was processed by an earlier push. Epochs that are complete from the first on are one number; of the others, workers
 that read stretches of their own leave a few runs each.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Run = tuple[int, int, int]  # (epoch, start, end)
 
 
-class Judged:
+class ProcessedSamples:
     """A set of samples.
 
     Args:
@@ -32,11 +32,11 @@ class Judged:
         ] = {}  # by epoch: [start, end) in order, apart from each other
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Judged) and self.state() == other.state()
+        return isinstance(other, ProcessedSamples) and self.state() == other.state()
 
-    def copy(self) -> Judged:
+    def copy(self) -> ProcessedSamples:
         """Another one with the same samples."""
-        return Judged.of(self.state(), self.epoch_samples)
+        return ProcessedSamples.of(self.state(), self.epoch_samples)
 
     def num_samples(self) -> int:
         """How many are in it."""
@@ -53,7 +53,7 @@ class Judged:
         return [(epoch, start, end) for epoch in epochs for start, end in self.runs(epoch)]
 
     def has(self, lease: Lease) -> bool:
-        """Whether `lease` has been judged; never a part of it.
+        """Whether `lease` has been processed; never a part of it.
 
         Raises:
             AssertionError: a part of it has been.
@@ -63,12 +63,12 @@ class Judged:
             return True
         found = [run for run in self._runs.get(lease.epoch, []) if run[0] < end and start < run[1]]
         assert not found or (found[0][0] <= start and end <= found[0][1]), (
-            f"{lease} was judged in part: {found}"
+            f"{lease} was processed in part: {found}"
         )
         return bool(found)
 
     def add(self, lease: Lease) -> bool:
-        """`lease` is judged now; False if it was before."""
+        """`lease` is processed now; False if it was before."""
         if self.has(lease):
             return False
         self.put(lease.epoch, lease.start, lease.start + lease.num_samples)
@@ -94,7 +94,7 @@ class Judged:
         return {"complete": self.num_complete, "runs": runs}
 
     @classmethod
-    def of(cls, state: dict[str, Any], epoch_samples: int) -> Judged:
+    def of(cls, state: dict[str, Any], epoch_samples: int) -> ProcessedSamples:
         """What `state` returned."""
         made = cls(epoch_samples)
         made.num_complete = state["complete"]
@@ -104,9 +104,9 @@ class Judged:
         return made
 
 
-def in_any(sets: Sequence[Judged]) -> Judged:
+def in_any(sets: Sequence[ProcessedSamples]) -> ProcessedSamples:
     """What is in at least one of them."""
-    made = Judged(sets[0].epoch_samples)
+    made = ProcessedSamples(sets[0].epoch_samples)
     made.num_complete = max(one.num_complete for one in sets)
     for one in sets:
         for run in one.all_runs():
@@ -114,16 +114,16 @@ def in_any(sets: Sequence[Judged]) -> Judged:
     return made
 
 
-def in_all(sets: Sequence[Judged]) -> Judged:
+def in_all(sets: Sequence[ProcessedSamples]) -> ProcessedSamples:
     """What is in every one of them."""
-    made, apart = Judged(sets[0].epoch_samples), torn(sets)
+    made, apart = ProcessedSamples(sets[0].epoch_samples), torn(sets)
     for epoch, start, end in sets[0].all_runs():
         for run in without([(start, end)], [(low, high) for other, low, high in apart if other == epoch]):
             made.put(epoch, *run)
     return made
 
 
-def torn(sets: Sequence[Judged]) -> list[Run]:
+def torn(sets: Sequence[ProcessedSamples]) -> list[Run]:
     """What is in some of them and not in others, cut so that of every run each of them has all or nothing."""
     found: list[Run] = []
     common = min(one.num_complete for one in sets)

@@ -1,11 +1,12 @@
-"""Shards put together from pieces of others that had judged different pushes: every number takes every lease once."""
+"""Shards put together from pieces of others that had processed different pushes: every number takes every lease
+once."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.roles.server.resharding import judged_by, recut
-from mpitrain.strategies.parameter_server.judged import Judged
-from mpitrain.strategies.sampling.dealer import Dealer
+from mpitrain.roles.server.resharding import processed_by, reshard_role
+from mpitrain.strategies.parameter_server.processed import ProcessedSamples
+from mpitrain.strategies.sampling.dealer import BatchDealer
 
 NUMBERS, SAMPLES = 12, 8  # of the model, and of one epoch
 
@@ -16,7 +17,12 @@ def cuts_of(num_shards):
 
 def fresh():
     ledger = {"samples_accepted": 0, "samples_dropped": 0}
-    return {"judged": Judged(SAMPLES).state(), "pieces": [], "ledger": ledger, "applied_samples": 0}
+    return {
+        "processed": ProcessedSamples(SAMPLES).state(),
+        "pieces": [],
+        "ledger": ledger,
+        "applied_samples": 0,
+    }
 
 
 class Shard:
@@ -24,13 +30,15 @@ class Shard:
 
     def __init__(self, state, low, taken):
         self.state, self.low, self.taken = state, low, taken
-        self.judged = Judged.of(state["judged"], SAMPLES)
-        self.pieces = [(start, end, Judged.of(piece, SAMPLES)) for start, end, piece in state["pieces"]]
+        self.processed = ProcessedSamples.of(state["processed"], SAMPLES)
+        self.pieces = [
+            (start, end, ProcessedSamples.of(piece, SAMPLES)) for start, end, piece in state["pieces"]
+        ]
 
     def push(self, lease, size):
-        if not self.judged.add(lease):
+        if not self.processed.add(lease):
             return
-        self.state["judged"] = self.judged.state()
+        self.state["processed"] = self.processed.state()
         self.state["ledger"]["samples_accepted"] += lease.num_samples
         masked = {i for start, end, piece in self.pieces if piece.has(lease) for i in range(start, end)}
         for number in set(range(size)) - masked:
@@ -43,20 +51,20 @@ def test_however_often_it_is_cut_anew_every_number_takes_every_sample_once(data)
     taken = [[] for _ in range(NUMBERS)]
     num_shards = data.draw(st.integers(1, 4))
     states = [fresh() for _ in range(num_shards)]
-    dealer = Dealer(SAMPLES, 1, 2)
+    dealer = BatchDealer(SAMPLES, 1, 2)
     for last in [False] * data.draw(st.integers(1, 3)) + [True]:
         before, num_shards = cuts_of(num_shards), data.draw(st.integers(1, 4))
         cuts, position = cuts_of(num_shards), dealer.state()
-        dealer = Dealer(SAMPLES, 1, 2)
+        dealer = BatchDealer(SAMPLES, 1, 2)
         dealer.restore(position)
-        dealer.rejoin(judged_by(states, SAMPLES))
-        states = [recut(states, before, low, high, SAMPLES) for low, high in zip(cuts, cuts[1:])]
+        dealer.rejoin(processed_by(states, SAMPLES))
+        states = [reshard_role(states, before, low, high, SAMPLES) for low, high in zip(cuts, cuts[1:])]
         shards = [Shard(state, low, taken) for state, low in zip(states, cuts)]
         while (lease := dealer.deal(0)) is not None and (last or data.draw(st.integers(0, 3))):
             for number, shard in enumerate(shards):
                 if last or data.draw(st.booleans()):
                     shard.push(lease, cuts[number + 1] - cuts[number])
-            if Judged.of(states[0]["judged"], SAMPLES).has(lease):  # the dealing server has it
+            if ProcessedSamples.of(states[0]["processed"], SAMPLES).has(lease):  # the dealing server has it
                 dealer.settle(0)
             else:
                 dealer.take_back(0)
