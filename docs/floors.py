@@ -20,15 +20,11 @@ def imports_of(*places: str) -> list[str]:
 
 
 def listed() -> str:
-    """A command for each floor, the highest first, and what it prints."""
+    """A command for each floor, the highest first."""
     lines = ["```sh"]
     for floor in reversed(FLOORS[:-1]):
         words = ", ".join(repr(place) for place in floor)
-        found = " ".join(imports_of(*floor)) or "(nothing)"
-        lines += [
-            f'python -c "from docs.floors import imports_of; print(*imports_of({words}))"',
-            f"# {found}",
-        ]
+        lines.append(f'python -c "from docs.floors import imports_of; print(*imports_of({words}))"')
     return "\n".join([*lines, "```"])
 
 
