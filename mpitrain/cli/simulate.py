@@ -11,7 +11,7 @@ from mpitrain.cli.train import add_job_options, overrides
 from mpitrain.errors import EXIT_ERROR, MpitrainError, printable
 
 _DESCRIPTION = """\
-Rehearse a job in virtual time: the strategy's own servers and workers with real
+Simulate a job in virtual time: the strategy's own servers and workers with real
 gradients, on as many workers as you like, in one process without MPI."""
 
 _EPILOG = """\
@@ -38,7 +38,7 @@ examples:
 def add_parser(commands: Any) -> None:
     """Add `simulate` to the command's subparsers."""
     parser = commands.add_parser(
-        "simulate", help="rehearse a job in virtual time", description=_DESCRIPTION, epilog=_EPILOG
+        "simulate", help="simulate a job in virtual time", description=_DESCRIPTION, epilog=_EPILOG
     )
     add_job_options(parser, job_is_optional=True)
     world = parser.add_argument_group("the virtual world")

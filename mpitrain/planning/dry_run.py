@@ -100,7 +100,7 @@ def describe(
 
     from mpitrain.planning.model_parallel import describe_split
     from mpitrain.training.measure import build
-    from mpitrain.training.validate import check_orders
+    from mpitrain.training.validate import validate_run
 
     assert job.strategy is not None
     nodes = machine.nodes(job.strategy) if machine else block_nodes(num_ranks, num_nodes)
@@ -112,7 +112,7 @@ def describe(
     if job.strategy.why_not_over_mpi():
         raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
     job.strategy.check_workers(len(roles.workers))
-    check_orders(job, overrides, len(roles.workers))
+    validate_run(job, overrides, len(roles.workers))
     catalogue = job.data.scan()
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")

@@ -61,7 +61,7 @@ def fom_line(result: Mapping[str, Any]) -> str:
     if result["status"] not in ("ok", "fail", "requeue"):
         raise ValueError(f"status is {result['status']!r}; a FOM line says ok, fail or requeue")
     counts = " ".join(f"{key}={int(result[key])}" for key in ("workers", "servers", "nodes", "steps"))
-    virtual = " virtual=1" if result.get("virtual") else ""  # seconds of a rehearsal: no measurement
+    virtual = " virtual=1" if result.get("virtual") else ""  # simulated seconds are no measurement
     return (
         f"FOM samples_per_second={float(result['samples_per_second']):.1f} unit=samples/s "
         f"status={result['status']} strategy={''.join(str(result['strategy']).split())} "

@@ -1,6 +1,6 @@
-"""What rehearsals without servers have in common: the checks, the virtual world and its log, and what is told of them.
+"""What simulations without servers have in common: the checks, the virtual world and its log, and the result.
 
-Invariants: it knows no strategy; `peer_simulation.py` and `averaging_simulation.py` bring their roles.
+Invariants: it knows no strategy; `peers.py` and `local_sgd.py` bring their roles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpitrain.training.measure import MODEL_FILE
 from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
 
 
-class Rehearsal:
+class VirtualRun:
     """One virtual run of `number` ranks, all alike.
 
     Raises:

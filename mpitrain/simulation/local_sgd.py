@@ -13,7 +13,7 @@ import torch
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.local_sgd_worker import LocalWorker
-from mpitrain.simulation.base import Rehearsal
+from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.replicas_in_one_process import LocalReplica, Table, modules_of
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies.local_sgd import LocalSGD
@@ -23,25 +23,25 @@ from mpitrain.training.validation import make_measure
 from mpitrain.virtual import ComputeLaw, NetworkLaw
 
 
-def simulate_averaging(
+def simulate_local_sgd(
     job: Job, options: Overrides, number: int, compute: ComputeLaw, network: NetworkLaw
 ) -> dict[str, Any]:
-    """Rehearse a job under `localsgd` with `number` workers; returns what `result.json` holds.
+    """Simulate a job under `localsgd` with `number` workers; returns what `result.json` holds.
 
     Raises:
         UsageError: a wrong option, or more workers than samples.
     """
     strategy = job.strategy
     assert isinstance(strategy, LocalSGD)
-    rehearsal = Rehearsal(job, options, number, compute, network)
-    log, catalogue = rehearsal.log, rehearsal.catalogue
+    virtual = VirtualRun(job, options, number, compute, network)
+    log, catalogue = virtual.log, virtual.catalogue
     with job.data.reader(catalogue, job.seed) as reader:
         workers, table = _workers(job, options, number, reader, catalogue.num_samples, log)
-        returned = rehearsal.run([worker.run() for worker in workers])
+        returned = virtual.run([worker.run() for worker in workers])
         metrics = table.replicas[0].validate()
-    save_model(table.replicas[0].module, rehearsal.run_dir / MODEL_FILE, {"strategy": str(strategy)})
+    save_model(table.replicas[0].module, virtual.run_dir / MODEL_FILE, {"strategy": str(strategy)})
     first = table.replicas[0]
-    result = rehearsal.result(first.samples, metrics, first.failure) | _counted(table, workers[0].shares)
+    result = virtual.result(first.samples, metrics, first.failure) | _counted(table, workers[0].shares)
     drifts = [{"drift": replica.averager.drift} for replica in table.replicas]
     result["ranks"] = [one | drift for one, drift in zip(returned, drifts)]
     log.finish(result)
@@ -73,7 +73,7 @@ def _workers(
 
 
 def _counted(table: Table, shares: PeerPartition) -> dict[str, Any]:
-    """What the run has come to, as the run over MPI tells it."""
+    """The counts of the run, with the keys of a run over MPI."""
     first = table.replicas[0]
     return {
         **first.averager.statistics(),

@@ -13,7 +13,7 @@ import torch
 from mpitrain.job import Job, Overrides
 from mpitrain.model.flat import FlatModel
 from mpitrain.reporting.report import NullReport
-from mpitrain.simulation.base import Rehearsal
+from mpitrain.simulation.base import VirtualRun
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.run import summary
@@ -25,19 +25,19 @@ from mpitrain.virtual import ComputeLaw, NetworkLaw
 def simulate_peers(
     job: Job, options: Overrides, number: int, compute: ComputeLaw, network: NetworkLaw
 ) -> dict[str, Any]:
-    """Rehearse a decentralised job with `number` peers; returns what `result.json` holds.
+    """Simulate a decentralised job with `number` peers; returns what `result.json` holds.
 
     Raises:
         UsageError: a wrong option, or more peers than samples.
     """
     rule = job.strategy
     assert isinstance(rule, Decentralized)
-    rehearsal = Rehearsal(job, options, number, compute, network)
-    log = rehearsal.log
-    builder = PeerBuilder(rule, number, job, rehearsal.catalogue.num_samples, options.steps)
+    virtual = VirtualRun(job, options, number, compute, network)
+    log = virtual.log
+    builder = PeerBuilder(rule, number, job, virtual.catalogue.num_samples, options.steps)
     module, optimizer = build(job, options.lr, torch.device("cpu"))
     model = FlatModel(module, optimizer, 1)
-    with job.data.reader(rehearsal.catalogue, job.seed) as reader:
+    with job.data.reader(virtual.catalogue, job.seed) as reader:
         validation = job.validate.scan() if job.validate else None
         measure = make_measure(job, module, validation, torch.device("cpu"))
         replicas = [
@@ -55,13 +55,13 @@ def simulate_peers(
             builder.peer(rank, replica, NullReport() if rank else log)
             for rank, replica in enumerate(replicas)
         ]
-        returned = rehearsal.run([peer.run() for peer in peers])
-        save_model(replicas[0].take_module(), rehearsal.run_dir / MODEL_FILE, {"strategy": str(rule)})
+        returned = virtual.run([peer.run() for peer in peers])
+        save_model(replicas[0].take_module(), virtual.run_dir / MODEL_FILE, {"strategy": str(rule)})
         metrics = replicas[0].validate()
     everybody = [one | replica.statistics(with_norm=True) for one, replica in zip(returned, replicas)]
     result = {
         **summary(everybody, [one["digest"] for one in everybody], everybody[0], peers[0].partition),
-        **rehearsal.result(peers[0].partition.samples, metrics),
+        **virtual.result(peers[0].partition.samples, metrics),
         "steps": peers[0].partition.step,
         "ranks": everybody,
     }

@@ -1,4 +1,4 @@
-"""Workers under periodic averaging, all of them in one process: what a rehearsal computes.
+"""Workers under periodic averaging, all of them in one process: what a simulation computes.
 
 Invariants: every worker has a module and an optimizer of its own and steps as `training/local_sgd/trainer.py` does;
 at an exchange nobody's state is touched before everybody has handed in, and then everybody's at once, in rank order. So

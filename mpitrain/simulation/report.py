@@ -1,6 +1,6 @@
-"""What a rehearsal prints: loss against virtual time, and the staleness histogram.
+"""What a simulation prints: loss against virtual time, and the staleness histogram.
 
-Invariants: text from numbers, at most 80 columns wide; nothing here knows a role or a rule.
+Invariants: text from numbers, at most 80 columns wide; nothing here knows a role or a strategy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from mpitrain.reporting.report import Report
-from mpitrain.training.session import say_end
+from mpitrain.training.session import report_end
 from mpitrain.virtual import VirtualWorld
 
 FEWEST_BATCHES = 10  # for each worker
@@ -54,7 +54,7 @@ class VirtualLog:
     def finish(self, result: dict[str, Any]) -> None:
         """Print the curve and the histogram, write `result.json`, print the FOM line."""
         if not self.quiet:
-            say_end(self.report, result)
+            report_end(self.report, result)
             print(
                 render(self.curve, result.get("staleness_histogram", {}), result.get("staleness_mean", 0.0)),
                 file=sys.stderr,

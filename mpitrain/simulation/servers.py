@@ -1,4 +1,4 @@
-"""Rehearse a job in virtual time: the very roles of the cluster, real gradients, seeded times, one process.
+"""Simulate a job in virtual time: the same roles as on a cluster, real gradients, seeded times, one process.
 
 Invariants: it composes like `training`, with the virtual world in place of MPI. All virtual workers
 share one module, each with its own parameters and buffers. What it prints in seconds is virtual; only ratios
@@ -23,7 +23,7 @@ from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.model import Replica, check_optimizer, flat_model
 from mpitrain.reporting.report import NullReport, Report, default_run_dir
 from mpitrain.roles.replay import load_order, load_run, repeat
-from mpitrain.simulation.local_sgd import simulate_averaging
+from mpitrain.simulation.local_sgd import simulate_local_sgd
 from mpitrain.simulation.peers import simulate_peers
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies.base import ServerStrategy, Strategy
@@ -34,7 +34,7 @@ from mpitrain.strategies.placement import Roles, assign
 from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, same_model, save_model
 from mpitrain.training.parameter_server.builder import RoleBuilder
-from mpitrain.training.validate import check_rehearsal
+from mpitrain.training.validate import validate_simulation
 from mpitrain.training.validation import make_measure
 from mpitrain.values import names, parse, registered
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
@@ -73,7 +73,7 @@ def simulate_command(
     network: str,
     replay: str | None = None,
 ) -> int:
-    """`mpitrain simulate`: the exit code of the rehearsal."""
+    """`mpitrain simulate`: the exit code of the simulation."""
     if replay is not None:
         return int(_replay(Path(replay), overrides, path=path)["exit_code"])
     if path is None:
@@ -87,11 +87,11 @@ def simulate_command(
 def _simulate(
     job: Job, options: Overrides, num_workers: int, compute: ComputeLaw, network: NetworkLaw
 ) -> dict[str, Any]:
-    check_rehearsal(job, options)
+    validate_simulation(job, options)
     if isinstance(job.strategy, Decentralized):
         return simulate_peers(job, options, num_workers, compute, network)
     if isinstance(job.strategy, LocalSGD):
-        return simulate_averaging(job, options, num_workers, compute, network)
+        return simulate_local_sgd(job, options, num_workers, compute, network)
     return _Simulation(job, options, num_workers, compute, network).run()
 
 
@@ -137,7 +137,7 @@ class _Simulation:
                 if issubclass(cls, ServerStrategy | Decentralized | LocalSGD)
             ]
             raise UsageError(
-                f"{job.strategy} has no server or worker roles to rehearse in virtual time; choose "
+                f"{job.strategy} has no server or worker roles to simulate in virtual time; choose "
                 f"with --strategy one of: {', '.join(served)}"
             )
         if num_workers < 1:

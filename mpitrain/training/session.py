@@ -33,10 +33,10 @@ from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.fault_tolerance import level, survives, warning
 from mpitrain.training.fingerprint import options
 from mpitrain.training.judge import NOBODY_LEFT, judge
-from mpitrain.training.opening import open_run
+from mpitrain.training.open_run import open_run
 from mpitrain.training.resume import Resume
 from mpitrain.training.resume_options import contents_of
-from mpitrain.training.validate import check_orders
+from mpitrain.training.validate import validate_run
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -124,7 +124,7 @@ class Session:
         result = None
         if gathered is not None:
             result = result_of(self, gathered)
-            say_end(self.report, result)
+            report_end(self.report, result)
             mark = self.run_dir / REQUEUE_FILE
             if result["exit_code"] == EXIT_REQUEUE:
                 with writing(mark):
@@ -156,7 +156,7 @@ def prepare(
     runtime.compare({**code_versions(), **options(job), **asked})
     assert strategy is not None  # `apply_overrides` has found one
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
-    attempt(runtime, lambda: check_orders(job, overrides, len(roles.workers)))
+    attempt(runtime, lambda: validate_run(job, overrides, len(roles.workers)))
     runtime.role = roles.of(runtime.rank)
     catalogue = _scan(runtime, job.data)
     validation = None if job.validate is None else _scan(runtime, job.validate)
@@ -176,7 +176,7 @@ def prepare(
     )
     if runtime.rank == 0:
         from mpitrain.mpi.faults.error_report import (
-            forget_reports,  # a rehearsal shares this file, and starts no MPI
+            forget_reports,  # a simulation imports this file, and starts no MPI
         )
 
         forget_reports(run_dir)
@@ -252,7 +252,7 @@ def _describe_start(session: Session) -> None:
         session.report.event("warning", text=text)
 
 
-def say_end(report: Report | NullReport, result: dict[str, Any]) -> None:
+def report_end(report: Report | NullReport, result: dict[str, Any]) -> None:
     """The last lines for eyes: how it ended, what was measured, where the model is."""
     told = {"status": result["status"], "samples": result["samples"], **result["metrics"]}
     if result["failure"]:

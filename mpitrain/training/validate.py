@@ -12,7 +12,7 @@ from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.model_parallel.base import Split
 
 
-def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
+def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
     """Raise `UsageError` for stragglers and batch sizes that the job's strategy cannot have."""
     check_workers(overrides.injections, num_workers)
     _check_pushes(job, overrides)
@@ -29,7 +29,7 @@ def check_orders(job: Job, overrides: Overrides, num_workers: int) -> None:
         )
 
 
-def check_rehearsal(job: Job, overrides: Overrides) -> None:
+def validate_simulation(job: Job, overrides: Overrides) -> None:
     """Raise `UsageError` for what would have no effect in virtual time."""
     check_virtual(overrides.injections)
     _check_pushes(job, overrides)

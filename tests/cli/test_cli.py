@@ -315,7 +315,7 @@ def test_simulate_hands_everything_over(calls: list[tuple[Any, ...]]) -> None:
     assert calls[0][4:] == ("constant(1, jitter=0.1)", "ideal()", None)
 
 
-def test_a_rehearsal_shows_an_error_of_the_jobs_own_from_the_job_on(
+def test_a_simulation_shows_an_error_of_the_jobs_own_from_the_job_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tmp_path / "job.py"

@@ -8,7 +8,7 @@ from mpitrain import simulate
 from mpitrain.training.measure import same_model
 from tests import toy
 from tests.mpi.cases import assert_passed, case_names, launch
-from tests.mpi.rehearsed import RUNS
+from tests.mpi.simulated import RUNS
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +27,11 @@ def test_case(ranks, case):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_rehearsal_makes_the_same_bits(ranks, out, tmp_path, name):
+def test_a_simulation_makes_the_same_bits(ranks, out, tmp_path, name):
     strategy, changes = RUNS[name]
     virtual = simulate(toy.make_job(**changes), strategy, workers=4, run_dir=str(tmp_path), quiet=True)
-    real = json.loads((out / f"rehearsed-{name}" / "result.json").read_text())
-    assert same_model(out / f"rehearsed-{name}" / "model.safetensors", tmp_path / "model.safetensors")
+    real = json.loads((out / f"simulated-{name}" / "result.json").read_text())
+    assert same_model(out / f"simulated-{name}" / "model.safetensors", tmp_path / "model.safetensors")
     for key in ("steps", "samples", "accepted", "averagings", "averaging_bytes"):
         assert virtual[key] == real[key], key
     drifts = [[one["drift"] for one in result["ranks"]] for result in (real, virtual)]

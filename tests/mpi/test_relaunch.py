@@ -30,7 +30,7 @@ def check(row):
 def test_killed_while_it_writes_a_checkpoint_a_lockstep_run_keeps_its_bits(
     tmp_path, monkeypatch, chaos_relaunch
 ):
-    """Its bits are those of a rehearsal of `sync()` that nobody disturbed, momentum included."""
+    """Its bits are those of a simulation of `sync()` that nobody disturbed, momentum included."""
     monkeypatch.setenv("CHAOS_DIR", str(tmp_path))
     monkeypatch.setenv("CHAOS_MOMENTUM", "0.5")
     job = load_job(str(ROOT / "benchmarks" / "relaunch_job.py"))

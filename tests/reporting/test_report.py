@@ -65,7 +65,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_rehearsal_says_that_its_seconds_are_virtual():
+def test_a_simulation_says_that_its_seconds_are_virtual():
     assert fom_line(RESULT | {"virtual": True}) == fom_line(RESULT).replace(" schema=", " virtual=1 schema=")
 
 

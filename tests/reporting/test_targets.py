@@ -82,7 +82,7 @@ def test_a_run_is_judged_by_its_targets(goal, value, code):
 
 
 @pytest.mark.parametrize("strategy", [Async(), LocalSGD(period=2), Decentralized()], ids=str)
-def test_a_rehearsal_judges_alike_and_hears_of_a_wrong_name_at_the_first_validation(strategy, tmp_path):
+def test_a_simulation_judges_alike_and_hears_of_a_wrong_name_at_the_first_validation(strategy, tmp_path):
     job, options = toy.make_job(validate=toy.Memory(), epochs=2), {"quiet": True, "run_dir": str(tmp_path)}
     for goal, code in (("<1e-9", EXIT_TARGET_MISSED), ("<1e9", EXIT_OK)):
         result = simulate(job, strategy, workers=2, target={"validation_loss": goal}, **options)

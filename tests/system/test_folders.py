@@ -22,7 +22,7 @@ def test_a_run_directory_that_was_moved_away_comes_back_closed(tmp_path):
             lambda run: write_part(
                 folder_of(run, 5), "worker-0", {"w": torch.zeros(2)}, Identity("run", "attempt")
             ),
-            lambda run: Alarm(run, 0, 1).ring(),
+            lambda run: Alarm(run, 0, 1).raise_alarm(),
             lambda run: Report(run, 10, quiet=True).close(),
         )
     ):

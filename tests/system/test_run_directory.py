@@ -19,7 +19,7 @@ from mpitrain.system.run_directory import (
     wait_for_room,
     why_no_room,
 )
-from mpitrain.training.opening import open_run
+from mpitrain.training.open_run import open_run
 from mpitrain.wrapping.checkpoints import LoopRun
 from tests import toy
 

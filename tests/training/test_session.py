@@ -15,7 +15,7 @@ from mpitrain.system.run_directory import Identity
 from mpitrain.training.fault_tolerance import level, warning
 from mpitrain.training.fingerprint import fingerprint
 from mpitrain.training.session import result_of
-from mpitrain.training.validate import check_orders
+from mpitrain.training.validate import validate_run
 from tests import toy
 
 
@@ -68,7 +68,7 @@ def test_a_run_that_was_told_to_end_and_could_not_write_its_checkpoint_has_faile
     assert judged({}, unwritten="cannot write: no space")["exit_code"] == EXIT_OK  # it came to its end
 
 
-def test_a_rehearsal_starts_no_mpi():
+def test_a_simulation_starts_no_mpi():
     """Under a launcher a process that has started MPI and not ended it makes the job fail."""
     import subprocess
     import sys
@@ -118,9 +118,9 @@ def test_heartbeat_is_had_under_srun_with_mpich_only(library, environ, told):
 
 
 def test_the_heartbeat_option_is_for_servers_and_is_a_time():
-    check_orders(toy.make_job(strategy=Sync()), Overrides(heartbeat_s=5.0), 2)
+    validate_run(toy.make_job(strategy=Sync()), Overrides(heartbeat_s=5.0), 2)
     with pytest.raises(UsageError, match="--heartbeat-s .* has no servers"):
-        check_orders(toy.make_job(strategy=AllReduce()), Overrides(heartbeat_s=5.0), 2)
+        validate_run(toy.make_job(strategy=AllReduce()), Overrides(heartbeat_s=5.0), 2)
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(UsageError, match="--heartbeat-s must be finite and greater than 0"):
             Overrides(heartbeat_s=wrong).check()

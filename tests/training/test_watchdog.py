@@ -14,7 +14,7 @@ from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.watchdog.alarm_files import Alarm
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken
-from mpitrain.training.watchdog.roll_call import RollCall
+from mpitrain.training.watchdog.liveness import LivenessCheck
 from mpitrain.training.watchdog.watchdog import PATIENCE, Watchdog
 
 
@@ -75,7 +75,7 @@ def writer(tmp_path, part, guard, taken, **options):
 def test_what_may_be_torn_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr("mpitrain.training.watchdog.emergency.HOLD_S", 0.01)
     alarm, guard = Alarm(tmp_path, 0, 5), Guard()
-    alarm.ring()
+    alarm.raise_alarm()
     one = writer(tmp_path, "shard-0", guard, Taken(96, 3, {"w": torch.ones(2)}), parts=lambda: ["shard-0"])
     with pytest.raises(CheckpointError, match="no step has been taken"):
         one.write(alarm)
@@ -83,7 +83,7 @@ def test_what_may_be_torn_is_not_written(tmp_path, monkeypatch):
     assert guard.begin()
     with pytest.raises(CheckpointError, match="in the middle of an update"):
         one.write(alarm)
-    assert newest(tmp_path) is None and alarm.cut(0.0) is None
+    assert newest(tmp_path) is None and alarm.announced(0.0) is None
     with guard.changing():
         pass  # a change within a change leaves it as it was
     with pytest.raises(CheckpointError, match="in the middle of an update"):
@@ -98,7 +98,7 @@ def test_parts_of_different_steps_make_no_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("mpitrain.training.watchdog.emergency.HOLD_S", 0.01)
     monkeypatch.setattr("mpitrain.training.watchdog.emergency.OTHERS_S", 0.0)
     guard, alarm = Guard(), Alarm(tmp_path, 0, 5)
-    alarm.ring()
+    alarm.raise_alarm()
     guard.end()
     parts = ["shard-0", "shard-1"]
     writer(tmp_path, "shard-0", guard, Taken(96, 3, {}), parts=lambda: parts).write(alarm)
@@ -116,9 +116,9 @@ def test_an_alarm_is_heard_by_this_start_alone(tmp_path):
         Alarm(tmp_path, 0, 5),
         Alarm(tmp_path, 0, 6),
     )
-    assert hearing.rung_by() == []
-    ringing.ring()
-    assert hearing.rung_by() == [1] and next_start.rung_by() == []
+    assert hearing.raised_by() == []
+    ringing.raise_alarm()
+    assert hearing.raised_by() == [1] and next_start.raised_by() == []
     hearing.begin()
     hearing.end("why not")
     assert ringing.wait({0, 1}, 0.0, 60.0) == {0: "why not"}
@@ -138,12 +138,12 @@ def test_buffers_are_those_of_before_the_forward_pass():
 
 def test_on_a_full_disk_nobody_is_taken_for_silent(tmp_path, monkeypatch):
     """Whoever cannot answer its own call cannot expect answers; nor does the thread that calls die of it."""
-    roll_call = RollCall(tmp_path, 0, 1)
-    assert roll_call.call({0, 1}, 0.0) == {1}
-    monkeypatch.setattr(RollCall, "answer", lambda self: None)
-    assert roll_call.call({0, 1}, 60.0) == set()
+    check = LivenessCheck(tmp_path, 0, 1)
+    assert check.ask({0, 1}, 0.0) == {1}
+    monkeypatch.setattr(LivenessCheck, "answer", lambda self: None)
+    assert check.ask({0, 1}, 60.0) == set()
     (tmp_path / "file").touch()
-    assert RollCall(tmp_path / "file", 0, 1).call({0, 1}, 60.0) == set()
+    assert LivenessCheck(tmp_path / "file", 0, 1).ask({0, 1}, 60.0) == set()
 
 
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(6.0, 11.5), (60.0, 12.0), (900.0, 72.0)])

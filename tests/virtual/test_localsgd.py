@@ -9,7 +9,7 @@ from mpitrain.virtual import Constant, Ideal, Link
 from tests import toy
 
 
-def rehearse(path, strategy, workers=4, compute=Constant(1.0, 0.0), network=Ideal(), **changes):  # noqa: B008 - frozen
+def run_virtually(path, strategy, workers=4, compute=Constant(1.0, 0.0), network=Ideal(), **changes):  # noqa: B008 - frozen
     job = toy.make_job(**changes)
     return simulate(job, strategy, workers, compute, network, run_dir=str(path), quiet=True)
 
@@ -20,7 +20,9 @@ def test_an_averaging_takes_what_a_ring_takes_and_is_taken_once_a_period(tmp_pat
     numbers = 5 * 7 + 7 + 7 + 1
     seconds = {}
     for period in (2, 6):
-        run = rehearse(tmp_path / str(period), LocalSGD(period=period), network=link, batch_size=2, epochs=2)
+        run = run_virtually(
+            tmp_path / str(period), LocalSGD(period=period), network=link, batch_size=2, epochs=2
+        )
         assert run["steps"] == 12 and run["averagings"] == 12 // period
         assert run["averaging_bytes"] == 12 // period * 1.5 * 4 * numbers
         seconds[period] = run["virtual_s"] - 12.0
@@ -51,15 +53,15 @@ def test_a_gradient_that_is_not_finite_stops_all_at_the_next_averaging_or_is_cou
         bad = batch["x"].shape == poison.shape and bool((batch["x"] == poison).all())
         return toy.square_loss(model, batch) * (float("nan") if bad else 1.0)
 
-    stopped = rehearse(tmp_path / "stop", LocalSGD(period=2), loss=loss)
+    stopped = run_virtually(tmp_path / "stop", LocalSGD(period=2), loss=loss)
     assert stopped["status"] == "fail" and "rank 1 (worker, step 0)" in stopped["failure"]
     assert stopped["steps"] == 2
-    skipped = rehearse(tmp_path / "skip", LocalSGD(period=2), loss=loss, on_nonfinite="skip")
+    skipped = run_virtually(tmp_path / "skip", LocalSGD(period=2), loss=loss, on_nonfinite="skip")
     assert skipped["status"] == "ok" and skipped["nonfinite"] == 2 and skipped["steps"] == 4
-    early = rehearse(tmp_path / "start", LocalSGD(period=2, start=3), loss=loss)
+    early = run_virtually(tmp_path / "start", LocalSGD(period=2, start=3), loss=loss)
     assert early["failure"] == "step 0: the averaged gradient is not finite" and early["steps"] == 1
 
 
 def test_too_many_workers_are_refused(tmp_path):
     with pytest.raises(UsageError, match="at most as many"):
-        rehearse(tmp_path, LocalSGD(), workers=49)
+        run_virtually(tmp_path, LocalSGD(), workers=49)

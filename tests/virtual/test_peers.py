@@ -24,7 +24,7 @@ from tests import toy
 SMALL = Threshold(density=0.2, tau=2.0**-6, adaptive=False, dense_below=0)
 
 
-def rehearse(tmp_path, strategy, workers, name="run", compute=None, **changes):
+def run_virtually(tmp_path, strategy, workers, name="run", compute=None, **changes):
     options = {key: changes.pop(key) for key in ("steps", "inject") if key in changes}
     job = toy.make_job(**changes)
     law = {} if compute is None else {"compute": compute}
@@ -96,7 +96,9 @@ def test_sixty_four_peers_agree_exactly_after_six_steps_of_one_message_each(tmp_
     returned, mean = walk(Decentralized("exponential"), starts, 6)
     assert float(mean) == 31.5 and all(one["drift"] == 0.0 for one in returned)
     assert all(one["messages"] == 6 for one in returned)
-    result = rehearse(tmp_path, Decentralized("ring", asynchronous=True), 64, data=toy.Memory(192), epochs=2)
+    result = run_virtually(
+        tmp_path, Decentralized("ring", asynchronous=True), 64, data=toy.Memory(192), epochs=2
+    )
     assert result["accepted"] == 2 * 64 and result["samples"] == 2 * 192 and result["meetings"] == 1
     assert all(one["samples"] == 6 for one in result["ranks"])
 
@@ -106,14 +108,14 @@ def test_full_topology_is_serial_training_on_the_whole_batch_bit_for_bit(tmp_pat
     models = []
     for workers in (1, 2, 4):
         changes = changes | {"epochs": 1, "batch_size": 16 // workers}
-        result = rehearse(tmp_path, Decentralized(), workers, str(workers), **changes)
+        result = run_virtually(tmp_path, Decentralized(), workers, str(workers), **changes)
         models.append(result["ranks"][0]["digest"])
     assert len(set(models)) == 1
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_synchronous_full_topology_keeps_replicas_the_same_to_the_bit(tmp_path, workers):
-    result = rehearse(tmp_path, Decentralized(codec=SMALL), workers, batch_size=2)
+    result = run_virtually(tmp_path, Decentralized(codec=SMALL), workers, batch_size=2)
     assert result["replicas_identical"] and len({one["digest"] for one in result["ranks"]}) == 1
     assert 0 < result["ranks"][0]["density"] < 1 and result["ranks"][0]["residual_norm"] > 0
     assert result["drift"] < 1e-7  # the mean of equal numbers, rounded
@@ -122,7 +124,7 @@ def test_synchronous_full_topology_keeps_replicas_the_same_to_the_bit(tmp_path, 
 def test_nobody_waits_for_a_paused_peer_where_asynchronous(tmp_path):
     second = Constant(1.0, jitter=0.0)
     for asynchronous, topology in [(False, "full"), (True, "full"), (True, "ring")]:
-        result = rehearse(
+        result = run_virtually(
             tmp_path, Decentralized(topology, asynchronous=asynchronous), 4, compute=second, batch_size=1,
             inject=("pause(worker=1, at_step=2, seconds=6.5)",),
         )  # fmt: skip
@@ -134,7 +136,7 @@ def test_nobody_waits_for_a_paused_peer_where_asynchronous(tmp_path):
 
 
 def test_meetings_end_what_has_come_apart(tmp_path):
-    result = rehearse(tmp_path, Decentralized("ring", resync=3), 4, batch_size=2)
+    result = run_virtually(tmp_path, Decentralized("ring", resync=3), 4, batch_size=2)
     assert result["steps"] == 12 and result["meetings"] == 12 // 3 + 1
     assert result["drift_max"] > 1e-3 and result["drift"] < 1e-6  # nothing happened since the one before
 
@@ -143,7 +145,7 @@ def test_meetings_end_what_has_come_apart(tmp_path):
 @pytest.mark.parametrize("topology", ["full", "ring", "exponential"])
 def test_few_peers_warm_up_and_the_others_join_from_them(tmp_path, topology, asynchronous):
     rule = Decentralized(topology, asynchronous=asynchronous, warmup=Warmup(2, epochs=1), codec=EightBit())
-    result = rehearse(tmp_path, rule, 5, batch_size=2)
+    result = run_virtually(tmp_path, rule, 5, batch_size=2)
     assert [one["batches"] for one in result["ranks"]] == [12 + 5] * 2 + [5] * 3  # 48 = 12 x 4 = 4 x 10 + 8
     assert result["meetings"] == 2 and result["accepted"] == 2 * 12 + 5 * 5
     assert sum(one["samples"] for one in result["ranks"]) == result["samples"] == 2 * 48
@@ -155,9 +157,9 @@ def test_a_gradient_that_is_not_finite_stops_or_is_skipped(tmp_path):
         return value * float("nan") if float(batch["x"][0, 0]) > 0.9 else value
 
     with pytest.raises(NonFiniteError, match=r"rank \d \(peer, step \d"):
-        rehearse(tmp_path, Decentralized(), 3, loss=loss, batch_size=1)
+        run_virtually(tmp_path, Decentralized(), 3, loss=loss, batch_size=1)
     for topology in ("full", "ring"):
-        result = rehearse(
+        result = run_virtually(
             tmp_path, Decentralized(topology), 3, topology, loss=loss, batch_size=1, on_nonfinite="skip"
         )
         assert result["nonfinite"] > 0 and result["accepted"] + result["nonfinite"] == 3 * result["steps"]
@@ -166,7 +168,7 @@ def test_a_gradient_that_is_not_finite_stops_or_is_skipped(tmp_path):
 
 def test_a_codec_is_refused_for_parameters_that_are_not_float32(tmp_path):
     with pytest.raises(UsageError, match="float32"):
-        rehearse(tmp_path, Decentralized(codec=SMALL), 2, **toy.DYADIC["quadratic in float64"])
+        run_virtually(tmp_path, Decentralized(codec=SMALL), 2, **toy.DYADIC["quadratic in float64"])
 
 
 @pytest.mark.parametrize("topology", ["full", "ring"])

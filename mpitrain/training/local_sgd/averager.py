@@ -3,7 +3,7 @@
 Invariants: all ranks call the same in the same order, because the rule goes by counts alone; what one rank alone
 knows (a gradient that is not finite) is told to all with the next averaging, and not before. Every rank leaves an
 averaging with the same parameters, to the bit. What an averaging needs of the others it asks for (`Ask`): over MPI each
-rank's questions are collectives, and in a rehearsal one process answers all ranks' questions at once.
+rank's questions are collectives, and in a simulation one process answers all ranks' questions at once.
 """
 
 from __future__ import annotations

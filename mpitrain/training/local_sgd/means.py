@@ -94,7 +94,7 @@ class Means:
 
 
 class MeansTogether:
-    """The same means where all ranks are in one process: for rehearsals, which have no group. What a rank alone would
+    """The same means where all ranks are in one process: for simulations, which have no group. What a rank alone would
     have sent is counted on its `Share`."""
 
     class Share:
@@ -104,7 +104,7 @@ class MeansTogether:
             self.sent_bytes, self.codec_s = 0.0, 0.0
 
         def state(self) -> dict[str, Any]:
-            """Nothing: a rehearsal writes no checkpoints."""
+            """Nothing: a simulation writes no checkpoints."""
             return {}
 
     def __init__(self, wire: str, size: int):

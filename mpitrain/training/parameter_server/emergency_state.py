@@ -2,9 +2,9 @@
 
 Invariants: a server's state is whole while it waits for a message, and is then as of its last update: what has
 been gathered since for the next one is left out, together with the counts of it, and is computed again. The dealing
-server stands still until all shards have written, so no worker gets further than the pushes it has in flight, and each
-other shard writes when it is within these; rules that gather, where all shards make the same updates, write the same
-update or nothing.
+server does nothing until all shards have written, so no worker gets further than the pushes it has in flight, and each
+other shard writes when it is within these. Under a strategy that gathers gradients all shards make the same updates;
+they write the same update or nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from mpitrain.errors import CheckpointError
 from mpitrain.roles import FaultTolerantServer, Server, Worker
 from mpitrain.training.parameter_server.builder import AnyStore
 from mpitrain.training.session import Session
-from mpitrain.training.watchdog.alarm_files import Cut
+from mpitrain.training.watchdog.alarm_files import EmergencyCheckpoint
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken
 
 
-def stand_still(role: Role, guard: Guard, look: Callable[[], None]) -> Role:
-    """The role; while it waits for a message its state is whole, of which `look` hears just before."""
+def with_whole_state(role: Role, guard: Guard, look: Callable[[], None]) -> Role:
+    """The role, with its state guarded: it is whole while the role waits for a message. `look` is called just before
+    that."""
 
     def before(effect: Effect) -> None:
         if isinstance(effect, Recv):
@@ -39,9 +40,9 @@ def stand_still(role: Role, guard: Guard, look: Callable[[], None]) -> Role:
     return watched(role, before, after)
 
 
-class StandingServer:
-    """A server's counts as of its last update. A rule under which pushes wait for others' has them copied after every
-    update, any other only when they are asked for."""
+class StateAtLastUpdate:
+    """A server's state as of its last update. Where pushes wait for those of others it is copied after every update,
+    and otherwise only on demand."""
 
     def __init__(self, server: Server):
         self.server = server
@@ -80,8 +81,8 @@ def shard_writer(
     if session.overrides.watchdog_s <= 0:
         return "there is no watchdog", server.run()
     if strategy.optimizer == "worker" or not (strategy.push_codec.is_none and strategy.reply_codec.is_none):
-        return f"{strategy}: what workers keep for themselves is of no common update", server.run()
-    standing, guard = StandingServer(server), Guard()
+        return f"{strategy}: the state that workers keep belongs to no common update", server.run()
+    last_update, guard = StateAtLastUpdate(server), Guard()
     has_buffers = next(module.buffers(), None) is not None
 
     def take() -> Taken:
@@ -89,7 +90,7 @@ def shard_writer(
             raise CheckpointError(
                 "hooks have changed the optimizer's options, and how they go on only workers know"
             )
-        samples, version, role = standing.take()
+        samples, version, role = last_update.take()
         return Taken(samples, version, {"role": role, "store": store.state()})
 
     def parts() -> list[str]:
@@ -98,13 +99,13 @@ def shard_writer(
 
     in_flight = len(workers) * strategy.inflight * strategy.push_every * session.job.batch_size
 
-    def fits(cut: Cut, taken: Taken) -> bool:
-        if standing.gathers:
-            return (cut.mark, cut.step) == (taken.samples, taken.step)
-        return abs(cut.mark - taken.samples) <= in_flight
+    def fits(checkpoint: EmergencyCheckpoint, taken: Taken) -> bool:
+        if last_update.gathers:
+            return (checkpoint.checkpoint_at, checkpoint.step) == (taken.samples, taken.step)
+        return abs(checkpoint.checkpoint_at - taken.samples) <= in_flight
 
     writer = Emergency(keeper, guard, take, parts, fits)
-    return writer, stand_still(server.run(), guard, standing.look)
+    return writer, with_whole_state(server.run(), guard, last_update.look)
 
 
 def worker_writer(

@@ -1,1 +1,1 @@
-"""What ends a run that stands still: alarms, stacks and emergency checkpoints."""
+"""The watchdog: it ends a run that makes no progress, with stacks of all ranks and an emergency checkpoint."""

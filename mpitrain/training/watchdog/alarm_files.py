@@ -1,10 +1,10 @@
-"""What ranks tell one another through the run directory when one of them sees no progress any more.
+"""The alarm that a rank raises when it sees no progress any more: files in the run directory.
 
-    RUN_DIR/stacks/rank-0.txt  rank-1.txt ...  alarm-1763723821093/by-1  0.busy 0.done ... cut.json
+    RUN_DIR/stacks/rank-0.txt  rank-1.txt ...  alarm-1763723821093/by-1  0.busy 0.done ... checkpoint.json
 
-Invariants: names of files alone, since neither MPI nor the main threads may answer. The folder's being there is
-the alarm; its number is this start's, so that a run that was resumed does not hear the alarm of the start before. Every
-rank that hears it leaves `N.busy` while it writes and `N.done`, with what came of it, afterwards.
+Invariants: the ranks exchange files alone, since neither MPI nor the main threads may answer. The alarm is raised when
+its folder exists; the folder's number is that of this start, so a run that was resumed does not see the alarm of the
+start before. Every rank that sees the alarm leaves `N.busy` while it writes, and afterwards `N.done` with the outcome.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FOLDER = "stacks"
 LOOK_EVERY_S = 0.05
 
 
-class Cut(NamedTuple):
-    """The emergency checkpoint as whoever writes its first part names it: accepted samples, the step or version of that
-    rank, and all parts."""
+class EmergencyCheckpoint(NamedTuple):
+    """The emergency checkpoint, as the rank that writes its first part announces it: `checkpoint_at` accepted samples,
+    that rank's step or version, and the names of all parts."""
 
-    mark: int
+    checkpoint_at: int
     step: int
     parts: tuple[str, ...]
 
@@ -44,26 +44,27 @@ class Alarm:
         self.folder = run_dir / FOLDER / f"alarm-{start}"
         self.stacks = run_dir / FOLDER / f"rank-{rank}.txt"
 
-    def ring(self) -> None:
-        """This rank makes no progress."""
+    def raise_alarm(self) -> None:
+        """Raise the alarm: this rank makes no progress."""
         make_private(self.run_dir, FOLDER, self.folder.name)
         (self.folder / f"by-{self.rank}").touch()
 
-    def rung_by(self) -> list[int]:
-        """Ranks that make no progress; empty while all is well."""
+    def raised_by(self) -> list[int]:
+        """The ranks that have raised the alarm; none while all is well."""
         return self._ranks("by-*") if self.folder.is_dir() else []
 
     def begin(self) -> None:
-        """This rank has heard, and is writing."""
+        """This rank has seen the alarm, and is writing."""
         self._write(f"{self.rank}.busy", "")
 
     def end(self, text: str) -> None:
-        """This rank has written what it could; `text`: why it wrote no part of a checkpoint, where it should have."""
+        """This rank has written what it could; `text` says why it wrote no part of a checkpoint, where it should
+        have."""
         self._write(f"{self.rank}.done", text)
 
     def wait(self, living: set[int], patience_s: float, writing_s: float) -> dict[int, str]:
-        """What ranks have said at the end, when all `living` have, or `patience_s` have passed and nobody writes any
-        more, or `writing_s` have."""
+        """What each rank that is done has left as its outcome. Returns when all `living` are done, when `patience_s`
+        have passed and no rank writes any more, or after `writing_s`."""
         began_s = time.monotonic()
         while (waited_s := time.monotonic() - began_s) < writing_s:
             done = self._ranks("*.done")
@@ -71,23 +72,23 @@ class Alarm:
             if living.issubset(done) or (waited_s >= patience_s and not busy):
                 break
             time.sleep(LOOK_EVERY_S)
-        told = {}
+        outcomes = {}
         for rank in self._ranks("*.done"):
             with contextlib.suppress(OSError):
-                told[rank] = (self.folder / f"{rank}.done").read_text()
-        return told
+                outcomes[rank] = (self.folder / f"{rank}.done").read_text()
+        return outcomes
 
-    def name(self, cut: Cut | None) -> None:
-        """Tell the others which checkpoint is being written; None: there will be none."""
-        self._write("cut.json", json.dumps(cut))
+    def announce(self, checkpoint: EmergencyCheckpoint | None) -> None:
+        """Announce to the others which checkpoint is being written; None: there will be none."""
+        self._write("checkpoint.json", json.dumps(checkpoint))
 
-    def cut(self, wait_s: float) -> Cut | None:
-        """The checkpoint that is being written; None if there will be none, or nobody has named it in time."""
+    def announced(self, wait_s: float) -> EmergencyCheckpoint | None:
+        """The checkpoint that is being written; None if there will be none, or none was announced in time."""
         deadline_s = time.monotonic() + wait_s
         while True:
             with contextlib.suppress(OSError):
-                told = json.loads((self.folder / "cut.json").read_text())
-                return None if told is None else Cut(told[0], told[1], tuple(told[2]))
+                read = json.loads((self.folder / "checkpoint.json").read_text())
+                return None if read is None else EmergencyCheckpoint(read[0], read[1], tuple(read[2]))
             if time.monotonic() > deadline_s:
                 return None
             time.sleep(LOOK_EVERY_S)

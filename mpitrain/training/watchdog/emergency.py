@@ -1,10 +1,11 @@
 """An emergency checkpoint: the state of a run that is stuck, written by a thread that is not.
 
 Invariants: it calls neither MPI nor CUDA, and writes nothing that may be torn. The main thread holds a `Guard`
-whenever it changes what a checkpoint holds; who wants to write takes it first, and the main thread then waits before
-its next change. A rank that is stuck in the middle of a change never lets go, and no checkpoint is written. Whoever
-writes the first part names the checkpoint; the others write theirs if it belongs to the same cut. A checkpoint is
-complete when all its parts are there, so one rank that cannot write leaves the one before the newest.
+whenever it changes what a checkpoint holds. The thread that writes takes the guard first, and the main thread then
+waits before its next change. A rank that is stuck in the middle of a change never releases the guard, and no checkpoint
+is written. The rank that writes the first part announces the checkpoint; the others write their parts if they belong to
+it. A checkpoint is complete when all its parts are there, so one rank that cannot write leaves the one before the
+newest.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ import torch
 from mpitrain.checkpoint import Keeper
 from mpitrain.checkpoint.parts import FIRST, folder_of, verify
 from mpitrain.errors import CheckpointError
-from mpitrain.training.watchdog.alarm_files import LOOK_EVERY_S, Alarm, Cut
+from mpitrain.training.watchdog.alarm_files import LOOK_EVERY_S, Alarm, EmergencyCheckpoint
 
 HOLD_S = 5.0  # longest change of a rank that is not stuck in it, on a machine that is busy
-NAMED_S = (
-    10.0  # how long to wait for the first part's rank to name the checkpoint; it says so where it cannot
-)
+# How long to wait for the first part's rank to announce the checkpoint; it also announces that there will be none.
+ANNOUNCED_S = 10.0
 OTHERS_S = 5.0  # how long the first part's rank stands still for the others to write theirs
 
 
@@ -86,7 +86,7 @@ class Emergency:
         keeper: of this rank's part; guard: of the state.
         take: copies the state; called while the guard is held. Raises CheckpointError where it cannot.
         parts: all parts of the checkpoint, on the rank that writes the first one.
-        fits: whether what was taken belongs to the cut that another rank has named.
+        fits: whether what was taken belongs to the checkpoint that another rank has announced.
     """
 
     def __init__(
@@ -95,7 +95,9 @@ class Emergency:
         guard: Guard,
         take: Callable[[], Taken],
         parts: Callable[[], list[str]] = list,
-        fits: Callable[[Cut, Taken], bool] = lambda cut, taken: (cut.mark, cut.step) == taken[:2],
+        fits: Callable[[EmergencyCheckpoint, Taken], bool] = lambda announced, taken: (
+            announced[:2] == taken[:2]
+        ),
     ):
         self.keeper, self.guard, self.take, self.parts, self.fits = keeper, guard, take, parts, fits
 
@@ -112,41 +114,41 @@ class Emergency:
             self._write_first(alarm)
         except BaseException:
             with contextlib.suppress(OSError):
-                alarm.name(None)
+                alarm.announce(None)
             raise
 
     def _write_first(self, alarm: Alarm) -> None:
         with self.guard.held(HOLD_S) as whole:
             taken = self._taken(whole)
-            cut = Cut(taken.samples, taken.step, tuple(self.parts()))
-            folder = folder_of(self.keeper.run_dir, cut.mark)
+            checkpoint = EmergencyCheckpoint(taken.samples, taken.step, tuple(self.parts()))
+            folder = folder_of(self.keeper.run_dir, checkpoint.checkpoint_at)
             with contextlib.suppress(CheckpointError):
                 verify(folder)  # the last one is of this very state
-                alarm.name(cut._replace(parts=()))
+                alarm.announce(checkpoint._replace(parts=()))
                 return
-            alarm.name(cut)
-            self.keeper.write_now(cut.mark, taken.state, cut.parts)
+            alarm.announce(checkpoint)
+            self.keeper.write_now(checkpoint.checkpoint_at, taken.state, checkpoint.parts)
             deadline_s = time.monotonic() + OTHERS_S
             while time.monotonic() < deadline_s and not all(
-                (folder / f"{part}.json").exists() for part in cut.parts
+                (folder / f"{part}.json").exists() for part in checkpoint.parts
             ):
                 time.sleep(LOOK_EVERY_S)
 
     def _write_further(self, alarm: Alarm) -> None:
-        cut = alarm.cut(NAMED_S)
-        if cut is None or self.keeper.part not in cut.parts:
+        checkpoint = alarm.announced(ANNOUNCED_S)
+        if checkpoint is None or self.keeper.part not in checkpoint.parts:
             return
         deadline_s = time.monotonic() + HOLD_S
         while True:
             with self.guard.held(HOLD_S) as whole:
                 taken = self._taken(whole)
-                if self.fits(cut, taken):
-                    self.keeper.write_now(cut.mark, taken.state)
+                if self.fits(checkpoint, taken):
+                    self.keeper.write_now(checkpoint.checkpoint_at, taken.state)
                     return
             if time.monotonic() > deadline_s:
                 raise CheckpointError(
-                    f"it is at {taken.samples} samples, step {taken.step}, and the first part is of {cut.mark} "
-                    f"samples, step {cut.step}"
+                    f"it is at {taken.samples} samples, step {taken.step}, and the first part is of "
+                    f"{checkpoint.checkpoint_at} samples, step {checkpoint.step}"
                 )
             time.sleep(LOOK_EVERY_S)
 

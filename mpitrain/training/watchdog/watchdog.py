@@ -1,14 +1,15 @@
-"""A rank that neither works nor waits for others for too long raises the alarm and ends the job.
+"""The watchdog: a rank that neither works nor waits for others for too long raises the alarm and ends the job.
 
-Invariants: a thread of its own that calls neither MPI nor CUDA, so that it works while the main thread is stuck
-in either. Progress is any step, push, answer or validation batch of this rank. To wait for another rank (a warm-up, a
-validation over there) is no hang, for the rank that hangs has a watchdog of its own. One that stands still has none:
-who has waited for long calls the roll (`roll_call.py`), and who does not answer twice is ended by a rank on its host,
-where the others go on without it, or named by the alarm. Where everybody answers and waits for everybody, who has
-waited for `PATIENCE` times as long looks whether the run itself still moves, by its metrics file. Every rank that hears
-the alarm writes its stacks, and its part of an emergency checkpoint, before the one that raised it ends the job; the
-launcher then starts the run again from there. A rank that is stuck itself and that the others go on without
-(`levels.py`) raises no alarm: it writes its own stacks and dies.
+Invariants: the watchdog is a thread that calls neither MPI nor CUDA, so it works while the main thread is stuck in
+either. Progress is any step, push, answer or validation batch of this rank. A rank that waits for another one (in a
+warm-up, or while that one validates) does not hang, for the rank that hangs has a watchdog of its own. A process that
+is stopped has none that runs: a rank that has waited for long asks which ranks still answer (`liveness.py`). A rank
+that twice does not answer is ended by a rank on its host where the others go on without it, and named by the alarm
+otherwise. Where all ranks answer and wait for one another, a rank that has waited for `PATIENCE` times as long looks at
+the metrics file to see whether the run still moves. Every rank that sees the alarm writes its stacks, and its part of
+an emergency checkpoint, before the rank that raised it ends the job; the launcher then starts the run again from there.
+A rank that is stuck, and that the others go on without (`fault_tolerance.py`), raises no alarm: it writes its own
+stacks and dies.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from mpitrain.system.folders import make_private
 from mpitrain.system.processes import place, send_signal
 from mpitrain.training.watchdog.alarm_files import Alarm
 from mpitrain.training.watchdog.emergency import Emergency
-from mpitrain.training.watchdog.roll_call import RollCall
+from mpitrain.training.watchdog.liveness import LivenessCheck
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
 
 PATIENCE = 4
 LOOK_EVERY_S = 2.0
-# Beside one round of looking, for ranks that do not answer; those that do end the waiting at once. A network file
-# system may show a new name on other hosts a minute later, which a long watchdog has the time to wait for.
+# How long to wait for ranks that do not answer, beside one round of looking. A network file system may show a new name
+# on other hosts a minute later, and a long watchdog has the time to wait for that.
 GRACE_S, SLOW_GRACE_S = 10.0, 70.0
 WRITING_S = 60.0  # longest time to wait for an emergency checkpoint
 
@@ -88,7 +89,7 @@ class Watchdog:
         self.metrics: Path = self.run_dir / METRICS_FILE
         self.look_s = min(LOOK_EVERY_S, timeout_s / 4)
         self._over = threading.Event()
-        self._called_s = 0.0  # idle seconds at which the roll was last called
+        self._asked_s = 0.0  # idle seconds at the last liveness check
 
     @property
     def patience_s(self) -> float:
@@ -102,7 +103,7 @@ class Watchdog:
             # every rank looks for two folders: some hundred times a second are enough for a file system
             self.look_s = min(LOOK_EVERY_S + self.runtime.size / 500, self.timeout_s / 4)
             self.runtime.stamp()
-            self.roll_call = RollCall(self.run_dir, self.runtime.launched_rank, start)
+            self.liveness = LivenessCheck(self.run_dir, self.runtime.launched_rank, start)
             threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True).start()
         return self
 
@@ -110,19 +111,19 @@ class Watchdog:
         self._over.set()
 
     def _watch(self) -> None:
-        heard = False
+        seen = False
         while not self._over.wait(self.look_s):
             if self.runtime.engine.arriving:
                 self.runtime.stamp_waiting()
-            self.roll_call.answer()
+            self.liveness.answer()
             if self._is_stuck():
-                self._bark(heard)
+                self._end_job(seen)
                 return
             if (silent := self._who_is_silent()) and not self._others_end(silent):
-                self._bark(heard, silent)
+                self._end_job(seen, silent)
                 return
-            if not heard and (stuck := self.alarm.rung_by()):
-                heard = True
+            if not seen and (stuck := self.alarm.raised_by()):
+                seen = True
                 self._write(
                     f"{self.runtime.where()}: rank {stuck[0]} saw no progress, and asks all for their stacks"
                 )
@@ -135,20 +136,20 @@ class Watchdog:
     def _who_is_silent(self) -> set[int]:
         """Ranks at launch that do not answer, asked after every `timeout_s` in which this one has only waited."""
         idle_s = self.runtime.idle_s()
-        if idle_s < self._called_s:  # there was progress
-            self._called_s = 0.0
-        if idle_s - self._called_s <= self.timeout_s:
+        if idle_s < self._asked_s:  # there was progress
+            self._asked_s = 0.0
+        if idle_s - self._asked_s <= self.timeout_s:
             return set()
-        self._called_s = idle_s
+        self._asked_s = idle_s
         living = set(self.runtime.launched) - self._given_up()
         for _ in range(2):
-            living &= self.roll_call.call(living, self.patience_s, lambda: self._is_settled(idle_s))
+            living &= self.liveness.ask(living, self.patience_s, lambda: self._is_settled(idle_s))
         return living & set(self.runtime.launched)
 
     def _is_settled(self, idle_s: float) -> bool:
-        """Whether a roll need not be called to its end: who has raised the alarm does not answer, but waits for our
-        stacks."""
-        return self._over.is_set() or self.runtime.idle_s() < idle_s or bool(self.alarm.rung_by())
+        """Whether the liveness check may end early: a rank that has raised the alarm does not answer, but waits for
+        our stacks."""
+        return self._over.is_set() or self.runtime.idle_s() < idle_s or bool(self.alarm.raised_by())
 
     def _given_up(self) -> set[int]:
         return {
@@ -156,8 +157,8 @@ class Watchdog:
         }
 
     def _others_end(self, silent: set[int]) -> bool:
-        """Whether the run goes on without the silent: over servers these give them up; under ULFM whoever is on their
-        host ends them, which MPI then tells everybody."""
+        """Whether the run goes on without the silent ranks: servers evict them; under ULFM a rank on their host ends
+        them, and MPI then reports their death to all."""
         if isinstance(self.session.strategy, ServerStrategy):
             roles = self.session.roles
             return self.runtime.idle_s() < PATIENCE * self.timeout_s and not silent.intersection(
@@ -175,8 +176,8 @@ class Watchdog:
             return False
         for rank in silent:
             if send_signal(self._process(rank), signal.SIGKILL):
-                told = f"{self._named({rank})} stands still and was ended; the others go on"
-                print(f"mpitrain: {self.runtime.where()}: {told}", file=sys.stderr, flush=True)
+                text = f"{self._named({rank})} stands still and was ended; the others go on"
+                print(f"mpitrain: {self.runtime.where()}: {text}", file=sys.stderr, flush=True)
         return True
 
     def _process(self, rank: int) -> str:
@@ -188,34 +189,40 @@ class Watchdog:
         return ", ".join(f"rank {rank} on host {hosts[rank]}" for rank in sorted(ranks))
 
     def _quiet_s(self) -> float:
-        """Seconds since the run has last told of anything."""
+        """Seconds since the run last wrote a row of its metrics."""
         try:
             return time.time() - self.metrics.stat().st_mtime
         except OSError:
             return math.inf
 
-    def _bark(self, heard: bool, silent: set[int] | None = None) -> None:
-        """Ends the job, whatever the file system does: see mpi/faults/abort.py. `silent`: who does not answer."""
+    def _end_job(self, seen: bool, silent: set[int] | None = None) -> None:
+        """End the job, whatever the file system does: see `mpi/faults/abort.py`.
+
+        Args:
+            seen: this rank has seen the alarm of another one, and is writing; silent: the ranks that do not answer.
+        """
         what = f"{self.runtime.where()}: no progress for {self.timeout_s:g} s"
         if silent:
             what += f", because {self._named(silent)} stands still: it does not answer"
         is_stuck = self.runtime.stuck_s() > self.timeout_s
-        told = "; it dies alone, and the others go on"
+        outcome = "; it dies alone, and the others go on"
         try:
             if is_stuck and self._dies_alone():
                 self._write_stacks(what)
             else:
-                self.alarm.ring()
-                if not heard:
+                self.alarm.raise_alarm()
+                if not seen:
                     threading.Thread(target=self._write, args=(what,), daemon=True).start()
                 answering = set(self.runtime.launched) - (silent or set())
-                told = self._outcome(self.alarm.wait(answering, self.patience_s, self.patience_s + WRITING_S))
+                outcome = self._outcome(
+                    self.alarm.wait(answering, self.patience_s, self.patience_s + WRITING_S)
+                )
         except Exception as error:
-            told = f"; and what is known could not be written: {type(error).__name__}: {error}"
+            outcome = f"; and what is known could not be written: {type(error).__name__}: {error}"
         for rank in silent or ():
             send_signal(self._process(rank), signal.SIGKILL)
         stalled = StalledError(
-            f"{what} ({self.option}); the stacks of its threads: {self.alarm.stacks}{told}"
+            f"{what} ({self.option}); the stacks of its threads: {self.alarm.stacks}{outcome}"
         )
         stalled.ends_all = not (is_stuck and self._dies_alone())
         raise stalled
@@ -227,21 +234,21 @@ class Watchdog:
             return bool(runtime.may_die_alone and runtime.rank != 0)
         return bool(runtime.fault_tolerance == "ulfm" and (runtime.may_die_alone or runtime.survives_shrink))
 
-    def _outcome(self, said: dict[int, str]) -> str:
-        """What came of the alarm, for the last words."""
-        missing = sorted(set(self.runtime.launched) - set(said))
-        told = f"; stacks of {len(said)} of {len(said) + len(missing)} ranks are there"
-        told += f" (none of rank {', '.join(map(str, missing))})" if missing else ""
-        why_not = [f"rank {rank}: {text}" for rank, text in said.items() if text]
-        cut = self.alarm.cut(0.0)
-        if cut is not None:
+    def _outcome(self, outcomes: dict[int, str]) -> str:
+        """What came of the alarm, for the error message; `outcomes`: what ranks have left (`Alarm.wait`)."""
+        missing = sorted(set(self.runtime.launched) - set(outcomes))
+        stacks = f"; stacks of {len(outcomes)} of {len(outcomes) + len(missing)} ranks are there"
+        stacks += f" (none of rank {', '.join(map(str, missing))})" if missing else ""
+        why_not = [f"rank {rank}: {text}" for rank, text in outcomes.items() if text]
+        announced = self.alarm.announced(0.0)
+        if announced is not None:
             with contextlib.suppress(CheckpointError):
                 found = newest(self.run_dir)
-                if found is not None and found.mark == cut.mark:
-                    return f"{told}; emergency checkpoint at {cut.mark} samples: {found.folder}"
-        return (
-            f"{told}; no emergency checkpoint: {'; '.join(why_not) or 'a part of it was not written in time'}"
-        )
+                if found is not None and found.mark == announced.checkpoint_at:
+                    return (
+                        f"{stacks}; emergency checkpoint at {announced.checkpoint_at} samples: {found.folder}"
+                    )
+        return f"{stacks}; no emergency checkpoint: {'; '.join(why_not) or 'a part of it was not written in time'}"
 
     def _write(self, head: str) -> None:
         """Stacks first, then this rank's part of an emergency checkpoint."""
@@ -273,7 +280,7 @@ class Watchdog:
 
 
 class LoopWatchdog(Watchdog):
-    """Of somebody's own loop, whose `run_dir` need not be there before there is an alarm."""
+    """The watchdog of a loop of the user's own, whose `run_dir` need not exist before there is an alarm."""
 
     option = "watchdog_s= of mpitrain.wrap"
 

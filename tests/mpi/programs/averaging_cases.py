@@ -13,7 +13,7 @@ from mpitrain.training.local_sgd.averager import Averager
 from mpitrain.training.local_sgd.means import Means
 from tests import toy
 from tests.mpi.cases import run_cases
-from tests.mpi.rehearsed import RUNS
+from tests.mpi.simulated import RUNS
 
 OUT = Path(os.environ["AVERAGING_OUT"])
 
@@ -78,9 +78,9 @@ def case_a_gradient_that_is_not_finite_stops_all_at_the_next_averaging(rt):
             assert result["status"] == "ok" and result["nonfinite"] == result["steps"] == 4
 
 
-def case_what_a_rehearsal_has_to_make_of_it(rt):
+def case_what_a_simulation_has_to_make_of_it(rt):
     for name, (strategy, changes) in RUNS.items():
-        trained(f"rehearsed-{name}", strategy, **changes)
+        trained(f"simulated-{name}", strategy, **changes)
 
 
 class Group:
