@@ -29,6 +29,9 @@ LOOK_EVERY_S = 1.0
 _FOLDER = ".launch-"
 RESULT_GRACE_S = 30.0  # from a complete result to the end of the launcher
 GONE_GRACE_S = 5.0  # from the death of a rank that has not begun to train to the end of the launcher
+NEVER_HEARD_S = (
+    60.0  # longest wait of all the others, in MPI's start, for a rank that has never said anything
+)
 UNHEARD_S = 3.0  # from a request to the end of ranks of which none trains yet
 END_GRACE_S = 10.0  # from the launcher's being told to end to its being killed
 KILLED_S = 10.0  # longest time for what was killed to be gone
@@ -99,6 +102,7 @@ class Watch:
     _progress_s: float = 0.0
     _seen_s: dict[int, float] = field(default_factory=dict)
     _gone_s: dict[int, float] = field(default_factory=dict)
+    _all_wait_s: float | None = None
     _before: dict[int, RankStatus] = field(default_factory=dict)
 
     def look(self, now_s: float, told: Mapping[int, RankStatus]) -> str:
@@ -127,6 +131,7 @@ class Watch:
         self._began_s, self._progress_s = began_s, now_s
         self._seen_s = dict.fromkeys(self._seen_s, now_s)
         self._gone_s.clear()
+        self._all_wait_s = None
         self.died = self.silent = False
 
     def _why_not_started(self, now_s: float, told: Mapping[int, RankStatus]) -> str:
@@ -143,13 +148,30 @@ class Watch:
             self.died = True
             return f"{_named(sorted(gone), told)} died before it began to train"
         assert self._began_s is not None
-        if self.start_timeout_s <= 0 or now_s - self._began_s <= self.start_timeout_s:
+        if self.start_timeout_s <= 0:
             return ""
+        if now_s - self._began_s <= self.start_timeout_s:
+            never_heard = self._never_heard(now_s, told)
+            self.died = bool(never_heard)
+            return f"{_named(never_heard, told)} died before it began to train" if never_heard else ""
         holds_up = [rank for rank in late if rank not in told or not _waits(told[rank])] or late
         return (
             f"{_named(holds_up, told)} did not begin to train within {self.start_timeout_s:g} s (--start-timeout-s); "
             f"{self.num_ranks - len(late)} of {self.num_ranks} ranks did"
         )
+
+    def _never_heard(self, now_s: float, told: Mapping[int, RankStatus]) -> list[int]:
+        """Ranks of `mpitrain train` that must have died before their first words, which they say before they import
+        torch: all the others have waited for them for long, by what they themselves have needed."""
+        missing = [rank for rank in range(self.num_ranks) if rank not in told]
+        if self.owed != READY or not told or not missing or not all(map(_waits, told.values())):
+            self._all_wait_s = None
+            return []
+        if self._all_wait_s is None:
+            self._all_wait_s = now_s
+        assert self._began_s is not None
+        patience_s = max(NEVER_HEARD_S, 3 * (self._all_wait_s - self._began_s))
+        return missing if now_s - self._all_wait_s > patience_s else []
 
     def _why_silent(self, now_s: float, told: Mapping[int, RankStatus]) -> str:
         """A host of which nothing is heard any more, while nobody gets on either: a run that has lost ranks and goes on

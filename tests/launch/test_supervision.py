@@ -173,6 +173,30 @@ def silent(found: Watch, seconds: int, moving: dict[int, RankStatus], dead: dict
     return ""
 
 
+@pytest.mark.parametrize(("others_need_s", "patience_s"), [(2.0, 60.0), (50.0, 150.0)])
+def test_a_rank_that_died_before_its_first_words_is_missed_once_all_others_wait(
+    others_need_s: float, patience_s: float
+) -> None:
+    """As the file of a rank that was killed before it had imported anything would show it: there is none."""
+    watched = watch(3, start_timeout_s=600.0, host_timeout_s=0.0)
+    came = told(status(0, STARTING_MPI), status(1, STARTING_MPI))
+    one_works = told(status(0, IMPORTING), status(1, STARTING_MPI))
+    end_s = others_need_s + patience_s
+    times = [
+        (second, one_works if second < others_need_s else came) for second in range(0, int(end_s) + 1, 2)
+    ]
+    assert all(watched.look(float(at_s), there) == "" for at_s, there in times)
+    reason = watched.look(end_s + 1, came)
+    assert reason.startswith("rank 2 (nothing was heard of it") and "died" in reason and watched.died
+
+
+def test_nobody_is_missed_while_one_of_the_others_works_or_in_a_script() -> None:
+    waiting = status(0, STARTING_MPI)
+    for owed, there in ((READY, told(waiting, status(1, STARTED))), (STARTED, told(waiting))):
+        watched = watch(3, owed=owed, start_timeout_s=600.0, host_timeout_s=0.0)
+        assert all(watched.look(float(at_s), there) == "" for at_s in range(0, 590, 5))
+
+
 def test_a_host_of_which_nothing_is_heard_ends_the_launch_and_is_named() -> None:
     moving, dead = told(status(0)), told(status(1, host="b"), status(2, host="b"))
     assert silent(watch(), 21, moving, dead) == ""
