@@ -36,13 +36,13 @@ WAYS = {
 class Contestant:
     """A model of its own on one way; `turn()` is so many steps that every averaging it owes is in them."""
 
-    def __init__(self, rule, make, shape):
+    def __init__(self, strategy, make, shape):
         torch.manual_seed(0)
-        self.module, self.rule, self.num = make(), rule, 0
+        self.module, self.strategy, self.num = make(), strategy, 0
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
-        self.averager = None if rule is None else Averager(self.module, self.optimizer, rule)
-        self.called = data_parallel(self.module) if rule is None else self.module
-        self.num_steps = 4 if rule is None else rule.period
+        self.averager = None if strategy is None else Averager(self.module, self.optimizer, strategy)
+        self.called = data_parallel(self.module) if strategy is None else self.module
+        self.num_steps = 4 if strategy is None else strategy.period
         generator = torch.Generator().manual_seed(1 + runtime.rank)
         self.x = torch.randn(NUM_BATCHES, BATCH, *shape, generator=generator)
         self.y = torch.randint(10, (NUM_BATCHES, BATCH), generator=generator)
@@ -68,7 +68,7 @@ def main():
     torch.set_num_threads(1)
     init_default_group(runtime)
     make, shape = MODELS[options.model]
-    contestants = {way: Contestant(rule, make, shape) for way, rule in WAYS.items()}
+    contestants = {way: Contestant(strategy, make, shape) for way, strategy in WAYS.items()}
     seconds = {way: [] for way in contestants}
     for number in range(options.rounds + 1):  # the first round warms up
         for way, contestant in contestants.items():

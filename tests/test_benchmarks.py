@@ -22,7 +22,7 @@ BENCHMARKS = {
     "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
     "splitting": (2, ["--rounds", "1", "--steps", "2"]),
     "step_time": (3, ["--rounds", "1", "--block", "1", "--model", "mlp"]),
-    "stragglers": (5, ["--rounds", "1", "--epochs", "1", "--compute", "real", "--rules", "sync()"]),
+    "stragglers": (5, ["--rounds", "1", "--epochs", "1", "--compute", "real", "--strategies", "sync()"]),
 }
 
 BY_HAND = {
@@ -169,10 +169,10 @@ def check_step_time(out, rows):
 
 def check_stragglers(out, rows):
     (row,) = rows
-    assert row["compute"] == "real compute" and set(row["rules"]) == {"sync()", "torch DDP over gloo"}
-    for name, rule in row["rules"].items():
-        (only,) = rule["runs"]
-        assert name in out and rule["samples_per_second"] > 0
+    assert row["compute"] == "real compute" and set(row["strategies"]) == {"sync()", "torch DDP over gloo"}
+    for name, strategy in row["strategies"].items():
+        (only,) = strategy["runs"]
+        assert name in out and strategy["samples_per_second"] > 0
         # the same sleep for every batch of the slow worker, whoever it works for; it does about a fourth of all
         seconds = float(row["inject"].split("seconds=")[1].rstrip(")"))
         assert 0 < only["slept_s"] == pytest.approx(seconds * only["accepted"] / 4, rel=0.1)

@@ -4,7 +4,7 @@
     --inject "kill(worker=2, at_step=50)"  --inject "disk_full(at_write=1)"
 
 Invariants: injection happens at the effect seam and nowhere else. `Straggler.wrap` passes every effect
-of a role through and, after a gradient of its worker, yields a `Sleep` or a `Break`; the role, the rule and the
+of a role through and, after a gradient of its worker, yields a `Sleep` or a `Break`; the role, the strategy and the
 server stay as they are. A slow worker sleeps, it does not spin: it must not take a core from the others. Which
 gradients are hit is a function of (seed, worker, step), never of timing. Off unless asked for.
 

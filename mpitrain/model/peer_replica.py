@@ -35,7 +35,7 @@ class PeerReplica:
 
     Args:
         model: the flat model, of one shard; optimizer: over its parameters, this peer's own.
-        rule: what is told; number: of peers, rank: this one's.
+        strategy: what is told; number: of peers, rank: this one's.
         loss, fetch, prefetch, seed, measure, shared: as for `Replica`.
         schedule: factor on the rates, by samples of all peers; epoch_samples: in an epoch.
 
@@ -47,7 +47,7 @@ class PeerReplica:
         self,
         model: FlatModel,
         optimizer: Optimizer,
-        rule: Decentralized,
+        strategy: Decentralized,
         number: int,
         rank: int,
         loss: Callable[[Any, Batch], Any],
@@ -59,7 +59,7 @@ class PeerReplica:
         schedule: Schedule | None = None,
         epoch_samples: int = 0,
     ):
-        self.model, self.optimizer, self.rule, self.rank = model, optimizer, rule, rank
+        self.model, self.optimizer, self.strategy, self.rank = model, optimizer, strategy, rank
         self.loss, self.fetch, self._prefetch, self.seed = loss, fetch, prefetch, seed
         self.measure, self.shared = measure, shared
         self.schedule, self.epoch_samples = schedule, epoch_samples
@@ -71,7 +71,7 @@ class PeerReplica:
         self.x = model.frames[0].body.clone() if shared else model.frames[0].body
         self._pool = BufferPool(layout.size(0), layout.dtype)
         self._delta = torch.zeros_like(self.x)
-        self._common = self.x.clone() if rule.mixes else None  # what all held last
+        self._common = self.x.clone() if strategy.mixes else None  # what all held last
         self._copies: dict[int, torch.Tensor] = {}
         buffers = [buffer for buffer in model.module.buffers() if buffer is not None]
         self._module_buffers = buffers if shared else []
@@ -79,7 +79,7 @@ class PeerReplica:
         self.num_messages, self.codec_s, self._kept = 0, 0.0, 0.0
 
     def _make_encoder(self, number: int) -> Encoder | None:
-        codec, dtype = self.rule.codec, self.model.layout.dtype
+        codec, dtype = self.strategy.codec, self.model.layout.dtype
         if codec.is_none:
             return None
         check_optimizer(codec, self.optimizer)
@@ -121,12 +121,12 @@ class PeerReplica:
     def _move(self, finite: bool) -> None:
         """The optimizer's step: on x in gossip, into the update otherwise."""
         now = self.model.frames[0].body
-        if not self.rule.mixes:
+        if not self.strategy.mixes:
             self._delta.copy_(now)
         if finite:
             self._own_step()
             self.model.refresh()
-        if not self.rule.mixes:
+        if not self.strategy.mixes:
             before = self._delta.clone()
             self._delta.sub_(now)
             now.copy_(before)  # x changes by what is told of the step, not by the step
@@ -136,11 +136,11 @@ class PeerReplica:
         """What the others are told of the step."""
         if self.encoder is None:
             frame = self._pool.take()
-            frame.body.copy_(self.x if self.rule.mixes else self._delta)
+            frame.body.copy_(self.x if self.strategy.mixes else self._delta)
             return frame
         began_s = time.perf_counter()
         told = self._delta
-        if self.rule.mixes:
+        if self.strategy.mixes:
             told = self.x - self._copy_of(self.rank)
             if self.encoder.residual:
                 self.encoder.memory.clear(self.encoder.residual)
@@ -256,7 +256,7 @@ class PeerReplica:
             return {}
         found = self.encoder.statistics() | {"codec_ms": 1e3 * self.codec_s / max(1, self.num_messages)}
         if with_norm:
-            found["residual_norm"] = self._kept if self.rule.mixes else self.encoder.residual_norm()
+            found["residual_norm"] = self._kept if self.strategy.mixes else self.encoder.residual_norm()
         return found
 
     @torch.no_grad()

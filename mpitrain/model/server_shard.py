@@ -142,7 +142,7 @@ class ShardStore:
 
     def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
         """Gather `weight * share * gradient`; takes the buffer over and releases it when it is done with it.
-        Shares are counted in the first one's, so equal ones change no bit."""
+        PeerPartition are counted in the first one's, so equal ones change no bit."""
         self._unit = self._unit if self._shares else share or 1.0
         self._shares.append(share / self._unit)
         weight *= self._shares[-1]

@@ -2,7 +2,7 @@
 
 Invariants: an averaging is a ring in which every worker sends 2 (N - 1) pieces of 1/N of the bytes, the least
 that any algorithm sends; whoever has come round has heard of everybody, so all have handed in what they hold. What is
-averaged only the replica knows, and when only its rule. Over MPI `training/local_sgd/trainer.py` does the same with
+averaged only the replica knows, and when only its strategy. Over MPI `training/local_sgd/trainer.py` does the same with
 collectives.
 """
 

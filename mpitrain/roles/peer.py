@@ -4,7 +4,7 @@ Invariants: a peer sends one message to each receiver at every step. A synchrono
 messages of the same step from all its senders, and takes them in in rank order; an asynchronous one takes what is
 there. At a meeting every peer has first heard everything that the others had to say before it; sums go up a tree of
 all peers and the mean comes down, so nothing is under way when it is over. What an update is and how it is mixed only
-the replica knows; whom it goes to only the rule.
+the replica knows; whom it goes to only the strategy.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ class Peer:
 
     Args:
         rank: its own, from 0; number: of all peers.
-        rule: whom to talk to and when to meet; partition: this peer's part of the data, or `Endless` where somebody
+        strategy: whom to talk to and when to meet; partition: this peer's part of the data, or `Endless` where somebody
             else brings it and answers `Compute`, in the end with None.
         report: where progress goes, on the peer that logs, which also validates.
         on_nonfinite: "stop" ends the job, "skip" leaves the step out.
-        cuts: when to write checkpoints; None for never.
+        checkpoints: when to write checkpoints; None for never.
     """
 
     def __init__(
         self,
         rank: int,
         number: int,
-        rule: Decentralized,
+        strategy: Decentralized,
         partition: PeerPartition | Endless,
         replica: PeerReplica,
         report: Report,
         on_nonfinite: str = "stop",
-        cuts: PeerCheckpoints | None = None,
+        checkpoints: PeerCheckpoints | None = None,
     ):
-        self.rank, self.number, self.rule, self.partition = rank, number, rule, partition
+        self.rank, self.number, self.strategy, self.partition = rank, number, strategy, partition
         self.replica, self.report, self.on_nonfinite = replica, report, on_nonfinite
-        self.cuts = cuts
+        self.checkpoints = checkpoints
         self.step = self.batches = self.samples = self.nonfinite = self.sent_bytes = self.num_sent = (
             self.num_meetings
         ) = 0
@@ -85,11 +85,11 @@ class Peer:
                     break
                 told = (turn.samples_before + turn.num_samples, turn.step + 1, turn.epoch + 1, loss)
                 self.report.progress(*told, drift=self.drift, **dict[str, Any](self.replica.statistics()))
-            if meets := self.rule.meets_after(turn.step):
+            if meets := self.strategy.meets_after(turn.step):
                 yield from self._meet()
-            if self.cuts is not None:
-                yield from self._look(self.cuts, turn, meets)
-                if self.cuts.ended:
+            if self.checkpoints is not None:
+                yield from self._look(self.checkpoints, turn, meets)
+                if self.checkpoints.ended:
                     break
         yield from self._meet()
         if told:
@@ -106,24 +106,24 @@ class Peer:
         vars(self).update({key: state[key] for key in _COUNTS})
         self.num_active = min(state["num_active"], self.number)
 
-    def _look(self, cuts: PeerCheckpoints, turn: Turn, met: bool) -> Answers:
+    def _look(self, checkpoints: PeerCheckpoints, turn: Turn, met: bool) -> Answers:
         """Write a checkpoint where one is due. All peers write after the same step, and a synchronous one has then
         taken in all that was sent before it; asynchronous ones write when they have met."""
-        if cuts.agrees_after(turn.step, met):
-            cuts.take((yield from self._agree(cuts, turn)))
-        if cuts.is_due(turn.samples_before + turn.num_samples, met):
-            yield Compute(lambda: cuts.save(self.state()), "checkpoint")
+        if checkpoints.agrees_after(turn.step, met):
+            checkpoints.take((yield from self._agree(checkpoints, turn)))
+        if checkpoints.is_due(turn.samples_before + turn.num_samples, met):
+            yield Compute(lambda: checkpoints.save(self.state()), "checkpoint")
 
-    def _agree(self, cuts: PeerCheckpoints, turn: Turn) -> Generator[Effect, Any, Message]:
+    def _agree(self, checkpoints: PeerCheckpoints, turn: Turn) -> Generator[Effect, Any, Message]:
         """What any peer was told goes up the tree of all, what the first decides comes down."""
-        asked, step = cuts.asked(), turn.step
+        asked, step = checkpoints.asked(), turn.step
         for child in topology.children(self.rank, self.number):
             message = yield from self._expect(child, Kind.ASK, step)
             asked = asked or message.mark == ASKS
         parent = topology.parent(self.rank)
         if parent is None:
             samples = turn.samples_before + turn.num_samples
-            decided = cuts.decide(asked, step, samples, (yield Now()))
+            decided = checkpoints.decide(asked, step, samples, (yield Now()))
         else:
             yield Send(parent, Message(Kind.ASK, version=step, step=step, mark=ASKS if asked else 0))
             decided = yield from self._expect(parent, Kind.AGREED, step)
@@ -150,24 +150,24 @@ class Peer:
         assert turn.lease is not None
         self.batches, self.samples = self.batches + 1, self.samples + turn.lease.num_samples
         own = self.replica.update()
-        for peer in self.rule.receivers(self.rank, turn.num_active, turn.step):
+        for peer in self.strategy.receivers(self.rank, turn.num_active, turn.step):
             yield Send(peer, Message(Kind.UPDATE, version=turn.step, step=turn.step, payload=own.hold()))
             self.sent_bytes, self.num_sent = self.sent_bytes + own.num_bytes, self.num_sent + 1
         self._since_meeting += 1
-        if self.rule.asynchronous:
+        if self.strategy.asynchronous:
             self._take_in(self.rank, own)
             yield from self._take_ready()
         else:
             yield from self._take_this_step(turn, own)
-        if self.rule.mixes:
-            weights = self.rule.weights(self.rank, turn.num_active, turn.step)
-            self.replica.mix(self.rank, weights, self.rule.mixing_rate)
+        if self.strategy.mixes:
+            weights = self.strategy.weights(self.rank, turn.num_active, turn.step)
+            self.replica.mix(self.rank, weights, self.strategy.mixing_rate)
         self.wait_s += (yield Now()) - computed_s
         return float(gradient.loss)
 
     def _leave(self) -> Answers:
         """Tell whoever may wait for this peer that it takes no further step; all are to have taken equally many."""
-        for peer in self.rule.contacts(self.rank, self.number):
+        for peer in self.strategy.contacts(self.rank, self.number):
             yield Send(peer, Message(Kind.LAST, step=self.step))
         self._has_left = True
         self._compare_steps()
@@ -193,7 +193,7 @@ class Peer:
             )
 
     def _take_in(self, source: int, payload: Any) -> None:
-        if self.rule.mixes:
+        if self.strategy.mixes:
             self.replica.copy(source, payload)
         else:
             self.replica.apply(payload, self.num_active)
@@ -216,7 +216,7 @@ class Peer:
     def _take_this_step(self, turn: Turn, own: Any) -> Answers:
         """The messages of this step from all senders, taken in in rank order: the same bits on every replica."""
         arrived = {self.rank: own}
-        for peer in self.rule.senders(self.rank, turn.num_active, turn.step):
+        for peer in self.strategy.senders(self.rank, turn.num_active, turn.step):
             message = yield from self._expect(peer, Kind.UPDATE, turn.step)
             arrived[peer] = message.payload
         for source in sorted(arrived):
@@ -249,7 +249,7 @@ class Peer:
     def _meet(self) -> Answers:
         """All peers take the mean of those that take part."""
         began_s = yield Now()
-        if self.rule.asynchronous and self.rank < self.num_active:
+        if self.strategy.asynchronous and self.rank < self.num_active:
             yield from self._catch_up()
         self.digest = self.replica.digest()
         total, count = (self.replica.total(), 1) if self.rank < self.num_active else (None, 0)
@@ -284,7 +284,7 @@ class Peer:
     def _catch_up(self) -> Answers:
         """Take in all that the senders have said since the last meeting: as many messages as this peer has sent, for
         all take the same steps. Those of sums and of steps after the meeting wait."""
-        senders = set(self.rule.senders(self.rank, self.num_active, self.step))
+        senders = set(self.strategy.senders(self.rank, self.num_active, self.step))
         early = deque(pair for pair in self._waiting if pair[1].kind != Kind.UPDATE)
         updates = [pair for pair in self._waiting if pair[1].kind == Kind.UPDATE]
         self._waiting = early

@@ -30,11 +30,11 @@ def simulate_peers(
     Raises:
         UsageError: a wrong option, or more peers than samples.
     """
-    rule = job.strategy
-    assert isinstance(rule, Decentralized)
+    strategy = job.strategy
+    assert isinstance(strategy, Decentralized)
     virtual = VirtualRun(job, options, number, compute, network)
     log = virtual.log
-    builder = PeerBuilder(rule, number, job, virtual.catalogue.num_samples, options.steps)
+    builder = PeerBuilder(strategy, number, job, virtual.catalogue.num_samples, options.steps)
     module, optimizer = build(job, options.lr, torch.device("cpu"))
     model = FlatModel(module, optimizer, 1)
     with job.data.reader(virtual.catalogue, job.seed) as reader:
@@ -56,7 +56,7 @@ def simulate_peers(
             for rank, replica in enumerate(replicas)
         ]
         returned = virtual.run([peer.run() for peer in peers])
-        save_model(replicas[0].take_module(), virtual.run_dir / MODEL_FILE, {"strategy": str(rule)})
+        save_model(replicas[0].take_module(), virtual.run_dir / MODEL_FILE, {"strategy": str(strategy)})
         metrics = replicas[0].validate()
     everybody = [one | replica.statistics(with_norm=True) for one, replica in zip(returned, replicas)]
     result = {

@@ -1,6 +1,6 @@
-"""What a rule is told and what it answers.
+"""What a strategy is told and what it answers.
 
-Invariants: a rule decides and does nothing else. It is a frozen value; its memory is a plain
+Invariants: a strategy decides and does nothing else. It is a frozen value; its memory is a plain
 JSON-able dict that the role owns and hands in; it never touches a tensor, a clock, a message or the network,
 and it never asks which world it is in.
 
@@ -31,7 +31,7 @@ class Push(NamedTuple):
     """One arriving gradient.
 
     worker: who computed it; step: the worker's own count of pushes, from 0; read: the version it was computed
-    on; version: the shard's version now; now_s: the world's clock in seconds; held: workers waiting for an
+    on; version: the shard's version now; now_s: the world's clock in seconds; blocked: workers waiting for an
     answer, the pusher included; active: workers that take part now, the pusher included; reads: the versions that
     each worker computes on, the oldest first, the one that this push ends still among them.
     """
@@ -41,7 +41,7 @@ class Push(NamedTuple):
     read: int
     version: int
     now_s: float
-    held: Set[int]
+    blocked: Set[int]
     active: Set[int]
     reads: Mapping[int, Sequence[int]] = MappingProxyType({})
 
@@ -111,10 +111,10 @@ class Strategy(Value):
 
 @dataclass(frozen=True, repr=False)
 class ServerStrategy(Strategy):
-    """Base of the parameter-server family: one server, every rule a setting of it.
+    """Base of the parameter-server family: one server, every strategy a setting of it.
 
     Args:
-        servers: number of server ranks; each owns one contiguous shard with its own version, rule state and
+        servers: number of server ranks; each owns one contiguous shard with its own version, strategy state and
             counts.
         damping: what a stale gradient is worth.
         warmup: how many workers train alone at first, and for how many epochs.
@@ -242,7 +242,7 @@ class ServerStrategy(Strategy):
         return counted if self.warmup.epochs else ""
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
-        """The rule's memory before the first push, when `workers` take part."""
+        """The strategy's memory before the first push, when `workers` take part."""
         raise NotImplementedError
 
     def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
@@ -252,8 +252,8 @@ class ServerStrategy(Strategy):
     def on_join(self, memory: dict[str, Any], worker: int, active: Set[int]) -> None:
         """`worker` takes part from now on (after the warm-up); `active` are those that did before."""
 
-    def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
-        """`worker` will push no more; `held` and `active` are those that remain. The verdict's weight means
+    def on_leave(self, memory: dict[str, Any], worker: int, blocked: Set[int], active: Set[int]) -> Verdict:
+        """`worker` will push no more; `blocked` and `active` are those that remain. The verdict's weight means
         nothing.
         """
         return NOTHING
@@ -263,7 +263,7 @@ class ServerStrategy(Strategy):
         memory: dict[str, Any],
         version: int,
         reads: Mapping[int, Sequence[int]],
-        held: Set[int],
+        blocked: Set[int],
         active: Set[int],
     ) -> Verdict:
         """Somebody's read has ended without a push that counts (it has left, or its gradient is not finite);

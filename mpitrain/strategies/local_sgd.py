@@ -114,7 +114,7 @@ class LocalSGD(Strategy):
         return self.outer != Average() or self.wire != "full"
 
     def begin(self) -> dict[str, Any]:
-        """The rule's memory before the first step: `done` and `since` the last averaging, in `unit`s."""
+        """The strategy's memory before the first step: `done` and `since` the last averaging, in `unit`s."""
         return {"done": 0, "since": 0}
 
     def averages_gradients(self, memory: dict[str, Any]) -> bool:

@@ -92,7 +92,7 @@ def allot(
 
     Args:
         num_nodes: all nodes, those of a servers' component included.
-        workers_per_node: one for each GPU as a rule; the servers' ranks come on top.
+        workers_per_node: one for each GPU as a strategy; the servers' ranks come on top.
         num_server_nodes: as in `assign`; these nodes get the servers, evenly, and no workers.
 
     Raises:

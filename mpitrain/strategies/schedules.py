@@ -1,7 +1,7 @@
 """Learning-rate schedules: a factor on every group's rate, as a function of progress.
 
 Invariants: progress is counted in accepted samples, as a fraction of epochs, never in steps, pushes or
-a worker's own count; so a schedule means the same for every rule, number of workers, S and k. A schedule is a
+a worker's own count; so a schedule means the same for every strategy, number of workers, S and k. A schedule is a
 frozen value with one pure function.
 """
 

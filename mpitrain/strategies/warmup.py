@@ -2,7 +2,7 @@
 
 The remedy of Downpour SGD against the chaos of the first epochs (Dean et al. 2012), and of the async systems
 after it. It is counted in the samples of the pushes that have arrived, dropped ones too: so its length means
-the same for every rule and number of workers, and all shards of a model end it with the same pushes. (Counted
+the same for every strategy and number of workers, and all shards of a model end it with the same pushes. (Counted
 in accepted samples, one shard could wait for workers that another does not let in yet.)
 """
 

@@ -1,6 +1,6 @@
 """The world in virtual time: a heap of (time, serial, what happens), one thread, any number of ranks.
 
-Invariants: nothing here knows a rule or a role; it answers effects. Ties are broken by the order in
+Invariants: nothing here knows a strategy or a role; it answers effects. Ties are broken by the order in
 which events were made, every random draw is keyed by (seed, worker, number of the draw) whatever rank the worker
 has, so a run is a pure function of its inputs and the number of servers changes no worker's times. When the heap is
 empty and a rank still waits, that is a deadlock and is reported with the names of those who wait. Gradients are

@@ -85,7 +85,8 @@ def check_rows(path, servers):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """Every rule told to end, and trained whole with checkpoints; then gone on from with one, two and three servers."""
+    """Every strategy told to end, and trained whole with checkpoints; then gone on from with one, two and three
+    servers."""
     path = tmp_path_factory.mktemp("stopped")
     lines = [
         f"result = run({name!r}, {text.format(2)!r}, victim=2)\nrun('{name}-whole', {text.format(2)!r}, every='40')"

@@ -18,30 +18,32 @@ def test_no_interleaving_makes_a_read_too_old_or_anybody_wait_for_ever(num_worke
     def check(shard):
         oldest.add(max((lag for lag in shard.lags if lag is not None), default=0))
 
-    rule = Bounded(staleness=staleness, servers=num_shards)
-    num_states, stuck = explore(rule, num_workers, num_shards, check=check)
+    strategy = Bounded(staleness=staleness, servers=num_shards)
+    num_states, stuck = explore(strategy, num_workers, num_shards, check=check)
     assert not stuck and num_states > num_workers
     assert max(oldest) == (staleness if num_workers > 1 else 0), "never more, and the bound is used"
 
 
-def push(reads, version, held=(), worker=0, rule=None, active=(0, 1, 2)):
-    rule = rule or Bounded(staleness=2)
-    memory = rule.start(active) | {"waiting": len(held)}
+def push(reads, version, blocked=(), worker=0, strategy=None, active=(0, 1, 2)):
+    strategy = strategy or Bounded(staleness=2)
+    memory = strategy.start(active) | {"waiting": len(blocked)}
     read = reads[worker][0]
-    return rule.on_push(memory, Push(worker, 0, read, version, 0.0, {worker, *held}, set(active), reads))
+    return strategy.on_push(
+        memory, Push(worker, 0, read, version, 0.0, {worker, *blocked}, set(active), reads)
+    )
 
 
 def test_a_push_waits_exactly_when_its_update_alone_would_carry_a_read_beyond_the_bound():
     assert push({0: (5,), 1: (5,), 2: (6,)}, 6).release == (0,)
     assert push({0: (6,), 1: (5,), 2: (4,)}, 6) == (1.0, False, (), False, ())
-    assert push({0: (4,), 2: (5,)}, 6, held=(1,)) == (1.0, True, (0, 1), False, ())
+    assert push({0: (4,), 2: (5,)}, 6, blocked=(1,)) == (1.0, True, (0, 1), False, ())
 
 
 def test_a_dropped_gradient_waits_for_nothing_and_frees_those_it_was_waited_for():
-    rule = Bounded(staleness=4, damping=Drop(limit=1))
-    assert push({0: (1,), 1: (5,), 2: (5,)}, 5, rule=rule) == (0.0, False, (0,), False, ())
-    assert push({0: (1,), 1: (5,)}, 5, held=(2,), rule=rule) == (0.0, True, (0, 2), False, ())
-    assert push({0: (1,), 1: (3,)}, 5, rule=Bounded(staleness=4, damping=Inverse())).weight == 0.25
+    strategy = Bounded(staleness=4, damping=Drop(limit=1))
+    assert push({0: (1,), 1: (5,), 2: (5,)}, 5, strategy=strategy) == (0.0, False, (0,), False, ())
+    assert push({0: (1,), 1: (5,)}, 5, blocked=(2,), strategy=strategy) == (0.0, True, (0, 2), False, ())
+    assert push({0: (1,), 1: (3,)}, 5, strategy=Bounded(staleness=4, damping=Inverse())).weight == 0.25
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_a_lost_gradient_breaks_the_identity():
 
 
 def test_async_applies_and_releases_the_pusher_alone():
-    rule = Async()
-    verdict = rule.on_push(
-        rule.start((1, 2)), Push(2, 0, read=3, version=9, now_s=0.0, held={2}, active={1, 2})
+    strategy = Async()
+    verdict = strategy.on_push(
+        strategy.start((1, 2)), Push(2, 0, read=3, version=9, now_s=0.0, blocked={2}, active={1, 2})
     )
     assert verdict == Verdict(1.0, True, (2,))
 

@@ -9,13 +9,13 @@ from mpitrain.model.outer_optimizer import OuterOptimizer
 from mpitrain.values import parse
 
 
-def averaged_after(rule, steps):
+def averaged_after(strategy, steps):
     """Numbers of the steps (from 1) after which all average."""
-    memory, found = rule.begin(), []
+    memory, found = strategy.begin(), []
     for number, samples in enumerate(steps, 1):
-        if rule.on_step(memory, samples):
+        if strategy.on_step(memory, samples):
             found.append(number)
-            rule.on_average(memory)
+            strategy.on_average(memory)
     return found
 
 
@@ -28,12 +28,12 @@ def test_the_period_counts_steps_or_samples_from_the_start_on():
 
 
 def test_gradients_are_averaged_until_the_start():
-    rule = LocalSGD(start=2)
-    memory = rule.begin()
+    strategy = LocalSGD(start=2)
+    memory = strategy.begin()
     told = []
     for _ in range(4):
-        told.append(rule.averages_gradients(memory))
-        rule.on_step(memory, 1)
+        told.append(strategy.averages_gradients(memory))
+        strategy.on_step(memory, 1)
     assert told == [True, True, False, False]
 
 

@@ -1,6 +1,6 @@
 """Rules by themselves, for every order of pushes, departures and arrivals: no store, no world, no time.
 
-A `Desk` keeps what a server keeps (who computes, who is held, who takes part), asks the rule and asserts what
+A `Desk` keeps what a server keeps (who computes, who is blocked, who takes part), asks the strategy and asserts what
 must hold after any event; `explore` walks all interleavings of a small world, not some.
 """
 
@@ -31,23 +31,23 @@ class Update(NamedTuple):
 
 
 class Desk:
-    """One shard's bookkeeping around a rule; one that `saves` reads the memory back from JSON every time."""
+    """One shard's bookkeeping around a strategy; one that `saves` reads the memory back from JSON every time."""
 
-    def __init__(self, rule, num_workers, saves=False):
-        self.rule, self.saves = rule, saves
-        self.active, self.held = set(range(num_workers)), set()
-        self.memory = rule.start(tuple(range(num_workers)))
+    def __init__(self, strategy, num_workers, saves=False):
+        self.strategy, self.saves = strategy, saves
+        self.active, self.blocked = set(range(num_workers)), set()
+        self.memory = strategy.start(tuple(range(num_workers)))
         self.version, self.reads = 0, dict.fromkeys(range(num_workers), 0)
         self.clock = Counter()
         self.gathered, self.updates, self.verdicts = [], [], []
 
     def do(self, worker, what):
-        """One event, if it can be: who is held can do nothing, and only who is away can join."""
+        """One event, if it can be: who is blocked can do nothing, and only who is away can join."""
         if worker not in self.reads if what != "join" else worker in self.active:
             return
         self.memory = json.loads(json.dumps(self.memory)) if self.saves else self.memory
         if what == "join":
-            self.rule.on_join(self.memory, worker, set(self.active))
+            self.strategy.on_join(self.memory, worker, set(self.active))
             self.clock[worker] = min((self.clock[other] for other in self.active), default=0)
             self.active.add(worker)
             self.reads[worker] = self.version
@@ -55,40 +55,40 @@ class Desk:
             self._carry_out(self._leave(worker) if what == "leave" else self._push(worker))
             if what == "leave" and self.gathered:
                 reads = {other: (read,) for other, read in self.reads.items()}
-                seen = (self.version, reads, set(self.held), set(self.active))
-                self._carry_out(self.rule.on_read_ended(self.memory, *seen))
-        assert not self.active or self.active - self.held, "everybody is held"
+                seen = (self.version, reads, set(self.blocked), set(self.active))
+                self._carry_out(self.strategy.on_read_ended(self.memory, *seen))
+        assert not self.active or self.active - self.blocked, "everybody is blocked"
 
     def _leave(self, worker):
         self.reads.pop(worker)
         self.active.discard(worker)
-        return self.rule.on_leave(self.memory, worker, set(self.held), set(self.active))
+        return self.strategy.on_leave(self.memory, worker, set(self.blocked), set(self.active))
 
     def _push(self, worker):
         reads = {other: (read,) for other, read in self.reads.items()}
         read = self.reads.pop(worker)
-        self.held.add(worker)
+        self.blocked.add(worker)
         self.clock[worker] += 1
-        push = Push(worker, 0, read, self.version, 0.0, set(self.held), set(self.active), reads)
-        verdict = self.rule.on_push(self.memory, push)
+        push = Push(worker, 0, read, self.version, 0.0, set(self.blocked), set(self.active), reads)
+        verdict = self.strategy.on_push(self.memory, push)
         self.verdicts.append((self.version - read, verdict))
         if verdict.weight > 0:
             self.gathered.append(self.version - read)
         return verdict
 
     def _carry_out(self, verdict):
-        assert set(verdict.release) <= self.held and set(verdict.restart) <= set(self.reads)
+        assert set(verdict.release) <= self.blocked and set(verdict.restart) <= set(self.reads)
         if verdict.flush:
             assert self.gathered, "an update of nothing"
-            self.updates.append(Update(tuple(self.gathered), len(self.active), self.active <= self.held))
+            self.updates.append(Update(tuple(self.gathered), len(self.active), self.active <= self.blocked))
             self.version, self.gathered = self.version + 1, []
         for worker in (*verdict.release, *verdict.restart):
-            self.held.discard(worker)
+            self.blocked.discard(worker)
             self.reads[worker] = self.version
 
 
-def drive(rule, num_workers, events, check=lambda desk: None, saves=False):
-    desk = Desk(rule, num_workers, saves)
+def drive(strategy, num_workers, events, check=lambda desk: None, saves=False):
+    desk = Desk(strategy, num_workers, saves)
     for worker, what in events:
         desk.do(worker, what)
         check(desk)
@@ -103,7 +103,7 @@ def test_whoever_comes_and_goes_nobody_waits_for_ever_and_nothing_stays_behind(r
     desk = drive(COURSE[row](num_workers), num_workers, events)
     while desk.active:
         desk.do(min(desk.reads), "leave")
-    assert not desk.held and not desk.gathered
+    assert not desk.blocked and not desk.gathered
 
 
 @pytest.mark.parametrize("row", COURSE)
@@ -116,9 +116,9 @@ def test_memory_goes_through_json_at_any_moment(row, num_workers, events):
 
 @given(num_workers=SIZES, spare=st.integers(0, 5), events=EVENTS, policy=st.sampled_from(["finish", "abort"]))
 def test_lockstep_takes_exactly_its_quorum_of_the_present_version(num_workers, spare, events, policy):
-    for rule in (Sync(), Backup(spare=spare, stragglers=policy)):
-        spared = spare if isinstance(rule, Backup) else 0
-        desk = drive(rule, num_workers, events)
+    for strategy in (Sync(), Backup(spare=spare, stragglers=policy)):
+        spared = spare if isinstance(strategy, Backup) else 0
+        desk = drive(strategy, num_workers, events)
         for update in desk.updates:
             assert update.staleness == (0,) * max(1, update.num_active - spared)
         for staleness, verdict in desk.verdicts:
@@ -135,8 +135,8 @@ def test_lockstep_takes_exactly_its_quorum_of_the_present_version(num_workers, s
 )
 def test_softsync_takes_exactly_its_number_of_pushes(num_workers, updates, blocking, events, limit):
     for damping in (Keep(), Drop(limit=limit)):
-        rule = SoftSync(updates=updates, blocking=blocking, damping=damping)
-        for update in drive(rule, num_workers, events).updates:
+        strategy = SoftSync(updates=updates, blocking=blocking, damping=damping)
+        for update in drive(strategy, num_workers, events).updates:
             assert len(update.staleness) == updates or (len(update.staleness) < updates and update.all_wait)
 
 
@@ -148,7 +148,7 @@ def test_ssp_never_leads_by_more_than_its_bound_and_one_and_holds_nobody_within_
         clock = {worker: desk.clock[worker] for worker in desk.active}
         slowest = min(clock.values(), default=0)
         assert max(clock.values(), default=0) - slowest <= bound + 1
-        assert {worker for worker in clock if clock[worker] > slowest + bound} == desk.held
+        assert {worker for worker in clock if clock[worker] > slowest + bound} == desk.blocked
 
     drive(StaleSync(bound=bound, damping=Drop(limit=2)), num_workers, events, check)
 
@@ -156,10 +156,10 @@ def test_ssp_never_leads_by_more_than_its_bound_and_one_and_holds_nobody_within_
 @given(events=EVENTS, exponent=st.floats(0.0, 2.0), limit=st.integers(0, 4))
 def test_a_push_weighs_what_its_damping_says(events, exponent, limit):
     for damping in (Keep(), Inverse(), Power(exponent), Drop(limit=limit)):
-        for rule in (Async(damping=damping), SoftSync(damping=damping), StaleSync(damping=damping)):
-            for staleness, verdict in drive(rule, 5, events).verdicts:
+        for strategy in (Async(damping=damping), SoftSync(damping=damping), StaleSync(damping=damping)):
+            for staleness, verdict in drive(strategy, 5, events).verdicts:
                 assert verdict.weight == damping.weight(staleness)
-                assert isinstance(rule, SoftSync) or verdict.flush == (verdict.weight > 0)
+                assert isinstance(strategy, SoftSync) or verdict.flush == (verdict.weight > 0)
 
 
 def test_dampings_are_what_the_papers_say():
@@ -178,33 +178,33 @@ class Shard(NamedTuple):
     lags: tuple[int | None, ...]
     coming: tuple[str, ...]
     active: frozenset[int]
-    held: frozenset[int]
+    blocked: frozenset[int]
 
 
-def take(rule, shard, worker, horizon):
+def take(strategy, shard, worker, horizon):
     """The shard after the message of `worker` has arrived. Lags beyond the horizon are all the same."""
     memory, lags = json.loads(shard.memory), list(shard.lags)
-    coming, active, held = list(shard.coming), set(shard.active), set(shard.held)
+    coming, active, blocked = list(shard.coming), set(shard.active), set(shard.blocked)
     what, coming[worker] = coming[worker], ""
     reads = reads_of(lags)
     lag, lags[worker] = lags[worker], None
     if what == "leave":
         active.discard(worker)
-        verdict = rule.on_leave(memory, worker, set(held), set(active))
+        verdict = strategy.on_leave(memory, worker, set(blocked), set(active))
         if not verdict.flush and not verdict.release:
-            verdict = rule.on_read_ended(memory, 9, reads_of(lags), set(held), set(active))
+            verdict = strategy.on_read_ended(memory, 9, reads_of(lags), set(blocked), set(active))
     else:
-        held.add(worker)
-        verdict = rule.on_push(memory, Push(worker, 0, 9 - lag, 9, 0.0, set(held), set(active), reads))
+        blocked.add(worker)
+        verdict = strategy.on_push(memory, Push(worker, 0, 9 - lag, 9, 0.0, set(blocked), set(active), reads))
     if verdict.flush:
         lags = [None if lag is None else min(lag + 1, horizon) for lag in lags]
     for other in verdict.release:
-        held.discard(other)
+        blocked.discard(other)
         lags[other] = 0
     if clocks := memory.get("clock"):
         memory["clock"] = {key: clock - min(clocks.values()) for key, clock in clocks.items()}
     text = json.dumps(memory, sort_keys=True)
-    return Shard(text, tuple(lags), tuple(coming), frozenset(active), frozenset(held))
+    return Shard(text, tuple(lags), tuple(coming), frozenset(active), frozenset(blocked))
 
 
 def reads_of(lags):
@@ -212,18 +212,18 @@ def reads_of(lags):
     return {worker: (9 - lag,) for worker, lag in enumerate(lags) if lag is not None}
 
 
-def explore(rule, num_workers, num_shards, most=10**6, check=lambda shard: None):
+def explore(strategy, num_workers, num_shards, most=10**6, check=lambda shard: None):
     """Walk every interleaving of arrivals; returns how many states there are and those in which all wait. `check` sees
     every shard after every message."""
     workers = tuple(range(num_workers))
     fresh = Shard(
-        json.dumps(rule.start(workers)),
+        json.dumps(strategy.start(workers)),
         (0,) * num_workers,
         ("",) * num_workers,
         frozenset(workers),
         frozenset(),
     )
-    horizon = 1 + max(getattr(rule.damping, "limit", 0), getattr(rule, "staleness", 0))
+    horizon = 1 + max(getattr(strategy.damping, "limit", 0), getattr(strategy, "staleness", 0))
     start = (fresh,) * num_shards
     seen, todo, stuck = {start}, [start], []
     while todo:
@@ -235,7 +235,7 @@ def explore(rule, num_workers, num_shards, most=10**6, check=lambda shard: None)
                     following.append(tuple(send(shard, worker, what) for shard in shards))
             for at, shard in enumerate(shards):
                 if shard.coming[worker]:
-                    new = take(rule, shard, worker, horizon)
+                    new = take(strategy, shard, worker, horizon)
                     check(new)
                     following.append((*shards[:at], new, *shards[at + 1 :]))
         if not following and any(shard.active for shard in shards):
@@ -266,21 +266,21 @@ def test_two_shards_never_wait_for_each_other_in_any_interleaving(row):
 
 
 def test_blocking_softsync_over_shards_is_refused_because_it_could_wait_for_ever():
-    rule = SoftSync(updates=2, blocking=True, servers=2)
-    assert explore(rule, 3, 2)[1]
+    strategy = SoftSync(updates=2, blocking=True, servers=2)
+    assert explore(strategy, 3, 2)[1]
     with pytest.raises(UsageError, match="needs servers=1"):
-        rule.check_workers(3)
-    rule.check_workers(2)
+        strategy.check_workers(3)
+    strategy.check_workers(2)
 
 
 @pytest.mark.parametrize(
-    ("rule", "num_workers", "said"),
+    ("strategy", "num_workers", "said"),
     [
         (SoftSync(updates=4, blocking=True), 3, "wait for ever"),
         (Backup(spare=3), 3, "leaves none to wait for"),
     ],
 )
-def test_rules_that_could_never_update_are_refused(rule, num_workers, said):
+def test_rules_that_could_never_update_are_refused(strategy, num_workers, said):
     with pytest.raises(UsageError, match=said):
-        rule.check_workers(num_workers)
-    rule.check_workers(num_workers + 1)
+        strategy.check_workers(num_workers)
+    strategy.check_workers(num_workers + 1)

@@ -1,4 +1,4 @@
-"""Schedules: continuous where they should be, and the same for every rule because they count samples."""
+"""Schedules: continuous where they should be, and the same for every strategy because they count samples."""
 
 import pytest
 import torch

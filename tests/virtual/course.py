@@ -1,4 +1,4 @@
-"""The obstacle course of the parameter-server family: a new rule is one file in `rules/` and one row here."""
+"""The obstacle course of the parameter-server family: a new strategy is one file in `strategies/` and one row here."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ COURSE: dict[str, Callable[[int], ServerStrategy]] = {
 }
 
 
-def on_servers(rule: ServerStrategy, num_servers: int, num_workers: int) -> ServerStrategy:
-    """The rule over that many servers, or over one where it refuses several."""
-    waits = isinstance(rule, strategies.SoftSync) and rule.blocking and rule.updates < num_workers
-    waits |= isinstance(rule, strategies.Bounded) and rule.inflight == 2
-    return rule if waits or "abort" in str(rule) else replace(rule, servers=num_servers)
+def on_servers(strategy: ServerStrategy, num_servers: int, num_workers: int) -> ServerStrategy:
+    """The strategy over that many servers, or over one where it refuses several."""
+    waits = isinstance(strategy, strategies.SoftSync) and strategy.blocking and strategy.updates < num_workers
+    waits |= isinstance(strategy, strategies.Bounded) and strategy.inflight == 2
+    return strategy if waits or "abort" in str(strategy) else replace(strategy, servers=num_servers)

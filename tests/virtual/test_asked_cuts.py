@@ -1,5 +1,5 @@
-"""Checkpoints that loops ask for, in virtual time: whatever the rule, however many steps each worker has taken when it
-asks, and whoever dies, all shards are cut at the same pushes and nobody waits for ever.
+"""Checkpoints that loops ask for, in virtual time: whatever the strategy, however many steps each worker has taken when
+it asks, and whoever dies, all shards are cut at the same pushes and nobody waits for ever.
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ ROWS = sorted(
 class Loop(NumberReplica):
     """A loop of so many batches."""
 
-    def __init__(self, rule, num_batches):
-        super().__init__(rule, 0.25, by_batch, frozenset())
+    def __init__(self, strategy, num_batches):
+        super().__init__(strategy, 0.25, by_batch, frozenset())
         self.num_batches = num_batches
 
     def gradient(self, lease, step):
@@ -54,8 +54,8 @@ def asking(role, after, order):
         answer = yield effect
 
 
-def run(rule, steps, orders, network=Ideal(), faults=(), seed=0):  # noqa: B008 - frozen
-    roles, written = assign((0,) * (rule.servers + WORKERS), rule.servers), {}
+def run(strategy, steps, orders, network=Ideal(), faults=(), seed=0):  # noqa: B008 - frozen
+    roles, written = assign((0,) * (strategy.servers + WORKERS), strategy.servers), {}
     world = VirtualWorld(Constant(1.0, 0.3), network, seed, roles.workers)
     processes = {}
 
@@ -64,16 +64,16 @@ def run(rule, steps, orders, network=Ideal(), faults=(), seed=0):  # noqa: B008 
             assert shard not in written, "written twice"
             written[shard] = (order, state["num_batches"], workers, store.value)
 
-        share = rule.share(WORKERS) if isinstance(rule, Elastic) else None
-        store = NumberStore(1.0 if rule.optimizer == "worker" else 0.25, share=share)
-        return SavingServer(rule, store, roles.workers, NullReport(), write=write).run()
+        share = strategy.share(WORKERS) if isinstance(strategy, Elastic) else None
+        store = NumberStore(1.0 if strategy.optimizer == "worker" else 0.25, share=share)
+        return SavingServer(strategy, store, roles.workers, NullReport(), write=write).run()
 
     for shard in roles.servers:
         processes[shard] = server(shard)
     for index, rank in enumerate(roles.workers):
         worker = Worker(
-            rank, roles, Loop(rule, 12), NullReport(), leased=False, push_every=rule.push_every,
-            pull_every=rule.pulls, inflight=rule.inflight,
+            rank, roles, Loop(strategy, 12), NullReport(), leased=False, push_every=strategy.push_every,
+            pull_every=strategy.pulls, inflight=strategy.inflight,
         )  # fmt: skip
         asks = asking(worker.run(), steps[index], orders[index])
         processes[rank] = Straggler(faults, index, seed).wrap(asks)
@@ -90,10 +90,10 @@ def run(rule, steps, orders, network=Ideal(), faults=(), seed=0):  # noqa: B008 
     kill=st.none() | st.tuples(st.integers(0, WORKERS - 1), st.integers(0, 11)),
 )
 def test_all_shards_are_cut_at_the_same_pushes(row, servers, steps, seed, shuffled, kill):
-    rule, order = on_servers(COURSE[row](WORKERS), servers, WORKERS), Save(7, "there")
+    strategy, order = on_servers(COURSE[row](WORKERS), servers, WORKERS), Save(7, "there")
     faults = () if kill is None else (Kill(*kill),)
     network = Shuffled(seed, 0.5) if shuffled else Ideal()
-    roles, returned, written = run(rule, steps, [order] * WORKERS, network, faults, seed)
+    roles, returned, written = run(strategy, steps, [order] * WORKERS, network, faults, seed)
     assert sorted(written) == sorted(roles.servers)
     dead = {rank for rank in roles.workers if returned[rank].get("broken")}
     for given_order, pushed, workers, _ in written.values():

@@ -43,7 +43,7 @@ def watch(bound, num_workers, all_stay=True):
                 for reads in reading.values()
                 for place, read in enumerate(reads)
             ]
-            unread = set(trace.server.active) - trace.server.held - set(reading)
+            unread = set(trace.server.active) - trace.server.blocked - set(reading)
             assert max(places, default=0) > bound or (unread and bound == 0), "it waits for nothing"
 
     return look, seen
@@ -73,8 +73,8 @@ def test_no_read_is_ever_older_than_the_bound_and_nobody_waits_without_need(boun
     for servers in (1, 2, 3):
         for schedule in SCHEDULES:
             look, seen = watch(bound, num_workers)
-            rule = Bounded(staleness=bound, servers=servers)
-            run = play(rule, num_workers, num_samples=90, batch_size=2, epochs=2, look=look, **schedule)
+            strategy = Bounded(staleness=bound, servers=servers)
+            run = play(strategy, num_workers, num_samples=90, batch_size=2, epochs=2, look=look, **schedule)
             check_all_is_accounted_for(run, leases)
             assert all(push.staleness <= bound for trace in run.traces for push in trace.pushes)
             assert run.counts["accepted"] == len(leases)
@@ -87,8 +87,8 @@ def test_no_read_is_ever_older_than_the_bound_and_nobody_waits_without_need(boun
 def test_with_two_in_flight_too(bound, num_workers):
     for schedule in SCHEDULES:
         look, seen = watch(bound, num_workers)
-        rule = Bounded(staleness=bound, inflight=2)
-        run = play(rule, num_workers, num_samples=120, batch_size=2, look=look, **schedule)
+        strategy = Bounded(staleness=bound, inflight=2)
+        run = play(strategy, num_workers, num_samples=120, batch_size=2, look=look, **schedule)
         check_all_is_accounted_for(run, all_leases(120, 2))
         assert seen["oldest"] == bound or num_workers < 3
 
@@ -131,8 +131,10 @@ def test_where_async_stays_within_the_bound_it_is_async(schedule, num_workers):
 
 def test_what_waits_is_added_in_full_each_with_its_own_weight():
     """Two of three wait for the slow one: an update of several, whose weights are those of their staleness."""
-    rule = Bounded(staleness=2, damping=Inverse())
-    trace = play(rule, 3, 60, compute=Constant(1.0, 0.0), slow={2: 5.0}, slope=lambda value, lease: 1.0).trace
+    strategy = Bounded(staleness=2, damping=Inverse())
+    trace = play(
+        strategy, 3, 60, compute=Constant(1.0, 0.0), slow={2: 5.0}, slope=lambda value, lease: 1.0
+    ).trace
     sizes = {len(update) for update in trace.store.updates}
     assert sizes == {1, 2, 3} or sizes == {1, 3}
     for before, update, after in zip(
@@ -166,10 +168,12 @@ def test_a_worker_that_dies_at_any_step_holds_nobody(num_workers, bound, fault):
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_warmup_and_gradients_that_are_dropped_or_not_finite_leave_the_bound(servers):
-    rule = Bounded(staleness=2, servers=servers, damping=Drop(limit=1), push_every=2, warmup=Warmup(2, 1.5))
+    strategy = Bounded(
+        staleness=2, servers=servers, damping=Drop(limit=1), push_every=2, warmup=Warmup(2, 1.5)
+    )
     look, _ = watch(2, 5)
     run = play(
-        rule, 5, num_samples=40, batch_size=2, epochs=6, network=Shuffled(3, 0.5), poisoned=frozenset({4, 12}),
+        strategy, 5, num_samples=40, batch_size=2, epochs=6, network=Shuffled(3, 0.5), poisoned=frozenset({4, 12}),
         on_nonfinite="skip", look=look, slow={4: 4.0},
     )  # fmt: skip
     check_all_is_accounted_for(run, all_leases(40, 2, 6))
@@ -182,10 +186,13 @@ def test_the_sum_reaches_torch_as_one_step(tmp_path, servers, kind):
     """Bit for bit: momentum SGD at half the rate with the sum of two is `sync` with their mean."""
     changes = toy.DYADIC[kind] | {"epochs": 1, "batch_size": 8}
     models = []
-    for rule, rate in ((Bounded(staleness=0, servers=servers), 2.0**-5), (Sync(servers=servers), 2.0**-4)):
+    for strategy, rate in (
+        (Bounded(staleness=0, servers=servers), 2.0**-5),
+        (Sync(servers=servers), 2.0**-4),
+    ):
         result = mt.simulate(
-            toy.make_job(**changes), rule, 2, Exponential(), Ideal(), run_dir=str(tmp_path / rule.name), lr=rate,
-            quiet=True,
+            toy.make_job(**changes), strategy, 2, Exponential(), Ideal(), run_dir=str(tmp_path / strategy.name),
+            lr=rate, quiet=True,
         )  # fmt: skip
         models.append(load_file(result["model"]))
         assert result["steps"] == 3 and result["staleness_max"] == 0
@@ -193,9 +200,9 @@ def test_the_sum_reaches_torch_as_one_step(tmp_path, servers, kind):
 
 
 def test_it_is_one_strategy_among_the_others():
-    rule = Bounded(staleness=2, servers=2, damping=Inverse())
-    assert str(rule) == "bounded(servers=2,damping=inverse(),staleness=2)"
-    assert dataclasses.replace(rule, staleness=3) == Bounded(servers=2, damping=Inverse())
+    strategy = Bounded(staleness=2, servers=2, damping=Inverse())
+    assert str(strategy) == "bounded(servers=2,damping=inverse(),staleness=2)"
+    assert dataclasses.replace(strategy, staleness=3) == Bounded(servers=2, damping=Inverse())
     assert mt.Bounded is Bounded
 
 

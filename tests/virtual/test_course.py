@@ -42,11 +42,11 @@ def check_all_is_accounted_for(seen, leases):
     assert samples_of(seen.leases()) == samples_of(leases)
     for trace in seen.traces:
         counts = trace.server.summary()
-        assert trace.left == set(seen.workers) and not trace.server.held
+        assert trace.left == set(seen.workers) and not trace.server.blocked
         assert sorted(push.lease for push in trace.pushes) == sorted(seen.leases())
         applied = sum(map(len, trace.store.updates))
         assert applied == counts["accepted"] and trace.version == counts["version"]
-        if "abort" not in str(trace.server.rule):  # there, who is stopped is late without a push
+        if "abort" not in str(trace.server.strategy):  # there, who is stopped is late without a push
             fates = applied + counts["late"] + counts["dropped"] + counts["nonfinite"]
             assert fates == len(trace.pushes)
         total = sum(lease.num_samples for lease in leases)
@@ -62,10 +62,10 @@ def test_every_rule_ends_with_all_of_the_data_used_once(shape, row):
     leases = all_leases(num_samples, batch_size, epochs)
     sizes = {"num_samples": num_samples, "batch_size": batch_size, "epochs": epochs}
     for num_servers in (1, 2, 3):
-        rule = on_servers(COURSE[row](num_workers), num_servers, num_workers)
+        strategy = on_servers(COURSE[row](num_workers), num_servers, num_workers)
         for network in NETWORKS.values():
             for compute in (Constant(1.0, 0.0), LogNormal(1.0, 1.0)):
-                seen = play(rule, num_workers, compute=compute, network=network, **sizes)
+                seen = play(strategy, num_workers, compute=compute, network=network, **sizes)
                 check_all_is_accounted_for(seen, leases)
 
 
@@ -88,8 +88,8 @@ def test_rules_that_drop_nothing_lose_nothing_at_the_end(row):
 def test_warmup_is_for_exactly_its_workers_until_the_samples_are_in(warm_workers, row):
     for num_servers in (1, 2):
         warmup = Warmup(workers=warm_workers, epochs=1.5)
-        rule = dataclasses.replace(on_servers(COURSE[row](4), num_servers, 4), warmup=warmup)
-        seen = play(rule, 4, num_samples=40, batch_size=3, epochs=6, network=Shuffled(7, 0.5))
+        strategy = dataclasses.replace(on_servers(COURSE[row](4), num_servers, 4), warmup=warmup)
+        seen = play(strategy, 4, num_samples=40, batch_size=3, epochs=6, network=Shuffled(7, 0.5))
         check_all_is_accounted_for(seen, all_leases(40, 3, 6))
         first = set(seen.workers[:warm_workers])
         for trace in seen.traces:
@@ -107,8 +107,8 @@ def test_warmup_is_for_exactly_its_workers_until_the_samples_are_in(warm_workers
 
 @pytest.mark.parametrize("row", COURSE)
 def test_a_warmup_longer_than_the_data_ends(row):
-    rule = dataclasses.replace(COURSE[row](4), warmup=Warmup(workers=2, epochs=5.0))
-    seen = play(rule, 4, num_samples=20, batch_size=3)
+    strategy = dataclasses.replace(COURSE[row](4), warmup=Warmup(workers=2, epochs=5.0))
+    seen = play(strategy, 4, num_samples=20, batch_size=3)
     check_all_is_accounted_for(seen, all_leases(20, 3))
     assert {push.worker for push in seen.trace.pushes} == {1, 2}
 
@@ -116,14 +116,14 @@ def test_a_warmup_longer_than_the_data_ends(row):
 @pytest.mark.parametrize("row", COURSE)
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_gradients_that_are_not_finite_are_never_applied_and_end_or_pass(num_servers, row):
-    rule = on_servers(COURSE[row](4), num_servers, 4)
+    strategy = on_servers(COURSE[row](4), num_servers, 4)
     network = NETWORKS[
         "ideal" if "abort" in row else "shuffled"
     ]  # where a restart may overtake a bad gradient
     poisoned, sizes = frozenset({6, 9, 30}), {"num_samples": 50, "batch_size": 3, "network": network}
-    passed = play(rule, 4, poisoned=poisoned, on_nonfinite="skip", **sizes)
+    passed = play(strategy, 4, poisoned=poisoned, on_nonfinite="skip", **sizes)
     check_all_is_accounted_for(passed, all_leases(50, 3))
-    ended = play(rule, 4, poisoned=poisoned, **sizes)
+    ended = play(strategy, 4, poisoned=poisoned, **sizes)
     for trace in passed.traces + ended.traces:
         bad = [push.lease for push in trace.pushes if not poisoned.isdisjoint(_samples(push.lease))]
         assert 0 < len(bad) == trace.server.ledger.nonfinite
@@ -135,8 +135,8 @@ def test_gradients_that_are_not_finite_are_never_applied_and_end_or_pass(num_ser
 @pytest.mark.parametrize("row", COURSE)
 def test_a_run_is_a_function_of_its_seed(row):
     def trace(seed):
-        rule = on_servers(COURSE[row](5), 2, 5)
-        seen = play(rule, 5, 60, compute=LogNormal(1.0, 1.0), seed=seed).traces[-1]
+        strategy = on_servers(COURSE[row](5), 2, 5)
+        seen = play(strategy, 5, 60, compute=LogNormal(1.0, 1.0), seed=seed).traces[-1]
         return seen.store.path, seen.pushes, seen.replies, seen.update_s
 
     assert trace(1) == trace(1)
@@ -148,11 +148,11 @@ def test_a_run_is_a_function_of_its_seed(row):
 def test_no_order_of_arrival_makes_shards_wait_for_each_other(row, num_workers, num_servers, seed):
     draw = random.Random(seed)
     warmup = draw.choice([Warmup(), Warmup(draw.randint(1, num_workers), draw.choice([0.3, 1.0]))])
-    rule = on_servers(COURSE[row](num_workers), num_servers, num_workers)
+    strategy = on_servers(COURSE[row](num_workers), num_servers, num_workers)
     num_samples, batch_size = draw.randint(1, 60), draw.randint(1, 4)
     poisoned = frozenset(draw.choices(range(0, num_samples, batch_size), k=draw.choice([0, 0, 2])))
     seen = play(
-        dataclasses.replace(rule, warmup=warmup), num_workers,
+        dataclasses.replace(strategy, warmup=warmup), num_workers,
         num_samples=num_samples, batch_size=batch_size, epochs=2, seed=seed, poisoned=poisoned,
         on_nonfinite=draw.choice(["skip", "stop"]), network=Shuffled(seed, draw.choice([0.1, 1.0, 5.0])),
         compute=draw.choice([Constant(1.0, 0.0), LogNormal(1.0, 1.5)]),
@@ -162,13 +162,13 @@ def test_no_order_of_arrival_makes_shards_wait_for_each_other(row, num_workers, 
 
 
 @pytest.mark.parametrize(
-    ("rule", "num_workers", "said"),
+    ("strategy", "num_workers", "said"),
     [
         (SoftSync(updates=2, blocking=True, servers=2), 3, "needs servers=1"),
         (SoftSync(updates=4, blocking=True), 3, "wait for ever"),
         (Backup(spare=3), 3, "leaves none"),
     ],
 )
-def test_what_could_wait_for_ever_is_refused_with_a_way_out(rule, num_workers, said):
+def test_what_could_wait_for_ever_is_refused_with_a_way_out(strategy, num_workers, said):
     with pytest.raises(UsageError, match=said):
-        play(rule, num_workers, 10)
+        play(strategy, num_workers, 10)

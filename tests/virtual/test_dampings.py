@@ -55,10 +55,10 @@ def values(store):
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_correction_of_nothing_is_plain_async_to_the_bit(tmp_path, servers, optimizer):
     def train(name, damping, workers):
-        rule = Async(servers=servers, damping=damping)
+        strategy = Async(servers=servers, damping=damping)
         options = {"workers": workers, "compute": Exponential(), "quiet": True}
         job = toy.make_job(optimizer=optimizer)
-        return load_file(mt.simulate(job, rule, run_dir=str(tmp_path / name), **options)["model"])
+        return load_file(mt.simulate(job, strategy, run_dir=str(tmp_path / name), **options)["model"])
 
     def same(first, second):
         return all(torch.equal(first[name], second[name]) for name in first)
@@ -126,9 +126,9 @@ def test_gap_aware_remembers_the_length_of_steps_without_the_bias_of_its_start()
 
 
 @pytest.mark.parametrize("limit", [0, 2, 5])
-@pytest.mark.parametrize("rule", [Async, StaleSync, SoftSync])
-def test_drop_drops_exactly_what_is_staler_than_its_limit_and_counts_it(rule, limit):
-    seen = play(rule(damping=Drop(limit=limit)), 6, 400, compute=LogNormal(1.0, 1.0), slow={0: 4.0})
+@pytest.mark.parametrize("strategy", [Async, StaleSync, SoftSync])
+def test_drop_drops_exactly_what_is_staler_than_its_limit_and_counts_it(strategy, limit):
+    seen = play(strategy(damping=Drop(limit=limit)), 6, 400, compute=LogNormal(1.0, 1.0), slow={0: 4.0})
     stale = [push for push in seen.trace.pushes if push.staleness > limit]
     assert 0 < len(stale) < 400
     assert seen.counts["dropped"] == len(stale) and seen.counts["late"] == seen.counts["nonfinite"] == 0
@@ -234,8 +234,8 @@ def test_one_worker_with_two_in_flight_is_corrected_for_its_delay_of_one(tmp_pat
     damping, rate = DelayCompensated(lam=2.0), 2.0**-4
     changes = toy.DYADIC["quadratic in float64"] | {"optimizer": lambda p: torch.optim.SGD(p, lr=rate)}
     job = toy.make_job(**changes)
-    rule = Async(inflight=2, damping=damping, servers=servers)
-    trained = load_file(mt.simulate(job, rule, workers=1, quiet=True, run_dir=str(tmp_path))["model"])
+    strategy = Async(inflight=2, damping=damping, servers=servers)
+    trained = load_file(mt.simulate(job, strategy, workers=1, quiet=True, run_dir=str(tmp_path))["model"])
     reader, module = job.data.reader(None, 0), job.model()
     now = read = module.weight.detach().clone()
     for _ in range(job.epochs):
@@ -321,18 +321,18 @@ RIDGE = {
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("rule", RIDGE)
-def test_the_fixed_point_of_eight_workers_is_that_of_ridge_regression(rule, momentum):
+@pytest.mark.parametrize("strategy", RIDGE)
+def test_the_fixed_point_of_eight_workers_is_that_of_ridge_regression(strategy, momentum):
     """Full-batch gradients by turns, staleness 7: ridge's solution with 0.2, not one that decays 7 times as hard."""
     decay = 0.2
     hessian = torch.tensor([[1.0, 0.2], [0.2, 0.8]], dtype=torch.float64)
     target = torch.tensor([1.0, -0.5], dtype=torch.float64)
     expected = torch.linalg.solve(hessian + decay * torch.eye(2), target)
     store = make_store(
-        [0.0, 0.0], RIDGE[rule].damping, lr=0.1 * (1 - momentum), momentum=momentum, weight_decay=decay
+        [0.0, 0.0], RIDGE[strategy].damping, lr=0.1 * (1 - momentum), momentum=momentum, weight_decay=decay
     )
     workers = tuple(range(1, 9))
-    desk = Desk(RIDGE[rule], store, workers)
+    desk = Desk(RIDGE[strategy], store, workers)
     path = [store.live.body.clone()]
     for turn in range(2400):
         worker = workers[turn % 8]
@@ -344,13 +344,13 @@ def test_the_fixed_point_of_eight_workers_is_that_of_ridge_regression(rule, mome
 
 
 @pytest.mark.parametrize(
-    "rule", [Async(damping=Inverse()), Async(damping=GapAware()), Async(batching=BySpeed())]
+    "strategy", [Async(damping=Inverse()), Async(damping=GapAware()), Async(batching=BySpeed())]
 )
-def test_optimizers_that_no_rate_scales_are_not_weighed(rule):
+def test_optimizers_that_no_rate_scales_are_not_weighed(strategy):
     parameters = [nn.Parameter(torch.zeros(3))]
     for optimizer in (torch.optim.Rprop(parameters), torch.optim.ASGD(parameters)):
         with pytest.raises(UsageError, match=f"{type(optimizer).__name__} keeps lengths of steps of its own"):
-            check_optimizer(optimizer, rule)
+            check_optimizer(optimizer, strategy)
         check_optimizer(optimizer, Async(damping=Drop()))
 
 

@@ -30,9 +30,9 @@ DISCARDING = ("backup", "drop")
 class CountingStore(NumberStore):
     """Counts every sample of every gradient added."""
 
-    def __init__(self, rule, num_workers):
-        share = rule.share(num_workers) if isinstance(rule, Elastic) else None
-        super().__init__(1.0 if rule.optimizer == "worker" else 0.25, share=share)
+    def __init__(self, strategy, num_workers):
+        share = strategy.share(num_workers) if isinstance(strategy, Elastic) else None
+        super().__init__(1.0 if strategy.optimizer == "worker" else 0.25, share=share)
         self.rows = Counter()
 
     def add(self, worker, payload, weight, share=1.0):
@@ -112,7 +112,7 @@ class Ended:
 
 
 def run(
-    rule,
+    strategy,
     workers=WORKERS,
     kills=(),
     resume=None,
@@ -127,15 +127,15 @@ def run(
 ):
     """`kills`, `naps`: (worker's index, number of its message); `resume`: the parts of a checkpoint; `patient`: shards
     that give up nobody, where the others give up who is silent for three seconds; by default all are."""
-    roles = assign((0,) * (rule.servers + workers), rule.servers)
+    roles = assign((0,) * (strategy.servers + workers), strategy.servers)
     world = VirtualWorld(Constant(1.0, 0.3), Shuffled(seed, 0.4), seed, roles.workers)
     servers, stores, processes, disk = [], [], {}, Disk()
     for shard in roles.servers:
         dealer = BatchDealer(SAMPLES, EPOCHS, batch, batches, drop_last, workers, 2) if shard == 0 else None
-        store = CountingStore(rule, workers)
+        store = CountingStore(strategy, workers)
         keeper = Keeper(disk, shard, store, world, every, ends_s)
         server = FaultTolerantServer(
-            rule, store, roles.workers, NullReport(), dealer, "stop", SAMPLES, batch_size=batch, keeper=keeper,
+            strategy, store, roles.workers, NullReport(), dealer, "stop", SAMPLES, batch_size=batch, keeper=keeper,
             delivers=True, floor_s=3.0 if patient and shard not in patient else float("inf"),
         )  # fmt: skip
         if resume is not None:
@@ -148,10 +148,10 @@ def run(
     if resume is not None:
         servers[0].rejoin([json.loads(resume[shard][0]) for shard in roles.servers])
     for index, rank in enumerate(roles.workers):
-        replica = NumberReplica(rule, 0.25, by_batch, frozenset())
+        replica = NumberReplica(strategy, 0.25, by_batch, frozenset())
         worker = Worker(
-            rank, roles, replica, NullReport(), wants_final=rank == roles.validator, push_every=rule.push_every,
-            pull_every=rule.pulls, inflight=rule.inflight, deliver=functools.partial(dict, by=index),
+            rank, roles, replica, NullReport(), wants_final=rank == roles.validator, push_every=strategy.push_every,
+            pull_every=strategy.pulls, inflight=strategy.inflight, deliver=functools.partial(dict, by=index),
         )  # fmt: skip
         processes[rank] = asleep(killed(worker.run(), dict(kills).get(index, -1)), dict(naps).get(index, -1))
     return Ended(servers, stores, world.run(processes), disk)
@@ -166,7 +166,7 @@ def check(name, ended, samples=EPOCHS * SAMPLES):
         left, right = counts["staleness_identity"]
         assert left == right
         assert server.processed.num_samples() == samples
-        if not isinstance(server.rule, Elastic):  # which exchanges parameters again
+        if not isinstance(server.strategy, Elastic):  # which exchanges parameters again
             assert set(store.rows.values()) <= {1}, (name, store.rows)
             assert len(store.rows) == counts["samples_accepted"]
         if not any(word in name for word in DISCARDING):
@@ -179,11 +179,11 @@ SEVERAL = sorted(row for row in COURSE if on_servers(COURSE[row](WORKERS), 2, WO
 @pytest.mark.parametrize("row", SEVERAL)
 def test_a_worker_killed_before_any_of_its_messages_leaves_no_push_half_judged(row):
     for servers in (2, 3):
-        rule = on_servers(COURSE[row](WORKERS), servers, WORKERS)
+        strategy = on_servers(COURSE[row](WORKERS), servers, WORKERS)
         for index in (0, 2):
             at, died = 0, True
             while died:
-                ended = run(rule, kills=((index, at),), seed=at)
+                ended = run(strategy, kills=((index, at),), seed=at)
                 check(row, ended)
                 at, died = at + 1, ended.died()
             assert at > 5 * servers
@@ -192,11 +192,11 @@ def test_a_worker_killed_before_any_of_its_messages_leaves_no_push_half_judged(r
 @pytest.mark.parametrize("row", sorted(COURSE))
 def test_a_run_told_to_end_at_any_moment_goes_on_where_no_shard_has_judged(row):
     for servers in (1, 2, 3):
-        rule = on_servers(COURSE[row](WORKERS), servers, WORKERS)
+        strategy = on_servers(COURSE[row](WORKERS), servers, WORKERS)
         for moment in range(1, 16, 2):
-            ended = run(rule, ends_s=0.7 * moment, seed=moment)
-            parts = ended.disk.complete(rule.servers)
-            check(row, run(rule, resume=parts[-1] if parts else None, seed=moment + 1))
+            ended = run(strategy, ends_s=0.7 * moment, seed=moment)
+            parts = ended.disk.complete(strategy.servers)
+            check(row, run(strategy, resume=parts[-1] if parts else None, seed=moment + 1))
 
 
 @pytest.mark.parametrize("row", SEVERAL)
@@ -204,14 +204,14 @@ def test_a_run_that_is_told_to_end_right_after_its_restart_writes_all_parts_agai
     """Also where the others had been cut at later pushes than the dealing server."""
     ahead = 0
     for servers in (2, 3):
-        rule = on_servers(COURSE[row](WORKERS), servers, WORKERS)
+        strategy = on_servers(COURSE[row](WORKERS), servers, WORKERS)
         for moment in range(2, 10, 3):
-            complete = run(rule, ends_s=0.9 * moment, seed=moment).disk.complete(servers)
+            complete = run(strategy, ends_s=0.9 * moment, seed=moment).disk.complete(servers)
             parts = [json.loads(complete[-1][shard][0]) for shard in range(servers)]
             counts = [part["ledger"]["samples_accepted"] for part in parts]
             ahead += max(counts) > counts[0]
-            again = run(rule, resume=complete[-1], ends_s=0.0, seed=moment)
-            assert again.disk.complete(servers) and all(server.cuts.ended for server in again.servers)
+            again = run(strategy, resume=complete[-1], ends_s=0.0, seed=moment)
+            assert again.disk.complete(servers) and all(server.checkpoints.ended for server in again.servers)
     assert ahead or any(word in row for word in ("sync", "backup", "elastic", "bounded, rounds"))
 
 
@@ -219,24 +219,24 @@ def test_a_run_that_is_told_to_end_right_after_its_restart_writes_all_parts_agai
 def test_a_killed_run_goes_on_from_any_of_its_checkpoints(row):
     """With as many workers or with others, and after the death of a worker."""
     for servers in (1, 2, 3):
-        rule = on_servers(COURSE[row](WORKERS), servers, WORKERS)
-        ended = run(rule, every=3, seed=servers, kills=((1, 4 + 3 * servers),) * (servers > 1))
-        assert len(ended.disk.complete(rule.servers)) >= 2
-        for number, parts in enumerate(ended.disk.complete(rule.servers)):
+        strategy = on_servers(COURSE[row](WORKERS), servers, WORKERS)
+        ended = run(strategy, every=3, seed=servers, kills=((1, 4 + 3 * servers),) * (servers > 1))
+        assert len(ended.disk.complete(strategy.servers)) >= 2
+        for number, parts in enumerate(ended.disk.complete(strategy.servers)):
             workers = WORKERS if "all" in row or number % 2 else WORKERS + 1
-            check(row, run(rule, workers, resume=parts, seed=number))
+            check(row, run(strategy, workers, resume=parts, seed=number))
 
 
 @pytest.mark.parametrize(
     "row", [row for row in SEVERAL if not any(word in row for word in ("pu", "elastic"))]
 )
 def test_who_is_given_up_by_one_server_and_not_by_another_leaves_no_push_half_judged(row):
-    rule = on_servers(COURSE[row](WORKERS), 2, WORKERS)
+    strategy = on_servers(COURSE[row](WORKERS), 2, WORKERS)
     given_up = 0
     for patient in (0, 1):
         for at in range(2, 24, 3):
             for index in (0, 1):  # the first one delivers, if the dealing server has not given it up
-                ended = run(rule, naps=((index, at),), patient=(patient,), seed=at)
+                ended = run(strategy, naps=((index, at),), patient=(patient,), seed=at)
                 check(row, ended)
                 given_up += len(ended.servers[1 - patient].tracker.lost)
                 assert not ended.servers[patient].tracker.lost
@@ -248,10 +248,10 @@ def test_who_is_given_up_by_one_server_and_not_by_another_leaves_no_push_half_ju
 
 def test_a_run_that_no_worker_is_left_to_finish_says_so():
     """Each of them is given up by some server, although none has given up all."""
-    rule, ends = on_servers(COURSE["sync"](WORKERS), 3, WORKERS), []
+    strategy, ends = on_servers(COURSE["sync"](WORKERS), 3, WORKERS), []
     for at in range(6, 14, 2):
         for other in range(4, 12, 3):
-            ended = run(rule, naps=((2, at), (0, other)), patient=(2,), seed=154)
+            ended = run(strategy, naps=((2, at), (0, other)), patient=(2,), seed=154)
             failure = ended.servers[0].summary()["failure"]
             ends.append(bool(failure))
             if failure:
@@ -280,15 +280,15 @@ def test_stopped_killed_and_started_again_with_others_all_shards_agree(row, serv
     """However often, with other numbers of workers, in larger batches, up to a number of batches, and without the last
     incomplete batch."""
     batch, batches, drop_last = limits
-    rule, parts = on_servers(COURSE[row](2), servers, 2), None
+    strategy, parts = on_servers(COURSE[row](2), servers, 2), None
     sizes = {"batch": batch, "batches": batches, "drop_last": drop_last}
     for workers, ends_s, kill in starts:
-        kills = () if kill is None or rule.servers == 1 else (kill,)
+        kills = () if kill is None or strategy.servers == 1 else (kill,)
         workers = 2 if "blocking" in row else workers  # shards that wait for some of many are refused
-        ended = run(rule, workers, kills, parts, 3, ends_s, seed, **sizes)
-        complete = ended.disk.complete(rule.servers)
+        ended = run(strategy, workers, kills, parts, 3, ends_s, seed, **sizes)
+        complete = ended.disk.complete(strategy.servers)
         parts = complete[seed % len(complete)] if complete else parts
-    ended = run(rule, 2, resume=parts, seed=seed, **sizes)
+    ended = run(strategy, 2, resume=parts, seed=seed, **sizes)
     whole = EPOCHS * SAMPLES - ended.servers[0].leases.num_left_out()
     if batches is not None:
         whole = ended.servers[0].processed.num_samples()

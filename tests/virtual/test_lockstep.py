@@ -37,11 +37,11 @@ def trained(path, job, **options):
 def test_lockstep_is_serial_training_with_the_full_batch_bit_for_bit(tmp_path, num_workers, servers, kind):
     changes = toy.DYADIC[kind] | {"epochs": 1}
     expected = toy.serial(toy.make_job(**changes, batch_size=16))
-    for index, rule in enumerate(lockstep(num_workers, servers)):
+    for index, strategy in enumerate(lockstep(num_workers, servers)):
         job = toy.make_job(**changes, batch_size=16 // num_workers)
-        options = {"strategy": rule, "workers": num_workers, "compute": Exponential()}
+        options = {"strategy": strategy, "workers": num_workers, "compute": Exponential()}
         for name, tensor in trained(tmp_path / str(index), job, **options).items():
-            assert torch.equal(tensor, expected[name]), (rule, name)
+            assert torch.equal(tensor, expected[name]), (strategy, name)
 
 
 @pytest.mark.parametrize("kind", toy.DYADIC)
@@ -53,10 +53,10 @@ def test_the_last_round_of_an_epoch_is_serial_training_with_what_is_left(
     changes = toy.DYADIC[kind] | {"data": toy.Memory(num_samples), "epochs": 2 if num_samples == 4 else 1}
     expected = toy.serial(toy.make_job(**changes, batch_size=num_workers * batch_size), 0)
     job = toy.make_job(**changes, batch_size=batch_size)
-    for index, rule in enumerate((*lockstep(num_workers), *lockstep(num_workers, servers=2))):
-        options = {"strategy": rule, "workers": num_workers, "compute": Exponential()}
+    for index, strategy in enumerate((*lockstep(num_workers), *lockstep(num_workers, servers=2))):
+        options = {"strategy": strategy, "workers": num_workers, "compute": Exponential()}
         for name, tensor in trained(tmp_path / str(index), job, **options).items():
-            assert torch.equal(tensor, expected[name]), (rule, name)
+            assert torch.equal(tensor, expected[name]), (strategy, name)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -64,8 +64,8 @@ def test_a_loss_that_tells_its_weight_is_divided_by_the_weight_of_all(tmp_path, 
     """sync() of 4 is one process with the whole batch; where each divides for itself, it is not."""
     expected = toy.serial(toy.make_job(**toy.WEIGHTED, batch_size=16), 0)
     job = toy.make_job(**toy.WEIGHTED, batch_size=4)
-    for index, rule in enumerate(lockstep(4, servers)):
-        for name, tensor in trained(tmp_path / str(index), job, strategy=rule, workers=4).items():
+    for index, strategy in enumerate(lockstep(4, servers)):
+        for name, tensor in trained(tmp_path / str(index), job, strategy=strategy, workers=4).items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
     apart = toy.make_job(**toy.WEIGHTED | {"loss": toy.own_weighted_loss}, batch_size=4)
     away = trained(tmp_path / "apart", apart, strategy=Sync(servers=servers), workers=4)
@@ -87,7 +87,9 @@ def test_timing_changes_no_bit_of_lockstep(tmp_path):
     job = toy.make_job(data=toy.Memory(50), batch_size=6)
     laws = (Constant(1.0, 0.0), LogNormal(1.0, 1.0), Exponential(), Constant(1.0, 0.9))
     for servers in (1, 3):
-        options = [{"compute": law, "strategy": rule} for law in laws for rule in lockstep(4, servers)]
+        options = [
+            {"compute": law, "strategy": strategy} for law in laws for strategy in lockstep(4, servers)
+        ]
         runs = [
             trained(tmp_path / f"{servers}-{index}", job, workers=4, **each)
             for index, each in enumerate(options[:1] + options[4:6] + options[7:])
@@ -111,15 +113,15 @@ def peak(order):
 @pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3, 4))))
 def test_gradients_are_added_in_rank_order_and_waiting_buffers_are_counted(order):
     values = {1: 0.1, 2: 1e16, 3: -1e16, 4: 0.3}  # every order of addition gives other bits
-    for rule in (*lockstep(4), SoftSync(updates=4)):
+    for strategy in (*lockstep(4), SoftSync(updates=4)):
         store = NumberStore(rate=0.1)
-        desk = Desk(rule, store, (1, 2, 3, 4))
+        desk = Desk(strategy, store, (1, 2, 3, 4))
         for worker in order:
             desk.push(worker, Number(values[worker], 0))
         assert [one.worker for one in store.updates[0]] == [1, 2, 3, 4]
         assert store.path == [1.0, 1.0 - 0.1 * ((0.1 + 1e16 - 1e16 + 0.3) / 4)]
-        turns = rule != SoftSync(updates=4)  # where anybody may push next, nobody's turn is known
-        assert desk.server.summary()["max_pending"] == (peak(order) if turns else 4), rule
+        turns = strategy != SoftSync(updates=4)  # where anybody may push next, nobody's turn is known
+        assert desk.server.summary()["max_pending"] == (peak(order) if turns else 4), strategy
 
 
 SPEEDS = {
@@ -156,17 +158,19 @@ def test_backup_averages_exactly_the_quorum_at_every_update_and_counts_every_fat
     num_workers, spare, speeds, policy
 ):
     look, full = adds_up(num_workers, spare, policy)
-    rule = Backup(spare=spare, stragglers=policy)
-    seen = play(rule, num_workers, 40 * num_workers, look=look, **SPEEDS[speeds])
+    strategy = Backup(spare=spare, stragglers=policy)
+    seen = play(strategy, num_workers, 40 * num_workers, look=look, **SPEEDS[speeds])
     assert full[-1][0] > full[0][0] + 20
     assert seen.counts["late"] > 0
 
 
 def test_whose_gradients_are_dropped_does_not_matter_when_all_have_the_same_batch():
     def paths(slope, policy):
-        rule, options = Backup(spare=1, stragglers=policy), {"slope": slope, "rate": 0.25}
+        strategy, options = Backup(spare=1, stragglers=policy), {"slope": slope, "rate": 0.25}
         law = Exponential()
-        runs = [play(rule, 4, 96, compute=law, seed=seed, **options).trace.store.path for seed in range(4)]
+        runs = [
+            play(strategy, 4, 96, compute=law, seed=seed, **options).trace.store.path for seed in range(4)
+        ]
         return {tuple(path[:22]) for path in runs}
 
     for policy in ("finish", "abort"):
@@ -190,8 +194,8 @@ def keyed_times(num_steps, seed=0):
 @pytest.mark.parametrize("accepted", STEP_S)
 def test_a_step_lasts_until_the_kth_of_n_under_abort(accepted):
     """Exactly, step by step: whoever is too slow starts anew with the others."""
-    rule = Backup(spare=100 - accepted, stragglers="abort")
-    seen = play(rule, 100, 1500, compute=ShiftedExponential(1.0, 1.0))
+    strategy = Backup(spare=100 - accepted, stragglers="abort")
+    seen = play(strategy, 100, 1500, compute=ShiftedExponential(1.0, 1.0))
     now_s, expected = 0.0, []
     for times in keyed_times(12):
         now_s += times[accepted - 1]

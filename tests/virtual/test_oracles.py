@@ -41,9 +41,9 @@ def test_staleness_identity_is_exact_at_every_event(num_workers, speeds):
     for updates in (1, 2, 3, num_workers):
         cases.append((SoftSync(updates=updates), num_workers - 1))
         cases.append((SoftSync(updates=updates, blocking=True), num_workers - updates))
-    for rule, left_by_update in cases:
+    for strategy, left_by_update in cases:
         look, full = holds_identity(num_workers, left_by_update)
-        seen = play(rule, num_workers, 300, look=look, **SPEEDS[speeds])
+        seen = play(strategy, num_workers, 300, look=look, **SPEEDS[speeds])
         taus = Counter(t - one.read for t, update in enumerate(seen.trace.store.updates) for one in update)
         assert seen.counts["staleness_histogram"] == {str(tau): taus[tau] for tau in sorted(taus)}
         assert seen.counts["accepted"] == taus.total()
@@ -76,9 +76,9 @@ def limit(tau):
 
 def round_robin(num_workers, rate, num_updates, damping=None):
     """Path of w under f = w^2 / 2 with equal workers: after the first round the staleness is N - 1 for ever."""
-    rule = Async(damping=damping) if damping else Async()
+    strategy = Async(damping=damping) if damping else Async()
     options = {"compute": Constant(1.0, 0.0), "slope": quadratic(1.0), "rate": rate}
-    return play(rule, num_workers, num_updates, **options).trace.store.path
+    return play(strategy, num_workers, num_updates, **options).trace.store.path
 
 
 def growth(path):

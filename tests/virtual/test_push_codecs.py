@@ -35,11 +35,13 @@ def simulated(job, strategy, path, workers=3):
     return result, load_file(result["model"])
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_pushes_by_an_identity_change_no_bit(tmp_path, rule):
-    job = toy.make_job(optimizer=toy.adam if rule.optimizer == "server" else toy.sgd, epochs=3, batch_size=5)
-    plain, expected = simulated(job, rule, tmp_path / "plain")
-    coded, trained = simulated(job, dataclasses.replace(rule, push_wire=IDENTITY), tmp_path / "coded")
+@pytest.mark.parametrize("strategy", RULES, ids=str)
+def test_pushes_by_an_identity_change_no_bit(tmp_path, strategy):
+    job = toy.make_job(
+        optimizer=toy.adam if strategy.optimizer == "server" else toy.sgd, epochs=3, batch_size=5
+    )
+    plain, expected = simulated(job, strategy, tmp_path / "plain")
+    coded, trained = simulated(job, dataclasses.replace(strategy, push_wire=IDENTITY), tmp_path / "coded")
     assert all(torch.equal(trained[name], tensor) for name, tensor in expected.items())
     assert coded["staleness_histogram"] == plain["staleness_histogram"]
     densities = [one["codec"]["density"] for one in coded["workers_detail"]]
@@ -48,16 +50,18 @@ def test_pushes_by_an_identity_change_no_bit(tmp_path, rule):
     )
 
 
-@pytest.mark.parametrize("rule", (mt.Sync(servers=2), mt.Async(servers=2), mt.StaleSync(bound=1)), ids=str)
-def test_replies_by_an_identity_change_no_bit_on_dyadic_data(tmp_path, rule):
+@pytest.mark.parametrize(
+    "strategy", (mt.Sync(servers=2), mt.Async(servers=2), mt.StaleSync(bound=1)), ids=str
+)
+def test_replies_by_an_identity_change_no_bit_on_dyadic_data(tmp_path, strategy):
     job = toy.make_job(**toy.DYADIC["linear in float32"], epochs=3)
-    _, expected = simulated(job, rule, tmp_path / "plain")
-    both = dataclasses.replace(rule, push_wire=IDENTITY, reply_wire=IDENTITY)
+    _, expected = simulated(job, strategy, tmp_path / "plain")
+    both = dataclasses.replace(strategy, push_wire=IDENTITY, reply_wire=IDENTITY)
     _, trained = simulated(job, both, tmp_path / "coded")
     assert all(torch.equal(trained[name], tensor) for name, tensor in expected.items())
-    coarse = dataclasses.replace(rule, reply_wire=mt.Threshold(density=0.1, dense_below=0))
+    coarse = dataclasses.replace(strategy, reply_wire=mt.Threshold(density=0.1, dense_below=0))
     sparse, _ = simulated(toy.make_job(epochs=3), coarse, tmp_path / "coarse")
-    dense, _ = simulated(toy.make_job(epochs=3), rule, tmp_path / "dense")
+    dense, _ = simulated(toy.make_job(epochs=3), strategy, tmp_path / "dense")
     assert sparse["replied_bytes"] < dense["replied_bytes"]
 
 
@@ -74,16 +78,17 @@ def plain_sgd(parameters):
 class Parts:
     """Two servers and three workers, open to be looked into when they have run."""
 
-    def __init__(self, job, rule):
-        self.job, roles = job, assign((0,) * (3 + rule.servers), rule.servers)
+    def __init__(self, job, strategy):
+        self.job, roles = job, assign((0,) * (3 + strategy.servers), strategy.servers)
         module, optimizer = build(job, None, torch.device("cpu"))
-        model, reader = FlatModel(module, optimizer, rule.servers), job.data.reader(None, 0)
+        model, reader = FlatModel(module, optimizer, strategy.servers), job.data.reader(None, 0)
         self.layout = model.layout
         self.initial = torch.cat([frame.body.clone() for frame in model.frames])
-        self.stores = [shard_store(model, shard, optimizer, rule, 3) for shard in roles.servers]
+        self.stores = [shard_store(model, shard, optimizer, strategy, 3) for shard in roles.servers]
         dealer = BatchDealer(job.data.num_samples, job.epochs, job.batch_size)
         servers = [
-            FaultTolerantServer(rule, store, roles.workers, NullReport(), None if shard else dealer, job.on_nonfinite)
+            FaultTolerantServer(strategy, store, roles.workers, NullReport(), None if shard else dealer,
+                job.on_nonfinite)
             for shard, store in enumerate(self.stores)
         ]  # fmt: skip
         for server in servers:
@@ -91,12 +96,12 @@ class Parts:
         self.replicas = [
             Replica(
                 model, job.loss, reader.batch, reader.prefetch, 0, rank, shared=True,
-                coder=push_coder(model, rule, 3, rank, 0),
+                coder=push_coder(model, strategy, 3, rank, 0),
             )
             for rank in roles.workers
         ]  # fmt: skip
         workers = [
-            Worker(rank, roles, replica, NullReport(), inflight=rule.inflight)
+            Worker(rank, roles, replica, NullReport(), inflight=strategy.inflight)
             for rank, replica in zip(roles.workers, self.replicas, strict=True)
         ]
         world = VirtualWorld(ShiftedExponential(1.0, 1.0), Ideal(), 0)
@@ -139,10 +144,10 @@ CODECS = (
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("rule", (mt.Async(servers=2), mt.StaleSync(bound=1, servers=2)), ids=str)
-def test_what_is_applied_and_what_is_kept_are_the_gradients(rule, codec):
+@pytest.mark.parametrize("strategy", (mt.Async(servers=2), mt.StaleSync(bound=1, servers=2)), ids=str)
+def test_what_is_applied_and_what_is_kept_are_the_gradients(strategy, codec):
     job = toy.make_job(**LINEAR, optimizer=plain_sgd, epochs=3, batch_size=4)
-    run = Parts(job, dataclasses.replace(rule, push_wire=codec))
+    run = Parts(job, dataclasses.replace(strategy, push_wire=codec))
     assert run.kept().abs().max() > 0
     assert torch.equal(run.applied() + run.kept(), run.gradients())
 
@@ -264,13 +269,13 @@ def test_what_makes_no_sense_is_refused():
 
 def test_a_correction_goes_by_what_the_worker_holds_and_not_by_what_it_was_told_of():
     """Coarse replies: delay compensation uses w - what, so a worker whose copy is far from w is corrected by that."""
-    rule = mt.Async(
+    strategy = mt.Async(
         reply_wire=mt.Threshold(tau=0.25, adaptive=False, dense_below=0), damping=mt.DelayCompensated(lam=2.0)
     )
     module = toy.linear_float32()
     optimizer = plain_sgd(module.parameters())
     model = FlatModel(module, optimizer, 1)
-    store, reader = shard_store(model, 0, optimizer, rule, 2), ReplyReader(model.layout)
+    store, reader = shard_store(model, 0, optimizer, strategy, 2), ReplyReader(model.layout)
     held = reader.take(0, store.read(5)).body
     assert torch.equal(held, store.live.body)
 

@@ -19,18 +19,18 @@ from tests.virtual.worlds import NumberStore, Shuffled, all_leases, play
 
 
 @pytest.mark.parametrize(
-    "rule",
+    "strategy",
     [
         Async(), Async(servers=3), SoftSync(updates=2), StaleSync(bound=1), Sync(),
         SoftSync(updates=3, blocking=True), Async(servers=2, inflight=2), Elastic(push_every=2),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("worker", [0, 2])
-def test_who_is_silent_for_too_long_is_given_up_and_its_batches_are_done_by_others(rule, worker):
+def test_who_is_silent_for_too_long_is_given_up_and_its_batches_are_done_by_others(strategy, worker):
     """One of four takes ten thousand times as long from its third batch on; the end comes long before its next."""
     sizes = {"num_samples": 60, "batch_size": 2, "epochs": 2}
     slow = play(
-        rule, 4, compute=Constant(1.0, 0.01), freeze=(worker, 3, 10_000.0), least_silence_s=3.0, **sizes
+        strategy, 4, compute=Constant(1.0, 0.01), freeze=(worker, 3, 10_000.0), least_silence_s=3.0, **sizes
     )
     assert slow.ended_s < 1000
     for trace in slow.traces:
@@ -91,13 +91,20 @@ def test_a_death_nobody_tells_of_is_seen_at_the_timeout_while_the_others_go_on(v
     assert samples_of(ended.leases()) == samples_of(all_leases(400, 1, 2))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("strategy", RULES, ids=str)
 @pytest.mark.parametrize("slow", [{}, {2: 20.0}])
-def test_whatever_the_rule_the_dead_alone_are_given_up_and_no_sample_is_lost(rule, slow):
+def test_whatever_the_rule_the_dead_alone_are_given_up_and_no_sample_is_lost(strategy, slow):
     """Those who wait for the dead worker, here or at another shard, say that they wait; a slow one is known to be."""
     sizes = {"num_samples": 120, "batch_size": 2, "epochs": 2}
     ended = play(
-        rule, 4, heartbeat_s=15.0, faults=(Stop(1, 3),), slow=slow, network=Shuffled(5, 0.2), seed=3, **sizes
+        strategy,
+        4,
+        heartbeat_s=15.0,
+        faults=(Stop(1, 3),),
+        slow=slow,
+        network=Shuffled(5, 0.2),
+        seed=3,
+        **sizes,
     )
     for trace in ended.traces:
         assert trace.server.tracker.lost == {trace.server.workers[1]: "silent"}
@@ -106,30 +113,30 @@ def test_whatever_the_rule_the_dead_alone_are_given_up_and_no_sample_is_lost(rul
     assert left == right and not ended.counts["failure"]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_long_batches_are_no_silence(rule):
+@pytest.mark.parametrize("strategy", RULES, ids=str)
+def test_long_batches_are_no_silence(strategy):
     """Batches of 30 s, and others of one second, against a floor of 5 s; the first is given a minute."""
     sizes = {"num_samples": 60, "batch_size": 1}
-    ended = play(rule, 4, heartbeat_s=5.0, slow={2: 30.0}, **sizes)
+    ended = play(strategy, 4, heartbeat_s=5.0, slow={2: 30.0}, **sizes)
     assert [trace.server.tracker.lost for trace in ended.traces] == [{}] * len(ended.traces)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_one_that_was_given_up_and_wakes_leaves_alone(rule):
+@pytest.mark.parametrize("strategy", RULES, ids=str)
+def test_one_that_was_given_up_and_wakes_leaves_alone(strategy):
     """In the middle of the run, in which nobody waits for it any more; and no sample is taken twice."""
     sizes = {"num_samples": 400, "batch_size": 1, "epochs": 2}
-    ended = play(rule, 4, heartbeat_s=15.0, freeze=(1, 9, 60.0), **sizes)
+    ended = play(strategy, 4, heartbeat_s=15.0, freeze=(1, 9, 60.0), **sizes)
     for trace in ended.traces:
         assert trace.server.tracker.lost == {trace.server.workers[1]: "silent"}
     assert samples_of(ended.leases()) == samples_of(all_leases(400, 1, 2))
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.inflight == 1], ids=str)
-def test_one_that_wakes_after_the_end_knows_that_it_was_given_up(rule):
+@pytest.mark.parametrize("strategy", [strategy for strategy in RULES if strategy.inflight == 1], ids=str)
+def test_one_that_wakes_after_the_end_knows_that_it_was_given_up(strategy):
     """Nobody answers it any more, and that is not to be taken for the servers' death, which would end the job."""
     with pytest.raises(EvictedError, match="the run has gone on without it"):
         play(
-            rule,
+            strategy,
             4,
             heartbeat_s=15.0,
             freeze=(1, 9, 1e6),

@@ -98,21 +98,21 @@ class Gradient(NamedTuple):
 
 
 class NumberReplica:
-    """The slope at its own value, which moves by `rate` between reads where the rule says so; batches with a `poisoned`
-    sample are not finite."""
+    """The slope at its own value, which moves by `rate` between reads where the strategy says so; batches with a
+    `poisoned` sample are not finite."""
 
     def __init__(
         self,
-        rule: ServerStrategy,
+        strategy: ServerStrategy,
         rate: float,
         slope: Callable[[float, Lease], float],
         poisoned: frozenset[int],
     ):
-        self.rule, self.rate, self.slope, self.poisoned = rule, rate, slope, poisoned
-        self.values = [0.0] * rule.servers
-        self.versions = [0] * rule.servers
+        self.strategy, self.rate, self.slope, self.poisoned = strategy, rate, slope, poisoned
+        self.values = [0.0] * strategy.servers
+        self.versions = [0] * strategy.servers
         self.covers: list[Lease] = []
-        self.total = [0.0] * rule.servers
+        self.total = [0.0] * strategy.servers
 
     def load(self, shard: int, payload: Number) -> None:
         self.values[shard], self.versions[shard] = payload.value, payload.version
@@ -131,21 +131,21 @@ class NumberReplica:
     def gradient(self, lease: Lease, step: int) -> Gradient:
         end = lease.start + lease.num_samples
         finite = not any(lease.start <= sample < end for sample in self.poisoned)
-        if not self.rule.moves:  # the one before was pushed, or broken off
+        if not self.strategy.moves:  # the one before was pushed, or broken off
             self.covers, self.total = [], [0.0] * len(self.total)
         self.read = tuple(self.versions) if not self.covers else self.read
         self.covers.append(lease)
         for shard, value in enumerate(self.values):
             slope = self.slope(value, lease)
-            move = self.rate * slope * finite * self.rule.moves
-            self.total[shard] += move if self.rule.optimizer == "worker" else slope
+            move = self.rate * slope * finite * self.strategy.moves
+            self.total[shard] += move if self.strategy.optimizer == "worker" else slope
             self.values[shard] -= move
         return Gradient(0.0, lease.num_samples, finite, lease.num_samples)
 
     def take(self) -> list[Number]:
         first, last = self.covers[0], self.covers[-1]
         lease = Lease(first.epoch, first.start, last.start + last.num_samples - first.start)
-        pushed = self.values if self.rule.elastic else self.total
+        pushed = self.values if self.strategy.elastic else self.total
         payloads = [Number(value, read, lease) for value, read in zip(pushed, self.read, strict=True)]
         self.covers, self.total = [], [0.0] * len(self.total)
         return payloads
@@ -224,7 +224,7 @@ class Trace:
         if message.payload is None:
             return
         first = worker not in dict(self.replies)
-        uses = self.server.rule.inflight if first else 1
+        uses = self.server.strategy.inflight if first else 1
         self.reading.setdefault(worker, []).extend([message.version] * uses)
         self.replies.append((worker, message.version))
 
@@ -318,7 +318,7 @@ def all_leases(num_samples: int, batch_size: int, epochs: int = 1) -> list[Lease
 
 
 def play(
-    rule: ServerStrategy,
+    strategy: ServerStrategy,
     num_workers: int,
     num_batches: int | None = None,
     *,
@@ -340,21 +340,21 @@ def play(
     delivers: bool = False,
     heartbeat_s: float | None = None,
 ) -> Play:
-    """Run `rule` to its end; `slow` holds factors by worker index, `poisoned` first samples of batches; `freeze`: a
+    """Run `strategy` to its end; `slow` holds factors by worker index, `poisoned` first samples of batches; `freeze`: a
     worker's index, the batch it freezes in, and for how many seconds; `faults` are ordered as by `--inject`;
     `delivers`: a worker tells of the final model; `heartbeat_s`: nobody is told of a death, and who is silent for so
     long is given up."""
-    rule.check_workers(num_workers)
-    roles = assign((0,) * (rule.servers + num_workers), rule.servers)
+    strategy.check_workers(num_workers)
+    roles = assign((0,) * (strategy.servers + num_workers), strategy.servers)
     world = VirtualWorld(compute, network, seed, roles.workers, roles.workers)
     dealer = BatchDealer(num_samples, epochs, batch_size, num_batches)
     traces, processes = [], {}
     for shard in roles.servers:
-        share = rule.share(num_workers) if isinstance(rule, Elastic) else None
-        store = NumberStore(1.0 if rule.optimizer == "worker" else rate, share=share)
+        share = strategy.share(num_workers) if isinstance(strategy, Elastic) else None
+        store = NumberStore(1.0 if strategy.optimizer == "worker" else rate, share=share)
         mine = dealer if shard == roles.dealer else None
         server = FaultTolerantServer(
-            rule, store, roles.workers, NullReport(), mine, on_nonfinite, num_samples, batch_size=batch_size,
+            strategy, store, roles.workers, NullReport(), mine, on_nonfinite, num_samples, batch_size=batch_size,
             delivers=delivers, floor_s=least_silence_s if heartbeat_s is None else heartbeat_s,
             by_heartbeat=heartbeat_s is not None,
         )  # fmt: skip
@@ -363,12 +363,12 @@ def play(
     stuck = (Pause(freeze[0], freeze[1], freeze[2]),) if freeze else ()
     injected = faults + stuck + tuple(Slow(worker, factor) for worker, factor in (slow or {}).items())
     for index, rank in enumerate(roles.workers):
-        replica = NumberReplica(rule, rate, slope, poisoned)
+        replica = NumberReplica(strategy, rate, slope, poisoned)
         worker = Worker(
             rank, roles, replica, NullReport(), wants_final=rank == roles.validator,
-            push_every=rule.push_every, pull_every=rule.pulls, inflight=rule.inflight,
+            push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
             deliver=functools.partial(told_by, rank, replica) if delivers else None, heartbeat_s=heartbeat_s or 0.0,
-            signs_s=SIGNS_S if rule.blocks_apart and least_silence_s < float("inf") else 0.0,
+            signs_s=SIGNS_S if strategy.blocks_apart and least_silence_s < float("inf") else 0.0,
         )  # fmt: skip
         processes[rank] = Straggler(injected, index, seed).wrap(worker.run())
     returned = world.run(processes)
@@ -383,8 +383,8 @@ def told_by(rank: int, replica: NumberReplica) -> dict[str, Any]:
 class Desk:
     """A server fed by hand: `feed` gives it one message; `answers` holds the version that each worker read last."""
 
-    def __init__(self, rule: ServerStrategy, store: Any, workers: tuple[int, ...]):
-        self.server = Server(rule, store, workers, NullReport())
+    def __init__(self, strategy: ServerStrategy, store: Any, workers: tuple[int, ...]):
+        self.server = Server(strategy, store, workers, NullReport())
         self.answers: dict[int, int] = {}
         self._role = self.server.run()
         self._role.send(None)

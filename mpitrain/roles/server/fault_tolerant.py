@@ -1,12 +1,12 @@
 """A server that goes on without a worker that dies or falls silent.
 
 Invariants: no lease is lost with its worker. A worker that has nothing left to do is asked to stay while others
-still hold leases (`park`): it says that it is idle, and to every rule it has left; should one of the others be lost,
-the dealing server wakes it, it joins again and takes over. A worker is given up as silent when everybody else waits or
-has left, and, where MPI tells of no death (`by_heartbeat`), whatever the others do; should it wake after that, what it
-pushes is refused and it is told to leave. For rank 0, to which everybody then reports, the servers stay a while longer
-in case it does. A worker whose gradients are not finite any more, where such are skipped, is given up as well: all
-servers see the same pushes of it, so they agree on when.
+still hold leases (`park`): it says that it is idle, and to every strategy it has left; should one of the others be
+lost, the dealing server wakes it, it joins again and takes over. A worker is given up as silent when everybody else
+waits or has left, and, where MPI tells of no death (`by_heartbeat`), whatever the others do; should it wake after that,
+what it pushes is refused and it is told to leave. For rank 0, to which everybody then reports, the servers stay a while
+longer in case it does. A worker whose gradients are not finite any more, where such are skipped, is given up as well:
+all servers see the same pushes of it, so they agree on when.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class FaultTolerantServer(Server):
             return
         self.standby.discard(worker)
         self._next_step[worker] = message.step
-        self.rule.on_join(self.memory, worker, self.active)
+        self.strategy.on_join(self.memory, worker, self.active)
         self.active.add(worker)
         self.leases.top_up(worker, 1, self.active)
         yield from self._welcome(worker)
@@ -199,18 +199,18 @@ class FaultTolerantServer(Server):
 
     @property
     def _over(self) -> bool:
-        return bool(self.failure) or self.cuts.ended
+        return bool(self.failure) or self.checkpoints.ended
 
     def _look_for_silence(self, now_s: float) -> Steps:
         """Whoever still works while all others wait, or have left, and has been silent for too long is given up."""
-        waiting = self.standby | self.held | self._joining
+        waiting = self.standby | self.blocked | self._joining
         waiting |= {worker for worker in self.present if self.tracker.waits(worker, now_s)}
         working = self.present - waiting
         others = waiting or len(self.present) + len(self.tracker.lost) < len(self.workers)
         if (
             others
             and working
-            and all(self.tracker.is_silent(worker, now_s, bool(self.held)) for worker in working)
+            and all(self.tracker.is_silent(worker, now_s, bool(self.blocked)) for worker in working)
         ):
             for worker in sorted(working):
                 yield from self._lose(worker, SILENT)
@@ -218,7 +218,7 @@ class FaultTolerantServer(Server):
     def dismiss(self, worker: int) -> Steps:
         """Of one that is given up as silent nothing is awaited, and nothing is sent to it: over TCP that crashes UCX.
         Should it live, it says so, and gets then what it waits for."""
-        if worker in self.held | self._joining:
+        if worker in self.blocked | self._joining:
             self._owed[worker] = Message(
                 Kind.REPLY, version=self.ledger.version, step=self._next_step.get(worker, 0), stop=True
             )
@@ -242,7 +242,7 @@ class FaultTolerantServer(Server):
         for group in (
             self.present,
             self.active,
-            self.held,
+            self.blocked,
             self.standby,
             self._joining,
             self._no_pull,

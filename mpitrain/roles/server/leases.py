@@ -25,13 +25,15 @@ class Leases:
     """Leases and batch sizes of one server.
 
     Args:
-        rule: the strategy: its `batching`, `push_every` and `inflight`.
+        strategy: the strategy: its `batching`, `push_every` and `inflight`.
         dealer: where leases come from; None on the other servers, and where workers bring their own data.
         num_workers: all of them; batch_size: the job's, 0 where workers bring their own data.
     """
 
-    def __init__(self, rule: ServerStrategy, dealer: BatchDealer | None, num_workers: int, batch_size: int):
-        self.rule, self.dealer = rule, dealer
+    def __init__(
+        self, strategy: ServerStrategy, dealer: BatchDealer | None, num_workers: int, batch_size: int
+    ):
+        self.strategy, self.dealer = strategy, dealer
         self.num_workers, self.batch_size = num_workers, batch_size
         self.memory: dict[str, Any] = {}  # the batching's
         self._answered_s: dict[int, float] = {}
@@ -40,7 +42,7 @@ class Leases:
 
     def first(self, workers: list[int], active: Collection[int]) -> None:
         """Deal the first leases of `workers`, every round one run of the order."""
-        for _ in range(LEASES_AHEAD + self.rule.inflight):
+        for _ in range(LEASES_AHEAD + self.strategy.inflight):
             for worker in workers:
                 self._dealt.setdefault(worker, []).extend(self._deal(worker, active))
 
@@ -57,10 +59,10 @@ class Leases:
     def _deal(self, worker: int, active: Collection[int]) -> list[Lease]:
         if self.dealer is None:
             return []
-        size = self.rule.batching.size(self.memory, worker, active, self.dealer.batch_size)
-        plain = self.rule.batching == PerWorker() and self.rule.push_every == 1
-        together = self.rule.contributors(set(active)) if plain else None
-        lease = self.dealer.deal(worker, size, self.rule.push_every, together or ())
+        size = self.strategy.batching.size(self.memory, worker, active, self.dealer.batch_size)
+        plain = self.strategy.batching == PerWorker() and self.strategy.push_every == 1
+        together = self.strategy.contributors(set(active)) if plain else None
+        lease = self.dealer.deal(worker, size, self.strategy.push_every, together or ())
         return [lease] if lease else []
 
     def take_back(self, worker: int) -> None:
@@ -97,7 +99,7 @@ class Leases:
         if self.dealer is None:
             return None
         lease = self.dealer.settle(worker)
-        if self.rule.servers > 1:
+        if self.strategy.servers > 1:
             self._unconfirmed.setdefault(worker, []).append(lease)
         return lease
 
@@ -117,19 +119,19 @@ class Leases:
     def pushed(self, worker: int, num_samples: int, now_s: float) -> None:
         """A push has come in."""
         began_s = self._answered_s.get(worker)
-        if self.rule.batching.measures and began_s is not None:
-            self.rule.batching.measured(self.memory, worker, num_samples, now_s - began_s)
+        if self.strategy.batching.measures and began_s is not None:
+            self.strategy.batching.measured(self.memory, worker, num_samples, now_s - began_s)
 
     def weight(self, num_samples: int) -> float:
         """What the size of a push makes it weigh, beside its damping."""
-        size = self.batch_size * self.rule.push_every
-        return self.rule.batching.weight(num_samples, self.num_workers, size) if size else 1.0
+        size = self.batch_size * self.strategy.push_every
+        return self.strategy.batching.weight(num_samples, self.num_workers, size) if size else 1.0
 
     def share(self, told: float) -> float:
         """What share a push of `told` samples (or what its loss counts) has in the mean of its update: where it is a
         mean itself, and not the sum of several, or the way that a worker has gone."""
-        is_mean = self.rule.push_every == 1 and self.rule.optimizer == "server"
-        return told if is_mean and not self.rule.batching.measures else 1.0
+        is_mean = self.strategy.push_every == 1 and self.strategy.optimizer == "server"
+        return told if is_mean and not self.strategy.batching.measures else 1.0
 
     def num_left_out(self) -> int:
         """Samples left out with incomplete last batches."""

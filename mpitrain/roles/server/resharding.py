@@ -29,10 +29,10 @@ def processed_by(states: Sequence[dict[str, Any]], epoch_samples: int) -> list[P
 
 
 def reshard_role(
-    states: Sequence[dict[str, Any]], cuts: Sequence[int], low: int, high: int, epoch_samples: int
+    states: Sequence[dict[str, Any]], boundaries: Sequence[int], low: int, high: int, epoch_samples: int
 ) -> dict[str, Any]:
     """The role state of a server of numbers [low, high), from those of all shards of a checkpoint, which lay between
-    `cuts`; counts are those of the first, as far as all have processed the same."""
+    `boundaries`; counts are those of the first, as far as all have processed the same."""
     made = copy.deepcopy(states[0])
     counted = [ProcessedSamples.of(state["processed"], epoch_samples) for state in states]
     common = in_all(counted)
@@ -42,7 +42,7 @@ def reshard_role(
     ledger["samples_accepted"] -= uncounted
     ledger["samples_dropped"] -= ahead - uncounted
     made["applied_samples"] = min(made["applied_samples"], ledger["samples_accepted"])
-    for state, start, end in zip(states, cuts, cuts[1:]):
+    for state, start, end in zip(states, boundaries, boundaries[1:]):
         for piece_low, piece_high, processed in _pieces(state, end - start, epoch_samples):
             first, last = max(low, start + piece_low), min(high, start + piece_high)
             if first < last:

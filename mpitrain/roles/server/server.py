@@ -1,17 +1,17 @@
-"""The server: owns one shard of the model, asks the rule about every push, carries out its verdict.
+"""The server: owns one shard of the model, asks the strategy about every push, carries out its verdict.
 
-Invariants: the role owns who takes part (`active`), who waits for an answer (`held`) and which
-gradients wait to be added, and hands them to the rule; the rule owns nothing. Gradients of one update are
+Invariants: the role owns who takes part (`active`), who waits for an answer (`blocked`) and which
+gradients wait to be added, and hands them to the strategy; the strategy owns nothing. Gradients of one update are
 added in rank order, never in order of arrival, so the bits depend on the set of gradients alone. Every read
 it sends out and every push it takes in goes through the ledger, so the counts add up by construction. The
 lowest server also deals the batches.
 
 Exactly once: leases are dealt at least once, and processed idempotently. A push names its lease, every shard remembers
-which it has processed (with its checkpoints, too), and one that comes again is an arrival like any other to the rule,
-so rounds stay what they are on all shards, but nothing of it is added or counted. A worker goes on only when all shards
-have answered, so its next message tells the dealing server that they have; a lease of which that was never told is
-dealt again when its worker is lost. After a restart the shards may have been cut at different pushes: then whatever
-not all of them have processed is dealt again (`BatchDealer.rejoin`). An elastic push carries parameters, not a
+which it has processed (with its checkpoints, too), and one that comes again is an arrival like any other to the
+strategy, so rounds stay what they are on all shards, but nothing of it is added or counted. A worker goes on only when
+all shards have answered, so its next message tells the dealing server that they have; a lease of which that was never
+told is dealt again when its worker is lost. After a restart the shards may have been cut at different pushes: then
+whatever not all of them have processed is dealt again (`BatchDealer.rejoin`). An elastic push carries parameters, not a
 gradient: it is exchanged again, which conserves what both sides hold, and not counted.
 """
 
@@ -48,7 +48,7 @@ class Server:
     """One shard's server.
 
     Args:
-        rule, store, workers, report: the strategy, the shard, the ranks that will join, where progress goes.
+        strategy, store, workers, report: the strategy, the shard, the ranks that will join, where progress goes.
         dealer: deals batches; given to exactly one server, or to none when workers bring their own data.
         on_nonfinite: "stop" ends the run in order, nothing applied; "skip" counts the push and goes on.
         epoch_samples: samples of one epoch, the measure of warm-up and schedule; 0 when workers bring their own data.
@@ -58,15 +58,15 @@ class Server:
     """
 
     def __init__(
-        self, rule: ServerStrategy, store: Store, workers: tuple[int, ...], report: Report,
+        self, strategy: ServerStrategy, store: Store, workers: tuple[int, ...], report: Report,
         dealer: BatchDealer | None = None, on_nonfinite: str = "stop", epoch_samples: int = 0,
         schedule: Schedule | None = None, batch_size: int = 0, keeper: Keeper | None = None,
     ):  # fmt: skip
-        self.rule, self.store, self.report = rule, store, report
+        self.strategy, self.store, self.report = strategy, store, report
         self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
         self.workers = workers
-        self.leases = Leases(rule, dealer, len(workers), batch_size)
-        self.cuts = CheckpointSchedule(keeper, dealer is not None)
+        self.leases = Leases(strategy, dealer, len(workers), batch_size)
+        self.checkpoints = CheckpointSchedule(keeper, dealer is not None)
         self.applied_samples = 0  # in updates so far: the progress that the schedule follows
         self.ledger = Ledger()
         self.processed = ProcessedSamples(epoch_samples)
@@ -75,9 +75,9 @@ class Server:
         ] = []  # [start, end) of a shard cut anew, with what it had processed
         self.gathering = Gathering(store)
         self.present = set(workers)  # will push, or wait for the warm-up to end
-        self.active = set(rule.warmup.first(workers))  # take part now
-        self.memory = rule.start(tuple(sorted(self.active)))
-        self.held: set[int] = set()
+        self.active = set(strategy.warmup.first(workers))  # take part now
+        self.memory = strategy.start(tuple(sorted(self.active)))
+        self.blocked: set[int] = set()
         self.failure = ""
         self.standby: set[int] = set()  # has nothing to do, and waits in case there is more (`tolerant.py`)
         self._joining: set[int] = set()  # joined during the warm-up
@@ -94,11 +94,13 @@ class Server:
     def run(self) -> Role:
         """Serve until every worker has left; returns the shard's counts."""
         self.leases.first(sorted(self.active), self.active)
-        self.cuts.look(self.ledger.samples_accepted)
+        self.checkpoints.look(self.ledger.samples_accepted)
         while (arrived := (yield from self._next())) is not None:
             yield from self._take(*arrived)
-        if self.cuts.ends and not self.cuts.ended:  # everybody has left before this shard came to the mark
-            yield from self._cut()
+        if (
+            self.checkpoints.ends and not self.checkpoints.ended
+        ):  # everybody has left before this shard came to the mark
+            yield from self._checkpoint()
         for worker in self._want_final:
             payload = self.store.read(worker, full=True)
             yield Send(worker, Message(Kind.FINAL, version=self.ledger.version, payload=payload))
@@ -124,7 +126,7 @@ class Server:
 
     def _welcome(self, worker: int) -> Steps:
         """The first read: with two pushes in flight the first two gradients are computed on it."""
-        yield from self._release(worker, 0, uses=self.rule.inflight)
+        yield from self._release(worker, 0, uses=self.strategy.inflight)
 
     def _on_pull(self, worker: int, message: Message) -> Steps:
         """The model without a gradient: what was read before goes unused from here on."""
@@ -136,10 +138,10 @@ class Server:
         payload = message.payload
         if payload is None:
             raise out_of_turn(worker, message, "a server, without a gradient")
-        self.held.add(worker)
+        self.blocked.add(worker)
         self._next_step[worker] = message.step + 1
         self._num_batches[worker] = self._num_batches.get(worker, 0) + (message.batches or 1)
-        self.cuts.hear(message, self.ledger.samples_accepted)
+        self.checkpoints.hear(message, self.ledger.samples_accepted)
         if not message.pull:
             self._no_pull.add(worker)
         lease = self._lease_of(worker, message)
@@ -151,9 +153,10 @@ class Server:
             yield from self._end_warmup()
             return
         push = Push(
-            worker, message.step, message.version, self.ledger.version, now_s, self.held, self.active, self.ledger.reads
+            worker, message.step, message.version, self.ledger.version, now_s, self.blocked, self.active,
+            self.ledger.reads,
         )  # fmt: skip
-        verdict = self.rule.on_push(self.memory, push)
+        verdict = self.strategy.on_push(self.memory, push)
         num_reads = len(self.ledger.reads[worker])
         size, told, late, keep = payload.num_bytes, payload.statistics(), verdict.late, not message.pull
         if again:
@@ -162,21 +165,21 @@ class Server:
             told["staleness"] = self.ledger.push(
                 worker, message.samples, size, verdict.weight, late=late, keep=keep
             )
-        if verdict.weight > 0 and (self.rule.elastic or not again):
+        if verdict.weight > 0 and (self.strategy.elastic or not again):
             payload = self._mask(payload, lease)
-            if self.rule.damping.corrects:
+            if self.strategy.damping.corrects:
                 payload = self.store.correct(worker, payload, num_reads)
             weight = verdict.weight * self.leases.weight(message.samples)
             share = self.leases.share(message.share)
             self.gathering.take(worker, message.step, payload, weight, share, message.text)
-            self._pending_difference.update([worker] if self.rule.elastic else [])
-            self.gathering.add_in_turn(self.rule.contributors(self.active))
+            self._pending_difference.update([worker] if self.strategy.elastic else [])
+            self.gathering.add_in_turn(self.strategy.contributors(self.active))
         else:
             payload.release()
             if verdict.weight > 0:
                 self.gathering.pass_over(worker)
         yield from self._carry_out(verdict)
-        if self.failure or self.cuts.ended:
+        if self.failure or self.checkpoints.ended:
             yield from self._send_off()
         if not again:
             epoch = lease.epoch + 1 if lease else 1
@@ -199,7 +202,7 @@ class Server:
 
     def _carry_out(self, verdict: Verdict) -> Steps:
         if verdict.flush:
-            self.gathering.add_all(self.rule.sums)
+            self.gathering.add_all(self.strategy.sums)
             if (
                 not self.gathering.empty
             ):  # or else all of it had been processed before: a version like the last
@@ -210,9 +213,9 @@ class Server:
                 yield Compute(self.store.apply, "apply")
             self.gathering.clear()
             self.ledger.update()
-            self.cuts.look(self.ledger.samples_accepted)
-            if self.cuts.due(self.ledger.samples_accepted):
-                yield from self._cut()
+            self.checkpoints.look(self.ledger.samples_accepted)
+            if self.checkpoints.due(self.ledger.samples_accepted):
+                yield from self._checkpoint()
         for worker in verdict.restart:
             if worker in self.ledger.reads:  # or else it has not joined yet
                 self.ledger.abort(worker)
@@ -220,10 +223,12 @@ class Server:
         for worker in verdict.release:
             yield from self._release(worker, 1)
 
-    def _cut(self) -> Steps:
-        shards, present = self.rule.servers, self.present
-        yield Compute(lambda: self.cuts.save(self.state(), shards, present, self.workers), "checkpoint")
-        if self.cuts.ended:
+    def _checkpoint(self) -> Steps:
+        shards, present = self.strategy.servers, self.present
+        yield Compute(
+            lambda: self.checkpoints.save(self.state(), shards, present, self.workers), "checkpoint"
+        )
+        if self.checkpoints.ended:
             self.leases.close()
 
     def _refuse(self, worker: int, message: Message, payload: Payload, again: bool) -> Steps:
@@ -255,8 +260,8 @@ class Server:
         yield from self._send_off()
 
     def _send_off(self) -> Steps:
-        """After a failure nobody is held: what they wait for may never come."""
-        for worker in sorted(self.held):
+        """After a failure nobody is blocked: what they wait for may never come."""
+        for worker in sorted(self.blocked):
             yield from self._release(worker, 0)
 
     def _end_warmup(self) -> Steps:
@@ -264,10 +269,10 @@ class Server:
         if self.active | self.standby == self.present:
             return
         pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
-        if self.rule.warmup.is_over(pushed, self.epoch_samples):
+        if self.strategy.warmup.is_over(pushed, self.epoch_samples):
             newcomers = sorted(self.present - self.active - self.standby)
             for worker in newcomers:
-                self.rule.on_join(self.memory, worker, self.active)
+                self.strategy.on_join(self.memory, worker, self.active)
                 self.active.add(worker)
             self.leases.first(newcomers, self.active)
             yield from self._admit_joining()
@@ -279,7 +284,7 @@ class Server:
 
     def _release(self, worker: int, num_leases: int, uses: int = 1) -> Steps:
         """Answer a worker: parameters (or the difference of an elastic exchange), unless its push wants none."""
-        self.held.discard(worker)
+        self.blocked.discard(worker)
         leases = self.leases.take(worker, num_leases, self.active)
         payload = None
         if worker in self._no_pull:
@@ -287,14 +292,14 @@ class Server:
         else:
             payload = self.store.read(worker, uses=uses)
             self.ledger.read(worker, payload.num_bytes, uses)
-        if self.rule.batching.measures:
+        if self.strategy.batching.measures:
             self.leases.answered(worker, (yield Now()))
         message = Message(
             Kind.DIFFERENCE if worker in self._pending_difference else Kind.REPLY,
             version=self.ledger.version,
             step=self._next_step[worker],
             samples=self.ledger.samples_accepted,
-            stop=bool(self.failure) or self.cuts.ended,
+            stop=bool(self.failure) or self.checkpoints.ended,
             leases=tuple(leases),
             payload=payload,
             batches=self._num_batches.get(worker, 0),
@@ -305,15 +310,15 @@ class Server:
 
     def _about(self, worker: int) -> dict[str, Any]:
         """Further fields of an answer."""
-        return self.cuts.on_answer(worker)
+        return self.checkpoints.on_answer(worker)
 
     def _on_done(self, worker: int, message: Message) -> Steps:
-        self.cuts.hear(message, self.ledger.samples_accepted)
+        self.checkpoints.hear(message, self.ledger.samples_accepted)
         if (
             not message.finite
         ):  # told to stop, perhaps by a server that has given it up and processes nothing of it any more
             self.leases.take_back(worker)
-        for group in (self.present, self.active, self.held, self.standby):
+        for group in (self.present, self.active, self.blocked, self.standby):
             group.discard(worker)
         self.ledger.leave(worker)
         if message.stop:
@@ -326,14 +331,14 @@ class Server:
 
     def _go_on_without(self, worker: int) -> Steps:
         """`worker` takes part no more: who waits for it waits no longer."""
-        self.gathering.add_in_turn(self.rule.contributors(self.active))
-        yield from self._carry_out(self.rule.on_leave(self.memory, worker, self.held, self.active))
+        self.gathering.add_in_turn(self.strategy.contributors(self.active))
+        yield from self._carry_out(self.strategy.on_leave(self.memory, worker, self.blocked, self.active))
         yield from self._reconsider()
 
     def _reconsider(self) -> Steps:
         """A read has ended without a push that counts."""
         now = self.ledger.version, self.ledger.reads
-        yield from self._carry_out(self.rule.on_read_ended(self.memory, *now, self.held, self.active))
+        yield from self._carry_out(self.strategy.on_read_ended(self.memory, *now, self.blocked, self.active))
 
     def _on_note(self, worker: int, message: Message) -> Steps:
         self.report.event(**json.loads(message.text))
@@ -346,7 +351,7 @@ class Server:
         return {**self.ledger.summary(), **counts}
 
     def state(self) -> dict[str, Any]:
-        """Counts and data position, JSON-able; the store saves its tensors itself, and right after an update a rule
+        """Counts and data position, JSON-able; the store saves its tensors itself, and right after an update a strategy
         remembers nothing that matters."""
         assert self.gathering.empty, "state is taken when no update is being gathered"
         return {
@@ -363,7 +368,7 @@ class Server:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned: the workers join anew, and what they computed on goes
-        unused. The rule begins anew, on the same parameters and counts, and other workers than before may go on.
+        unused. The strategy begins anew, on the same parameters and counts, and other workers than before may go on.
         """
         self.failure, self.applied_samples = state["failure"], state["applied_samples"]
         self.ledger.restore(state["ledger"])
@@ -376,12 +381,12 @@ class Server:
         self.pieces = pieces if more else []
         self.leases.restore(state["leases"], self.workers)
         pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
-        if self.rule.warmup.is_over(pushed, self.epoch_samples):
+        if self.strategy.warmup.is_over(pushed, self.epoch_samples):
             self.active = set(self.present)
         same = sorted(self.workers) == state["workers"]
         self.ledger.begin_anew(forget=not same)
         # a fresh memory: clocks that two shards were cut at differently would hold back each other's workers for ever
-        self.memory = self.rule.start(tuple(sorted(self.active)))
+        self.memory = self.strategy.start(tuple(sorted(self.active)))
         if same:
             self._next_step = {int(worker): step for worker, step in state["next_step"].items()}
             self._num_batches = {int(worker): count for worker, count in state["num_batches"].items()}

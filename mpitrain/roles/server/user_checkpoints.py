@@ -2,8 +2,8 @@
 
 Invariants: a checkpoint is written when every worker has come to ask for it, so nothing is under way and all
 shards are cut at the same pushes. Who would wait for the gradients of those that have come is let go first, with what
-has been gathered applied as it is. Afterwards all read the model anew and the rule begins anew, as after a restart: so
-the run that goes on and the run that is resumed are the same. Elastic workers keep parameters of their own.
+has been gathered applied as it is. Afterwards all read the model anew and the strategy begins anew, as after a restart:
+so the run that goes on and the run that is resumed are the same. Elastic workers keep parameters of their own.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class SavingServer(FaultTolerantServer):
 
     def _look_who_has_come(self) -> Steps:
         coming = self.present - set(self._saving)
-        if not self._saving or coming - self.held:
+        if not self._saving or coming - self.blocked:
             return
         if not self.gathering.empty:
             yield from self._carry_out(Verdict(0.0, True, ()))
-        self.memory = self.rule.start(tuple(sorted(self.active)))
+        self.memory = self.strategy.start(tuple(sorted(self.active)))
         if coming:
             for worker in sorted(coming):
                 yield from self._release(worker, 0)
@@ -87,8 +87,8 @@ class SavingServer(FaultTolerantServer):
         state = self.state()
         yield Compute(lambda: self._write(orders.pop(), state, workers), "checkpoint")
         for worker in workers:
-            if self.rule.elastic:
+            if self.strategy.elastic:
                 self._no_pull.add(worker)
             else:
                 self.ledger.leave(worker)
-            yield from self._release(worker, 0, uses=self.rule.inflight)
+            yield from self._release(worker, 0, uses=self.strategy.inflight)

@@ -13,7 +13,7 @@ needs room for one more version, so s is at least 1.
 
 Over several shards, each with versions and a bound of its own, nobody waits for ever either. Where a shard holds a
 push of p because of a read of q, that read is s versions old, and p's own is no older: the shard answered q's last push
-no later than the one that p's push followed, so q sent its last push before p did. Were q held by another shard
+no later than the one that p's push followed, so q sent its last push before p did. Were q blocked by another shard
 because of r, r would have sent its own before that, and so on: nobody can come round to p again. With two in flight
 this does not follow, and shards that see the pushes in different orders do lock each other up.
 """
@@ -73,9 +73,9 @@ class Bounded(ServerStrategy):
         weight = self.damping.weight(push.version - push.read)
         memory["waiting"] += weight > 0
         left = {**push.reads, push.worker: push.reads.get(push.worker, ())[1:]}
-        if memory["waiting"] and self._fits(push.version, left, push.held, push.active):
+        if memory["waiting"] and self._fits(push.version, left, push.blocked, push.active):
             memory["waiting"] = 0
-            return Verdict(weight, True, tuple(sorted(push.held)))
+            return Verdict(weight, True, tuple(sorted(push.blocked)))
         # a dropped gradient waits for no update, so its worker does not either
         return Verdict(weight, False, () if weight > 0 else (push.worker,))
 
@@ -84,20 +84,20 @@ class Bounded(ServerStrategy):
         memory: dict[str, Any],
         version: int,
         reads: Mapping[int, Sequence[int]],
-        held: Set[int],
+        blocked: Set[int],
         active: Set[int],
     ) -> Verdict:
-        if not memory["waiting"] or not self._fits(version, reads, held, active):
+        if not memory["waiting"] or not self._fits(version, reads, blocked, active):
             return NOTHING
         memory["waiting"] = 0
-        return Verdict(0.0, True, tuple(sorted(held)))
+        return Verdict(0.0, True, tuple(sorted(blocked)))
 
     def _fits(
-        self, version: int, reads: Mapping[int, Sequence[int]], held: Set[int], active: Set[int]
+        self, version: int, reads: Mapping[int, Sequence[int]], blocked: Set[int], active: Set[int]
     ) -> bool:
         """Whether one more version keeps all reads within the bound. The second of a worker's is used one update later
         at the soonest; who is about to read counts as if it had read the present version."""
         olds = [version + 1 - read + place for own in reads.values() for place, read in enumerate(own)]
-        if any(not reads.get(worker) for worker in active - held):
+        if any(not reads.get(worker) for worker in active - blocked):
             olds.append(self.inflight)
         return max(olds, default=0) <= self.staleness

@@ -58,17 +58,17 @@ class SoftSync(ServerStrategy):
         weight = self.damping.weight(push.version - push.read)
         memory["gathered"] += weight > 0
         if memory["gathered"] >= self.updates or (
-            self.blocking and self._all_wait(memory, push.held, push.active)
+            self.blocking and self._all_wait(memory, push.blocked, push.active)
         ):
             memory["gathered"] = 0
-            return Verdict(weight, True, tuple(sorted(push.held)))
+            return Verdict(weight, True, tuple(sorted(push.blocked)))
         # a dropped gradient counts for nothing, so its worker may not wait for an update either
         return Verdict(weight, False, () if self.blocking and weight > 0 else (push.worker,))
 
-    def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
-        if self._all_wait(memory, held, active):
+    def on_leave(self, memory: dict[str, Any], worker: int, blocked: Set[int], active: Set[int]) -> Verdict:
+        if self._all_wait(memory, blocked, active):
             memory["gathered"] = 0
-            return Verdict(0.0, True, tuple(sorted(held)))
+            return Verdict(0.0, True, tuple(sorted(blocked)))
         return NOTHING
 
     def contributors(self, active: Set[int]) -> Set[int] | None:
@@ -77,6 +77,6 @@ class SoftSync(ServerStrategy):
     def num_contributors(self, num_workers: int) -> int:
         return self.updates
 
-    def _all_wait(self, memory: dict[str, Any], held: Set[int], active: Set[int]) -> bool:
+    def _all_wait(self, memory: dict[str, Any], blocked: Set[int], active: Set[int]) -> bool:
         """Nobody is left who could complete the update: apply what there is."""
-        return memory["gathered"] > 0 and active <= held
+        return memory["gathered"] > 0 and active <= blocked

@@ -44,15 +44,15 @@ class StaleSync(ServerStrategy):
     def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
         memory["clock"][str(push.worker)] += 1
         weight = self.damping.weight(push.version - push.read)
-        return Verdict(weight, weight > 0, self._within(memory, push.held))
+        return Verdict(weight, weight > 0, self._within(memory, push.blocked))
 
     def on_join(self, memory: dict[str, Any], worker: int, active: Set[int]) -> None:
         memory["clock"][str(worker)] = min(memory["clock"].values(), default=0)
 
-    def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
+    def on_leave(self, memory: dict[str, Any], worker: int, blocked: Set[int], active: Set[int]) -> Verdict:
         memory["clock"].pop(str(worker), None)
-        return Verdict(0.0, False, self._within(memory, held))
+        return Verdict(0.0, False, self._within(memory, blocked))
 
-    def _within(self, memory: dict[str, Any], held: Set[int]) -> tuple[int, ...]:
+    def _within(self, memory: dict[str, Any], blocked: Set[int]) -> tuple[int, ...]:
         horizon = min(memory["clock"].values(), default=0) + self.bound
-        return tuple(worker for worker in sorted(held) if memory["clock"][str(worker)] <= horizon)
+        return tuple(worker for worker in sorted(blocked) if memory["clock"][str(worker)] <= horizon)

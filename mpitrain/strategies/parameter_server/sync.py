@@ -20,12 +20,12 @@ from mpitrain.values import nearest, register
 STRAGGLERS = ("finish", "abort")
 
 
-def _check_lockstep(rule: ServerStrategy) -> None:
+def _check_lockstep(strategy: ServerStrategy) -> None:
     """In lockstep whoever did not read the newest version before pushing would be late for ever."""
-    if rule.inflight != 1 or rule.pulls > rule.push_every:
+    if strategy.inflight != 1 or strategy.pulls > strategy.push_every:
         raise UsageError(
-            f"{rule.name}: an update takes gradients of the present version only, so it works neither with inflight=2 "
-            "nor with pull_every above push_every; use async, softsync or ssp for these"
+            f"{strategy.name}: an update takes gradients of the present version only, so it works neither with "
+            "inflight=2 nor with pull_every above push_every; use async, softsync or ssp for these"
         )
 
 
@@ -33,15 +33,15 @@ def _on_push(push: Push, quorum: int) -> Verdict:
     if push.read < push.version:
         return Verdict(0.0, False, (push.worker,), late=True)
     # whoever waits has pushed for this version; one that has, and died, does not stand in for those that live
-    if len(push.held & push.active) < quorum:
+    if len(push.blocked & push.active) < quorum:
         return Verdict(1.0, False, ())
-    return Verdict(1.0, True, tuple(sorted(push.held)))
+    return Verdict(1.0, True, tuple(sorted(push.blocked)))
 
 
-def _on_leave(held: Set[int], active: Set[int], quorum: int) -> Verdict:
-    if not 0 < quorum <= len(held & active):
+def _on_leave(blocked: Set[int], active: Set[int], quorum: int) -> Verdict:
+    if not 0 < quorum <= len(blocked & active):
         return NOTHING
-    return Verdict(0.0, True, tuple(sorted(held)))
+    return Verdict(0.0, True, tuple(sorted(blocked)))
 
 
 @register("strategy", "sync")
@@ -62,8 +62,8 @@ class Sync(ServerStrategy):
     def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
         return _on_push(push, len(push.active))
 
-    def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
-        return _on_leave(held, active, len(active))
+    def on_leave(self, memory: dict[str, Any], worker: int, blocked: Set[int], active: Set[int]) -> Verdict:
+        return _on_leave(blocked, active, len(active))
 
     def num_contributors(self, num_workers: int) -> int:
         return num_workers
@@ -119,13 +119,13 @@ class Backup(ServerStrategy):
     def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
         verdict = _on_push(push, self._quorum(push.active))
         if verdict.flush and self.stragglers == "abort":
-            return verdict._replace(restart=tuple(sorted(push.active - push.held)))
+            return verdict._replace(restart=tuple(sorted(push.active - push.blocked)))
         return verdict
 
-    def on_leave(self, memory: dict[str, Any], worker: int, held: Set[int], active: Set[int]) -> Verdict:
-        verdict = _on_leave(held, active, self._quorum(active))
+    def on_leave(self, memory: dict[str, Any], worker: int, blocked: Set[int], active: Set[int]) -> Verdict:
+        verdict = _on_leave(blocked, active, self._quorum(active))
         if verdict.flush and self.stragglers == "abort":
-            return verdict._replace(restart=tuple(sorted(active - held)))
+            return verdict._replace(restart=tuple(sorted(active - blocked)))
         return verdict
 
     def contributors(self, active: Set[int]) -> Set[int] | None:

@@ -74,10 +74,10 @@ class PeerBuilder:
         )  # fmt: skip
 
     def peer(
-        self, rank: int, replica: PeerReplica, report: Report, cuts: PeerCheckpoints | None = None
+        self, rank: int, replica: PeerReplica, report: Report, checkpoints: PeerCheckpoints | None = None
     ) -> Peer:
-        """The peer on `rank`; `cuts`: as in `Peer`."""
+        """The peer on `rank`; `checkpoints`: as in `Peer`."""
         on_nonfinite = self.job.on_nonfinite if self.job else "stop"
         return Peer(
-            rank, self.number, self.strategy, self.partition(rank), replica, report, on_nonfinite, cuts
+            rank, self.number, self.strategy, self.partition(rank), replica, report, on_nonfinite, checkpoints
         )

@@ -27,7 +27,7 @@ from mpitrain.training.synchronous.checkpoints import own_part
 from mpitrain.values import parse
 
 
-def check_cuts(session: Session, rule: Decentralized, about: dict[str, Any]) -> None:
+def check_checkpoints(session: Session, strategy: Decentralized, about: dict[str, Any]) -> None:
     """Refuse a checkpoint of another run, and checkpoints where peers never meet.
 
     Raises:
@@ -35,29 +35,29 @@ def check_cuts(session: Session, rule: Decentralized, about: dict[str, Any]) -> 
     """
     check(session, about)
     every = session.job.checkpoint_every
-    if _never_meets(rule) and every not in ("auto", "never", ""):
+    if _never_meets(strategy) and every not in ("auto", "never", ""):
         raise UsageError(
-            f"{rule}: peers that never wait for one another write checkpoints when they meet: give resync=R, or leave "
-            f"out checkpoint_every={every!r}"
+            f"{strategy}: peers that never wait for one another write checkpoints when they meet: give resync=R, or "
+            f"leave out checkpoint_every={every!r}"
         )
 
 
-def _never_meets(rule: Decentralized) -> bool:
-    return rule.asynchronous and not rule.resync
+def _never_meets(strategy: Decentralized) -> bool:
+    return strategy.asynchronous and not strategy.resync
 
 
-def make_cuts(
-    session: Session, rule: Decentralized, replica: PeerReplica, about: dict[str, Any]
+def make_checkpoints(
+    session: Session, strategy: Decentralized, replica: PeerReplica, about: dict[str, Any]
 ) -> tuple[PeerCheckpoints | None, Keeper]:
     """When this peer writes, and who writes; never where peers do not meet: a signal then ends the run as it is."""
     runtime = session.runtime
     keeper = make_keeper(session, own_part(runtime.rank), about, lambda: {"replica": replica.state()})
-    if _never_meets(rule):
+    if _never_meets(strategy):
         signals.end_at_once()
         return None, keeper
     parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []
     samples = session.resume.mark if session.resume else 0
-    return PeerCheckpoints(keeper, parts, Cadence(keeper.policy, samples), rule.asynchronous), keeper
+    return PeerCheckpoints(keeper, parts, Cadence(keeper.policy, samples), strategy.asynchronous), keeper
 
 
 def restore(resume: Resume | None, peer: Peer, replica: PeerReplica) -> None:
@@ -67,15 +67,18 @@ def restore(resume: Resume | None, peer: Peer, replica: PeerReplica) -> None:
     number = len(resume.parts)
     mine = read_own_part(resume, own_part(peer.rank % number))
     peer.restore(mine["role"])
-    rule = peer.rule
-    assert isinstance(rule, Decentralized)
+    strategy = peer.strategy
+    assert isinstance(strategy, Decentralized)
     before = parse(resume.about["strategy"], "strategy")
     assert isinstance(before, Decentralized)
     # copies that peers mixing parameters keep of each other belong to one codec and one way of waiting
-    mixed_alike = not rule.mixes or (before.codec, before.asynchronous) == (rule.codec, rule.asynchronous)
+    mixed_alike = not strategy.mixes or (before.codec, before.asynchronous) == (
+        strategy.codec,
+        strategy.asynchronous,
+    )
     same = number == peer.number and mixed_alike
     state = mine["replica"] if same else _of_others(resume, peer, number, mine)
-    if not same_codec(resume.about, rule, "codec"):
+    if not same_codec(resume.about, strategy, "codec"):
         state = {**state, "encoder": {}}
     replica.restore(state)
 
@@ -86,7 +89,7 @@ def _of_others(resume: Resume, peer: Peer, number: int, mine: dict[str, Any]) ->
     for state in states:
         mean.add_(state["parameters"])
     first = states[0]["encoder"]
-    kept = [] if peer.rule.mixes else [state["encoder"] for state in states[peer.rank :: peer.number]]
+    kept = [] if peer.strategy.mixes else [state["encoder"] for state in states[peer.rank :: peer.number]]
     mean.div_(number)
     return {
         "parameters": mean,

@@ -17,7 +17,7 @@ from mpitrain.roles.peer import Peer
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.training.decentralized.builder import PeerBuilder
-from mpitrain.training.decentralized.checkpoints import check_cuts, make_cuts, restore
+from mpitrain.training.decentralized.checkpoints import check_checkpoints, make_checkpoints, restore
 from mpitrain.training.measure import (
     Meter,
     build,
@@ -35,16 +35,16 @@ from mpitrain.training.validation import make_measure
 
 def run_peers(session: Session) -> dict[str, Any]:
     """Train as one of the peers; returns what this rank knows of the run."""
-    runtime, job, rule = session.runtime, session.job, session.strategy
-    assert isinstance(rule, Decentralized)
+    runtime, job, strategy = session.runtime, session.job, session.strategy
+    assert isinstance(strategy, Decentralized)
     device = pick_device(runtime.local_rank)
     module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, device))
     share_module(runtime, module)
     model = attempt(runtime, lambda: FlatModel(module, optimizer, 1))
     shapes = [f"{n} {s}" for n, s in zip(model.layout.names, model.layout.shapes, strict=True)]
     runtime.compare({"parameters": shapes, "dtype": str(model.layout.dtype)})
-    about = about_run(session, shapes, rule.family, describe_optimizer(module, optimizer))
-    attempt(runtime, lambda: check_cuts(session, rule, about))
+    about = about_run(session, shapes, strategy.family, describe_optimizer(module, optimizer))
+    attempt(runtime, lambda: check_checkpoints(session, strategy, about))
     first = runtime.rank == 0
     with job.data.reader(session.catalogue, job.seed) as reader:
         validation = session.validation if first else None
@@ -55,7 +55,7 @@ def run_peers(session: Session) -> dict[str, Any]:
             return reader.batch(epoch, start, count)
 
         num_samples = session.catalogue.num_samples
-        builder = PeerBuilder(rule, runtime.size, job, num_samples, session.overrides.steps)
+        builder = PeerBuilder(strategy, runtime.size, job, num_samples, session.overrides.steps)
         replica = attempt(
             runtime,
             lambda: builder.replica(runtime.rank, model, optimizer, fetch, reader.prefetch, measure),
@@ -63,18 +63,18 @@ def run_peers(session: Session) -> dict[str, Any]:
         num_steps = session.total_samples() // (job.batch_size * runtime.size)
         resume = session.resume
         meter = Meter(session.report, num_warmup(num_steps), resume.mark if resume else 0)
-        session.in_emergency(f"{rule}: a peer tells the others of its step in the middle of it")
-        cuts, keeper = make_cuts(session, rule, replica, about)
-        peer = builder.peer(runtime.rank, replica, meter, cuts)
+        session.in_emergency(f"{strategy}: a peer tells the others of its step in the middle of it")
+        checkpoints, keeper = make_checkpoints(session, strategy, replica, about)
+        peer = builder.peer(runtime.rank, replica, meter, checkpoints)
         attempt(runtime, lambda: restore(resume, peer, replica))
-        counts, injected = _carry(session, rule, peer, replica, device)
+        counts, injected = _carry(session, strategy, peer, replica, device)
     keeper.wait()
     digests = runtime.allgather(counts["digest"])
     outcome: dict[str, Any] = {
         "detail": {
             "role": "worker", **counts, **replica.statistics(with_norm=True), "checkpoints": keeper.summary(),
         },
-        "failure": "", "injected": injected, "requeue": cuts is not None and cuts.ended,
+        "failure": "", "injected": injected, "requeue": checkpoints is not None and checkpoints.ended,
         "unwritten": keeper.unwritten,
     }  # fmt: skip
     everybody = runtime.allgather(
@@ -89,7 +89,7 @@ def run_peers(session: Session) -> dict[str, Any]:
 
 
 def _carry(
-    session: Session, rule: Decentralized, peer: Peer, replica: PeerReplica, device: torch.device
+    session: Session, strategy: Decentralized, peer: Peer, replica: PeerReplica, device: torch.device
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     from mpitrain.mpi.world import MpiWorld  # virtual peers share this file, and their process starts no MPI
 
@@ -101,8 +101,10 @@ def _carry(
     def buffer_for(source: int, kind: Kind) -> Any:
         return replica.buffer_for(kind == Kind.UPDATE)
 
-    computer = compute_thread(device) if rule.asynchronous else None
-    world = MpiWorld(runtime.engine, rule.contacts(runtime.rank, runtime.size), buffer_for, on_step, computer)
+    computer = compute_thread(device) if strategy.asynchronous else None
+    world = MpiWorld(
+        runtime.engine, strategy.contacts(runtime.rank, runtime.size), buffer_for, on_step, computer
+    )
     return world.run(straggler.wrap(peer.run())), straggler.counts()
 
 

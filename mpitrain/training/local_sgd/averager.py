@@ -1,6 +1,6 @@
-"""Averaging what the workers hold, when the rule says so: parameters, optimizer state, buffers.
+"""Averaging what the workers hold, when the strategy says so: parameters, optimizer state, buffers.
 
-Invariants: all ranks call the same in the same order, because the rule goes by counts alone; what one rank alone
+Invariants: all ranks call the same in the same order, because the strategy goes by counts alone; what one rank alone
 knows (a gradient that is not finite) is told to all with the next averaging, and not before. Every rank leaves an
 averaging with the same parameters, to the bit. What an averaging needs of the others it asks for (`Ask`): over MPI each
 rank's questions are collectives, and in a simulation one process answers all ranks' questions at once.

@@ -77,7 +77,7 @@ def shard_writer(
     session: Session, server: FaultTolerantServer, store: AnyStore, keeper: Keeper, module: nn.Module
 ) -> tuple[Emergency | str, Role]:
     """What this shard's server would write, or why it cannot; and its role, to be run in place of its own."""
-    strategy, workers = server.rule, server.workers
+    strategy, workers = server.strategy, server.workers
     if session.overrides.watchdog_s <= 0:
         return "there is no watchdog", server.run()
     if strategy.optimizer == "worker" or not (strategy.push_codec.is_none and strategy.reply_codec.is_none):

@@ -120,7 +120,7 @@ def _serve(
     outcome: dict[str, Any] = {
         "detail": {"rank": runtime.rank, "role": "server", "shard": shard, **counts},
         "failure": counts["failure"],
-        "requeue": server.cuts.ended,
+        "requeue": server.checkpoints.ended,
         "unwritten": keeper.unwritten,
     }
     if runtime.rank == roles.dealer:
