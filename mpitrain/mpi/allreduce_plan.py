@@ -1,9 +1,9 @@
-"""What decides which algorithm carries an allreduce, besides its size and where the ranks lie: a user's word, or a
-measurement.
+"""What decides which algorithm carries an allreduce, besides its size and the nodes of its ranks: a user's setting, or
+a measurement.
 
 Invariants: algorithms add in different orders, and a measurement depends on timing. So both are kept in
-checkpoints, and a run that goes on among ranks that lie alike decides by them: its bits depend on no timing. A word of
-this launch (`MPITRAIN_ALLREDUCE`) wins. No torch, no messages.
+checkpoints, and a resumed run whose ranks are on nodes in the same way decides by them: its bits depend on no timing.
+A setting of this launch (`MPITRAIN_ALLREDUCE`) wins. This file knows neither torch nor messages.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Transport:
 
 
 def pinned() -> str | None:
-    """The user's word: "auto", the name of an algorithm, or None; UsageError for anything else."""
-    told = os.environ.get(VARIABLE, "").lower() or None
-    if told not in (None, *ALGORITHMS):
-        raise UsageError(f"{VARIABLE}={told}: say one of {', '.join(ALGORITHMS)}")
-    return told
+    """The user's setting: "auto", the name of an algorithm, or None; UsageError for anything else."""
+    setting = os.environ.get(VARIABLE, "").lower() or None
+    if setting not in (None, *ALGORITHMS):
+        raise UsageError(f"{VARIABLE}={setting} is not known; set it to one of {', '.join(ALGORITHMS)}")
+    return setting
 
 
 class Plan:
-    """What decides a process's allreduces: the user's word, and how fast the links between ranks were when they were
-    measured. All groups whose ranks lie alike share one measurement.
+    """What decides a process's allreduces: the user's setting, and how fast the links between ranks were when they were
+    measured. All groups whose ranks are on the same nodes share one measurement.
 
     Args:
         nodes: the node of every rank of the world.
@@ -52,36 +52,37 @@ class Plan:
 
     def __init__(self, nodes: Sequence[int]):
         self._nodes = nodes
-        self._before: str | None = None  # the word under which the run began from which this one goes on
+        self._before: str | None = None  # the setting of the run that this one resumes
         self._measured: list[list[Any]] = []  # [ranks by node, latency_s, bytes_per_s]
 
     def setting(self) -> str:
-        """The word that holds now: this launch's, or that of the run from which this one goes on."""
+        """The setting in force: this launch's, or that of the run that this one resumes."""
         return pinned() or self._before or AUTO
 
     def known(self, nodes: Sequence[Sequence[int]]) -> Transport | None:
-        """What was measured between ranks of the world that lie so."""
+        """What was measured between these ranks of the world, grouped by node."""
         for layout, latency_s, bytes_per_s in self._measured:
             if layout == [list(node) for node in nodes]:
                 return Transport(latency_s, bytes_per_s)
         return None
 
     def learn(self, nodes: Sequence[Sequence[int]], transport: Transport) -> None:
-        """It has been measured."""
+        """Note a measurement."""
         self._measured.append([[list(node) for node in nodes], transport.latency_s, transport.bytes_per_s])
 
     def merge(self, measured: Sequence[list[Any]]) -> None:
-        """Take over what groups have measured of which this rank is no member."""
+        """Take over the measurements of groups that this rank does not belong to."""
         self._measured += [
             list(row) for row in measured if all(row[0] != known[0] for known in self._measured)
         ]
 
     def state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint; what is measured later is in it, too."""
+        """JSON values for a checkpoint; later measurements are added to the same object."""
         return {"setting": self.setting(), "nodes": list(self._nodes), "measured": self._measured}
 
     def adopt(self, saved: dict[str, Any] | None) -> bool:
-        """Decide as the run did whose `state` was `saved`; False where ranks lie otherwise now, or nothing is known."""
+        """Decide as the run did whose `state` was `saved`; False where the ranks are on other nodes now, or nothing is
+        known."""
         fits = saved is not None and list(saved["nodes"]) == list(self._nodes)
         self._before = saved["setting"] if saved is not None and fits else None
         if saved is not None and fits:
@@ -89,5 +90,5 @@ class Plan:
         return fits
 
     def renumber(self, nodes: Sequence[int]) -> None:
-        """Ranks have died, and the others have other numbers now: what was measured is of other links."""
+        """Ranks have died and the others were renumbered: forget what was measured, which holds for other links."""
         self._nodes, self._measured = nodes, []

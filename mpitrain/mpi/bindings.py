@@ -1,6 +1,6 @@
-"""`MPI`, imported the one right way: the rest of the package says `from mpitrain.mpi.bindings import MPI`.
+"""`MPI`, imported the one right way: the rest of the package uses `from mpitrain.mpi.bindings import MPI`.
 
-The law of this file: importing `mpi4py.MPI` starts MPI with whatever `mpi4py.rc` says at that moment, so
+Invariants: importing `mpi4py.MPI` starts MPI with the settings of `mpi4py.rc` at that moment, so
 nothing else in the package imports it. Thread level SERIALIZED, never MULTIPLE: under MULTIPLE Open MPI's
 TCP transport deadlocks on its own mutex when a peer dies in mid-transfer (11 of 49 kills; serialized: 0 of
 64). Under ULFM TCP also goes without its RDMA emulation: where a peer dies in the middle of a rendezvous, ob1's
@@ -8,8 +8,8 @@ pipelined put crashes or hangs the *survivor* (6 of 8 jobs of four kills each at
 fifty at 72 KB, 1 MB and 20 MB). Under MPICH's heartbeat level a dead peer must not break the survivor either: MPICH's
 own shared memory reads the sender's (`process_vm_readv` of a dead one aborts the reader: 0 of 6 jobs survived), so
 everything goes through UCX, and eagerly (kills at random instants, 1 and 20 MB: 20 of 20 jobs survived over its shared
-memory, 10 of 11 over its TCP, which crashes on a message to the dead; so nothing is sent to who is given up).
-Finalize is ours, because it must not run after a failure (`ending.py`).
+memory, 10 of 11 over its TCP, which crashes on a message to the dead; so nothing is sent to an evicted rank).
+Finalize is ours, because it must not run after a failure (`faults/abort.py`).
 """
 
 import os
@@ -32,10 +32,12 @@ if asks_for_heartbeat():  # no memory of a peer is read, and no answer of it is 
     os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
     os.environ.setdefault("UCX_RNDV_THRESH", "inf")
 
-if "mpi4py.MPI" not in sys.modules:  # else somebody was faster; `runtime.start` says what that costs
+if (
+    "mpi4py.MPI" not in sys.modules
+):  # else the user has imported it first; `runtime.start` warns of what that costs
     rank_status.reach(rank_status.STARTING_MPI)
     mpi4py.rc(initialize=True, threads=True, thread_level="serialized", finalize=False, errors="exception")
 
-from mpi4py import MPI  # after rc, on purpose
+from mpi4py import MPI  # after rc is set
 
 __all__ = ["MPI"]

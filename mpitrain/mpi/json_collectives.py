@@ -1,8 +1,8 @@
 """JSON between ranks: a few small objects at start-up and at the end, never a gradient.
 
-The law of this file: **no pickle on the wire**. A pickled message can run code on the rank that receives it,
-so objects travel as JSON bytes through uppercase buffer calls. mpi4py's lowercase calls, which pickle, are the user's
-own affair: we neither make them nor change them.
+Invariants: no pickle travels on the wire. A pickled message can run code on the rank that receives it, so objects
+travel as JSON bytes through uppercase buffer calls. The package neither calls nor changes mpi4py's lowercase calls,
+which pickle; a user's own program may.
 """
 
 import json

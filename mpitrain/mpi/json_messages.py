@@ -1,7 +1,7 @@
 """JSON between ranks of which some may be dead: messages from and to rank 0, no collective.
 
-Invariants: every receive is from one rank, so that a dead one is told apart; nobody waits for a rank that is
-known to be lost, and for one that was given up no longer than the deadline.
+Invariants: every receive is from one named rank, so that a dead one is recognised; no rank waits for one that is
+known to be lost, or longer than the deadline for an evicted one.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from mpitrain.mpi.faults.errors import is_dead_peer
 from mpitrain.mpi.json_collectives import from_bytes, to_bytes
 from mpitrain.mpi.operation import Op
 
-LENGTH_TAG, BODY_TAG, BYE_TAG = 21, 22, 23
+LENGTH_TAG, BODY_TAG, FAREWELL_TAG = 21, 22, 23
 
 
 def gather(
@@ -27,7 +27,7 @@ def gather(
     wait_s: float,
     living_s: float | None,
 ) -> dict[int, Any] | None:
-    """`Runtime.gather_living`; `living_s`: who takes longer is given up too."""
+    """`Runtime.gather_living`; `living_s`: a rank that takes longer is evicted too."""
     if rank != 0:
         engine.wait(*_send(engine, 0, value))
         return None
@@ -52,11 +52,11 @@ def broadcast(
 ) -> Any:
     """`Runtime.broadcast_living`; `timeout_s`: longest wait for rank 0."""
     if rank != 0:
-        said = _receive(engine, 0, timeout_s)
-        evicted.update(said["evicted"])
-        return said["value"]
-    said = {"value": value, "evicted": sorted(evicted)}
-    ops = [op for to in range(1, size) if to not in evicted for op in _send(engine, to, said)]
+        received = _receive(engine, 0, timeout_s)
+        evicted.update(received["evicted"])
+        return received["value"]
+    message = {"value": value, "evicted": sorted(evicted)}
+    ops = [op for to in range(1, size) if to not in evicted for op in _send(engine, to, message)]
     for op in ops:
         engine.wait_any(lambda op=op: op.done)  # type: ignore[misc]
         if op.error is not None and not is_dead_peer(op.error):
@@ -66,13 +66,14 @@ def broadcast(
 
 def await_farewells(engine: Engine, rank: int, size: int, evicted: set[int], wait_s: float = 10.0) -> None:
     """Rank 0 returns when all that still answer have come here, or after `wait_s`."""
-    with contextlib.suppress(Exception):  # whoever is gone by now has said bye in another way
+    with contextlib.suppress(Exception):  # a rank that is gone by now needs no waiting for
         if rank != 0:
-            engine.wait(engine.isend(bytearray(1), 0, BYE_TAG))
+            engine.wait(engine.isend(bytearray(1), 0, FAREWELL_TAG))
             return
         others = [source for source in range(1, size) if source not in evicted]
         ops = [
-            engine.irecv(bytearray(1), source, BYE_TAG, passive=True, timeout_s=wait_s) for source in others
+            engine.irecv(bytearray(1), source, FAREWELL_TAG, passive=True, timeout_s=wait_s)
+            for source in others
         ]
         engine.wait_any(lambda: all(op.done for op in ops), wait_s)
 

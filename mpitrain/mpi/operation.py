@@ -1,6 +1,6 @@
-"""One outstanding operation of the progress engine: what everybody who posts gets in hand.
+"""One outstanding operation of the progress engine, which every caller that posts one gets.
 
-Only the polling thread completes an Op; everybody may look at it. This file knows no MPI.
+Invariants: only the polling thread completes an Op; every thread may look at it. This file knows no MPI.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ class Op:
     """A send, a receive, a call or a collective that is under way.
 
     `done` turns True once, after every other field is set: `error` is None or the exception, `result` is
-    what a call returned, and for receives `status_bytes`, `source` and `tag` tell what arrived.
+    what a call returned, and for receives `status_bytes`, `source` and `tag` describe the message that arrived.
     """
 
     __slots__ = (
@@ -54,7 +54,7 @@ class Op:
         return self
 
     def run_callbacks(self) -> None:
-        """Call what `then` left here. Whoever takes a callback out of the list calls it, so each runs once."""
+        """Call what `then` left here. The thread that takes a callback out of the list calls it, so each runs once."""
         while self.callbacks:
             try:
                 callback = self.callbacks.pop(0)

@@ -1,7 +1,7 @@
 """Latency and rate between two ranks, in the manner of the OSU benchmarks: ping-pong over one message size.
 
-Invariants: plain blocking calls on bytes, because the MPI library's own figures are wanted, not ours. The best
-of several rounds counts: whatever else the machine does can only make a round slower.
+Invariants: plain blocking calls on bytes, because they measure the MPI library itself, not this package. The best of
+several rounds counts: other load on the machine can only make a round slower.
 """
 
 import time

@@ -48,7 +48,7 @@ class MpiWorld:
         engine: the process's progress engine, driven inline.
         peers: ranks this role exchanges messages with.
         buffer_for: `buffer_for(source, kind) -> frame` to receive the payload of that rank's next message into.
-        on_step: told the role's step as it changes, for error messages.
+        on_step: called with the role's step as it changes, for error messages.
         may_die: peers whose death is a message (`Kind.LOST`), not an error.
         leave_s: how long to wait, in the end, for what was sent to leave; the engine sends the rest all the same.
         computer: computes gradients on a thread of its own; the thread that owns MPI drives messages meanwhile.
@@ -69,8 +69,13 @@ class MpiWorld:
         self._inbox: deque[tuple[int, Message]] = deque()
         self._computer, self._may_die, self._leave_s = computer, frozenset(may_die), leave_s
         self._error: BaseException | None = None
-        self._tears = False  # ordered: the next payload's stamps are to differ
+        self._tear_next = False  # as injected: the stamps of the next payload are to differ
         self._start_s = time.monotonic()
+        self._started = False
+
+    def start(self) -> None:
+        """Listen to every peer; `advance` calls it first where nobody has."""
+        self._started = True
         for peer in self._peers.values():
             self._listen(peer)
 
@@ -85,7 +90,8 @@ class MpiWorld:
             answer = self._compute_and_drive(effect) if overlaps else effect.task()
 
     def _compute_and_drive(self, effect: Compute) -> Any:
-        """Naps, even in mid-transfer: the core is for the gradient, and each poll moves what has queued up since."""
+        """Sleep between polls, even in mid-transfer: the core is for the gradient, and each poll moves what has
+        queued up since."""
         assert self._computer is not None
         future = self._computer.submit(effect.task)
         while not future.done():
@@ -96,6 +102,8 @@ class MpiWorld:
 
     def advance(self, role: Role, answer: Any) -> Compute | None:
         """Run `role` up to its next `Compute`, which the caller carries out; None at its end."""
+        if not self._started:
+            self.start()
         while True:
             try:
                 effect = role.send(answer)
@@ -136,7 +144,7 @@ class MpiWorld:
 
     def _break(self, order: Break) -> None:
         if order.how == "torn":
-            self._tears = True
+            self._tear_next = True
         else:
             self_destruct(order.how, order.after_s)
 
@@ -148,7 +156,7 @@ class MpiWorld:
         return self._inbox.popleft() if self._inbox else None
 
     def _sleep(self, seconds: float) -> None:
-        """Naps between polls: messages arrive meanwhile, and only a transfer under way keeps the core."""
+        """Sleep between polls: messages arrive meanwhile, and only a transfer under way keeps the core."""
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
             self._raise_error()
@@ -174,9 +182,9 @@ class MpiWorld:
         payload: Any = message.payload
         if payload is not None:
             payload.stamp(_stamp(message))
-            if self._tears:
+            if self._tear_next:
                 payload.raw[:8].zero_().sub_(1)
-                self._tears = False
+                self._tear_next = False
             self._isend(payload.raw, peer.rank, PAYLOAD_TAG, payload.release)
 
     def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> None:
@@ -219,10 +227,10 @@ class MpiWorld:
         text = bytearray(num_bytes)
 
         def unpack() -> Message | None:
-            told = message._replace(text=text.decode())
+            whole = message._replace(text=text.decode())
             if not payload_bytes:
-                return told
-            self._receive_payload(peer, told, payload_bytes)
+                return whole
+            self._receive_payload(peer, whole, payload_bytes)
             return None
 
         op = self.engine.irecv(text, peer.rank, PAYLOAD_TAG)
@@ -233,7 +241,7 @@ class MpiWorld:
         if not frame.fit(num_bytes):
             raise WireError(
                 f"rank {peer.rank} announces {num_bytes} bytes for a shard of {frame.num_bytes}: "
-                "other model or cut?"
+                "other model or sharding?"
             )
 
         def unpack() -> Message:
@@ -264,7 +272,7 @@ class MpiWorld:
         self._fail(peer, error)
 
     def _fail(self, peer: _Peer, error: BaseException) -> None:
-        """A dead peer that we can do without is told of once; everything else ends the role."""
+        """The role gets one message about a dead peer that may die; every other error ends the role."""
         if peer.lost:
             return
         if peer.rank in self._may_die and is_dead_peer(error):
@@ -293,7 +301,7 @@ class MpiWorld:
             raise self._error
 
     def _leave(self) -> None:
-        """Everything sent has left; nobody listens any more."""
+        """Wait until everything that was sent has left, then withdraw the receives."""
         peers = self._peers.values()
         with contextlib.suppress(TimeoutError):
             self.engine.wait_any(

@@ -93,7 +93,7 @@ class Engine:
         it."""
         if source == MPI.ANY_SOURCE:
             raise ValueError(
-                "receive from each rank by its number: under ANY_SOURCE a dead peer cannot be told apart"
+                "receive from each rank by its number: under ANY_SOURCE a dead peer cannot be recognised"
             )
         op = Op("receive", _message(buffer), source, tag, passive)
         op.comm = target = self.comm if comm is None else comm
@@ -102,7 +102,7 @@ class Engine:
         )
 
     def call(self, function: Callable[[], Any]) -> Op:
-        """Run `function()` in the thread that owns MPI, in order of submission; inline that is here and now."""
+        """Run `function()` in the thread that owns MPI, in order of submission; inline it runs at once."""
         op = Op("call")
         return self._submit(op, lambda: self._progress.run(op, function))
 

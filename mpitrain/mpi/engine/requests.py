@@ -31,7 +31,9 @@ class Progress:
     """Everything outstanding in one process; `on_done` is called after each completion."""
 
     def __init__(self, on_done: Callable[[], None], failed_ranks: FailedRanks | None = None):
-        self.num_awake = 0  # outstanding operations that are not passive: while there are any, nobody sleeps
+        self.num_awake = (
+            0  # outstanding operations that are not passive: while there are any, no thread sleeps
+        )
         self._on_done, self._failed_ranks = on_done, failed_ranks
         self._requests: list[Any] = []  # what MPI tests; `_ops` runs parallel to it
         self._ops: list[Op] = []
@@ -79,7 +81,7 @@ class Progress:
         return op
 
     def run(self, op: Op, function: Callable[[], Any]) -> None:
-        """Call `function` here and now; its result or exception completes the Op. A Task is then driven to its end."""
+        """Call `function` at once; its result or exception completes the Op. A Task is then driven to its end."""
         try:
             result = function()
         except Exception as failure:

@@ -1,5 +1,5 @@
-"""Whether this launch goes on without a dead rank, as far as the environment tells. Standard library only: MPI is not
-started yet when this is asked.
+"""Whether this launch goes on without a dead rank, as far as the environment shows. This file imports only the
+standard library, because it is asked before MPI is started.
 """
 
 import os
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from mpitrain.system.launch_variables import HYDRA_VARIABLES
 
-_KIN = ("MPICH", "Intel(R) MPI", "MVAPICH")  # by what the library says of itself
+_KIN = ("MPICH", "Intel(R) MPI", "MVAPICH")  # names in the library's own version text
 
 
 def asks_for_ulfm() -> bool:
@@ -18,13 +18,13 @@ def asks_for_ulfm() -> bool:
 
 
 def asks_for_heartbeat() -> bool:
-    """Whoever writes `srun --kill-on-bad-exit=0` says so; a rank cannot see it."""
+    """A user who writes `srun --kill-on-bad-exit=0` sets this variable; a rank cannot see the option."""
     return os.environ.get("MPITRAIN_FT") == "heartbeat"
 
 
 def why_no_heartbeat(library: str, environ: Mapping[str, str] = os.environ) -> str:
     """Why one rank's death would end the job, or hang it, although `heartbeat` is asked for; empty if nothing is known
-    against it. `library` is what MPI says of itself."""
+    against it. `library` is MPI's own version text."""
     if not any(name in library for name in _KIN):
         return (
             f"MPITRAIN_FT=heartbeat needs MPICH or its kin under srun, and this is {library}, which under srun is "

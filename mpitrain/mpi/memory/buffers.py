@@ -1,10 +1,10 @@
 """The one guarded way from a tensor to an MPI message.
 
-The law of this file: every mpi4py call that touches a tensor gets it from here. Left alone, mpi4py takes a
-bfloat16 tensor for 16-bit integers and sums it into garbage without a word, and it cannot wait for the
+Invariants: every mpi4py call that touches a tensor gets it from here. By itself, mpi4py takes a bfloat16 tensor
+for 16-bit integers and silently sums it into garbage, and it cannot wait for the
 kernels that still write device memory. So dtypes come from a table, types that MPI cannot add are refused
 for reductions and travel as unsigned integers otherwise, layouts other than dense and contiguous are
-refused or copied, and device memory is waited for and, where this MPI cannot read it (`gpu.py`), staged
+refused or copied, and device memory is waited for and, where this MPI cannot read it (`cuda_aware.py`), staged
 through pinned host memory (`staging.py`).
 """
 
@@ -137,9 +137,9 @@ def on_device(tensor: torch.Tensor) -> bool:
     return _accelerator.owns(tensor)
 
 
-def mark(tensor: torch.Tensor) -> Any:
+def record_event(tensor: torch.Tensor) -> Any:
     """Call where the tensor is handed over: what was queued for it so far must finish before MPI looks at it."""
-    return _accelerator.mark(tensor) if _accelerator.owns(tensor) else None
+    return _accelerator.record_event(tensor) if _accelerator.owns(tensor) else None
 
 
 class Lease:
@@ -173,16 +173,16 @@ def lease(
     """Lend a tensor of any place and layout to MPI, in the thread that owns MPI.
 
     `reads`: MPI reads its present contents. `writes`: MPI will write it, and `finish()` makes that visible
-    in `tensor`. `after` is what `mark(tensor)` gave in the thread that computed it. `on_host`: the caller
+    in `tensor`. `after` is what `record_event(tensor)` gave in the thread that computed it. `on_host`: the caller
     computes with the memory itself, so stage it even if this MPI can read device memory. A dense host
     tensor costs nothing.
     """
     tensor = tensor.detach()
     if not _accelerator.owns(tensor):
         return _lease_host(tensor, writes)
-    _accelerator.reach(after if after is not None else _accelerator.mark(tensor))
+    _accelerator.wait_for(after if after is not None else _accelerator.record_event(tensor))
     if gpu_aware()[0] and tensor.is_contiguous() and not on_host:
-        return Lease(tensor, lambda: _accelerator.reach(_accelerator.mark(tensor)))
+        return Lease(tensor, lambda: _accelerator.wait_for(_accelerator.record_event(tensor)))
     return _lease_staged(tensor, reads, writes)
 
 

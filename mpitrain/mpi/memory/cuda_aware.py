@@ -30,7 +30,7 @@ def gpu_aware() -> tuple[bool, str]:
 def _override() -> tuple[bool, str] | None:
     value = os.environ.get("MPITRAIN_GPU_BUFFERS", "auto").lower()
     if value not in ("on", "off", "auto"):
-        raise UsageError(f"MPITRAIN_GPU_BUFFERS={value}: say on, off or auto")
+        raise UsageError(f"MPITRAIN_GPU_BUFFERS={value} is not known; set it to on, off or auto")
     return None if value == "auto" else (value == "on", f"MPITRAIN_GPU_BUFFERS={value}")
 
 

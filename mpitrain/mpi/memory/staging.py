@@ -1,7 +1,7 @@
 """Device tensors by way of host memory: reused pinned buffers, and the waiting that MPI cannot do itself.
 
-The law of this file: MPI sees memory only after the kernels that write it have finished, and nobody sees a
-received tensor before the copy back has. Both waits are host waits, on an event and on our own copy stream:
+Invariants: MPI sees memory only after the kernels that write it have finished, and no code sees a received tensor
+before the copy back has finished. Both waits are host waits, on an event and on our own copy stream:
 MPI's own calls know no streams. Used only by the thread that owns MPI, so it has no locks. Not run on a GPU
 so far; the tests run it with a stand-in for `Cuda`.
 """
@@ -20,11 +20,11 @@ class Accelerator(Protocol):
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """A new host buffer (uint8) the device copies from and to at full speed."""
 
-    def mark(self, tensor: torch.Tensor) -> Any:
-        """A mark behind everything queued so far on the calling thread's current stream of the tensor's device."""
+    def record_event(self, tensor: torch.Tensor) -> Any:
+        """An event behind everything queued so far on the calling thread's current stream of the tensor's device."""
 
-    def reach(self, mark: Any) -> None:
-        """Wait on the host until the device has come to `mark`."""
+    def wait_for(self, event: Any) -> None:
+        """Wait on the host until the device has reached `event`."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and device and wait on the host until it is done."""
@@ -44,15 +44,15 @@ class Cuda:
         """Page-locked host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def mark(self, tensor: torch.Tensor) -> Any:
+    def record_event(self, tensor: torch.Tensor) -> Any:
         """An event recorded on the current stream of the tensor's device."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(tensor.device))
         return event
 
-    def reach(self, mark: Any) -> None:
+    def wait_for(self, event: Any) -> None:
         """Block the host until the event has happened."""
-        mark.synchronize()
+        event.synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on our own stream, so that it does not queue behind the next kernels of the backward pass."""

@@ -1,6 +1,6 @@
-"""Reductions of our own over Isend and Irecv: every rank adds one part of everybody's tensor and hands it to all.
+"""Reductions of our own over Isend and Irecv: every rank adds one part of all tensors and sends it to all ranks.
 
-The law of this file: each rank sends and receives (n - 1)/n of the tensor once for the reduce-scatter and once for the
+Invariants: each rank sends and receives (n - 1)/n of the tensor once for the reduce-scatter and once for the
 allgather, which is the bound; in step s it sends to the s-th rank after it and receives from the s-th before it, so
 that every link carries one message in each direction. Parts are cut into segments, and a segment is added and handed
 on while the next ones travel. The owner of a part adds the contributions **in rank order**, 16-bit floats in float32,
@@ -161,7 +161,7 @@ class _Exchange:
                 self._add(index, finish, done)
 
     def gather(self) -> Task:
-        """Wait for everybody's parts."""
+        """Wait for the parts of all ranks."""
         chunks = [(step, index) for step in range(1, self.count) for index in range(self.num_segments)]
         for number in range(len(chunks)):
             while len(self._handed) < min(number + WINDOW, len(chunks)):

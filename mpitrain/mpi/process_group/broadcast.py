@@ -1,7 +1,7 @@
-"""Everybody goes on from one rank's tensors.
+"""Broadcasting one rank's tensors to all ranks.
 
-Invariants: a collective at start-up, of whatever lies anywhere (host or device, strided or dense),
-piece by piece in a fixed order.
+Invariants: a collective at start-up, of tensors of any place and layout (host or device, strided or dense), piece by
+piece in a fixed order.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ class DataMovement(GroupBase):
     def broadcast(self, tensors: Any, opts: Any) -> MpiWork:  # type: ignore[override]
         """Copy the root's tensors to all ranks."""
         tensors, root = as_list(tensors), opts.rootRank
-        marks = [buffers.mark(tensor) for tensor in tensors]
+        events = [buffers.record_event(tensor) for tensor in tensors]
         is_root = self.rank() == root
 
         def carry(may_block: bool) -> Task:
-            for tensor, mark in zip(tensors, marks):
+            for tensor, event in zip(tensors, events):
                 held = buffers.lease(
-                    tensor, reads=is_root, writes=not is_root, after=mark, on_host=not may_block
+                    tensor, reads=is_root, writes=not is_root, after=event, on_host=not may_block
                 )
                 for message in held.messages():
                     yield from self._call(may_block, "Bcast", message, root)
@@ -45,11 +45,13 @@ class DataMovement(GroupBase):
                     f"allgather wants {self.size()} outputs, the one of rank {self.rank()} as long as the input"
                     f" ({tensor.numel()} elements); it got {shape_of(slots)}"
                 )
-        marks = [[buffers.mark(tensor) for tensor in (own, *slots)] for own, slots in zip(inputs, outputs)]
+        events = [
+            [buffers.record_event(tensor) for tensor in (own, *slots)] for own, slots in zip(inputs, outputs)
+        ]
 
         def carry(may_block: bool) -> Task:
-            for slots, tensor, (mark, *theirs) in zip(outputs, inputs, marks):
-                lent = buffers.lease(tensor, reads=True, writes=False, after=mark, on_host=True)
+            for slots, tensor, (event, *theirs) in zip(outputs, inputs, events):
+                lent = buffers.lease(tensor, reads=True, writes=False, after=event, on_host=True)
                 held = [
                     buffers.lease(slot, reads=False, writes=True, after=after, on_host=True)
                     for slot, after in zip(slots, theirs)
@@ -91,12 +93,14 @@ class DataMovement(GroupBase):
         for output, own in zip(outputs, inputs):
             if output.numel() != own.numel() * self.size():
                 raise ValueError(f"output has {output.numel()} elements, wants {self.size()} x {own.numel()}")
-        marks = [(buffers.mark(output), buffers.mark(own)) for output, own in zip(outputs, inputs)]
+        events = [
+            (buffers.record_event(output), buffers.record_event(own)) for output, own in zip(outputs, inputs)
+        ]
 
         def carry(may_block: bool) -> Task:
-            for output, own, (out_mark, own_mark) in zip(outputs, inputs, marks):
-                lent = buffers.lease(own, reads=True, writes=False, after=own_mark, on_host=True)
-                held = buffers.lease(output, reads=False, writes=True, after=out_mark, on_host=True)
+            for output, own, (out_event, own_event) in zip(outputs, inputs, events):
+                lent = buffers.lease(own, reads=True, writes=False, after=own_event, on_host=True)
+                held = buffers.lease(output, reads=False, writes=True, after=out_event, on_host=True)
                 if output.numel():
                     yield from self._gather_single(may_block, held.memory.view(-1), lent.memory.view(-1))
                 lent.finish()
@@ -147,13 +151,13 @@ class DataMovement(GroupBase):
     def _root_moves(
         self, name: str, own: torch.Tensor, slots: list[torch.Tensor], root: int, opts: Any, to_root: bool
     ) -> MpiWork:
-        marks = [buffers.mark(tensor) for tensor in (own, *slots)]
+        events = [buffers.record_event(tensor) for tensor in (own, *slots)]
 
         def carry(may_block: bool) -> Task:
-            mine = buffers.lease(own, reads=to_root, writes=not to_root, after=marks[0], on_host=True)
+            mine = buffers.lease(own, reads=to_root, writes=not to_root, after=events[0], on_host=True)
             held = [
-                buffers.lease(slot, reads=not to_root, writes=to_root, after=mark, on_host=True)
-                for slot, mark in zip(slots, marks[1:])
+                buffers.lease(slot, reads=not to_root, writes=to_root, after=event, on_host=True)
+                for slot, event in zip(slots, events[1:])
             ]
             if held:
                 flat = [each.memory.view(-1) for each in held]
@@ -216,18 +220,18 @@ class DataMovement(GroupBase):
         dtype = outputs[0].dtype
         if any(tensor.dtype != dtype for tensor in (*outputs, *inputs)):
             raise TypeError(f"{name} wants one dtype, got {shape_of((*outputs, *inputs))}")
-        marks = [buffers.mark(tensor) for tensor in (*outputs, *inputs)]
+        events = [buffers.record_event(tensor) for tensor in (*outputs, *inputs)]
         balance = sum(digest(f"{me}>{rank}: {tensor.numel()}") for rank, tensor in enumerate(inputs))
         balance -= sum(digest(f"{rank}>{me}: {tensor.numel()}") for rank, tensor in enumerate(outputs))
 
         def carry(may_block: bool) -> Task:
             held = [
-                buffers.lease(tensor, reads=False, writes=True, after=mark, on_host=True)
-                for tensor, mark in zip(outputs, marks)
+                buffers.lease(tensor, reads=False, writes=True, after=event, on_host=True)
+                for tensor, event in zip(outputs, events)
             ]
             lent = [
-                buffers.lease(tensor, reads=True, writes=False, after=mark, on_host=True)
-                for tensor, mark in zip(inputs, marks[size:])
+                buffers.lease(tensor, reads=True, writes=False, after=event, on_host=True)
+                for tensor, event in zip(inputs, events[size:])
             ]
             held[me].memory.view(-1).copy_(lent[me].memory.view(-1))
             ops = []

@@ -1,6 +1,6 @@
 """Messages between two ranks of the process group, and its barriers.
 
-The law of this file: a receiver learns what comes before its memory is touched. A message is a head of fixed length,
+Invariants: a receiver knows what it will get before its memory is touched. A message is a head of fixed length,
 with dtype, length and the first bytes, and, if it is longer, a body that the receiver asks for only when the head
 fits: Open MPI 5.0.11 crashes when a long message is longer than its receive. What does not fit is received aside and
 is an error where it is received.
@@ -32,10 +32,10 @@ class PointToPoint(GroupBase):
         """Send one tensor to rank `dst` of this group."""
         (tensor,) = as_list(tensors)
         _check_tag(tag)
-        mark = buffers.mark(tensor)
+        event = buffers.record_event(tensor)
 
         def carry() -> Task:
-            held = buffers.lease(tensor, reads=True, writes=False, after=mark, on_host=True)
+            held = buffers.lease(tensor, reads=True, writes=False, after=event, on_host=True)
             raw = (
                 held.memory.view(-1).view(torch.uint8)
                 if tensor.numel()
@@ -63,13 +63,13 @@ class PointToPoint(GroupBase):
         return self._recv(tensors, src, tag, f"receive from {src}")
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> MpiWork:
-        """Receive one tensor from whoever sends one; the Work's `_source_rank()` tells from whom it came."""
+        """Receive one tensor from any rank; the Work's `_source_rank()` is the rank that has sent it."""
         return self._recv(tensors, MPI.ANY_SOURCE, tag, "receive from any rank")
 
     def _recv(self, tensors: Any, source: int, tag: int, what: str) -> MpiWork:
         (tensor,) = as_list(tensors)
         _check_tag(tag)
-        mark = buffers.mark(tensor)
+        event = buffers.record_event(tensor)
 
         def carry() -> Task:
             head = bytearray(_HEAD.size + _INLINE_BYTES)
@@ -83,7 +83,9 @@ class PointToPoint(GroupBase):
             target = (
                 tensor if fits else torch.empty(num_bytes, dtype=torch.uint8)
             )  # the sender has to get rid of it
-            held = buffers.lease(target, reads=False, writes=True, after=mark if fits else None, on_host=True)
+            held = buffers.lease(
+                target, reads=False, writes=True, after=event if fits else None, on_host=True
+            )
             yield self._receive_rest(head, held.memory, num_bytes, op.source, number)
             held.finish()
             if not fits:
@@ -132,7 +134,8 @@ class PointToPoint(GroupBase):
         return self._collective("barrier", "", lambda may_block: _nothing(), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names who did not come: rank 0 hears from everybody within `timeout`, then lets all go.
+        """A barrier that names the ranks that did not arrive: rank 0 waits up to `timeout` for a message of
+        every rank, then releases all.
 
         Raises:
             TimeoutError: on rank 0 naming the ranks that are missing (the first, or all with `wait_all_ranks`), on

@@ -1,11 +1,11 @@
 """torch.distributed over any MPI: the backend "mpi4py", a process group whose collectives run on one MPI thread.
 
-The law of this file: who the ranks are comes from MPI, nothing of the group meets in the store, and torch's names are
-complete: what torch 2.11 and 2.13 ask of a group is here or in the three files that this class is made of
-(`group_reductions.py`, `group_moves.py`, `group_point.py`, on `group_core.py`). A collective returns at once with a
-Work and is carried out by the process's communication thread (`engine.py`) when all ranks have issued it (`lines.py`),
-so DDP's buckets travel while the rest of the backward pass computes. An error inside a collective, a difference
-between the ranks or a passed timeout is raised where its Work or future is waited for, in DDP's C++ too.
+Invariants: MPI determines who the ranks are, the group uses no store, and torch's names are complete: what torch 2.11
+and 2.13 ask of a group is here or in the three files that this class is made of (`reductions.py`, `data_movement.py`,
+`point_to_point.py`, on `base.py`). A collective returns at once with a Work and is carried out by the process's
+communication thread (`engine.py`) when all ranks have issued it (`collective_queue.py`), so DDP's buckets travel while
+the rest of the backward pass computes. An error inside a collective, a difference between the ranks or a passed
+timeout is raised where its Work or future is waited for, in DDP's C++ too.
 """
 
 import contextlib
@@ -51,29 +51,30 @@ def leave_default_group(runtime: Runtime) -> None:
 
 
 def rendezvous() -> dict[str, Any]:
-    """What `init_process_group` needs to know, from MPI. Nothing of the group meets in the store.
+    """What `init_process_group` needs to know, from MPI. The group uses no store.
 
     Where RANK and WORLD_SIZE are set (torchrun's names), they name the ranks; where not, they are set, with LOCAL_RANK
     and LOCAL_WORLD_SIZE, for scripts that ask. Raises UsageError if they do not fit what MPI started.
     """
     runtime = start()
-    told = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    rank, size = (int(text) if text is not None and text.isdigit() else None for text in told)
+    given = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    rank, size = (int(text) if text is not None and text.isdigit() else None for text in given)
     every = runtime.allgather([rank, size])
     if all(each == [None, None] for each in every):
-        _tell_scripts(runtime)
+        _export_ranks(runtime)
         return {"store": dist.HashStore(), "rank": runtime.rank, "world_size": runtime.size}
     if any(each[1] != runtime.size for each in every) or {each[0] for each in every} != set(
         range(runtime.size)
     ):
         raise UsageError(
-            f"RANK={told[0]} WORLD_SIZE={told[1]} in the environment of rank {runtime.rank}, but MPI started"
+            f"RANK={given[0]} WORLD_SIZE={given[1]} in the environment of rank {runtime.rank}, but MPI started"
             f" {runtime.size} rank(s): start the ranks by mpirun or srun instead of torchrun, or unset the variables"
         )
     return {"store": dist.HashStore(), "rank": rank, "world_size": size}
 
 
-def _tell_scripts(runtime: Runtime) -> None:
+def _export_ranks(runtime: Runtime) -> None:
+    """Set torchrun's variables, for scripts that read them."""
     values = {
         "RANK": runtime.rank, "WORLD_SIZE": runtime.size, "LOCAL_RANK": runtime.local_rank,
         "LOCAL_WORLD_SIZE": runtime.nodes.count(runtime.nodes[runtime.rank]),
@@ -90,7 +91,7 @@ def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
     ranks = [runtime.torch_ranks[rank] for rank in options.global_ranks_in_group] or list(runtime.torch_ranks)
     if options.group_size != len(ranks) or ranks[options.group_rank] != runtime.rank:
         raise UsageError(
-            f"torch.distributed was told rank {options.group_rank} of {options.group_size}, but MPI started this"
+            f"torch.distributed was given rank {options.group_rank} of {options.group_size}, but MPI started this"
             f" process as rank {runtime.rank} of {runtime.size}; leave rank and world_size out, or start all by mpirun"
         )
     group = MpiProcessGroup(runtime, ranks, options.timeout)
@@ -100,12 +101,11 @@ def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
 
 def _learn_ranks(runtime: Runtime, options: Any) -> None:
     """Which MPI rank each of torch's ranks is: the identity, unless the user has numbered them otherwise."""
-    everybody = not options.global_ranks_in_group and options.group_size == runtime.size
-    told = runtime.allgather(options.group_rank) if everybody else list(range(runtime.size))
-    known = sorted(told) == list(range(runtime.size))
-    runtime.torch_ranks = (
-        tuple(told.index(rank) for rank in range(runtime.size)) if known else tuple(range(runtime.size))
-    )
+    is_world = not options.global_ranks_in_group and options.group_size == runtime.size
+    identity = list(range(runtime.size))
+    torch_ranks = runtime.allgather(options.group_rank) if is_world else identity
+    is_permutation = sorted(torch_ranks) == identity
+    runtime.torch_ranks = tuple(map(torch_ranks.index, identity) if is_permutation else identity)
 
 
 class MpiProcessGroup(Reductions, DataMovement, PointToPoint):

@@ -1,6 +1,6 @@
 """Which MPI operation a torch reduction is, and how two pieces are combined where we add ourselves.
 
-The law of this file: the wire type is not the accumulation type. bfloat16 and float16 travel as 16 bits,
+Invariants: the wire type is not the accumulation type. bfloat16 and float16 travel as 16 bits,
 are added in float32 in rank order, and rounded once; so the result is the same on every rank and does not
 depend on timing. Everything else has one MPI operation and one torch function that mean the same.
 """

@@ -28,7 +28,7 @@ class Reductions(GroupBase):
     def allreduce_on_wire(self, tensors: Any, wire: torch.dtype, opts: Any = None) -> MpiWork:
         """allreduce of float32 tensors that travel as `wire` (bfloat16 or float16): half the bytes, sums in float32.
         Every contribution is rounded once, and the sum once; with several nodes of several ranks each node's sum, too.
-        Not part of torch; `hooks.py` hands it to DDP."""
+        Not part of torch; `wire_hooks.py` hands it to DDP."""
         tensors = as_list(tensors)
         if not is_sixteen(wire) or any(tensor.dtype != torch.float32 for tensor in tensors):
             raise TypeError(
@@ -38,13 +38,13 @@ class Reductions(GroupBase):
 
     def _allreduce_all(self, tensors: list[torch.Tensor], opts: Any, wire: torch.dtype | None) -> MpiWork:
         wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
-        marks = [buffers.mark(tensor) for tensor in tensors]
+        events = [buffers.record_event(tensor) for tensor in tensors]
 
         def carry(may_block: bool) -> Task:
-            for tensor, reduction, mark in zip(tensors, wanted, marks):
+            for tensor, reduction, event in zip(tensors, wanted, events):
                 algorithm = yield from self._choose(may_block, tensor, wire)
                 on_host = not may_block or algorithm != algorithm_choice.LIBRARY
-                held = buffers.lease(tensor, reads=True, writes=True, after=mark, on_host=on_host)
+                held = buffers.lease(tensor, reads=True, writes=True, after=event, on_host=on_host)
                 yield from self._allreduce(may_block, algorithm, held, reduction, wire)
                 held.finish()
 
@@ -108,12 +108,12 @@ class Reductions(GroupBase):
         """The root's tensors become the reduction; the other ranks' keep their values."""
         tensors, root = as_list(tensors), opts.rootRank
         wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
-        marks = [buffers.mark(tensor) for tensor in tensors]
+        events = [buffers.record_event(tensor) for tensor in tensors]
         is_root = self.rank() == root
 
         def carry(may_block: bool) -> Task:
-            for tensor, reduction, mark in zip(tensors, wanted, marks):
-                held = buffers.lease(tensor, reads=True, writes=is_root, after=mark, on_host=True)
+            for tensor, reduction, event in zip(tensors, wanted, events):
+                held = buffers.lease(tensor, reads=True, writes=is_root, after=event, on_host=True)
                 memory = held.memory.view(-1)
                 if not is_root and reduction.factor is not None:
                     memory = memory.clone()
@@ -198,18 +198,18 @@ class Reductions(GroupBase):
         self, name: str, what: str, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], opts: Any
     ) -> MpiWork:
         wanted = [Reduction.of(output.dtype, opts) for output in outputs]
-        marks = [
-            [buffers.mark(tensor) for tensor in (output, *as_list(slots))]
+        events = [
+            [buffers.record_event(tensor) for tensor in (output, *as_list(slots))]
             for output, slots in zip(outputs, inputs)
         ]
 
         def carry(may_block: bool) -> Task:
-            for output, slots, reduction, (mark, *theirs) in zip(outputs, inputs, wanted, marks):
+            for output, slots, reduction, (event, *theirs) in zip(outputs, inputs, wanted, events):
                 lent = [
                     buffers.lease(tensor, reads=True, writes=False, after=after, on_host=True)
                     for tensor, after in zip(as_list(slots), theirs)
                 ]
-                held = buffers.lease(output, reads=False, writes=True, after=mark, on_host=True)
+                held = buffers.lease(output, reads=False, writes=True, after=event, on_host=True)
                 parts = [each.memory.view(-1) for each in lent]
                 if isinstance(slots, torch.Tensor):
                     parts = (

@@ -1,10 +1,10 @@
 """Makes torch.distributed know the backend "mpi4py", without importing torch or MPI to do so.
 
-The law of this file: stdlib only at import, because `import mpitrain` (and so `mpitrain --help`) runs it.
+Invariants: it imports only the standard library at first, because `import mpitrain` (and so `mpitrain --help`) runs it.
 If torch.distributed is loaded already, the backend is registered at once; otherwise a finder on
 sys.meta_path waits for its import and registers then. mpi4py is imported when a process group is made.
 
-A script that says `torch.distributed.init_process_group("mpi4py")` and nothing else means the ranks that
+A script that calls `torch.distributed.init_process_group("mpi4py")` without further arguments means the ranks that
 MPI started. torch would ask the environment for MASTER_ADDR and ports, and lets only its own "mpi" backend
 do without, so `init_process_group` is wrapped: for this backend, where neither store nor init_method is
 given, rank and world size come from MPI and no port is opened. Every other call passes through unchanged.
@@ -53,8 +53,8 @@ def _create(options: Any, backend_options: Any) -> Any:
 def _ask_mpi(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        told = args or any(kwargs.get(name) is not None for name in ("init_method", "store"))
-        if str(backend).lower() != BACKEND or told:
+        is_explicit = args or any(kwargs.get(name) is not None for name in ("init_method", "store"))
+        if str(backend).lower() != BACKEND or is_explicit:
             original(backend, *args, **kwargs)
             return
         from mpitrain.mpi.process_group.process_group import rendezvous

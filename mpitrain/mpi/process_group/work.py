@@ -19,7 +19,7 @@ from torch.futures import Future
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.operation import Op
 
-_NO_TIMEOUT = timedelta(0)  # what torch passes when the user says nothing
+_NO_TIMEOUT = timedelta(0)  # what torch passes when the user gives none
 _GRACE_S = 2.0
 _listening = threading.Lock()
 _callbacks = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mpitrain-callback")  # grows as they block
@@ -70,7 +70,7 @@ class MpiWork(Work):
         self.end(error)
 
     def end(self, error: BaseException | None) -> None:
-        """Complete, well or with an error that everybody who waits gets."""
+        """Complete, with or without an error, which every caller that waits gets."""
         self._error = error
         with _listening:
             self._done = True
@@ -115,7 +115,7 @@ class MpiWork(Work):
                 devices=_devices(self._result)
             )  # torch refuses to put other devices' tensors in
             self._future = ended.then(self._outcome)
-            if self._done:  # nobody has left anything there yet
+            if self._done:  # no callback was added to it yet
                 ended.set_result(None)
             else:
                 self._listen(lambda: _hand_over(ended))

@@ -170,7 +170,7 @@ def case_pieces_cover_everything_once(rt):
 
 
 class Stand:
-    """A device whose memory MPI must not touch: its tensors hold garbage until `reach`, as unfinished kernels would."""
+    """A device whose memory MPI must not touch: its tensors are garbage until `wait_for`, as while kernels run."""
 
     def __init__(self):
         self.log, self.device, self.num_pinned = [], set(), 0
@@ -186,13 +186,13 @@ class Stand:
         self.num_pinned += 1
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def mark(self, tensor):
-        self.log.append("mark")
+    def record_event(self, tensor):
+        self.log.append("event")
         return "kernels done"
 
-    def reach(self, mark):
-        assert mark == "kernels done"
-        self.log.append("reach")
+    def wait_for(self, event):
+        assert event == "kernels done"
+        self.log.append("wait")
 
     def copy(self, target, source):
         self.log.append("down" if self.owns(source) else "up")
@@ -224,20 +224,20 @@ def case_device_tensors_are_staged_in_order(rt, stand):
     """Wait for the kernels, copy down, MPI, copy up; what is not read is not copied down."""
     tensor = stand.put(torch.full((100,), float(rt.rank + 1)))
     refused(TypeError, "lease", lambda: buffers.as_buffer(tensor))
-    mark = buffers.mark(tensor)
-    held = buffers.lease(tensor, reads=True, writes=True, after=mark)
+    event = buffers.record_event(tensor)
+    held = buffers.lease(tensor, reads=True, writes=True, after=event)
     assert not stand.owns(held.memory)
     for message in held.messages(reduction=True):
         rt.comm.Allreduce(MPI.IN_PLACE, message, MPI.SUM)
     held.finish()
-    assert stand.log == ["mark", "reach", "down", "up"]
+    assert stand.log == ["event", "wait", "down", "up"]
     assert tensor.eq(rt.size * (rt.size + 1) / 2).all()
     stand.log.clear()
     held = buffers.lease(tensor, reads=rt.rank == 0, writes=rt.rank != 0)
     for message in held.messages():
         rt.comm.Bcast(message, 0)
     held.finish()
-    assert stand.log == ["mark", "reach", "down" if rt.rank == 0 else "up"]
+    assert stand.log == ["event", "wait", "down" if rt.rank == 0 else "up"]
 
 
 @staged
@@ -265,11 +265,11 @@ def case_a_gpu_aware_mpi_gets_the_device_memory(rt, stand):
     os.environ["MPITRAIN_GPU_BUFFERS"] = "on"
     cuda_aware.gpu_aware.cache_clear()
     tensor = stand.put(torch.full((10,), float(rt.rank == 0)))
-    held = buffers.lease(tensor, reads=rt.rank == 0, writes=rt.rank != 0, after=buffers.mark(tensor))
+    held = buffers.lease(tensor, reads=rt.rank == 0, writes=rt.rank != 0, after=buffers.record_event(tensor))
     for message in held.messages():
         rt.comm.Bcast(message, 0)
     held.finish()
-    assert stand.log == ["mark", "reach", "mark", "reach"] and stand.num_pinned == 0
+    assert stand.log == ["event", "wait", "event", "wait"] and stand.num_pinned == 0
     assert tensor.eq(1).all()
     assert not stand.owns(buffers.lease(tensor, reads=True, writes=False, on_host=True).memory)
     strided = stand.put(torch.zeros(4, 4))[:, 1]
