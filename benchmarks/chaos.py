@@ -70,7 +70,8 @@ def run_files(kills: int, damages: int, seed: int) -> None:
             found = newest(Path(scratch))
             assert found is not None
             whole += all(
-                bool((read_part(found.folder, part)["weight"] == found.mark).all()) for part in found.parts
+                bool((read_part(found.folder, part)["weight"] == found.checkpoint_at).all())
+                for part in found.parts
             )
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(damages):
@@ -85,7 +86,7 @@ def run_files(kills: int, damages: int, seed: int) -> None:
                 data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
             victim.write_bytes(data)
             found = newest(Path(scratch))
-            seen += found is not None and found.mark == 1 and len(found.refused) == 1
+            seen += found is not None and found.checkpoint_at == 1 and len(found.refused) == 1
         Path(scratch).mkdir(exist_ok=True)
     print(
         f"killed while writing: {whole} of {kills} whole; damaged: {seen} of {damages} seen, the one before taken"
@@ -99,7 +100,7 @@ def newest_mark(run_dir: Path) -> int | None:
         found = newest(run_dir)
     except Exception:  # the first is being written
         return None
-    return found.mark if found else None
+    return found.checkpoint_at if found else None
 
 
 def write_both(run_dir: Path, mark: int, size: int) -> None:

@@ -170,7 +170,9 @@ def one_run(
     result = run.result()
     checkpoint = newest(run.run_dir) if (run.run_dir / "checkpoints").exists() else None
     written = (
-        result.get("status") == "requeue" and checkpoint is not None and checkpoint.mark == result["samples"]
+        result.get("status") == "requeue"
+        and checkpoint is not None
+        and checkpoint.checkpoint_at == result["samples"]
     )
     fits = [
         row

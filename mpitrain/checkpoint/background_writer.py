@@ -72,7 +72,7 @@ class Keeper:
         busy = self._thread is not None and self._thread.is_alive()
         return not busy and time.monotonic() - self._last_s >= self.policy.interval_s(self._cost_s)
 
-    def save(self, mark: int, role_state: dict[str, Any], parts: Sequence[str] = ()) -> None:
+    def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: Sequence[str] = ()) -> None:
         """Take over the state and start writing; waits only for the writing before."""
         began_s = time.monotonic()
         self.wait()
@@ -81,10 +81,12 @@ class Keeper:
         self.wait_s += waited_s - began_s
         self.copy_s += time.monotonic() - waited_s
         self._last_s = time.monotonic()
-        self._thread = threading.Thread(target=self._write, args=(mark, state, tuple(parts)), daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(checkpoint_at, state, tuple(parts)), daemon=True
+        )
         self._thread.start()
 
-    def write_now(self, mark: int, state: dict[str, Any], parts: Sequence[str] = ()) -> None:
+    def write_now(self, checkpoint_at: int, state: dict[str, Any], parts: Sequence[str] = ()) -> None:
         """Write this part of a checkpoint in the calling thread, which need not be the role's: `state` is all of it.
 
         Raises:
@@ -93,11 +95,11 @@ class Keeper:
         under_way = self._thread
         if under_way is not None:
             under_way.join()
-        write_part(folder_of(self.run_dir, mark), self.part, state, self.identity, parts, self.about)
+        write_part(folder_of(self.run_dir, checkpoint_at), self.part, state, self.identity, parts, self.about)
 
-    def _write(self, mark: int, state: dict[str, Any], parts: tuple[str, ...]) -> None:
+    def _write(self, checkpoint_at: int, state: dict[str, Any], parts: tuple[str, ...]) -> None:
         began_s = time.monotonic()
-        number, folder = self._num_begun, folder_of(self.run_dir, mark)
+        number, folder = self._num_begun, folder_of(self.run_dir, checkpoint_at)
         self._num_begun += 1
         full = ("disk_full", number) in self._faults
         try:
@@ -107,7 +109,7 @@ class Keeper:
             self.num_written += 1
             self._failures, self.unwritten = 0, ""
             if parts:  # the first part knows what is complete
-                prune(self.run_dir, self.keep, mark, self.identity)
+                prune(self.run_dir, self.keep, checkpoint_at, self.identity)
         except CheckpointError as error:
             self.num_failed, self._failures = self.num_failed + 1, self._failures + 1
             self.unwritten = str(error)

@@ -3,11 +3,12 @@
     RUN_DIR/checkpoints/000000012800/shard-0.json  shard-0.safetensors  shard-1.json ...  worker-0.json ...
 
 Invariants: a part is there when its JSON is, for that is renamed into place last, after its tensors and after both have
-been fsynced; it holds the SHA-256 of the tensors and of itself, and says which part it is, of which mark, run and
-attempt. A checkpoint is complete when its first part (`shard-0`) names parts that are all there, belong to it and
-verify. So a rank that dies while writing, a full disk, a flipped bit, a part that was renamed or comes from another
-start leaves the previous checkpoint the newest complete one, and that is what is loaded. Files may be hostile: only
-regular files inside the folder are read, and no more of them than a part can have.
+been fsynced. The JSON holds the SHA-256 of the tensors and of itself, and says which part it is, of which checkpoint,
+run and attempt, and which version of mpitrain wrote it. A checkpoint is complete when its first part (`shard-0`) names
+parts that are all there, belong to it and verify. So a rank that dies while it writes, a full disk, a flipped bit, or a
+part that was renamed or comes from another start leaves the previous checkpoint the newest complete one, and that one
+is loaded. Files may be hostile: only regular files inside the folder are read, and no more of them than a part can
+have.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpitrain import __version__
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.system.atomic import durably_replaced
 from mpitrain.system.folders import make_private
@@ -34,8 +36,8 @@ from mpitrain.system.run_directory import (
     folder_of,
     is_id,
     listed,
-    mark_of,
     open_regular,
+    position_of,
     read_bounded,
 )
 
@@ -51,7 +53,7 @@ __all__ = [
     "damage",
     "folder_of",
     "listed",
-    "mark_of",
+    "position_of",
     "newest",
     "nothing_verifies",
     "prune",
@@ -68,8 +70,9 @@ MAX_PART_BYTES = 2**40
 _PIECE_BYTES = 2**22
 # What a part's JSON holds beside "state".
 _FIELDS: dict[str, type | tuple[type, ...]] = {
+    "written_by": str,
     "part": str,
-    "mark": (int, type(None)),
+    "checkpoint_at": (int, type(None)),
     "run": str,
     "attempt": str,
     "resumed_from": (dict, type(None)),
@@ -81,11 +84,17 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint whose parts are there: `folder`, `mark` (accepted samples), `parts` (names), what its first part
-    says `about` the run, whose it is, and why the folders that were passed over on the way to it were `refused`."""
+    """A checkpoint whose parts are there.
+
+    Attributes:
+        folder: where it lies; parts: their names.
+        checkpoint_at: accepted samples when it was written; in a loop of the user's own, the step.
+        about: what the first part says of the run; identity: which run and which start of it wrote the checkpoint.
+        refused: why newer folders were passed over.
+    """
 
     folder: Path
-    mark: int
+    checkpoint_at: int
     parts: tuple[str, ...]
     about: dict[str, Any]
     identity: Identity
@@ -137,8 +146,9 @@ def write_part(
     payload = save(tensors)
     record = {
         "schema": SCHEMA,
+        "written_by": f"mpitrain {__version__}",
         "part": name,
-        "mark": mark_of(folder),
+        "checkpoint_at": position_of(folder),
         "run": identity.run,
         "attempt": identity.attempt,
         "resumed_from": identity.resumed_from,
@@ -202,20 +212,21 @@ def _read_record(folder: Path, name: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
     if record.get("schema") != SCHEMA:
         raise OtherSchemaError(
-            f"{path} was written by a version of mpitrain whose checkpoints have schema {record.get('schema')!r}, and "
-            f"this version reads schema {SCHEMA}: go on with the version that wrote it, or begin anew without --resume"
+            f"{path} was written by {record.get('written_by', 'an older mpitrain')!s:.80}, whose checkpoints have "
+            f"schema {record.get('schema')!r}, and this mpitrain {__version__} reads schema {SCHEMA}: go on with the "
+            "version that wrote it, or begin anew without --resume"
         )
-    _check_record(path, record, mark_of(folder), name)
+    _check_record(path, record, position_of(folder), name)
     return dict(record)
 
 
-def _check_record(path: Path, record: dict[str, Any], mark: int | None, name: str) -> None:
+def _check_record(path: Path, record: dict[str, Any], checkpoint_at: int | None, name: str) -> None:
     for key, kind in _FIELDS.items():
         if key not in record or not isinstance(record[key], kind):
             raise CheckpointError(f"{path} is damaged: it has no {key!r}, or one of a wrong type")
     if "state" not in record:
         raise CheckpointError(f"{path} is damaged: it has no 'state'")
-    for key, here in (("part", name), ("mark", mark)):
+    for key, here in (("part", name), ("checkpoint_at", checkpoint_at)):
         if record[key] != here:
             raise CheckpointError(f"{path} does not belong there: its {key} is {record[key]!r}, not {here!r}")
     for key in ("run", "attempt"):
@@ -260,7 +271,7 @@ def read_part(folder: Path, name: str, identity: Identity | None = None) -> Any:
     """The state of one part, verified; `identity`: whose checkpoint it must be.
 
     Raises:
-        CheckpointError: not there, damaged, of another name, mark, run, attempt or schema, or larger than this
+        CheckpointError: not there, damaged, of another name, checkpoint, run, attempt or schema, or larger than this
             machine's memory.
     """
     from safetensors import SafetensorError
@@ -338,7 +349,7 @@ def survey(folder: Path) -> Checkpoint:
     for name in parts[:]:
         if name != FIRST:
             _check_identity(folder, name, _read_record(folder, name), identity)
-    return Checkpoint(folder, mark_of(folder) or 0, parts, first["about"] or {}, identity)
+    return Checkpoint(folder, position_of(folder) or 0, parts, first["about"] or {}, identity)
 
 
 def damage(folder: Path, parts: Sequence[str]) -> list[str]:
@@ -410,15 +421,15 @@ def newest(run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def prune(run_dir: Path, keep: int, mark: int, identity: Identity) -> None:
-    """After the first part at `mark` was written: remove all but the `keep` newest complete checkpoints up to there,
-    and incomplete ones older than these. What earlier starts have left beyond the checkpoint from which this one began
-    was passed over then, and is not counted."""
+def prune(run_dir: Path, keep: int, checkpoint_at: int, identity: Identity) -> None:
+    """Remove old checkpoints, after the first part of the one at `checkpoint_at` was written: all but the `keep` newest
+    complete ones up to there, and incomplete ones older than these. Checkpoints that earlier starts have left beyond
+    the one from which this start began were passed over then, and do not count."""
     source = identity.resumed_from
-    base = source["mark"] if source and source["run"] == identity.run else -1
+    base = source["checkpoint_at"] if source and source["run"] == identity.run else -1
     complete = 0
     for folder in listed(run_dir):
-        if (here := mark_of(folder) or 0) > mark:
+        if (here := position_of(folder) or 0) > checkpoint_at:
             continue
         if complete >= keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -284,7 +284,7 @@ def relaunch(
         origin = "as it was started, once: it had not come to its first step"
         if gets_on:
             before, words = newest, ["--resume", "auto"]
-            origin = f"from the checkpoint at {newest.mark} samples"
+            origin = f"from the checkpoint at {newest.checkpoint_at} samples"
         tried = not gets_on
         print(
             f"mpitrain: the run ended with exit code {outcome.code}; restart {number} of {max_restarts} {origin}",

@@ -48,10 +48,15 @@ def may_requeue(run_dir: Path, max_restarts: int = 20) -> Answer:
     """Decide, and write the decision down."""
     here = progress(run_dir)
     before = [(one["samples"], str(one["attempt"])) for one in restarts(run_dir)]
-    answer = decide((here.mark, here.attempt), before, max_restarts)
+    answer = decide((here.checkpoint_at, here.attempt), before, max_restarts)
     if not (run_dir / MARKER).exists():
         return Answer(False, f"{run_dir} has no {MARKER}: the run has ended by itself")
-    line = {"again": answer.again, "reason": answer.reason, "samples": here.mark, "attempt": here.attempt}
+    line = {
+        "again": answer.again,
+        "reason": answer.reason,
+        "samples": here.checkpoint_at,
+        "attempt": here.attempt,
+    }
     try:
         _append(run_dir / LOG, json.dumps(line | {"time": time.time()}))
     except OSError as error:

@@ -36,7 +36,7 @@ def describe(run_dir: Path) -> str:
             else "Slurm does not know it any more"
         )
         lines.append(f"job         {job}: {told}")
-    if (samples := progress(run_dir).mark) >= 0:
+    if (samples := progress(run_dir).checkpoint_at) >= 0:
         lines.append(f"checkpoint  at {samples} samples")
     if again := restarts(run_dir):
         lines.append(f"restarts    {len(again)}; the last: {again[-1]['reason']}")

@@ -46,7 +46,7 @@ class Identity(NamedTuple):
     Attributes:
         run: its id; resuming in the same directory goes on with the same run.
         attempt: id of one start of it, the same on all ranks.
-        resumed_from: {"run", "attempt", "mark"} of the checkpoint it began from; None from the beginning.
+        resumed_from: {"run", "attempt", "checkpoint_at"} of the checkpoint it began from; None from the beginning.
     """
 
     run: str
@@ -78,13 +78,13 @@ def is_id(text: Any) -> bool:
     return isinstance(text, str) and bool(_ID.fullmatch(text)) and set(text) != {"."}
 
 
-def folder_of(run_dir: Path, mark: int) -> Path:
-    """Where the checkpoint at `mark` samples (in a loop of one's own: steps) lies."""
-    return run_dir / CHECKPOINTS / f"{mark:012d}"
+def folder_of(run_dir: Path, checkpoint_at: int) -> Path:
+    """The folder of the checkpoint at so many accepted samples, or steps in a loop of the user's own."""
+    return run_dir / CHECKPOINTS / f"{checkpoint_at:012d}"
 
 
-def mark_of(folder: Path) -> int | None:
-    """The mark in a checkpoint folder's name; None for any other folder."""
+def position_of(folder: Path) -> int | None:
+    """The samples or steps in the name of a checkpoint's folder; None for any other folder."""
     return int(folder.name) if _FOLDER_NAME.fullmatch(folder.name) else None
 
 
@@ -93,7 +93,7 @@ def listed(run_dir: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         entries = list(os.scandir(run_dir / CHECKPOINTS))
         found = [Path(entry.path) for entry in entries if _is_folder(entry)]
-        return sorted((path for path in found if mark_of(path) is not None), key=_number, reverse=True)
+        return sorted((path for path in found if position_of(path) is not None), key=_number, reverse=True)
     return []
 
 
@@ -149,7 +149,7 @@ def read_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any] |
 class Progress(NamedTuple):
     """The newest checkpoint whose parts are all there, as far as their names tell; (-1, "", "") without one."""
 
-    mark: int = -1
+    checkpoint_at: int = -1
     run: str = ""
     attempt: str = ""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpitrain.checkpoint import Checkpoint
-from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, mark_of, survey
+from mpitrain.checkpoint.parts import FOLDER, UnfinishedError, listed, position_of, survey
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import default_run_dir
@@ -125,18 +125,21 @@ def _take_over(
     if found is not None:
         events += [("checkpoint passed over", {"reason": reason}) for reason in found.refused]
         if goes_on:
-            _clear_beyond(run_dir, found.mark)
+            _clear_beyond(run_dir, found.checkpoint_at)
         events.append(
-            ("resume", {"checkpoint": str(found.folder), "samples": found.mark, "run": found.identity.run})
+            (
+                "resume",
+                {"checkpoint": str(found.folder), "samples": found.checkpoint_at, "run": found.identity.run},
+            )
         )
     return run
 
 
-def _clear_beyond(run_dir: Path, mark: int) -> None:
+def _clear_beyond(run_dir: Path, checkpoint_at: int) -> None:
     """What lies beyond the checkpoint that the run goes on from was passed over, and would be taken for newer ones:
     unfinished folders go, damaged ones are renamed."""
     for folder in listed(run_dir):
-        if (mark_of(folder) or 0) <= mark:
+        if (position_of(folder) or 0) <= checkpoint_at:
             break
         with contextlib.suppress(OSError):
             try:

@@ -1,8 +1,8 @@
 """Checkpoints of a run: who writes what, where a run resumes from, and whether that belongs to this job.
 
-Invariants: rank 0 looks for the newest checkpoint that verifies and tells the others which it is; every rank then
-reads its own part of that one. What would silently change the meaning of a run (parameters, samples, seed) is refused;
-another number of workers or servers is not.
+Invariants: rank 0 looks for the newest checkpoint that verifies and broadcasts which one it is; every rank then reads
+its own part of that one. A change that would silently alter the meaning of a run (parameters, samples, seed) is
+refused; another number of workers or servers is not.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def find(runtime: Runtime, source: Path | None) -> Checkpoint | None:
     refused: list[CheckpointError] = []
     named = candidates(source, refused) if source is not None and runtime.rank == 0 else iter(())
     while True:
-        found = tell(runtime, attempt(runtime, lambda: next(named, None)))
+        found = broadcast(runtime, attempt(runtime, lambda: next(named, None)))
         if found is None:
             break
         mine = damage(found.folder, found.parts[runtime.rank :: runtime.size])
-        damaged = [text for told in runtime.allgather(mine) for text in told]
+        damaged = [text for texts in runtime.allgather(mine) for text in texts]
         if not damaged:
             return found._replace(refused=tuple(map(str, refused)))
         refused += map(CheckpointError, damaged)
@@ -53,23 +53,24 @@ def find(runtime: Runtime, source: Path | None) -> Checkpoint | None:
     return None
 
 
-def tell(runtime: Runtime, found: Checkpoint | None) -> Checkpoint | None:
+def broadcast(runtime: Runtime, found: Checkpoint | None) -> Checkpoint | None:
     """What rank 0 has found, on all ranks."""
-    told = None
-    if found is not None:
-        told = [str(found.folder.resolve()), *found[1:]]
-    told = runtime.broadcast(told)
-    if told is None:
+    values = runtime.broadcast(None if found is None else [str(found.folder.resolve()), *found[1:]])
+    if values is None:
         return None
-    folder, mark, parts, about, identity, refused = told
-    return Checkpoint(Path(folder), mark, tuple(parts), about, Identity(*identity), tuple(refused))
+    folder, checkpoint_at, parts, about, identity, refused = values
+    return Checkpoint(Path(folder), checkpoint_at, tuple(parts), about, Identity(*identity), tuple(refused))
 
 
 def identify(found: Checkpoint | None, run: str, attempt_id: str) -> Identity:
     """Of a run and a start of it that begins from `found`."""
     if found is None:
         return Identity(run, attempt_id)
-    source = {"run": found.identity.run, "attempt": found.identity.attempt, "mark": found.mark}
+    source = {
+        "run": found.identity.run,
+        "attempt": found.identity.attempt,
+        "checkpoint_at": found.checkpoint_at,
+    }
     return Identity(run, attempt_id, source)
 
 

@@ -125,12 +125,12 @@ class Session:
         if gathered is not None:
             result = result_of(self, gathered)
             report_end(self.report, result)
-            mark = self.run_dir / REQUEUE_FILE
+            requeue = self.run_dir / REQUEUE_FILE
             if result["exit_code"] == EXIT_REQUEUE:
-                with writing(mark):
-                    mark.write_text(f"{result['samples']}\n")
+                with writing(requeue):
+                    requeue.write_text(f"{result['samples']}\n")
             else:
-                mark.unlink(missing_ok=True)
+                requeue.unlink(missing_ok=True)
             self.report.finish(result)
         share = self.runtime.broadcast_living if living else self.runtime.broadcast
         return dict(share(result))
@@ -289,7 +289,7 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
         "nodes": session.runtime.num_nodes,
         "run_dir": str(session.run_dir),
         "run": session.identity.run,
-        "resumed_from": resume.mark if resume else None,
+        "resumed_from": resume.checkpoint_at if resume else None,
         "resumed_run": resume.identity.run if resume else None,
         "fault_tolerance": level(session.runtime, session.strategy),
         "injected": [row for outcome in gathered for row in outcome.get("injected", [])],

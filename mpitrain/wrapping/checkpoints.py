@@ -77,9 +77,9 @@ class LoopRun:
         found, identity = self.found, self.new
         if found is not None and run_dir == self.directory:
             identity = identity._replace(run=found.identity.run)
-            if step < found.mark:
+            if step < found.checkpoint_at:
                 raise UsageError(
-                    f"save: step {step} lies before {found.mark}, from which this loop goes on: count on from "
+                    f"save: step {step} lies before {found.checkpoint_at}, from which this loop goes on: count on from "
                     "resumed().step, or leave out resume="
                 )
         if not first:
@@ -179,7 +179,7 @@ def loop_state(resume: Checkpoint | None, part: str, first: str) -> Resumed | No
     if resume is None:
         return None
     saved = resume.part(part if part in resume.parts else first)
-    return Resumed(resume.mark, saved["loop"] if saved else None)
+    return Resumed(resume.checkpoint_at, saved["loop"] if saved else None)
 
 
 def write_shard(

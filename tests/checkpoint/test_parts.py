@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mpitrain.checkpoint import newest, read_part, write_part
 from mpitrain.checkpoint.background_writer import Keeper
-from mpitrain.checkpoint.parts import OtherSchemaError, _digest, folder_of, listed, mark_of, prune, verify
+from mpitrain.checkpoint.parts import OtherSchemaError, _digest, folder_of, listed, position_of, prune, verify
 from mpitrain.checkpoint.state_tree import join, split
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy, read_policy
@@ -113,7 +113,7 @@ def test_the_newest_complete_one_wins_and_the_others_are_named(tmp_path):
         folder_of(tmp_path, 300), "shard-0", {}, OURS, ["shard-0", "shard-1"]
     )  # shard 1 died before writing
     found = newest(tmp_path)
-    assert found.mark == 200 and found.parts == ("shard-0", "shard-1")
+    assert found.checkpoint_at == 200 and found.parts == ("shard-0", "shard-1")
     assert len(found.refused) == 1 and "shard-1.json was never finished" in found.refused[0]
 
 
@@ -139,9 +139,9 @@ def test_two_hundred_random_corruptions_are_all_seen_and_the_one_before_is_used(
         if path.suffix == ".json" and kind == "grow" and not bytes(data[-1:]).strip():
             path.write_bytes(whole[path] + b"{")  # white space after JSON changes nothing
         found = newest(tmp_path)
-        assert found.mark == 100 and len(found.refused) == 1, (path, kind)
+        assert found.checkpoint_at == 100 and len(found.refused) == 1, (path, kind)
         path.write_bytes(whole[path])
-    assert newest(tmp_path).mark == 200
+    assert newest(tmp_path).checkpoint_at == 200
 
 
 def rewritten(folder, name, without="", **changes):
@@ -176,7 +176,7 @@ def write_shard_1(**identity):
 
 FOREIGN = {
     "swapped shards": (swap_shards, "its part is 'shard-1', not 'shard-0'"),
-    "a shard of an older mark": (take_shard_from(100), "its mark is 100, not 200"),
+    "a shard of an older checkpoint": (take_shard_from(100), "its checkpoint_at is 100, not 200"),
     "a shard of another run": (write_shard_1(run="other"), "it is of run 'other', not 'run'"),
     "a shard of a start that died": (write_shard_1(attempt="first"), "never finished in the attempt"),
     "a shard of ranks since lost": (write_shard_1(attempt="attempt.1"), "never finished in the attempt"),
@@ -204,7 +204,7 @@ def test_what_does_not_belong_there_is_told_and_the_checkpoint_before_is_taken(t
     checkpoint(tmp_path, 200)
     change(folder_of(tmp_path, 200))
     found = newest(tmp_path)
-    assert found.mark == 100 and told in " ".join(found.refused), found
+    assert found.checkpoint_at == 100 and told in " ".join(found.refused), found
     for part in found.parts:
         assert read_part(found.folder, part, found.identity)["mark"] == 100
 
@@ -217,10 +217,10 @@ def test_a_pipe_in_place_of_a_part_is_not_waited_for(tmp_path):
         kept = path.read_bytes()
         path.unlink()
         os.mkfifo(path)
-        assert newest(tmp_path).mark == 100
+        assert newest(tmp_path).checkpoint_at == 100
         path.unlink()
         path.write_bytes(kept)
-    assert newest(tmp_path).mark == 200
+    assert newest(tmp_path).checkpoint_at == 200
 
 
 def test_a_part_whose_state_is_hostile_is_told_when_it_is_read(tmp_path):
@@ -246,21 +246,21 @@ def test_names_in_checkpoints_that_are_not_ours_are_left_alone(tmp_path):
         shutil.copy(folder_of(tmp_path, 100) / "shard-0.json", folder)
     (tmp_path / "checkpoints" / f"{300:012d}").write_text("a file")
     (tmp_path / "checkpoints" / f"{400:012d}").symlink_to(tmp_path / "nowhere")
-    assert [mark_of(folder) for folder in listed(tmp_path)] == [100]
-    assert newest(tmp_path).mark == 100 and progress(tmp_path) == (100, "run", "attempt")
+    assert [position_of(folder) for folder in listed(tmp_path)] == [100]
+    assert newest(tmp_path).checkpoint_at == 100 and progress(tmp_path) == (100, "run", "attempt")
     prune(tmp_path, 1, 500, OURS)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 8
 
 
 def test_what_an_earlier_start_has_left_beyond_is_neither_counted_nor_removed_before_its_time(tmp_path):
     """Begun from 100 because 200 was damaged: with keep=1 the new 150 must stay, and 200 not count."""
-    again = Identity("run", "second", {"run": "run", "attempt": "attempt", "mark": 100})
+    again = Identity("run", "second", {"run": "run", "attempt": "attempt", "checkpoint_at": 100})
     for mark in (50, 100, 200):
         checkpoint(tmp_path, mark)
     for mark, left in ((150, [200, 150]), (250, [250])):
         checkpoint(tmp_path, mark, identity=again)
         prune(tmp_path, 1, mark, again)
-        assert [mark_of(folder) for folder in listed(tmp_path)] == left
+        assert [position_of(folder) for folder in listed(tmp_path)] == left
 
 
 def test_when_nothing_verifies_that_is_said_with_every_reason(tmp_path):
@@ -320,7 +320,7 @@ def test_killed_at_any_instant_of_writing_a_complete_one_is_there(tmp_path):
         child.wait()
         found = newest(run_dir)
         for name in found.parts:
-            assert bool((read_part(found.folder, name)["x"] == float(found.mark)).all())
+            assert bool((read_part(found.folder, name)["x"] == float(found.checkpoint_at)).all())
 
 
 def test_a_full_disk_leaves_the_one_before_and_says_so(tmp_path):
@@ -342,7 +342,7 @@ def test_a_full_disk_leaves_the_one_before_and_says_so(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert len(said) == 3 and os.strerror(errno.EFBIG) in said[0] and "untouched" in said[0]
-    assert newest(tmp_path).mark == 100
+    assert newest(tmp_path).checkpoint_at == 100
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -357,7 +357,7 @@ def test_a_malicious_pickle_offered_as_a_checkpoint_runs_nothing(tmp_path, monke
     checkpoint(tmp_path, 200)
     for path in folder_of(tmp_path, 200).iterdir():
         path.write_bytes(pickle.dumps(Bomb()))
-    assert newest(tmp_path).mark == 100
+    assert newest(tmp_path).checkpoint_at == 100
     assert not (tmp_path / "exploded").exists()
 
 
@@ -368,7 +368,8 @@ def test_another_schema_is_refused_by_name(tmp_path):
     before, parts.SCHEMA = parts.SCHEMA, 4
     try:
         with pytest.raises(
-            OtherSchemaError, match="shard-0.json was written by .* schema 3, and this .* reads schema 4"
+            OtherSchemaError,
+            match="shard-0.json was written by mpitrain 0.* schema 3, and this mpitrain 0.* reads schema 4",
         ) as told:
             verify(folder_of(tmp_path, 100))
         assert told.value.exit_code == 2

@@ -68,7 +68,7 @@ class Started:
 
     def wait_until_written(self) -> int:
         """The mark of the periodic checkpoint before the place; a thread writes it."""
-        while not (mark := self.mark()):
+        while not (mark := self.checkpoint_at()):
             assert self.process.poll() is None, self.told()
             time.sleep(0.02)
         return mark
@@ -94,10 +94,10 @@ class Started:
     def told(self) -> str:
         return (self.folder / "out").read_text()
 
-    def mark(self) -> int:
+    def checkpoint_at(self) -> int:
         """Accepted samples at the newest checkpoint, 0 without one."""
         found = newest(self.run_dir) if (self.run_dir / "checkpoints").exists() else None
-        return found.mark if found else 0
+        return found.checkpoint_at if found else 0
 
     def result(self) -> dict[str, object]:
         path = self.run_dir / "result.json"

@@ -212,8 +212,8 @@ def test_a_signal_leads_to_a_checkpoint_and_exit_75_and_the_next_start_goes_on(s
     stopped, ended = result_of(signalled / f"{name}-stopped"), result_of(signalled / name)
     found = newest(signalled / f"{name}-stopped")
     assert (stopped["status"], stopped["exit_code"]) == ("requeue", 75)
-    assert (signalled / f"{name}-stopped" / "REQUEUE").exists() and 0 < found.mark < 40 * 48
-    assert ended["resumed_from"] == found.mark and ended["samples"] == 40 * 48
+    assert (signalled / f"{name}-stopped" / "REQUEUE").exists() and 0 < found.checkpoint_at < 40 * 48
+    assert ended["resumed_from"] == found.checkpoint_at and ended["samples"] == 40 * 48
     assert ended["status"] == "ok" and not (signalled / name / "REQUEUE").exists()
     if name != "async":
         whole = signalled / f"{name}-whole" / "model.safetensors"
@@ -266,7 +266,7 @@ def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
     result = result_of(tmp_path / "run")
     assert result["samples"] == 480 and 0 < result["resumed_from"] < 480
     assert result["resumed_run"] == result["run"] != "earlier" and not (tmp_path / "run" / "lock").exists()
-    assert newest(tmp_path / "run" / "earlier-earlier").mark == 5530
+    assert newest(tmp_path / "run" / "earlier-earlier").checkpoint_at == 5530
     whole = simulate(
         load_job(str(tmp_path / "job.py")), Sync(), workers=2, run_dir=str(tmp_path / "whole"), quiet=True
     )

@@ -80,9 +80,12 @@ def test_a_wedged_run_leaves_stacks_and_a_checkpoint_from_which_the_next_start_g
     assert len(stuck) == len(WEDGED[name][1])
     found = newest(folder)
     assert found is not None, told
-    assert 0 < found.mark < 5 * 48 and f"emergency checkpoint at {found.mark} samples" in told.stderr
+    assert (
+        0 < found.checkpoint_at < 5 * 48
+        and f"emergency checkpoint at {found.checkpoint_at} samples" in told.stderr
+    )
     resumed = json.loads((path / name / "result.json").read_text())
-    assert resumed["resumed_from"] == found.mark
+    assert resumed["resumed_from"] == found.checkpoint_at
     assert (resumed["status"], resumed["samples"]) == ("ok", 5 * 48)
     if name != "async":
         whole = path / f"first-{name}" / "model.safetensors"

@@ -106,7 +106,11 @@ def saved(tmp_path_factory):
 def test_what_is_resumed_is_what_would_have_been(saved, name):
     """Without servers also what it would have been had it never been saved."""
     found = newest(saved / name)
-    assert found is not None and found.mark == 5 and newest(saved / name / "earlier-earlier").mark == 99
+    assert (
+        found is not None
+        and found.checkpoint_at == 5
+        and newest(saved / name / "earlier-earlier").checkpoint_at == 99
+    )
     for worker in range({"async": 1, "sync": 2}.get(name, 4)):
         resumed = saved / f"{name}-resumed-{worker}.safetensors"
         assert same_model(saved / f"{name}-{worker}.safetensors", resumed)

@@ -70,7 +70,7 @@ def test_term_to_a_launch_that_trains_leaves_a_checkpoint_and_75_and_the_next_go
     run.wait_until_at(0, 1)
     run.process.send_signal(TERM)
     assert run.code() == 75, run.told()
-    told, mark = run.result(), run.mark()
+    told, mark = run.result(), run.checkpoint_at()
     assert (told["status"], told["samples"]) == ("requeue", mark) and 0 < mark < NUM_SAMPLES
     assert "restart" not in run.told() and list(run.run_dir.glob(".launch-*")) == []
     again = Started(tmp_path / "a", "training", "--resume", "auto")
@@ -87,7 +87,7 @@ def test_int_to_a_launch_that_trains_ends_it_without_a_checkpoint_and_nothing_st
     before = run.wait_until_written()
     run.process.send_signal(INT)
     assert run.code() == 130, run.told()
-    assert run.mark() == before > 0 and run.result() == {} and "restart" not in run.told()
+    assert run.checkpoint_at() == before > 0 and run.result() == {} and "restart" not in run.told()
 
 
 def test_a_second_term_to_a_launch_whose_ranks_do_not_listen_ends_it_at_once(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_term_to_a_launch_whose_ranks_start_ends_it_with_75_before_the_first_ste
     run = Started(tmp_path / "a", "preparing", deaf=True)
     run.wait_until_at(1)
     run.process.send_signal(TERM)
-    assert run.code() == 75 and run.mark() == 0 and run.result() == {}, run.told()
+    assert run.code() == 75 and run.checkpoint_at() == 0 and run.result() == {}, run.told()
     assert "told to end before its first step" in run.told()
 
 
@@ -123,7 +123,7 @@ def test_int_to_one_rank_ends_all_of_them_with_130(tmp_path: Path) -> None:
     _, pid = run.wait_until_at(0, 1)
     before = run.wait_until_written()
     os.kill(pid, INT)
-    assert run.code() == 130 and run.mark() == before > 0, run.told()
+    assert run.code() == 130 and run.checkpoint_at() == before > 0, run.told()
     assert "rank 1 (worker, step 11): interrupted" in run.told() and "Traceback" not in run.told()
 
 
@@ -141,4 +141,4 @@ def test_open_mpis_mpirun_kills_the_ranks_at_term_and_the_periodic_checkpoint_st
     run.wait_until_at(0, 1)
     before = run.wait_until_written()
     run.process.send_signal(TERM)
-    assert run.code() == 1 and run.mark() == before > 0 and run.result() == {}, run.told()
+    assert run.code() == 1 and run.checkpoint_at() == before > 0 and run.result() == {}, run.told()

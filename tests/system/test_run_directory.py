@@ -47,7 +47,7 @@ def opened(run_dir, resume=None):
 
 
 def checkpoint(run_dir, mark, identity):
-    write_part(folder_of(run_dir, mark), "shard-0", {"mark": mark}, identity, ["shard-0"], {})
+    write_part(folder_of(run_dir, mark), "shard-0", {"checkpoint_at": mark}, identity, ["shard-0"], {})
 
 
 def test_a_new_run_moves_aside_what_is_there_and_a_run_that_goes_on_does_not(tmp_path):
@@ -67,12 +67,12 @@ def test_a_new_run_moves_aside_what_is_there_and_a_run_that_goes_on_does_not(tmp
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", earlier.name, "hosts", "mine.txt"}
     checkpoint(tmp_path, 640, second.identity)
     third = opened(tmp_path, "auto")
-    assert third.resume.mark == 640 and third.identity.run == second.identity.run
+    assert third.resume.checkpoint_at == 640 and third.identity.run == second.identity.run
     assert third.identity.attempt != second.identity.attempt
     assert third.identity.resumed_from == {
         "run": second.identity.run,
         "attempt": second.identity.attempt,
-        "mark": 640,
+        "checkpoint_at": 640,
     }
     assert opened(tmp_path, str(tmp_path)).identity.run == second.identity.run  # named instead of "auto"
 
@@ -84,15 +84,15 @@ def test_a_run_that_goes_on_from_another_directory_is_a_new_one_that_says_from_w
     adopt(here, "older")
     checkpoint(here, 7, Identity("older", "b"))
     run = opened(here, str(there))
-    assert run.resume.mark == 100 and run.identity.run not in ("theirs", "older")
-    assert run.identity.resumed_from == {"run": "theirs", "attempt": "a", "mark": 100}
+    assert run.resume.checkpoint_at == 100 and run.identity.run not in ("theirs", "older")
+    assert run.identity.resumed_from == {"run": "theirs", "attempt": "a", "checkpoint_at": 100}
     assert (
-        progress(here).mark == -1
-        and progress(here / "earlier-older").mark == 7
-        and progress(there).mark == 100
+        progress(here).checkpoint_at == -1
+        and progress(here / "earlier-older").checkpoint_at == 7
+        and progress(there).checkpoint_at == 100
     )
     again = opened(here / "earlier-older", "auto")  # what was moved aside is a run directory itself
-    assert (again.resume.mark, again.identity.run) == (7, "older")
+    assert (again.resume.checkpoint_at, again.identity.run) == (7, "older")
 
 
 def test_auto_without_a_whole_checkpoint_begins_the_same_run_anew(tmp_path):
@@ -114,12 +114,14 @@ def test_what_is_damaged_beyond_is_no_progress_of_the_next_start(tmp_path):
         file.write(b"x")
     before = progress(tmp_path)
     second = opened(tmp_path, "auto")
-    assert before.mark == 200 and second.resume.mark == 100 and len(second.resume.refused) == 2
+    assert (
+        before.checkpoint_at == 200 and second.resume.checkpoint_at == 100 and len(second.resume.refused) == 2
+    )
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "run-id", f"{100:012d}", f"damaged-{200:012d}",
     }  # fmt: skip
     checkpoint(tmp_path, 150, second.identity)
-    assert progress(tmp_path) != before and newest(tmp_path).mark == 150
+    assert progress(tmp_path) != before and newest(tmp_path).checkpoint_at == 150
 
 
 def version_0_1_0(run_dir, mark):
@@ -136,7 +138,8 @@ def test_a_checkpoint_of_the_first_version_is_refused_with_schema_and_file_and_a
     path = version_0_1_0(tmp_path, 100)
     for resume in ("auto", str(tmp_path)):
         with pytest.raises(
-            UsageError, match="shard-0.json was .* schema 1, and this .* reads schema 3"
+            UsageError,
+            match="shard-0.json was written by an older mpitrain, .* schema 1, and this mpitrain 0.* reads schema 3",
         ) as told:
             opened(tmp_path, resume)
         assert told.value.exit_code == 2 and path.exists()
@@ -200,11 +203,11 @@ def test_a_loop_of_ones_own_moves_checkpoints_only_and_the_other_workers_wait_fo
     assert progress(tmp_path) == (3, "new", "b") and (tmp_path / "metrics.jsonl").exists()
     loop.locks[tmp_path].release()
     again = LoopRun(
-        Identity("newer", "c", {"run": "new", "attempt": "b", "mark": 3}), newest(tmp_path), tmp_path
+        Identity("newer", "c", {"run": "new", "attempt": "b", "checkpoint_at": 3}), newest(tmp_path), tmp_path
     )
     with pytest.raises(UsageError, match="step 2 lies before 3, from which this loop goes on"):
         again.open(tmp_path, 2, first=True)
-    assert again.open(tmp_path, 4, first=True).run == "new" and progress(tmp_path).mark == 3
+    assert again.open(tmp_path, 4, first=True).run == "new" and progress(tmp_path).checkpoint_at == 3
     assert again.open(tmp_path / "elsewhere", 1, first=True).run == "newer"
     for lock in again.locks.values():
         lock.release()

@@ -91,7 +91,7 @@ def test_what_may_be_torn_is_not_written(tmp_path, monkeypatch):
     guard.end()
     one.write(alarm)
     found = newest(tmp_path)
-    assert found.mark == 96 and torch.equal(read_part(found.folder, "shard-0")["w"], torch.ones(2))
+    assert found.checkpoint_at == 96 and torch.equal(read_part(found.folder, "shard-0")["w"], torch.ones(2))
 
 
 def test_parts_of_different_steps_make_no_checkpoint(tmp_path, monkeypatch):

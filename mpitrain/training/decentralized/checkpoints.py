@@ -56,7 +56,7 @@ def make_checkpoints(
         signals.end_at_once()
         return None, keeper
     parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []
-    samples = session.resume.mark if session.resume else 0
+    samples = session.resume.checkpoint_at if session.resume else 0
     return PeerCheckpoints(keeper, parts, Cadence(keeper.policy, samples), strategy.asynchronous), keeper
 
 

@@ -62,7 +62,7 @@ def run_peers(session: Session) -> dict[str, Any]:
         )
         num_steps = session.total_samples() // (job.batch_size * runtime.size)
         resume = session.resume
-        meter = Meter(session.report, num_warmup(num_steps), resume.mark if resume else 0)
+        meter = Meter(session.report, num_warmup(num_steps), resume.checkpoint_at if resume else 0)
         session.in_emergency(f"{strategy}: a peer tells the others of its step in the middle of it")
         checkpoints, keeper = make_checkpoints(session, strategy, replica, about)
         peer = builder.peer(runtime.rank, replica, meter, checkpoints)

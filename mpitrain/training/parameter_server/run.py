@@ -94,7 +94,7 @@ def _serve(
     store = builder.store(shard, optimizer)
     num_pushes = math.ceil(session.total_samples() / (session.job.batch_size * strategy.push_every))
     resume = session.resume
-    meter = Meter(session.report, num_warmup(num_pushes), resume.mark if resume else 0)
+    meter = Meter(session.report, num_warmup(num_pushes), resume.checkpoint_at if resume else 0)
     # workers with state of their own: the validator's buffers, and everybody's optimizer or residual where there is one
     # (or hooks, which may change its options)
     own = strategy.optimizer == "worker" or not strategy.push_codec.is_none or bool(StepHooks(optimizer, ()))

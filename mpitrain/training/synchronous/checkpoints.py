@@ -65,7 +65,7 @@ class StepCuts:
         asked_for = session.overrides.watchdog_s > 0 or session.runtime.survives_shrink
         self.guard, self.buffers = Guard(), KeptBuffers(module, asked_for)
         self._state, self._own = state, own
-        self._at = (session.resume.mark if session.resume else 0, 0)
+        self._at = (session.resume.checkpoint_at if session.resume else 0, 0)
         if module is None:
             session.in_emergency(f"{session.strategy}: a step may have put the parts of the model together")
         elif own is not None and grid is None:
@@ -74,7 +74,7 @@ class StepCuts:
             writer = Emergency(self.keeper, self.guard, self._take, lambda: list(self._parts))
             session.in_emergency(writer if self._writes else "")
         self.ended = False
-        self._cadence = Cadence(self.keeper.policy, session.resume.mark if session.resume else 0)
+        self._cadence = Cadence(self.keeper.policy, session.resume.checkpoint_at if session.resume else 0)
         self._asked_s = time.monotonic()
 
     def restored(self, session: Session) -> Any:

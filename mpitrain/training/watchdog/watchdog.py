@@ -244,7 +244,7 @@ class Watchdog:
         if announced is not None:
             with contextlib.suppress(CheckpointError):
                 found = newest(self.run_dir)
-                if found is not None and found.mark == announced.checkpoint_at:
+                if found is not None and found.checkpoint_at == announced.checkpoint_at:
                     return (
                         f"{stacks}; emergency checkpoint at {announced.checkpoint_at} samples: {found.folder}"
                     )
