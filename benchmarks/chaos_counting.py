@@ -227,5 +227,12 @@ def _sum_up(rows: list[dict[str, Any]]) -> None:
         "hanging": sum(not row["ended"] for row in rows),
         "wrong": sum(bool(row["wrong"]) for row in rows),
     }
-    write_row("chaos", {"part": "counting", **found, "rows": rows})
+    write_row(
+        "chaos",
+        {
+            "part": "counting",
+            **found,
+            "rows": [{key: value for key, value in row.items() if key != "output"} for row in rows],
+        },
+    )
     print(table([tuple(found), tuple(map(str, found.values()))]))
