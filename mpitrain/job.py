@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mpitrain.data import Catalogue
     from mpitrain.data.read.reader import Reader
 
-METRICS_ARE = "mean over batches"  # said in results, where a job has metrics of its own
+METRICS_REDUCTION = "mean over batches"  # said in results, where a job has metrics of its own
 ON_NONFINITE = ("stop", "skip")
 SLICES = ("column", "row", "gather")
 AUTO_WHERE = (

@@ -1,7 +1,7 @@
-"""What a codec makes of a model and what it costs here: tried out, not guessed.
+"""What a codec's messages weigh for a model and what they cost on this machine: measured, not guessed.
 
 Invariants: random numbers of one seed stand for gradients; the codec's own encoder and decoder run over as much
-of the model as takes a fraction of a second, on one thread, and the rest is reckoned from that.
+of the model as takes a fraction of a second, on one thread, and the rest is extrapolated from that.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Entry = tuple[str, tuple[int, ...]]
 
 class CodecCost(NamedTuple):
     """message_bytes: of one worker, once the density is reached; encode_s, decode_s: of one message, on one core;
-    tried, total: numbers that were tried out, and all.
+    measured, total: numbers that were coded for this, and all.
     """
 
     message_bytes: int
     encode_s: float
     decode_s: float
-    tried: int
+    measured: int
     total: int
 
 
-def try_codec(codec: Codec, module: nn.Module) -> CodecCost:
+def measure_codec(codec: Codec, module: nn.Module) -> CodecCost:
     """Bytes and seconds of one message for this module.
 
     Raises:
@@ -65,7 +65,7 @@ def try_codec(codec: Codec, module: nn.Module) -> CodecCost:
     return CodecCost(size, encode_s * scale, decode_s * scale, tried, total)
 
 
-def copying_s(numbers: int) -> float:
+def copy_s(numbers: int) -> float:
     """Seconds that it takes to gather so many float32 into one tensor and to put them back."""
     tried = min(numbers, TRIED)
     source, target = torch.zeros(tried), torch.zeros(tried)
@@ -93,7 +93,7 @@ def _first(entries: Sequence[Entry], most: int) -> list[Entry]:
 
 
 def _scaled(num_bytes: int, encoder: Encoder, entries: Sequence[Entry], chosen: Sequence[Entry]) -> int:
-    """Small parameters travel in full; the others take as much a number as those that were tried."""
+    """Small parameters travel in full; the others take as much a number as those that were measured."""
 
     def split(some: Sequence[Entry]) -> tuple[int, int]:
         sizes = [torch.Size(shape).numel() for _, shape in some]

@@ -1,25 +1,30 @@
 """What a dry run says of codecs: bytes a step, what they cost here, and on which links that pays.
 
-Invariants: bytes and seconds are tried out on this machine (`planning/codec_cost.py`). A codec pays where the time
-that its fewer bytes save on the link is more than its own time; both are taken as not hidden behind backward.
+Invariants: bytes and seconds are measured on this machine (`planning/codec_cost.py`). A codec pays where the time that
+its fewer bytes save on the link exceeds its own time; neither is taken to be hidden behind the backward pass.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpitrain.planning.units import pays, size_text
+from mpitrain.planning.units import break_even, size_text
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.compression import Codec
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def allreduced(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str]:
+    from mpitrain.planning.codec_cost import CodecCost
+
+
+def describe_allreduce_codec(codec: Codec, module: nn.Module, num_bytes: int, num: int) -> list[str]:
     """A codec on the allreduce of `num` ranks."""
     if codec.is_none:
         return []
-    from mpitrain.planning.codec_cost import try_codec
+    from mpitrain.planning.codec_cost import measure_codec
 
-    cost = try_codec(codec, module)
+    cost = measure_codec(codec, module)
     full = 2 * (num - 1) / num * num_bytes
     if codec.averages:
         takes, decodes = 2 * (num - 1) / num * cost.message_bytes, 1
@@ -31,25 +36,25 @@ def allreduced(codec: Codec, module: Any, num_bytes: int, num: int) -> list[str]
         _message(codec, cost, num_bytes),
         f"            {travels}, in place of {size_text(full)}",
         *_costs(cost, cost.encode_s + decodes * cost.decode_s, decodes),
-        *pays(full - takes, cost.encode_s + decodes * cost.decode_s),
+        *break_even(full - takes, cost.encode_s + decodes * cost.decode_s),
     ]
 
 
-def pushed(strategy: ServerStrategy, module: Any, num_bytes: int) -> list[str]:
+def describe_server_codecs(strategy: ServerStrategy, module: nn.Module, num_bytes: int) -> list[str]:
     """Codecs on pushes and replies of a server strategy."""
     lines: list[str] = []
     for what, codec in (("push", strategy.push_codec), ("reply", strategy.reply_codec)):
         if codec.is_none:
             continue
-        from mpitrain.planning.codec_cost import try_codec
+        from mpitrain.planning.codec_cost import measure_codec
 
-        cost = try_codec(codec, module)
+        cost = measure_codec(codec, module)
         per_server_s = (cost.decode_s if what == "push" else cost.encode_s) / strategy.servers
         lines += [
             _message(codec, cost, num_bytes).replace("a message", f"a {what}, over all shards,"),
             *_costs(cost, cost.encode_s + cost.decode_s, 1),
             f"            the servers are busy with that alone at {1 / per_server_s:,.0f} of them a second",
-            *pays(num_bytes - cost.message_bytes, cost.encode_s + cost.decode_s),
+            *break_even(num_bytes - cost.message_bytes, cost.encode_s + cost.decode_s),
         ]
     if not strategy.reply_codec.is_none:
         lines.append(
@@ -59,10 +64,12 @@ def pushed(strategy: ServerStrategy, module: Any, num_bytes: int) -> list[str]:
     return lines
 
 
-def message_sizes(strategy: ServerStrategy, module: Any, numbers: int, dtype: Any) -> tuple[float, float]:
+def message_sizes(
+    strategy: ServerStrategy, module: nn.Module, numbers: int, dtype: Any
+) -> tuple[float, float]:
     """Bytes of a worker's push and of a reply, over all shards, for parameters of `dtype`."""
     from mpitrain.model.buffers import wire_dtype
-    from mpitrain.planning.codec_cost import try_codec
+    from mpitrain.planning.codec_cost import measure_codec
 
     sizes = []
     for codec, wire in (
@@ -70,20 +77,22 @@ def message_sizes(strategy: ServerStrategy, module: Any, numbers: int, dtype: An
         (strategy.reply_codec, strategy.reply_numbers),
     ):
         plain = float(numbers * wire_dtype(wire, dtype).itemsize)
-        sizes.append(plain if codec.is_none else float(try_codec(codec, module).message_bytes))
+        sizes.append(plain if codec.is_none else float(measure_codec(codec, module).message_bytes))
     return sizes[0], sizes[1]
 
 
-def _message(codec: Codec, cost: Any, num_bytes: int) -> str:
+def _message(codec: Codec, cost: CodecCost, num_bytes: int) -> str:
     ratio = f"{num_bytes / max(1, cost.message_bytes):.1f} times fewer bytes than float32"
     return (
         f"codec       {codec}: {size_text(cost.message_bytes)} a message once its density is reached, {ratio}"
     )
 
 
-def _costs(cost: Any, total_s: float, decodes: int) -> list[str]:
-    tried = (
-        "" if cost.tried == cost.total else f", reckoned from {cost.tried / 1e6:.1f} million of its numbers"
+def _costs(cost: CodecCost, total_s: float, decodes: int) -> list[str]:
+    sample = (
+        ""
+        if cost.measured == cost.total
+        else f", extrapolated from {cost.measured / 1e6:.1f} million of its numbers"
     )
     each = f"{1e3 * cost.encode_s:.3g} to encode, {decodes} x {1e3 * cost.decode_s:.3g} to decode"
-    return [f"            costs {1e3 * total_s:.3g} ms of a core here ({each}{tried})"]
+    return [f"            costs {1e3 * total_s:.3g} ms of a core here ({each}{sample})"]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
-from mpitrain.planning.codecs import allreduced, message_sizes, pushed
-from mpitrain.planning.serverless import averaging, peers
+from mpitrain.planning.codecs import describe_allreduce_codec, describe_server_codecs, message_sizes
+from mpitrain.planning.serverless import describe_decentralized, describe_local_sgd
 from mpitrain.planning.units import size_text
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
@@ -23,6 +23,9 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles, allot, assign
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ def _data(job: Job, overrides: Overrides, catalogue: Catalogue, roles: Roles) ->
     return lines
 
 
-def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
+def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any) -> list[str]:
     num_bytes = sum(
         parameter.numel() * parameter.element_size()
         for parameter in module.parameters()
@@ -179,15 +182,17 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
     if not roles.servers:
         num = len(roles.workers)
         if isinstance(job.strategy, LocalSGD):
-            return lines + averaging(job.strategy, module, num_bytes, numbers, num, job.batch_size * num)
+            return lines + describe_local_sgd(
+                job.strategy, module, num_bytes, numbers, num, job.batch_size * num
+            )
         if isinstance(job.strategy, Decentralized):
-            return lines + peers(job.strategy, module, num_bytes, num)
+            return lines + describe_decentralized(job.strategy, module, num_bytes, num)
         least = size_text(2 * (num - 1) / num * num_bytes)
         lines.append(
             f"messages    allreduce of {size_text(num_bytes)} a step; at least {least} sent per rank"
         )
         assert isinstance(job.strategy, AllReduce)
-        return lines + allreduced(job.strategy.codec, module, num_bytes, num)
+        return lines + describe_allreduce_codec(job.strategy.codec, module, num_bytes, num)
     from mpitrain.model import check_optimizer
     from mpitrain.model.flat import make_layout
 
@@ -203,7 +208,7 @@ def _messages(job: Job, roles: Roles, module: Any, optimizer: Any) -> list[str]:
     pushes, pulls = _every(strategy.push_every), _every(strategy.pulls)
     sent = f"sends {size_text(push)}" + ("" if pushes == pulls else f" {pushes}")
     lines.append(f"            each worker {sent} and receives {size_text(reply)} {pulls}")
-    lines += pushed(strategy, module, num_bytes)
+    lines += describe_server_codecs(strategy, module, num_bytes)
     return lines
 
 

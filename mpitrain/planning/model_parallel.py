@@ -5,7 +5,7 @@ Invariants: it asks the functions that the run asks (grid, stages, slices, units
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mpitrain.job import Job, Overrides
 from mpitrain.strategies.model_parallel.base import Split
@@ -14,9 +14,12 @@ from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 def describe_split(
-    job: Job, overrides: Overrides, nodes: tuple[int, ...], num_samples: int, module: Any
+    job: Job, overrides: Overrides, nodes: tuple[int, ...], num_samples: int, module: nn.Module
 ) -> list[str]:
     """Placement, steps, model and messages, as lines.
 
@@ -52,7 +55,7 @@ def _placement(strategy: Split, grid: Grid, nodes: tuple[int, ...]) -> list[str]
     return lines
 
 
-def _model(job: Job, grid: Grid, module: Any) -> list[str]:
+def _model(job: Job, grid: Grid, module: nn.Module) -> list[str]:
     total = sum(parameter.numel() for parameter in module.parameters())
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     lines = [f"model       {total:,} numbers"]

@@ -6,18 +6,21 @@ Invariants: sizes come from the functions that the run asks; what is compared wi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from mpitrain.planning.units import pays, size_text
+from mpitrain.planning.units import break_even, size_text
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def averaging(
-    strategy: LocalSGD, module: Any, num_bytes: int, numbers: int, num_workers: int, step_samples: int
+
+def describe_local_sgd(
+    strategy: LocalSGD, module: nn.Module, num_bytes: int, numbers: int, num_workers: int, step_samples: int
 ) -> list[str]:
-    """What periodic averaging sends, what it costs here, and where allreduce would have hidden it."""
-    from mpitrain.planning.codec_cost import copying_s, try_codec
+    """What local SGD sends, what that costs here, and where allreduce would have hidden it."""
+    from mpitrain.planning.codec_cost import copy_s, measure_codec
     from mpitrain.strategies.compression import BFloat16, Codec, EightBit, Float16
 
     wide = {"full": num_bytes, "float16": 2 * numbers, "bfloat16": 2 * numbers, "int8": 65 * numbers / 64}
@@ -25,19 +28,19 @@ def averaging(
     sent = share * wide[strategy.wire]
     steps = strategy.period if strategy.unit == "steps" else max(1.0, strategy.period / step_samples)
     saved_bits = 8 * (share * num_bytes - sent / steps)
-    cost_s = copying_s(numbers)
+    cost_s = copy_s(numbers)
     if strategy.wire != "full":
         codec: Codec = {"float16": Float16(), "bfloat16": BFloat16(), "int8": EightBit(dense_below=0)}[
             strategy.wire
         ]
-        tried = try_codec(codec, module)
-        cost_s += tried.encode_s + tried.decode_s * (num_workers if strategy.wire == "int8" else 1)
+        measured = measure_codec(codec, module)
+        cost_s += measured.encode_s + measured.decode_s * (num_workers if strategy.wire == "int8" else 1)
     first = f"{size_text(sent)} sent per rank at an averaging, every {steps:g} steps: {size_text(sent / steps)} a step"
     saves = f"saves {saved_bits / 1e5:.3g} ms a step at 100 Mbit/s, {saved_bits / 1e6:.3g} ms at 1 Gbit/s"
     lines = [
         f"messages    {first}",
         f"            {saves} beside allreduce",
-        *pays(share * num_bytes - sent / steps, cost_s / steps),
+        *break_even(share * num_bytes - sent / steps, cost_s / steps),
         "            but for what backward hides of allreduce. Two ranks on one host, period 16:",
         "            2.0 times the steps of allreduce for an MLP of 6.3 M numbers, none gained for a CNN of 0.4 M;",
         "            int8 costs more there than it saves (benchmarks/averaging.py)",
@@ -49,19 +52,21 @@ def averaging(
     return lines
 
 
-def peers(strategy: Decentralized, module: Any, num_bytes: int, number: int) -> list[str]:
-    """What a peer sends and holds, and whether allreduce would send less."""
-    from mpitrain.planning.codec_cost import try_codec
+def describe_decentralized(
+    strategy: Decentralized, module: nn.Module, num_bytes: int, number: int
+) -> list[str]:
+    """What a peer sends and holds under a decentralised strategy, and whether allreduce would send less."""
+    from mpitrain.planning.codec_cost import measure_codec
 
-    cost = None if strategy.codec.is_none else try_codec(strategy.codec, module)
+    cost = None if strategy.codec.is_none else measure_codec(strategy.codec, module)
     message = num_bytes if cost is None else cost.message_bytes
     near = strategy.receivers(0, number, 0)
     sent, reduced = len(near) * message, 2 * (number - 1) / number * num_bytes
     waits = (
         "waits for nobody" if strategy.asynchronous else f"waits for {len(strategy.senders(0, number, 0))}"
     )
-    told = f"{size_text(message)} to each of {len(near)} peers, {size_text(sent)} sent per rank and step"
-    lines = [f"messages    {told}; each {waits}"]
+    sends = f"{size_text(message)} to each of {len(near)} peers, {size_text(sent)} sent per rank and step"
+    lines = [f"messages    {sends}; each {waits}"]
     if number > 1:
         ratio = sent / reduced
         advice = (
@@ -75,7 +80,7 @@ def peers(strategy: Decentralized, module: Any, num_bytes: int, number: int) -> 
         lines.append("            (coded messages as they are once their density is reached)")
         total_s = cost.encode_s + (1 + len(strategy.senders(0, number, 0))) * cost.decode_s
         lines.append(f"codec       costs {1e3 * total_s:.3g} ms of a core a step here")
-        lines += pays(reduced - sent, total_s)
+        lines += break_even(reduced - sent, total_s)
     meetings = f"every {strategy.resync} steps and at the end" if strategy.resync else "at the end"
     lines.append(f"            all meet {meetings}: at most {size_text(3 * num_bytes)} sent per rank")
     if strategy.mixes:

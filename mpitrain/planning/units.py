@@ -15,7 +15,7 @@ def size_text(num_bytes: float) -> str:
     raise AssertionError
 
 
-def pays(saved_bytes: float, cost_s: float) -> list[str]:
+def break_even(saved_bytes: float, cost_s: float) -> list[str]:
     """The link rate at which saved bytes are worth so many seconds."""
     if saved_bytes <= 0:
         return ["            does not pay on any link: it sends no fewer bytes"]

@@ -25,7 +25,8 @@ from mpitrain.reporting.console import Console, date, short
 from mpitrain.system.atomic import write_durable
 from mpitrain.system.folders import make_private
 
-SCHEMA = 1
+FOM_SCHEMA = 1
+RESULT_SCHEMA = 2  # 1 said `metrics_are` for `metrics_reduction`
 METRICS_FILE = "metrics.jsonl"
 FOM_KEYS = ("samples_per_second", "status", "strategy", "workers", "servers", "nodes", "steps")
 
@@ -65,7 +66,7 @@ def fom_line(result: Mapping[str, Any]) -> str:
     return (
         f"FOM samples_per_second={float(result['samples_per_second']):.1f} unit=samples/s "
         f"status={result['status']} strategy={''.join(str(result['strategy']).split())} "
-        f"{counts}{virtual} schema={SCHEMA}"
+        f"{counts}{virtual} schema={FOM_SCHEMA}"
     )
 
 
@@ -199,7 +200,7 @@ class Report:
             self._console.insist(f"mpitrain: {explained(str(result['failure']))}")
         line = "" if result["status"] == "requeue" else fom_line(result)  # what goes on has no figure yet
         self.close()
-        write_json(self.run_dir / "result.json", {**result, "schema": SCHEMA})
+        write_json(self.run_dir / "result.json", {**result, "schema": RESULT_SCHEMA})
         if line:
             print(line, flush=True)
 

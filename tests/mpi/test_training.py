@@ -316,7 +316,7 @@ def test_a_loss_that_tells_its_weight_is_divided_by_the_weight_of_all_ranks(laun
     module.load_state_dict(trained)
     total, weight = toy.weighted_loss(module, whole)
     assert result["validation_loss"] == pytest.approx(float(total / weight), rel=1e-5)
-    assert result["metrics_are"] == ("" if name == "weighted-sharded" else "mean over batches")
+    assert result["metrics_reduction"] == ("" if name == "weighted-sharded" else "mean over batches")
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -11,9 +11,9 @@ from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
 from mpitrain.job import Overrides, apply_overrides
 from mpitrain.planning import codec_cost
-from mpitrain.planning.codec_cost import try_codec
+from mpitrain.planning.codec_cost import measure_codec
 from mpitrain.planning.dry_run import block_nodes, describe
-from mpitrain.planning.units import pays
+from mpitrain.planning.units import break_even
 from tests import toy
 
 
@@ -147,16 +147,16 @@ def test_what_saves_nothing_is_said_to_pay_nowhere():
     assert "does not pay on any link" in plan(
         mt.AllReduce(codec=mt.EightBit(dense_below=0)), 24, data=toy.Memory(96)
     )
-    assert pays(1e6, 0.008) == [
+    assert break_even(1e6, 0.008) == [
         "            pays on links below 1 Gbit/s, does not pay above 1 Gbit/s (break-even)"
     ]
-    assert "2.5 Mbit/s" in pays(2500, 0.008)[0]
+    assert "2.5 Mbit/s" in break_even(2500, 0.008)[0]
 
 
 @pytest.mark.parametrize("codec", [mt.Threshold(density=0.01), mt.EightBit(), mt.TopK(density=0.02)], ids=str)
 def test_a_part_of_a_model_tells_the_bytes_of_all_of_it(monkeypatch, codec):
-    whole = try_codec(codec, wide())
+    whole = measure_codec(codec, wide())
     monkeypatch.setattr(codec_cost, "TRIED", 12000)
-    part = try_codec(codec, wide())
-    assert whole.tried == whole.total == part.total > 2 * part.tried
+    part = measure_codec(codec, wide())
+    assert whole.measured == whole.total == part.total > 2 * part.measured
     assert part.message_bytes == pytest.approx(whole.message_bytes, rel=0.1)
