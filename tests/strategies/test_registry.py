@@ -49,6 +49,34 @@ class Exponential(Damping):
         return math.exp(-self.beta * staleness)
 '''
 
+EVERY_SECOND = '''\
+"""Asynchronous SGD that takes every second push of each worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.strategies.base import Push, ServerStrategy, Verdict
+from mpitrain.values import register
+
+
+@register("strategy", "every_second")
+@dataclass(frozen=True, repr=False)
+class EverySecond(ServerStrategy):
+    """A server applies every second gradient of each worker on arrival, and drops the others."""
+
+    first: int = 0
+
+    def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
+        return {}
+
+    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
+        taken = push.step % 2 == self.first
+        weight = self.damping.weight(push.version - push.read) if taken else 0.0
+        return Verdict(weight, flush=weight > 0, release=(push.worker,))
+'''
+
 
 @pytest.fixture
 def copy(tmp_path):
@@ -136,3 +164,33 @@ print(json.dumps({
         *("damping", "exponential", "Exponential", "exponential(beta=0.1)", ""),
         "A gradient counts by an exponential of its staleness: c(tau) = exp(-beta tau).",
     ]
+
+
+def test_a_new_server_strategy_is_one_file_and_one_row(copy):
+    """It runs in virtual time, on one server and on two, as any other."""
+    copy.add("parameter_server/every_second.py", EVERY_SECOND, "EverySecond")
+    made = copy(
+        """
+import json
+import torch
+import mpitrain as mt
+from mpitrain.values import parse
+from mpitrain.virtual import Constant, Ideal
+data = mt.Synthetic(24, x=((1,), "float32"), y=((1,), "float32"))
+def run(text, name):
+    job = mt.Job(
+        model=lambda: torch.nn.Linear(1, 1), loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), data=data, batch_size=2, epochs=2,
+    )
+    result = mt.simulate(job, parse(text, "strategy"), 3, Constant(), Ideal(), run_dir=name, quiet=True)
+    return [[one[key] for key in ("version", "accepted", "dropped", "samples_dropped")] for one in result["shards"]]
+print(json.dumps({
+    "public": "EverySecond" in mt.__all__,
+    "one": run("every_second()", "one"),
+    "two": run("every_second(first=1, servers=2, damping=inverse())", "two"),
+}))
+"""
+    )
+    assert made["public"]
+    assert made["one"] == [[12, 12, 12, 24]], "24 pushes of 2 samples"
+    assert made["two"] == [[12, 12, 12, 24]] * 2
