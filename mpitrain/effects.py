@@ -35,7 +35,7 @@ class Kind(enum.IntEnum):
     DIFFERENCE = 8  # server -> worker: what both sides of an elastic exchange move by
     LOST = 9  # world -> server: this worker is dead; worker -> server: I fail now
     IDLE = 10  # worker -> server: I have nothing to compute on, and stay in case there is more
-    WAKE = 11  # server -> worker that is idle: join again, or, with `stop`, leave, or, with `heir`, deliver the model
+    WAKE = 11  # server -> idle worker: join again, or, with `stop`, leave, or, with `promoted`, deliver the model
     UPDATE = 12  # peer -> peer: what this step has changed, or the parameters
     SUM = 13  # peer -> its parent at a meeting: the sum of the parameters below
     MEAN = 14  # peer -> its children at a meeting: the mean of all
@@ -43,13 +43,15 @@ class Kind(enum.IntEnum):
     AGREED = 16  # peer -> its children: whether all write a checkpoint now, and end
     DELIVERED = 17  # worker -> dealing server: the final model is saved, and `text` is what was measured
     LEAVE = 18  # worker -> server: I stayed for as long as I was wanted
-    SAVE = 19  # worker -> server: when all have come here, write the checkpoint at `mark`, then send me the model
+    SAVE = 19  # worker -> server: when all are here, write the checkpoint `checkpoint_at`, then send me the model
     ALIVE = 20  # worker -> server: I wait for an answer; are you there? server -> worker: I am
     AWAY = 21  # worker -> server: I validate before my next push, for as long as it takes
     LAST = 22  # peer -> peers: I have taken my last step; `step` is how many I took
 
 
-ASKS = -1  # in place of a message's `mark`: its sender was told to end, and asks for a checkpoint
+REQUESTED = (
+    -1
+)  # in place of a message's `checkpoint_at`: its sender was told to end, and asks for a checkpoint
 
 
 class Payload(Protocol):
@@ -69,15 +71,15 @@ class Payload(Protocol):
 class Message(NamedTuple):
     """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples` in the
     batch or accepted in all, `share` that a push has in the mean of its update, `loss` of the batch, `finite` of the
-    whole gradient (a DONE is not, when a server said stop: not every shard need have judged what was pushed), `stop` no
-    more work, `pull` a push that is to be answered with parameters, `leases` as (epoch, start, count, batch size) dealt
-    with an answer, or the one that a push was made of; `text` a note, or, of a push, the options of the optimizer that
-    came with the gradient.
+    whole gradient (a DONE is not, when a server said stop: not every shard need have processed what was pushed), `stop`
+    no more work, `pull` a push that is to be answered with parameters, `leases` as (epoch, start, count, batch size)
+    dealt with an answer, or the one that a push was made of; `text` a note, or, of a push, the options of the optimizer
+    that came with the gradient.
 
-    Checkpoints: `mark` is the accepted samples at which every shard writes the next one (or `ASKS`), `ends` that the
-    run ends with it, `cut` the one that this answer belongs to, `batches` how many a worker that joins has done before.
-    Losses: `heir` is the worker that validates from now on, for the one that did is gone; `park`: it should stay
-    although it has nothing to do.
+    Checkpoints: `checkpoint_at` is the accepted samples at which every shard writes the next one (or `REQUESTED`),
+    `final` that the run ends with it, `checkpoint` the one that this answer belongs to, `batches` how many a worker
+    that joins has done before. Losses: `promoted` is the worker that validates from now on, for the one that did is
+    gone; `standby`: it should stay although it has nothing to do.
     """
 
     kind: Kind
@@ -91,12 +93,12 @@ class Message(NamedTuple):
     leases: tuple[tuple[int, int, int, int], ...] = ()
     text: str = ""
     payload: Payload | None = None
-    mark: int = 0
-    ends: bool = False
-    cut: int = 0
+    checkpoint_at: int = 0
+    final: bool = False
+    checkpoint: int = 0
     batches: int = 0
-    heir: bool = False
-    park: bool = False
+    promoted: bool = False
+    standby: bool = False
     share: float = 1.0
 
 

@@ -4,9 +4,9 @@ Invariants: a header is believed only when its magic number, its checksum and it
 sequence are right. It is small enough to travel eagerly; what follows it (a payload, or a
 note's text) has its exact length in it.
 
-    magic 4s | kind u8 | finite, stop, pull, ends, heir, park u8 | leases u8 | - |
-    sequence, version, step, samples i64 | mark, cut, batches i64 | loss, share f64 | payload bytes, text bytes i64 |
-    3 x (epoch u32, start i64, count u32, batch size u32) | crc32 u32 | zeros
+    magic 4s | kind u8 | finite, stop, pull, final, promoted, standby u8 | leases u8 | - |
+    sequence, version, step, samples i64 | checkpoint_at, checkpoint, batches i64 | loss, share f64 | payload bytes,
+    text bytes i64 | 3 x (epoch u32, start i64, count u32, batch size u32) | crc32 u32 | zeros
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def encode(message: Message, sequence: int) -> bytearray:
     assert len(message.leases) <= _MAX_LEASES, message.leases
     leases = [number for lease in message.leases for number in lease]
     payload_bytes = message.payload.num_bytes if message.payload is not None else 0
-    told = (message.finite, message.stop, message.pull, message.ends, message.heir, message.park)
-    flags = sum(bit << place for place, bit in enumerate(told))
+    bits = (message.finite, message.stop, message.pull, message.final, message.promoted, message.standby)
+    flags = sum(bit << place for place, bit in enumerate(bits))
     header = bytearray(HEADER_BYTES)
     _FIELDS.pack_into(
         header, 0, _MAGIC, message.kind, flags, len(message.leases), sequence,
-        message.version, message.step, message.samples, message.mark, message.cut, message.batches,
+        message.version, message.step, message.samples, message.checkpoint_at, message.checkpoint,
+        message.batches,
         message.loss, message.share, payload_bytes, len(message.text.encode()),
         *leases, *[0] * (4 * _MAX_LEASES - len(leases)),
     )  # fmt: skip
@@ -52,7 +53,7 @@ def decode(header: bytearray, sequence: int, source: int) -> tuple[Message, int,
     """
     view = memoryview(header)[: _FIELDS.size]
     (magic, kind, flags, num_leases, got, version, step, samples, *rest) = _FIELDS.unpack(view)
-    mark, cut, batches, loss, share, payload_bytes, text_bytes, *rest = rest
+    checkpoint_at, checkpoint, batches, loss, share, payload_bytes, text_bytes, *rest = rest
     (checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
     if magic != _MAGIC or checksum != zlib.crc32(view):
         raise WireError(
@@ -71,9 +72,10 @@ def decode(header: bytearray, sequence: int, source: int) -> tuple[Message, int,
     leases = tuple(
         (rest[4 * i], rest[4 * i + 1], rest[4 * i + 2], rest[4 * i + 3]) for i in range(num_leases)
     )
-    finite, stop, pull, ends, heir, park = (bool(flags & bit) for bit in (1, 2, 4, 8, 16, 32))
+    finite, stop, pull, final, promoted, standby = (bool(flags & bit) for bit in (1, 2, 4, 8, 16, 32))
     message = Message(
         Kind(kind), version, step, samples, loss, finite, stop, pull, leases,
-        mark=mark, ends=ends, cut=cut, batches=batches, heir=heir, park=park, share=share,
+        checkpoint_at=checkpoint_at, final=final, checkpoint=checkpoint, batches=batches, promoted=promoted,
+        standby=standby, share=share,
     )  # fmt: skip
     return message, payload_bytes, text_bytes

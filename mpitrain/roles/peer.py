@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any
 
-from mpitrain.effects import ASKS, Compute, Effect, Kind, Message, Now, Recv, Role, Send
+from mpitrain.effects import REQUESTED, Compute, Effect, Kind, Message, Now, Recv, Role, Send
 from mpitrain.errors import LostRankError, NonFiniteError
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import PeerReplica, Report
@@ -69,7 +69,7 @@ class Peer:
     def run(self) -> Role:
         """Train to the end of the course; returns this peer's counts."""
         epoch = self.partition.epoch
-        told: tuple[int, int, int, float] | None = None
+        info: tuple[int, int, int, float] | None = None
         while (turn := self.partition.next()) is not None:
             if turn.num_active != self.num_active:  # the warm-up is over: the others join from the mean
                 yield from self._meet()
@@ -83,8 +83,8 @@ class Peer:
                 if loss is None:
                     yield from self._leave()
                     break
-                told = (turn.samples_before + turn.num_samples, turn.step + 1, turn.epoch + 1, loss)
-                self.report.progress(*told, drift=self.drift, **dict[str, Any](self.replica.statistics()))
+                info = (turn.samples_before + turn.num_samples, turn.step + 1, turn.epoch + 1, loss)
+                self.report.progress(*info, drift=self.drift, **dict[str, Any](self.replica.statistics()))
             if meets := self.strategy.meets_after(turn.step):
                 yield from self._meet()
             if self.checkpoints is not None:
@@ -92,8 +92,8 @@ class Peer:
                 if self.checkpoints.ended:
                     break
         yield from self._meet()
-        if told:
-            self.report.progress(*told)  # the run has lasted until everybody was here
+        if info:
+            self.report.progress(*info)  # the run has lasted until everybody was here
         return self._counts()
 
     def state(self) -> dict[str, Any]:
@@ -119,13 +119,15 @@ class Peer:
         asked, step = checkpoints.asked(), turn.step
         for child in topology.children(self.rank, self.number):
             message = yield from self._expect(child, Kind.ASK, step)
-            asked = asked or message.mark == ASKS
+            asked = asked or message.checkpoint_at == REQUESTED
         parent = topology.parent(self.rank)
         if parent is None:
             samples = turn.samples_before + turn.num_samples
             decided = checkpoints.decide(asked, step, samples, (yield Now()))
         else:
-            yield Send(parent, Message(Kind.ASK, version=step, step=step, mark=ASKS if asked else 0))
+            yield Send(
+                parent, Message(Kind.ASK, version=step, step=step, checkpoint_at=REQUESTED if asked else 0)
+            )
             decided = yield from self._expect(parent, Kind.AGREED, step)
         for child in topology.children(self.rank, self.number):
             yield Send(child, decided)

@@ -1,8 +1,8 @@
 """When peers write a checkpoint, and when they ask one another whether to.
 
-Invariants: arithmetic on counts that all peers share. A mark in samples needs no message; what one peer alone
-knows (that it was told to end, that time is up) is agreed over the tree of all peers every so many steps, about twice a
-second, or, where peers do not wait for one another, at their meetings.
+Invariants: arithmetic on counts that all peers share. A checkpoint that is due in samples needs no message; what one
+peer alone knows (that it was told to end, that time is up) is agreed over the tree of all peers every so many steps,
+about twice a second, or, where peers do not wait for one another, at their meetings.
 """
 
 from __future__ import annotations
@@ -43,12 +43,17 @@ class PeerCheckpoints:
         self._asked_s = now_s
         timed = self.keeper.time_is_up()
         return Message(
-            Kind.AGREED, version=step, step=step, ends=asked, cut=int(asked or timed), batches=step + steps
+            Kind.AGREED,
+            version=step,
+            step=step,
+            final=asked,
+            checkpoint=int(asked or timed),
+            batches=step + steps,
         )
 
     def take(self, decided: Message) -> None:
         """What was decided."""
-        self._now, self.ended, self.cadence.ask_at = bool(decided.cut), decided.ends, decided.batches
+        self._now, self.ended, self.cadence.ask_at = bool(decided.checkpoint), decided.final, decided.batches
 
     def is_due(self, samples: int, met: bool) -> bool:
         """Whether to write now, after so many samples of all peers."""

@@ -112,7 +112,7 @@ class Keeper(Protocol):
     def asked(self) -> bool:
         """Whether this process has been told to end."""
 
-    def save(self, mark: int, role_state: dict[str, Any], parts: list[str] | tuple[()]) -> None:
+    def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: list[str] | tuple[()]) -> None:
         """Write in the background; `parts`: names of all that make the checkpoint complete (the first part knows)."""
 
 

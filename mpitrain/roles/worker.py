@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any
 
-from mpitrain.effects import ASKS, Compute, Effect, Interrupted, Kind, Message, Now, Role, Send
+from mpitrain.effects import REQUESTED, Compute, Effect, Interrupted, Kind, Message, Now, Role, Send
 from mpitrain.roles.failure_detector.worker_side import ServerProbe
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.protocols import Gradient, Keeper, Replica, Report
@@ -67,8 +67,8 @@ class Worker:
         self.validates = rank == roles.validator
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
         self.batch_size, self.keeper, self.deliver = batch_size, keeper, deliver
-        self.mark = self._cut = 0
-        self.ends = False
+        self.checkpoint_at = self._checkpoint = 0
+        self.final = False
         self.batches: deque[tuple[Lease, Lease | None]] = deque()  # with its lease, if it is the last of that
         self.versions = [0] * len(roles.servers)
         self.step = self.samples = self.num_batches = self.progress = 0
@@ -76,7 +76,7 @@ class Worker:
         self.compute_s = self.wait_s = 0.0
         self._unpushed: list[Gradient] = []
         self._since_pull = self._num_prefetched = 0
-        self._joined = self._park = self._asks = False
+        self._joined = self._standby = self._requested = False
         self._num_awaited = 0  # pushes that have not been answered
 
     def run(self) -> Role:
@@ -96,8 +96,8 @@ class Worker:
                 yield from self._await_answer()  # it may bring more to do
                 yield from self._idle()
         yield from self.settle()
-        if told := self.replica.statistics():
-            note = {"name": "codec", "worker": self.rank, **told}
+        if info := self.replica.statistics():
+            note = {"name": "codec", "worker": self.rank, **info}
             yield Send(self.roles.dealer, Message(Kind.NOTE, text=json.dumps(note)))
         yield from self._broadcast(Kind.DONE, stop=self.wants_final, finite=not self.stopped)
         if self.deliver is not None:
@@ -139,8 +139,8 @@ class Worker:
 
     def _idle(self) -> Generator[Effect, Any, None]:
         """Stay for as long as the dealing server wants, in case somebody's leases come back."""
-        while self._park and not self.batches and not self.stopped:
-            self._park = False
+        while self._standby and not self.batches and not self.stopped:
+            self._standby = False
             yield from self._broadcast(Kind.IDLE)
             source, message = yield from self.probe.receive((self.roles.dealer,))
             while message.kind == Kind.REPLY:  # a restart that crossed it (virtual time only)
@@ -201,7 +201,7 @@ class Worker:
         samples = sum(gradient.samples for gradient in self._unpushed)
         loss = sum(gradient.loss * gradient.samples for gradient in self._unpushed) / samples
         # the last lease of an epoch may be short: where pulls go with pushes, they do then too
-        asks = not self.ends and (self._asks or (self.keeper is not None and self.keeper.asked()))
+        asks = not self.final and (self._requested or (self.keeper is not None and self.keeper.asked()))
         pull = self._since_pull >= self.pull_every or self.pull_every == self.push_every
         for shard, server in enumerate(self.roles.servers):
             message = Message(
@@ -214,8 +214,8 @@ class Worker:
                 finite=all(gradient.finite for gradient in self._unpushed),
                 pull=pull,
                 payload=payloads[shard],
-                mark=ASKS if asks else self.mark,
-                ends=self.ends,
+                checkpoint_at=REQUESTED if asks else self.checkpoint_at,
+                final=self.final,
                 batches=len(self._unpushed),
                 leases=(lease,) if lease else (),
                 text=self._unpushed[-1].options,
@@ -253,14 +253,14 @@ class Worker:
             if not crossed:
                 missing.discard(source)
             self.take_in(source, message)
-        if self._cut and self.keeper is not None:
-            keeper, mark, self._cut = self.keeper, self._cut, 0
-            yield Compute(lambda: self._keep(keeper, mark), "checkpoint")
+        if self._checkpoint and self.keeper is not None:
+            keeper, checkpoint_at, self._checkpoint = self.keeper, self._checkpoint, 0
+            yield Compute(lambda: self._keep(keeper, checkpoint_at), "checkpoint")
 
-    def _keep(self, keeper: Keeper, mark: int) -> None:
+    def _keep(self, keeper: Keeper, checkpoint_at: int) -> None:
         if not self._unpushed:  # or else what a hook would count now is computed again by who resumes
             self.replica.finish()
-        keeper.save(mark, self.state(), ())
+        keeper.save(checkpoint_at, self.state(), ())
 
     def take_in(self, source: int, message: Message) -> None:
         """What a server's answer says and brings."""
@@ -269,14 +269,18 @@ class Worker:
         if source == self.roles.dealer:
             self.progress = message.samples
             self.replica.progress(self.progress)
-            if message.heir:
+            if message.promoted:
                 self.validates = self.wants_final = True
-            self._park = message.park
-            self.mark, self.ends, self._cut = message.mark, message.ends, message.cut or self._cut
+            self._standby = message.standby
+            self.checkpoint_at, self.final, self._checkpoint = (
+                message.checkpoint_at,
+                message.final,
+                message.checkpoint or self._checkpoint,
+            )
             if not self._joined:
                 self.step, self.num_batches = message.step, message.batches
-        elif message.mark == ASKS:
-            self._asks = True
+        elif message.checkpoint_at == REQUESTED:
+            self._requested = True
         for lease in map(Lease._make, message.leases):
             pieces = lease.batches()
             self.batches.extend((piece, lease if piece is pieces[-1] else None) for piece in pieces)
@@ -291,7 +295,9 @@ class Worker:
             self.versions[shard] = message.version
 
     def _broadcast(self, kind: Kind, stop: bool = False, finite: bool = True) -> Generator[Effect, Any, None]:
-        message = Message(kind, step=self.step, stop=stop, finite=finite, mark=self.mark, ends=self.ends)
+        message = Message(
+            kind, step=self.step, stop=stop, finite=finite, checkpoint_at=self.checkpoint_at, final=self.final
+        )
         for server in self.roles.servers:
             yield Send(server, message)
 

@@ -194,15 +194,15 @@ def write_shard(
             shards + [f"worker-{workers.index(worker)}" for worker in present] if part == shards[0] else []
         )
         run_dir = Path(told["run_dir"])
-        identity = run.open(run_dir, order.mark, first=bool(parts))
+        identity = run.open(run_dir, order.checkpoint_at, first=bool(parts))
         try:
             state = {"role": role, "store": store.state()}
-            write_part(folder_of(run_dir, order.mark), part, state, identity, parts, about)
+            write_part(folder_of(run_dir, order.checkpoint_at), part, state, identity, parts, about)
         except CheckpointError as error:
             print(f"mpitrain: warning: {error}", file=sys.stderr, flush=True)
             return
         if parts:
-            prune(run_dir, told["keep"], order.mark, identity)
+            prune(run_dir, told["keep"], order.checkpoint_at, identity)
 
     return write
 

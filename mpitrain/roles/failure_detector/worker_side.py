@@ -80,9 +80,9 @@ class ServerProbe:
                 "without it"
             )
         if dead:
-            told = ", ".join(map(str, dead))
+            ranks = ", ".join(map(str, dead))
             raise LostRankError(
-                f"rank {self.rank} (worker) has had no answer of rank {told} (server) for {self.timeout_s:g} s "
+                f"rank {self.rank} (worker) has had no answer of rank {ranks} (server) for {self.timeout_s:g} s "
                 "(--heartbeat-s): the job ends, to be started again from its newest checkpoint"
             )
 

@@ -1,7 +1,7 @@
 """A server that goes on without a worker that dies or falls silent.
 
 Invariants: no lease is lost with its worker. A worker that has nothing left to do is asked to stay while others
-still hold leases (`park`): it says that it is idle, and to every strategy it has left; should one of the others be
+still hold leases (`standby`): it says that it is idle, and to every strategy it has left; should one of the others be
 lost, the dealing server wakes it, it joins again and takes over. A worker is given up as silent when everybody else
 waits or has left, and, where MPI tells of no death (`by_heartbeat`), whatever the others do; should it wake after that,
 what it pushes is refused and it is told to leave. For rank 0, to which everybody then reports, the servers stay a while
@@ -258,17 +258,17 @@ class FaultTolerantServer(Server):
         if was_active:
             yield from self._go_on_without(worker)
         if not self.present and len(self.tracker.lost) == len(self.workers):
-            told = f"has sent {MOST_NONFINITE} gradients in a row that are not finite"
-            told = told if how == NOT_FINITE else how
-            self.failure = self.failure or f"rank {worker} (worker) {told}, and no other worker is left"
+            cause = f"has sent {MOST_NONFINITE} gradients in a row that are not finite"
+            cause = cause if how == NOT_FINITE else how
+            self.failure = self.failure or f"rank {worker} (worker) {cause}, and no other worker is left"
         if not self.active and not self.standby:
             yield from self._admit_joining()
         yield from self._wake()
 
     def _about(self, worker: int) -> dict[str, Any]:
-        heir = worker == self.tracker.validator != min(self.workers)
+        promoted = worker == self.tracker.validator != min(self.workers)
         stays = not self._over and self.leases.has_nothing(worker) and self.leases.outstanding(but_for=worker)
-        return {**super()._about(worker), "heir": heir, "park": stays}
+        return {**super()._about(worker), "promoted": promoted, "standby": stays}
 
     def summary(self) -> dict[str, Any]:
         """`Server.summary`, with the ranks that were lost, and how."""

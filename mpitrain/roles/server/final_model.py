@@ -45,8 +45,8 @@ def stay(worker: Worker, deliver: Deliver) -> Steps:
             missing.discard(source)
             if not missing:
                 yield from worker.report_away()
-                told = yield Compute(deliver, "deliver", interruptible=False)
-                yield Send(dealer, Message(Kind.DELIVERED, step=worker.step, text=json.dumps(told)))
+                measured = yield Compute(deliver, "deliver", interruptible=False)
+                yield Send(dealer, Message(Kind.DELIVERED, step=worker.step, text=json.dumps(measured)))
     for server in servers:
         yield Send(server, Message(Kind.LEAVE, step=worker.step))
 
@@ -94,4 +94,4 @@ def _name(server: FaultTolerantServer, staying: set[int]) -> Steps:
         tracker.validator = min(staying)
     if tracker.validator not in server.named:  # the validator itself has asked for the final model
         server.named.add(tracker.validator)
-        yield Send(tracker.validator, Message(Kind.WAKE, heir=True))
+        yield Send(tracker.validator, Message(Kind.WAKE, promoted=True))

@@ -127,11 +127,11 @@ class Leases:
         size = self.batch_size * self.strategy.push_every
         return self.strategy.batching.weight(num_samples, self.num_workers, size) if size else 1.0
 
-    def share(self, told: float) -> float:
-        """What share a push of `told` samples (or what its loss counts) has in the mean of its update: where it is a
+    def share(self, counted: float) -> float:
+        """What share a push of `counted` samples (or what its loss counts) has in the mean of its update: where it is a
         mean itself, and not the sum of several, or the way that a worker has gone."""
         is_mean = self.strategy.push_every == 1 and self.strategy.optimizer == "server"
-        return told if is_mean and not self.strategy.batching.measures else 1.0
+        return counted if is_mean and not self.strategy.batching.measures else 1.0
 
     def num_left_out(self) -> int:
         """Samples left out with incomplete last batches."""

@@ -98,9 +98,9 @@ class Server:
         while (arrived := (yield from self._next())) is not None:
             yield from self._take(*arrived)
         if (
-            self.checkpoints.ends and not self.checkpoints.ended
-        ):  # everybody has left before this shard came to the mark
-            yield from self._checkpoint()
+            self.checkpoints.final and not self.checkpoints.ended
+        ):  # everybody has left before this shard came to that point
+            yield from self._write_checkpoint()
         for worker in self._want_final:
             payload = self.store.read(worker, full=True)
             yield Send(worker, Message(Kind.FINAL, version=self.ledger.version, payload=payload))
@@ -158,11 +158,11 @@ class Server:
         )  # fmt: skip
         verdict = self.strategy.on_push(self.memory, push)
         num_reads = len(self.ledger.reads[worker])
-        size, told, late, keep = payload.num_bytes, payload.statistics(), verdict.late, not message.pull
+        size, info, late, keep = payload.num_bytes, payload.statistics(), verdict.late, not message.pull
         if again:
             self.ledger.repeat(worker, size, keep)
         else:
-            told["staleness"] = self.ledger.push(
+            info["staleness"] = self.ledger.push(
                 worker, message.samples, size, verdict.weight, late=late, keep=keep
             )
         if verdict.weight > 0 and (self.strategy.elastic or not again):
@@ -184,7 +184,7 @@ class Server:
         if not again:
             epoch = lease.epoch + 1 if lease else 1
             samples, version = self.ledger.samples_accepted, self.ledger.version
-            self.report.progress(samples, version, epoch, message.loss, worker=worker, **told)
+            self.report.progress(samples, version, epoch, message.loss, worker=worker, **info)
         yield from self._end_warmup()
 
     def _lease_of(self, worker: int, message: Message) -> Lease | None:
@@ -215,7 +215,7 @@ class Server:
             self.ledger.update()
             self.checkpoints.look(self.ledger.samples_accepted)
             if self.checkpoints.due(self.ledger.samples_accepted):
-                yield from self._checkpoint()
+                yield from self._write_checkpoint()
         for worker in verdict.restart:
             if worker in self.ledger.reads:  # or else it has not joined yet
                 self.ledger.abort(worker)
@@ -223,7 +223,7 @@ class Server:
         for worker in verdict.release:
             yield from self._release(worker, 1)
 
-    def _checkpoint(self) -> Steps:
+    def _write_checkpoint(self) -> Steps:
         shards, present = self.strategy.servers, self.present
         yield Compute(
             lambda: self.checkpoints.save(self.state(), shards, present, self.workers), "checkpoint"

@@ -23,10 +23,10 @@ Steps = Generator[Effect, Any, None]
 
 
 class Save(NamedTuple):
-    """The answer of a loop that wants a checkpoint in place of a gradient: at `mark`, and whatever else those who
-    write have to know."""
+    """The answer of a loop that wants a checkpoint in place of a gradient: at `checkpoint_at`, and whatever else those
+    who write have to know."""
 
-    mark: int
+    checkpoint_at: int
     text: str
 
 
@@ -34,7 +34,9 @@ def save(worker: Worker, order: Save) -> Steps:
     """The worker's side: returns when all shards have written."""
     yield from worker.settle()
     for server in worker.roles.servers:
-        yield Send(server, Message(Kind.SAVE, step=worker.step, mark=order.mark, text=order.text))
+        yield Send(
+            server, Message(Kind.SAVE, step=worker.step, checkpoint_at=order.checkpoint_at, text=order.text)
+        )
     yield from worker.collect(Kind.REPLY)
 
 
@@ -52,7 +54,7 @@ class SavingServer(FaultTolerantServer):
         self._answers[Kind.SAVE] = self._on_save
 
     def _on_save(self, worker: int, message: Message) -> Steps:
-        self._saving[worker] = Save(message.mark, message.text)
+        self._saving[worker] = Save(message.checkpoint_at, message.text)
         yield from ()
 
     def _take(self, source: int, message: Message) -> Steps:
@@ -77,11 +79,11 @@ class SavingServer(FaultTolerantServer):
             return
         orders = set(self._saving.values())
         if len(orders) > 1:
-            told = ", ".join(
-                f"rank {worker} at {order.mark}" for worker, order in sorted(self._saving.items())
+            points = ", ".join(
+                f"rank {worker} at {order.checkpoint_at}" for worker, order in sorted(self._saving.items())
             )
             raise UsageError(
-                f"workers save different checkpoints: {told}; call save at the same step on all of them"
+                f"workers save different checkpoints: {points}; call save at the same step on all of them"
             )
         workers, self._saving = sorted(self._saving), {}
         state = self.state()
