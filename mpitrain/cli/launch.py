@@ -149,8 +149,8 @@ class _Launch:
         self.arguments, self.num_ranks, self.requests = arguments, num_ranks, requests
         self.program = _program(words)
         self.launcher = find_launcher(arguments.mpi)
-        self.trains, self.tolerant = words[0] == "train", arguments.ft != "none"
-        self.run_dir = _run_dir(words, inner) if self.trains or self.tolerant else None
+        self.trains, self.survives_deaths = words[0] == "train", arguments.ft != "none"
+        self.run_dir = _run_dir(words, inner) if self.trains or self.survives_deaths else None
         self.host_args = _split(arguments.host_args)
         self.local = is_local(self.launcher, self.host_args, os.environ)
 
@@ -173,7 +173,7 @@ class _Launch:
 
     def _once(self, folder: Path | None, more: list[str]) -> Outcome:
         from mpitrain.launch.command import completed, result_mark
-        from mpitrain.launch.supervision import Supervisor, Watch, told_by_ranks
+        from mpitrain.launch.supervision import Supervisor, Watch, reported_by_ranks
         from mpitrain.system import rank_status
 
         arguments, run_dir = self.arguments, self.run_dir
@@ -188,7 +188,7 @@ class _Launch:
             return self.trains and run_dir is not None and result_mark(run_dir) not in (None, before)
 
         supervisor = Supervisor(
-            self.launcher.flavour, self.requests, folder, watch, finished, self.trains, self.tolerant
+            self.launcher.flavour, self.requests, folder, watch, finished, self.trains, self.survives_deaths
         )
         command, env = self._command(folder)
         outcome = supervisor.run([*command, *more], env)
@@ -196,11 +196,11 @@ class _Launch:
             print(f"mpitrain: {outcome.reason}: ended", file=sys.stderr, flush=True)
         ended_here = self.requests.abort or ((outcome.reason or outcome.final) and outcome.code)
         # Open MPI's mpirun ends with 0 when it has lost a host: only a result proves that a run came to its end
-        doubtful = self.tolerant or bool(outcome.reason) or (self.trains and outcome.code == EXIT_OK)
+        doubtful = self.survives_deaths or bool(outcome.reason) or (self.trains and outcome.code == EXIT_OK)
         if run_dir and not ended_here and doubtful:
             code = completed(run_dir, before, outcome.code, promised=self.trains)
             outcome = replace(outcome, code=code)
-        return told_by_ranks(folder, outcome)
+        return reported_by_ranks(folder, outcome)
 
     def _command(self, folder: Path | None) -> tuple[list[str], dict[str, str]]:
         """The command line and what it needs in its environment."""

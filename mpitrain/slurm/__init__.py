@@ -1,4 +1,4 @@
-"""Slurm: batch scripts as text, handing them in, whether a job may run again, and what became of it.
+"""Slurm: batch scripts as text, submitting them, whether a job may run again, and what became of it.
 
 Invariants: the standard library only, no MPI, no torch. A script is a pure function of a `Script`
 (`script.py`); the files in `slurm/` of the checkout are what `render` gives for its defaults, and a test compares

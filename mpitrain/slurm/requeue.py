@@ -1,4 +1,4 @@
-"""Whether a job that was told to stop may run again: a bounded number of times, and only while it gets on.
+"""Whether a job that was asked to stop may run again: a bounded number of times, and only while it makes progress.
 
 Invariants: progress is another newest checkpoint, by its mark (accepted samples) and the start that wrote it, and
 every answer is kept in `restarts.jsonl` of the run directory, one line each, so that the next one can compare. A line
@@ -40,8 +40,8 @@ def _answer(line: bytes) -> dict[str, Any] | None:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    told = isinstance(found, dict) and isinstance(found.get("samples"), int) and "again" in found
-    return {"attempt": "", "reason": "", **found} if told else None
+    is_answer = isinstance(found, dict) and isinstance(found.get("samples"), int) and "again" in found
+    return {"attempt": "", "reason": "", **found} if is_answer else None
 
 
 def may_requeue(run_dir: Path, max_restarts: int = 20) -> Answer:

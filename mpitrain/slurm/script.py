@@ -114,7 +114,7 @@ class Script:
         options: further arguments of `mpitrain train`, or of the sweep.
         nodes: nodes of the allocation (of the workers' component in a `hetjob`).
         gpus_per_node: GPUs asked for on each of them; 0 asks for none.
-        time: limit, as sbatch reads it ("4:00:00"). `signal_s` seconds before it the ranks are told to checkpoint.
+        time: limit, as sbatch reads it ("4:00:00"). `signal_s` seconds before it the ranks are asked to checkpoint.
         server_nodes, server_partition: the servers' component of a `hetjob`.
         sweep: the options' file of an `array-sweep`; `array` its indices ("0-7%4").
         switches: most leaf switches, and how long to wait for them ("1@10:00").

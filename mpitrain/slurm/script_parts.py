@@ -1,7 +1,7 @@
 """The bash that the batch scripts are put together from, one constant a concern.
 
 Invariants: nothing of a site (its modules, launcher, container and disks are `site.sh`'s), and no figure of a
-node's shape (Slurm tells it). A script's pieces share these variables: RUN_DIR, HOSTS (the nodes to use, by name),
+node's shape (Slurm provides it). A script's pieces share these variables: RUN_DIR, HOSTS (the nodes to use, by name),
 WORKERS (workers a node), MPITRAIN (how the command is called).
 """
 

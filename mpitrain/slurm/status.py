@@ -30,12 +30,12 @@ def describe(run_dir: Path) -> str:
     slurm = ask_slurm(job) if job else {}
     lines = [_state(run_dir, result, slurm)]
     if job:
-        told = (
+        state = (
             f"{slurm.get('JobState')}, {slurm.get('Reason', '')}"
             if slurm
             else "Slurm does not know it any more"
         )
-        lines.append(f"job         {job}: {told}")
+        lines.append(f"job         {job}: {state}")
     if (samples := progress(run_dir).checkpoint_at) >= 0:
         lines.append(f"checkpoint  at {samples} samples")
     if again := restarts(run_dir):
@@ -86,8 +86,8 @@ def ask_slurm(job: str) -> dict[str, str]:
 
 def _job_of(environment: dict[str, Any]) -> str:
     """The job's number, which scontrol is asked about; "" for what is none."""
-    told = environment.get("slurm")
-    job = told.get("SLURM_JOB_ID") if isinstance(told, dict) else None
+    variables = environment.get("slurm")
+    job = variables.get("SLURM_JOB_ID") if isinstance(variables, dict) else None
     return job if isinstance(job, str) and re.fullmatch("[0-9]{1,20}", job) else ""
 
 

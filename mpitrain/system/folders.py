@@ -1,7 +1,7 @@
-"""Folders of a run: whoever makes them, they are for the run's owner alone.
+"""The folders of a run, which only the run's owner may read, whichever process makes them.
 
-Invariants: standard library only, so that every floor may use it; only what is missing is made, and what is there
-keeps its permissions.
+Invariants: standard library only, so that every floor may use it; only missing folders are made, and existing
+ones keep their permissions.
 """
 
 from __future__ import annotations

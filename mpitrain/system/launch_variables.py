@@ -1,7 +1,7 @@
-"""How this process was launched, by the variables that launchers set: rank, size, node. MPI is not started yet when
+"""How this process was launched, from the variables that launchers set: rank, size, node. MPI is not started yet when
 this is asked.
 
-Invariants: standard library only; what no variable tells is `None`, or the answer for a process without a launcher.
+Invariants: standard library only; what no variable holds is `None`, or the answer for a process without a launcher.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def launched_nodes(environ: Mapping[str, str] = os.environ) -> int | None:
 
 def launched_server_nodes(environ: Mapping[str, str] = os.environ) -> int:
     """How many nodes the servers' component of this launch has: `MPITRAIN_SERVER_NODES`, which the launch line of a
-    heterogeneous job sets (`slurm/hetjob.sbatch`); 0 in any other. Slurm's own variables do not tell whether a
+    heterogeneous job sets (`slurm/hetjob.sbatch`); 0 in any other. Slurm's own variables do not show whether a
     step spans both components.
     """
     return _first_int(("MPITRAIN_SERVER_NODES",), environ) or 0
@@ -65,7 +65,7 @@ def node_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def node_key(environ: Mapping[str, str] = os.environ) -> str:
-    """What tells nodes apart: the host's name, and Slurm's too, since one host may be several nodes of a Slurm."""
+    """What distinguishes nodes: the host's name, and Slurm's too, since one host may be several nodes of a Slurm."""
     return f"{socket.gethostname()} {environ.get('SLURMD_NODENAME', '')}"
 
 

@@ -1,7 +1,7 @@
-"""What comes from outside is looked at before it is believed: is it a file, how large, and where does it lie.
+"""What comes from outside is checked before it is used: is it a file, how large is it, and where is it.
 
 Invariants: it imports the standard library only, opens nothing but regular files (a pipe would make the opener
-wait for ever), and reads no more than it was told to.
+wait for ever), and reads no more than its caller allows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import DataError, UsageError
 
-MAX_GIB = 4.0  # what sizes that a file merely declares may take in memory, unless told otherwise
+MAX_GIB = 4.0  # what sizes that a file merely declares may take in memory, unless the caller allows more
 MAX_INDEX_BYTES = 32 << 20  # of JSON: some 200,000 shards
 LARGER = "if that is as it should be, allow it: --max-gib, or max_gib= in Python"
 ALLOW = "put the data itself there, or allow it: --allow-external, or allow_external=True in Python"
@@ -60,7 +60,7 @@ def open_regular(path: str | Path) -> io.BufferedReader:
 
 
 def check_regular(path: str | Path) -> None:
-    """Refuse a pipe, a device or a socket; what is not there, or is a directory, is for the opener to tell.
+    """Refuse a pipe, a device or a socket; what is not there, or is a directory, is an error where it is opened.
 
     Raises:
         DataError: names it.

@@ -1,7 +1,8 @@
 """Which process a number means: numbers are used again, and every PID namespace (a container's) has its own.
 
 Invariants: an identity is one word that can be written down and compared anywhere: the machine's boot, the PID
-namespace, the number there, and when the process began. Nobody is signalled by number alone. Standard library only.
+namespace, the number there, and when the process began. No process is signalled by its number alone. Standard library
+only.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a rank and its `mpitrain launch` tell each other, through a folder that both see.
+"""The messages between a rank and its `mpitrain launch`, in a folder that both see.
 
-    FOLDER/launch.json      how often a rank is to say that it lives
+    FOLDER/launch.json      how often a rank has to report that it lives
     FOLDER/rank-3.json      who rank 3 is, how far its start-up has come, its last beat and progress
     FOLDER/requests/stop    the launch asks all ranks to write a checkpoint and to end
 
-Invariants: files, no signals and no MPI, so that it works before MPI is up, while it hangs, on every host and
-under every launcher. A rank whose launch has named no folder tells nothing. A folder that cannot be written to ends no
-run. Standard library only.
+Invariants: files, no signals and no MPI, so that it works before MPI is started, while it hangs, on every host and
+under every launcher. A rank whose launch has named no folder reports nothing. A folder that cannot be written to ends
+no run. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ORDER = (IMPORTING, STARTING_MPI, STARTED, READY, ENDED)
 
 @dataclass
 class RankStatus:
-    """What one rank has told.
+    """What one rank has reported.
 
     Attributes:
         process: see `processes.identity`.
@@ -86,7 +86,7 @@ class Reporter:
         threading.Thread(target=self._run, name="mpitrain-status", daemon=True).start()
 
     def reach(self, state: str, code: int | None = None) -> None:
-        """The rank has come to `state`; told at once."""
+        """Report at once that the rank has reached `state`."""
         self.status.state, self.status.code = state, code
         self._write()
 
@@ -162,7 +162,7 @@ def beat_s(num_ranks: int, host_timeout_s: float) -> float:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether ranks can tell anything at all: the folder is there, and the disk is not full."""
+    """Whether ranks can report at all: the folder is there, and the disk is not full."""
     probe = folder / "probe.tmp"
     try:
         probe.write_text("{}")
@@ -200,7 +200,7 @@ def request_stop(folder: Path) -> None:
 
 
 def read_all(folder: Path) -> dict[int, RankStatus]:
-    """What ranks have told so far, by rank."""
+    """What ranks have reported so far, by rank."""
     found, paths = {}, list[Path]()
     with contextlib.suppress(OSError):
         paths = list(folder.glob("rank-*.json"))
@@ -213,7 +213,7 @@ def read_all(folder: Path) -> dict[int, RankStatus]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_text())
+        status = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return status if isinstance(status, dict) else {}

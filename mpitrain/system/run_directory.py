@@ -1,10 +1,10 @@
-"""What lies where in a run's directory, whose it is, and how a new run makes room for itself.
+"""What a run directory holds, which run it belongs to, and how a new run makes room for itself.
 
     RUN_DIR/run.json  metrics.jsonl  result.json ...  checkpoints/run-id  checkpoints/000000012800/...  earlier-RUN/...
 
-Invariants: standard library only, so that the launcher and batch scripts may ask without torch. Whatever is read may be
-torn, hostile or no file of ours: it is passed over, never raised. A run reads and removes no other run's checkpoints: a
-new one moves what an earlier one has left to `earlier-RUN/`, itself a run directory.
+Invariants: standard library only, so that the launcher and batch scripts may use it without torch. A file that is read
+may be torn, hostile or no file of ours: it is skipped, never an error. A run reads and removes no other run's
+checkpoints: a new one moves what an earlier one has left to `earlier-RUN/`, itself a run directory.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def read_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any] |
 
 
 class Progress(NamedTuple):
-    """The newest checkpoint whose parts are all there, as far as their names tell; (-1, "", "") without one."""
+    """The newest checkpoint whose parts are all there, as far as their names show; (-1, "", "") without one."""
 
     checkpoint_at: int = -1
     run: str = ""
@@ -177,9 +177,9 @@ def _complete(folder: Path) -> dict[str, Any] | None:
 
 def run_of(run_dir: Path) -> str:
     """Id of the run whose checkpoints, or other files, lie here; "" where that is not known."""
-    for told in _ids(run_dir):
-        if is_id(told):
-            return str(told)
+    for found_id in _ids(run_dir):
+        if is_id(found_id):
+            return str(found_id)
     return ""
 
 
@@ -254,7 +254,7 @@ def wait_for_room(run_dir: Path, run: str, timeout_s: float) -> bool:
 
 
 def why_no_room(run_dir: Path) -> str:
-    """Why another checkpoint like the newest cannot be written here; "" where it can, as far as can be told."""
+    """Why another checkpoint like the newest cannot be written here; "" where it can, as far as can be known."""
     newest = next(iter(listed(run_dir)), None)
     num_bytes, probe = 2**20, run_dir / f".room-{secrets.token_hex(4)}"
     try:

@@ -68,7 +68,7 @@ class RunLock:
                 self._refuse(holder)
             if first is None and alive is None:
                 first, began_s = seen, time.monotonic()
-                self._say_waiting(holder)
+                self._report_waiting(holder)
             if alive is False or time.monotonic() - began_s > QUIET_S:
                 self._remove(seen)
                 first = None
@@ -140,9 +140,10 @@ class RunLock:
         finally:
             removing.unlink(missing_ok=True)
 
-    def _say_waiting(self, holder: dict[str, Any]) -> None:
-        told = f"mpitrain: {self.path} is held by {_name(holder)}: waiting to see whether it lives, up to {QUIET_S:g} s"
-        print(told, file=sys.stderr, flush=True)
+    def _report_waiting(self, holder: dict[str, Any]) -> None:
+        waits = f"waiting to see whether it lives, up to {QUIET_S:g} s"
+        message = f"mpitrain: {self.path} is held by {_name(holder)}: {waits}"
+        print(message, file=sys.stderr, flush=True)
 
     def _refuse(self, holder: dict[str, Any]) -> None:
         raise UsageError(
@@ -171,7 +172,7 @@ class RunLock:
                         self._make()
                 continue
             except OSError:
-                continue  # the file system is away; the next look tells
+                continue  # the file system is away; the next look decides
             if not self._over.is_set():
                 raise OutputError(
                     f"{self.path.parent} was taken over by {_name(_read(text))} while this job held it; this job ends"
@@ -192,7 +193,7 @@ def _who_we_are() -> dict[str, Any]:
 
 
 def _is_alive(holder: dict[str, Any]) -> bool | None:
-    """Whether the process that made a lock still runs; None where that cannot be told from here."""
+    """Whether the process that made a lock still runs; None where that cannot be known from here."""
     ours = _who_we_are()
     if (
         ours["job"]
@@ -257,8 +258,8 @@ def _read(text: bytes) -> dict[str, Any]:
 def _name(holder: dict[str, Any]) -> str:
     """For people; what stands in the file may be anything."""
 
-    def told(key: str) -> str:
+    def field(key: str) -> str:
         return ascii(str(holder.get(key, "?")))[1:-1][:80]
 
-    job = f" (Slurm job {told('job')})" if holder.get("job") else ""
-    return f"process {told('pid')} on host {told('host')}{job}, since {told('since')}"
+    job = f" (Slurm job {field('job')})" if holder.get("job") else ""
+    return f"process {field('pid')} on host {field('host')}{job}, since {field('since')}"

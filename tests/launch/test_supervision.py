@@ -242,7 +242,7 @@ def test_where_nobody_can_tell_anything_nobody_is_given_up(tmp_path: Path) -> No
         assert folder is not None
         rank_status.open_folder(folder, 1.0)
         supervisor = Supervisor("openmpi", Requests(), folder, found)
-        supervisor._told = told(status(0))
+        supervisor._statuses = told(status(0))
         assert supervisor._why_give_up(0.0) == ""
         assert supervisor._why_give_up(1.0).startswith("host a (rank 0) has been silent")
         rank_status.remove_folder(folder)

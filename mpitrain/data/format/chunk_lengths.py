@@ -4,7 +4,7 @@ A chunk that decodes to fewer hands out what lay in memory behind it as samples;
 its end first, however many gigabytes that takes. A checksum is no help against a file that was made so.
 
 Invariants: chunks are looked at once, before HDF5 decodes them, in pieces of a bounded size. Of compressors whose
-chunks tell their length only that is read (zstd, blosc, lz4, bitshuffle, szip); gzip and lzf are followed to their end.
+chunks hold their length only that is read (zstd, blosc, lz4, bitshuffle, szip); gzip and lzf are followed to their end.
 Compressors that are not listed here are HDF5's and their own makers' to check.
 """
 
@@ -38,7 +38,7 @@ class ChunkLengths:
         self._all_seen = False
 
     def check(self, first: int, count: int) -> str:
-        """Look at the chunks with rows [first, first + count) that were not looked at yet; tells what is wrong, or "".
+        """Look at the chunks with rows [first, first + count) that were not checked yet; returns what is wrong, or "".
 
         Raises:
             OSError, RuntimeError: from HDF5.
@@ -71,7 +71,7 @@ class ChunkLengths:
                 code == FLETCHER32 and not chunk.filter_mask >> i & 1 for i, code in enumerate(self._codes)
             )
             if chunk.size != self._expected + 4 * sums:
-                found.append(self._told(chunk.chunk_offset, str(chunk.size - 4 * sums)))
+                found.append(self._describe(chunk.chunk_offset, str(chunk.size - 4 * sums)))
             return True if found else None
 
         self._id.chunk_iter(look)
@@ -95,14 +95,14 @@ class ChunkLengths:
                 if any(other not in (SHUFFLE, FLETCHER32) for other in codes[:position]):
                     return f"its chunk at {offset} is compressed twice, which is not read"
                 most = self._expected + 4 * codes[:position].count(FLETCHER32)
-                told = LENGTHS[code](data, most) if code in LENGTHS else None
-                if told is None:  # HDF5 says what is wrong
+                found = LENGTHS[code](data, most) if code in LENGTHS else None
+                if found is None:  # HDF5 reports what is wrong
                     return ""
-                length = told
-        return "" if length == self._expected else self._told(offset, str(length))
+                length = found
+        return "" if length == self._expected else self._describe(offset, str(length))
 
-    def _told(self, offset: tuple[int, ...], length: str) -> str:
-        found = "a number of bytes that it does not tell" if length == "-1" else f"{length} bytes"
+    def _describe(self, offset: tuple[int, ...], length: str) -> str:
+        found = "an unknown number of bytes" if length == "-1" else f"{length} bytes"
         if length.isdigit() and int(length) > self._expected:
             found = "more bytes"
         return f"its chunk at {offset} decodes to {found}, expected {self._expected}"
@@ -146,8 +146,8 @@ def _zstd(data: bytes, most: int) -> int:
     single, size_code, dictionary = data[4] >> 5 & 1, data[4] >> 6, (0, 1, 2, 4)[data[4] & 3]
     width = (single, 2, 4, 8)[size_code]
     at = 5 + (1 - single) + dictionary
-    told = int.from_bytes(data[at : at + width], "little")
-    return told + 256 * (width == 2) if width and len(data) >= at + width else -1
+    length = int.from_bytes(data[at : at + width], "little")
+    return length + 256 * (width == 2) if width and len(data) >= at + width else -1
 
 
 def _number(start: int, width: int, order: str) -> Callable[[bytes, int], int | None]:
@@ -160,7 +160,7 @@ def _number(start: int, width: int, order: str) -> Callable[[bytes, int], int | 
 
 
 # HDF5's number of a compressor -> what its chunk decodes to: anything above `most` stands for more, -1 for a chunk that
-# does not tell, None for one that cannot be decoded.
+# does not say, None for one that cannot be decoded.
 LENGTHS: dict[int, Callable[[bytes, int], int | None]] = {
     1: _gzip,
     4: _number(0, 4, "little"),  # szip

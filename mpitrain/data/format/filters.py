@@ -76,8 +76,8 @@ def filters_of(dataset: h5py.Dataset) -> list[str]:
     names = []
     properties = dataset.id.get_create_plist()
     for index in range(properties.get_nfilters()):
-        code, _, values, told = properties.get_filter(index)
-        name = FILTER_NAMES.get(code) or told.decode(errors="replace") or f"filter {code}"
+        code, _, values, filter_name = properties.get_filter(index)
+        name = FILTER_NAMES.get(code) or filter_name.decode(errors="replace") or f"filter {code}"
         names.append(f"{name}:{values[0]}" if name in ("gzip", "zstd") and values else name)
     return names
 

@@ -213,8 +213,10 @@ def _datasets(
             raise DataError(
                 f"{path}: dataset {name!r} is not the int64 (samples, 2) that it must be; {PACK_AGAIN}"
             )
-    told = {name for name in offsets if name.removesuffix(OFFSETS) in chosen}  # they go with their array
-    return {name: item for name, item in chosen.items() if name not in told}
+    own_offsets = {
+        name for name in offsets if name.removesuffix(OFFSETS) in chosen
+    }  # they go with their array
+    return {name: item for name, item in chosen.items() if name not in own_offsets}
 
 
 def _spec(path: str, name: str, dataset: h5py.Dataset) -> ArraySpec:

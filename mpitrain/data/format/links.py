@@ -62,43 +62,43 @@ def _walk(
 def _external(
     path: str, group: h5py.Group, part: str, link: h5py.ExternalLink, allow_external: bool
 ) -> h5py.HLObject:
-    told = f"{path}: {part!r} is a link to {link.path!r} in the file {link.filename!r}"
+    where = f"{path}: {part!r} is a link to {link.path!r} in the file {link.filename!r}"
     if not allow_external:
-        raise DataError(f"{told}, outside of this one; {ALLOW}")
+        raise DataError(f"{where}, outside of this one; {ALLOW}")
     there = _beside(path, link.filename)
     check_regular(there)
     try:
         return group[part]
     except (KeyError, OSError) as error:
-        raise DataError(f"{told}, which is not there or has no such dataset; put it there") from error
+        raise DataError(f"{where}, which is not there or has no such dataset; put it there") from error
 
 
 def _check_storage(path: str, name: str, dataset: h5py.Dataset, allow_external: bool) -> None:
     if dataset.is_virtual:
         sources = dataset.virtual_sources()
-        told = (
+        where = (
             f"{path}: dataset {name!r} is virtual, put together from {_listed(s.file_name for s in sources)}"
         )
         if not allow_external:
-            raise DataError(f"{told}; {ALLOW}")
+            raise DataError(f"{where}; {ALLOW}")
         for source in sources:
             if source.file_name != "." and "%" not in source.file_name:
-                _check_there(told, _beside(path, source.file_name))
+                _check_there(where, _beside(path, source.file_name))
         mapped = sum(source.vspace.get_select_npoints() for source in sources)
         if mapped < dataset.size:
             lacking = f"{dataset.size - mapped} of its {dataset.size} values come from nowhere"
-            raise DataError(f"{told}, and {lacking}; make it anew, or store the dataset itself")
+            raise DataError(f"{where}, and {lacking}; make it anew, or store the dataset itself")
     elif dataset.external:
-        told = f"{path}: dataset {name!r} is stored in {_listed(part[0] for part in dataset.external)}"
+        where = f"{path}: dataset {name!r} is stored in {_listed(part[0] for part in dataset.external)}"
         if not allow_external:
-            raise DataError(f"{told}, outside of its file; {ALLOW}")
+            raise DataError(f"{where}, outside of its file; {ALLOW}")
         for part in dataset.external:
-            _check_there(told, part[0])
+            _check_there(where, part[0])
 
 
-def _check_there(told: str, path: str) -> None:
+def _check_there(where: str, path: str) -> None:
     if not os.path.isfile(path):
-        raise DataError(f"{told}; {path!r} is not there (looked in {os.getcwd()}); put it there")
+        raise DataError(f"{where}; {path!r} is not there (looked in {os.getcwd()}); put it there")
 
 
 def _beside(path: str, name: str) -> str:

@@ -126,7 +126,7 @@ def _check_fields(fields: Any) -> None:
     """Refuse what `write` never writes; above all names of files that are not shards of this very directory.
 
     Raises:
-        ValueError: tells what.
+        ValueError: says what.
     """
     expected = {
         "recipe": dict,
@@ -147,10 +147,10 @@ def _check_fields(fields: Any) -> None:
         if not split.isidentifier() or not _is_shard_name(name, [split]):
             raise ValueError(f"{name[:200]!r} is no plain name of a shard, such as train-00000.h5")
         if type(samples) is not int or samples < 0:
-            raise ValueError(f"{name} is said to have {str(samples)[:40]!r} samples")
-    for name, told in fields.get("sha256", {}).items():
-        if name not in fields["files"] or not re.fullmatch("[0-9a-f]{64}", str(told)):
-            raise ValueError(f"{str(told)[:80]!r} is no SHA-256 of a shard")
+            raise ValueError(f"{name} has, by the index, {str(samples)[:40]!r} samples")
+    for name, digest in fields.get("sha256", {}).items():
+        if name not in fields["files"] or not re.fullmatch("[0-9a-f]{64}", str(digest)):
+            raise ValueError(f"{str(digest)[:80]!r} is no SHA-256 of a shard")
     for split in fields.get("splits", []):
         if not isinstance(split, str) or not split.isidentifier():
             raise ValueError(f"{str(split)[:200]!r} is no plain name of a split")

@@ -3,7 +3,7 @@
 Invariants: over all ranks of `torch.distributed` and all DataLoader workers no sample comes twice in an epoch,
 every rank gets equally many items (so that DDP does not hang), and each reads a contiguous part of the order, so
 that no two read the same chunks but at the seams. Which part is found when a pass begins; a loader's worker that was
-spawned, so that it knows of no ranks, is told by the process that sent it.
+spawned, so that it knows of no ranks, gets its part from the process that sent it.
 """
 
 from __future__ import annotations

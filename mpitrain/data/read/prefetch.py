@@ -160,7 +160,7 @@ class ReadAhead:
         return then
 
     def _load(self, chunk: int) -> None:
-        with contextlib.suppress(DataError):  # told to whoever asks for a batch from it
+        with contextlib.suppress(DataError):  # raised where a batch of it is asked for
             self._store.load(chunk)
 
     def close(self) -> None:

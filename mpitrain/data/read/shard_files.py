@@ -42,7 +42,7 @@ class _Where(NamedTuple):
     first: int
     last: int
 
-    def tell(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         return f"{self.path}: dataset {name!r}, chunk {self.chunk} (samples {self.first} to {self.last})"
 
 
@@ -93,12 +93,12 @@ class ShardFiles:
         try:
             dataset, space, lengths = shard.datasets[name]
             if problem := lengths.check(first, len(into)):
-                raise DataError(f"{where.tell(name)}: {problem}; {PACK_AGAIN}")
+                raise DataError(f"{where.describe(name)}: {problem}; {PACK_AGAIN}")
             space.select_hyperslab((first,) + (0,) * (into.ndim - 1), into.shape)
             dataset.read(h5s.create_simple(into.shape), space, into, self._types[name])
         except (OSError, RuntimeError) as error:
             raise DataError(
-                f"{where.tell(name)} {_what_failed(shard.file, name, error)}; {PACK_AGAIN}"
+                f"{where.describe(name)} {_what_failed(shard.file, name, error)}; {PACK_AGAIN}"
             ) from error
 
     def _shard(self, index: int) -> _OpenShard:
@@ -150,7 +150,7 @@ def _span(spans: IntArray, room: int, name: str, where: _Where) -> tuple[int, in
     edges = spans.reshape(-1)
     begin, count = int(edges[0]), int(edges[-1] - edges[0])
     if begin < 0 or count > room or (edges[1:] < edges[:-1]).any():
-        raise DataError(f"{where.tell(name + OFFSETS)} holds no offsets that rise; {PACK_AGAIN}")
+        raise DataError(f"{where.describe(name + OFFSETS)} holds no offsets that rise; {PACK_AGAIN}")
     return begin, count
 
 

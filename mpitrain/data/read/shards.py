@@ -1,6 +1,6 @@
 """`Shards`: HDF5 files on disk as a data source, and as an iterable dataset of torch's.
 
-Invariants: what is wrong with a set of shards is found by `scan`, once, before training, and told with
+Invariants: what is wrong with a set of shards is found by `scan`, once, before training, and reported with
 the file's name.
 """
 

@@ -40,7 +40,7 @@ class SourceOptions:
 
     Args:
         arrays: which arrays to pack and what to call them, such as "x=a+b,y=label"; see `Selection`.
-        variable: names of arrays whose samples differ in length (Python sources; files tell by themselves).
+        variable: names of arrays whose samples differ in length (Python sources; files say so themselves).
         image_size: (height, width) that images are scaled and cropped to; None: all have the same already.
         encoded: keep images as the bytes of their files.
         allow_external: read also what lies elsewhere: links out of the folder, datasets in other HDF5 files.
@@ -65,13 +65,13 @@ class SourceOptions:
 
     def recipe(self) -> dict[str, Any]:
         """What the index holds of them: all that is not usual."""
-        told: dict[str, Any] = {"arrays": self.arrays, "variable": list(self.variable)}
-        told |= {
+        recipe: dict[str, Any] = {"arrays": self.arrays, "variable": list(self.variable)}
+        recipe |= {
             "image_size": self.image_size,
             "encoded": self.encoded,
             "allow_external": self.allow_external,
         }
-        return {name: value for name, value in told.items() if value}
+        return {name: value for name, value in recipe.items() if value}
 
     def given(self) -> list[str]:
         """Names of all that are not usual."""

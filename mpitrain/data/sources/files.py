@@ -114,7 +114,7 @@ def read_header(file: IO[bytes]) -> Header:
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are not executed")
     if any(size < 0 for size in shape) or not dtype.itemsize:
-        raise ValueError(f"its header tells of {dtype}{list(shape)}")
+        raise ValueError(f"its header declares {dtype}{list(shape)}")
     return shape, in_columns, dtype
 
 

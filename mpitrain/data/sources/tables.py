@@ -143,19 +143,19 @@ def _group_size(file: Any, group: int, names: list[str]) -> tuple[int, int]:
     Raises:
         ValueError: its counts make no sense.
     """
-    told = file.metadata.row_group(group)
+    facts = file.metadata.row_group(group)
     num_bytes = 0
-    for number in range(told.num_columns):
-        column = told.column(number)
+    for number in range(facts.num_columns):
+        column = facts.column(number)
         if column.path_in_schema.partition(".")[0] not in names:
             continue
         width = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "BYTE_ARRAY": 4, "INT96": 12}.get(
             column.physical_type, 8
         )
-        if column.num_values < 0 or told.num_rows < 0:
-            raise ValueError(f"row group {group} has {column.num_values} values in {told.num_rows} rows")
+        if column.num_values < 0 or facts.num_rows < 0:
+            raise ValueError(f"row group {group} has {column.num_values} values in {facts.num_rows} rows")
         num_bytes += max(column.num_values * width, column.total_uncompressed_size)
-    return told.num_rows, num_bytes
+    return facts.num_rows, num_bytes
 
 
 def _check_names(names: list[str], where: str) -> None:

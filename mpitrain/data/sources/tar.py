@@ -135,13 +135,13 @@ def _index(number: int, path: Path) -> list[tuple[str, dict[str, Place]]]:
                 if not member.isfile() or not dot or not stem:
                     continue
                 if member.issparse() or member.size < 0 or member.offset_data + member.size > end:
-                    told = (
+                    fault = (
                         "is sparse"
                         if member.issparse()
                         else f"declares {member.size} bytes and the archive has {end}"
                     )
                     raise DataError(
-                        f"{path}: {member.name!r} {told}: truncated or forged; copy it again, or write it anew"
+                        f"{path}: {member.name!r} {fault}: truncated or forged; copy it again, or write it anew"
                     )
                 if not samples or samples[-1][0] != key:
                     samples.append((key, {}))

@@ -27,7 +27,7 @@ CHUNK_RANGE = (
     256 << 10,
     16 << 20,
 )  # bytes: below, a read costs more than its bytes; above, a window takes gigabytes
-WINDOW_CHUNKS = 8  # what `Shards` mixes unless told otherwise
+WINDOW_CHUNKS = 8  # what `Shards` mixes by default
 MAX_PROBLEMS = 20  # of one shard
 
 
@@ -76,15 +76,19 @@ def check(
         if mine and described:
             problems += _contents(*described, trust)
         progress(number + 1, len(paths))
-    told = [problem for each in ranks.allgather(problems) for problem in each]
+    every_problem = [problem for each in ranks.allgather(problems) for problem in each]
     whole = [described for described in found if described]
-    told += [] if manifest else list(_differing(whole))
+    every_problem += [] if manifest else list(_differing(whole))
     infos = tuple(info for info, _ in whole)
     advice: tuple[str, ...] = ()
-    if infos and not told:
+    if infos and not every_problem:
         advice = tuple(_advice(Catalogue(infos, whole[0][1], WINDOW_CHUNKS), num_workers))
     return Findings(
-        manifest is not None, len(paths), sum(info.num_samples for info in infos), tuple(told), advice
+        manifest is not None,
+        len(paths),
+        sum(info.num_samples for info in infos),
+        tuple(every_problem),
+        advice,
     )
 
 
@@ -116,8 +120,8 @@ def _describe(
     name = os.path.basename(path)
     try:
         if manifest and (expected := manifest.sha256.get(name)) and file_sha256(Path(path)) != expected:
-            told = f"its SHA-256 is not the one that {NAME} keeps: it has changed since it was packed"
-            problems.append(f"{path}: {told}; {PACK_AGAIN}")
+            problem = f"its SHA-256 is not the one that {NAME} keeps: it has changed since it was packed"
+            problems.append(f"{path}: {problem}; {PACK_AGAIN}")
         info, specs = describe_shard(path, (), trust)
     except OSError as error:
         problems.append(f"{path}: cannot be read ({error.strerror})")
@@ -128,18 +132,18 @@ def _describe(
     if manifest and info.num_samples != manifest.files[name]:
         problems.append(f"{path}: has {info.num_samples} samples, {NAME} says {manifest.files[name]}")
     if manifest and manifest.arrays and specs_to_json(specs) != manifest.arrays:
-        problems.append(f"{path}: has the arrays {_told(specs)}, which are not those that {NAME} tells")
+        problems.append(f"{path}: has the arrays {_listed(specs)}, which are not those that {NAME} lists")
     return info, specs
 
 
-def _told(specs: dict[str, ArraySpec]) -> str:
+def _listed(specs: dict[str, ArraySpec]) -> str:
     return ", ".join(f"{name} {spec}" for name, spec in specs.items())
 
 
 def _differing(whole: list[tuple[ShardInfo, dict[str, ArraySpec]]]) -> Iterator[str]:
     for info, specs in whole[1:]:
         if specs != whole[0][1]:
-            yield f"{info.path}: has the arrays {_told(specs)}, {whole[0][0].path} has {_told(whole[0][1])}"
+            yield f"{info.path}: has the arrays {_listed(specs)}, {whole[0][0].path} has {_listed(whole[0][1])}"
 
 
 def _contents(info: ShardInfo, specs: dict[str, ArraySpec], trust: Trust) -> Iterator[str]:
@@ -156,7 +160,7 @@ def _contents(info: ShardInfo, specs: dict[str, ArraySpec], trust: Trust) -> Ite
         into[name] = np.empty((rows, *spec.shape), spec.dtype)
         if spec.variable:
             into[name + OFFSETS] = np.empty((info.chunk_samples, 2), np.int64)
-    files, num_told = ShardFiles(catalogue, trust), 0
+    files, num_found = ShardFiles(catalogue, trust), 0
     try:
         for chunk in range(info.num_chunks):
             try:
@@ -173,9 +177,9 @@ def _contents(info: ShardInfo, specs: dict[str, ArraySpec], trust: Trust) -> Ite
                     for sample, value in [bad]
                 ]
             yield from found
-            num_told += len(found)
-            if num_told >= MAX_PROBLEMS:
-                yield f"{info.path}: more may be wrong; stopped after {num_told} problems"
+            num_found += len(found)
+            if num_found >= MAX_PROBLEMS:
+                yield f"{info.path}: more may be wrong; stopped after {num_found} problems"
                 return
     finally:
         files.close()

@@ -63,11 +63,11 @@ def _array(catalogue: Catalogue, name: str, spec: ArraySpec) -> str:
 
 
 def _recipe(manifest: Manifest) -> str:
-    told = {
+    facts = {
         key: value
         for key, value in manifest.recipe.items()
         if key not in ("digest", "classes", "shard_schema")
     }
     classes = manifest.recipe.get("classes")
-    told |= {"classes": len(classes)} if isinstance(classes, list) else {}
-    return ", ".join(f"{key} {value}" for key, value in told.items())
+    facts |= {"classes": len(classes)} if isinstance(classes, list) else {}
+    return ", ".join(f"{key} {value}" for key, value in facts.items())

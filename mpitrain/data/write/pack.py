@@ -62,7 +62,7 @@ def pack(
             `pack("photos", "data/photos", image_size=(224, 224), validate=0.1, compression="gzip")`.
         source: what the index calls them.
         ranks: who else packs; `mpitrain.mpi.runtime.start()` under MPI.
-        progress: told now and then how far this rank is.
+        progress: called now and then with how far this rank is.
     Returns:
         The index, and whether anything was written (False: the same pack was already there).
     Raises:
@@ -99,15 +99,15 @@ def _open(samples: Any, name: str | None, options: SourceOptions) -> Source | St
 
 
 def _pack_source(plan: Plan, directory: Path, ranks: Ranks, progress: Progress) -> tuple[Manifest, bool]:
-    told, error = None, None
+    found, error = None, None
     if ranks.rank == 0:
         try:
             plan.describe()
-            told = _look(directory, plan)
+            found = _look(directory, plan)
         except Exception as failure:
             error = failure
     ranks.agree(error)
-    plan.recipe, complete, known = ranks.broadcast(told)
+    plan.recipe, complete, known = ranks.broadcast(found)
     mine = list(plan.files)[ranks.rank :: ranks.size]
     kept = dict(_kept(directory, mine, known, plan.key()))
     everywhere = _merged(ranks.allgather(kept))
@@ -115,7 +115,7 @@ def _pack_source(plan: Plan, directory: Path, ranks: Ranks, progress: Progress) 
         return plan.manifest(everywhere, complete=True), False
     if ranks.rank == 0:
         plan.manifest(everywhere, complete=False).write(directory)
-    ranks.broadcast(None)  # nobody writes a shard before the index tells that they are not all there
+    ranks.broadcast(None)  # nobody writes a shard before the index says that they are not all there
     try:
         kept |= _write(plan, directory, [name for name in mine if name not in kept], progress)
     except BaseException as error:
@@ -164,8 +164,8 @@ def _kept(directory: Path, names: list[str], known: dict[str, str], key: str) ->
     for name in names:
         path, receipt = directory / name, directory / f".{name}{RECEIPT}"
         try:
-            told = read_json(receipt)
-            expected = told["sha256"] if told["plan"] == key else known.get(name)
+            kept = read_json(receipt)
+            expected = kept["sha256"] if kept["plan"] == key else known.get(name)
         except (OSError, ValueError, KeyError, TypeError):
             expected = known.get(name)
         if expected and path.is_file() and file_sha256(path) == expected:

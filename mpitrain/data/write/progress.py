@@ -1,4 +1,4 @@
-"""How far packing is, told now and then: rank 0's share stands for all, since shards are dealt out evenly."""
+"""How far packing is, reported now and then: rank 0's part stands for all, since shards are assigned evenly."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Pace:
 
     def __init__(self, line: Line, text: str, things: str, num_ranks: int = 1):
         self._line, self._text, self._things, self._num_ranks = line, text, things, num_ranks
-        self._began_s = self._told_s = time.monotonic()
+        self._began_s = self._reported_s = time.monotonic()
 
     def __call__(self, done: int, total: int | None) -> None:
         now_s = time.monotonic()
-        if now_s - self._told_s < (TERMINAL_S if self._line.is_terminal else LOG_S):
+        if now_s - self._reported_s < (TERMINAL_S if self._line.is_terminal else LOG_S):
             return
-        self._told_s = now_s
+        self._reported_s = now_s
         pace = done / (now_s - self._began_s)
         share = done / total if total else None
         left_s = (total - done) / pace if total and pace else None
