@@ -1,4 +1,4 @@
-"""When this rank's part of a checkpoint is due, and its writing in the background.
+"""This rank's part of every checkpoint: when it is due, and its writing in the background.
 
 Invariants: the role hands over a state of its own (tensors copied), one writer thread brings it to disk, and at
 most one is under way: a second waits for it. A failed write warns, is counted and leaves the checkpoints before it
@@ -28,8 +28,8 @@ class Keeper:
         run_dir: of the run; part: this rank's part, such as "shard-0"; identity: of the run and this start of it.
         policy: how often (asked on the dealing server only); keep: complete checkpoints to keep.
         about: JSON-able, into every part: what the run is.
-        asked: whether this process has been told to end (a signal).
-        warn: told of a write that failed.
+        asked: whether this process was asked to end (a signal).
+        warn: is called with the reason when a write has failed.
         more: what else belongs to this part, by name (tensors, copied).
         writers: worker ranks that write a part of their own, as the dealing server must know.
         faults: what `--inject` orders of this part's writes: ("disk_full" or "corrupt_file", number of the write).

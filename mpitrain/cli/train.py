@@ -243,7 +243,7 @@ def run_train(arguments: argparse.Namespace) -> int:
                 )
         from mpitrain.training import signals, train_command
 
-        signals.hear_early()
+        signals.install_early()
         return train_command(arguments.job, overrides(arguments))
     if launched_rank() != 0:
         return 0

@@ -1,4 +1,4 @@
-"""What a run tells the outside: a progress line, `metrics.jsonl`, `result.json`, and the figure of merit.
+"""What a run reports: a progress line, `metrics.jsonl`, `result.json`, and the figure of merit.
 
 Invariants: only rank 0 reports. The FOM line is the only thing on stdout; everything for eyes goes to
 stderr, so that `mpitrain train ... | grep FOM` always works. `result.json` is written last, whole or not at
@@ -100,7 +100,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What fails in here is told as this file's.
+    """Name this file in whatever fails in here.
 
     Raises:
         OutputError: the disk is full or not writable.

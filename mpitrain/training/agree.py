@@ -1,4 +1,4 @@
-"""What ranks do together or not at all."""
+"""Actions that all ranks do together or not at all."""
 
 from __future__ import annotations
 

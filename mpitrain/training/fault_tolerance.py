@@ -1,8 +1,8 @@
-"""How much a run survives, named in its report.
+"""The fault tolerance of a run: what a worker's death costs, as the run's report names it.
 
-Invariants: what is said holds for this launch and this strategy together, and nothing more is promised than was
-seen to work. Peers and split models end with a dead rank under ULFM too; under MPICH a worker's death is survived where
-srun leaves the others alone, by server strategies, and ends the job everywhere else.
+Invariants: the answer holds for this launch and this strategy together, and promises nothing that was not seen to work.
+Peers and split models end with a dead rank under ULFM too. Under MPICH server strategies survive a worker's death where
+srun leaves the other ranks alone; everywhere else it ends the job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def survives(runtime: Runtime, strategy: Strategy) -> bool:
-    """Whether the others go on inside the job when a worker dies."""
+    """Whether the other ranks go on inside the job when a worker dies."""
     if runtime.fault_tolerance == "heartbeat":
         return isinstance(strategy, ServerStrategy)
     return runtime.fault_tolerance == "ulfm" and isinstance(strategy, ServerStrategy | AllReduce | LocalSGD)
@@ -32,7 +32,7 @@ def level(runtime: Runtime, strategy: Strategy) -> str:
 
 
 def warning(runtime: Runtime, strategy: Strategy) -> str:
-    """What to tell of a launch that leaves everybody waiting for the dead; empty for any other."""
+    """The warning for a launch in which all ranks would wait for a dead one for ever; empty for any other."""
     if runtime.fault_tolerance != "heartbeat" or survives(runtime, strategy):
         return ""
     return (
@@ -42,9 +42,9 @@ def warning(runtime: Runtime, strategy: Strategy) -> str:
 
 
 def check_own_loop(runtime: Runtime) -> None:
-    """Raise `UsageError` where a loop of the user's own would wait for the dead for ever."""
+    """Raise `UsageError` where a loop of the user's own would wait for a dead rank for ever."""
     if runtime.fault_tolerance == "heartbeat":
         raise UsageError(
-            "how long a batch of a loop that is not ours may take nobody knows, so its dead cannot be told from its "
-            "slow: leave out --ft heartbeat (MPITRAIN_FT), or make the loop a job"
+            "--ft heartbeat (MPITRAIN_FT) cannot watch a loop of your own: nobody knows how long its batches may take, "
+            "so a dead worker looks like a slow one; leave the option out, or make the loop a job"
         )

@@ -1,7 +1,7 @@
-"""What ranks must have been started with alike, as JSON values that can be compared.
+"""The options that must be equal on all ranks, as JSON values that can be compared.
 
-Invariants: values are told in full, functions by their name and a digest of their code, so that two versions of a
-job file are told apart, and two ranks with the same file are not.
+Invariants: values are given in full, functions by their name and a digest of their code, so two versions of a job file
+differ, and the same file is equal on all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What both kinds of run share: building the model, validating it, saving it, and measuring throughput.
+"""What all kinds of run share: building the model, saving it, and measuring throughput.
 
 Invariants: a trained model is always saved, as safetensors, as a whole and durably. Throughput
 leaves out the first steps, in which buffers are allocated and connections made.
@@ -63,17 +63,17 @@ def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.opti
 
 
 def share_module(runtime: Runtime, module: nn.Module) -> None:
-    """Everybody starts from rank 0's parameters and buffers."""
+    """Collective: all ranks take over rank 0's parameters and buffers."""
     from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 
     broadcast_tensors(runtime, [*module.parameters(), *module.buffers()])
 
 
 def finish_model(session: Session, replica: Replica | PeerReplica) -> dict[str, Any]:
-    """The last duty of who validates: save first, then measure."""
+    """The end of the run on the rank that validates: save the model, then measure it."""
     path = session.run_dir / MODEL_FILE
-    told = {"strategy": str(session.strategy), "job": session.job.name or ""}
-    save_model(replica.take_module(), path, told)
+    metadata = {"strategy": str(session.strategy), "job": session.job.name or ""}
+    save_model(replica.take_module(), path, metadata)
     return {"metrics": replica.validate(), "model": str(path)}
 
 
@@ -117,8 +117,8 @@ def same_model(one: Path, other: Path) -> bool:
 
 
 class Meter:
-    """Passes progress on and measures samples per second from the end of the warm-up to the last step, pauses
-    left out.
+    """Forwards progress to the report and measures samples per second from the end of the warm-up to the last step,
+    without pauses.
 
     Args:
         report: where progress goes.

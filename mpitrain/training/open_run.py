@@ -1,8 +1,8 @@
-"""How a run opens its directory: what it goes on from, whose run that makes it, and room for a new one.
+"""Opening the run directory: which checkpoint the run goes on from, which run that makes it, and room for a new one.
 
-Invariants: rank 0 alone changes anything in the directory, and only when it is known what the run goes on from, so a
-start that is refused leaves all as it was. `--resume auto` goes on with the run that is there; a start without it, or
-from another directory, is a new run, and what was there before is moved aside.
+Invariants: rank 0 alone changes anything in the directory, and only when it is known which checkpoint the run goes on
+from, so a start that is refused leaves everything as it was. `--resume auto` goes on with the run in the directory; a
+start without it, or from another directory, is a new run, and an earlier run's files are moved aside.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 
 
 class Opened(NamedTuple):
-    """A run directory that is this run's: what the run goes on from, whose it is, and what there is to tell of it as
-    (event, fields); the last, and the directory's lock, on rank 0."""
+    """A run directory that belongs to this run.
+
+    Attributes:
+        resume: the checkpoint that the run goes on from; identity: of the run and this start of it.
+        events: to report, as (event, fields), on rank 0; lock: of the directory, on rank 0.
+    """
 
     run_dir: Path
     resume: Checkpoint | None
@@ -83,7 +87,7 @@ def _agree_on_identity(
 
 
 def _make_run_dir(runtime: Runtime, job: Job, overrides: Overrides) -> str:
-    """Rank 0 names and makes it; everybody sees it through the shared file system."""
+    """Rank 0 names and makes the directory; the other ranks see it through the shared file system."""
     path = None
     if runtime.rank == 0:
         path = Path(overrides.run_dir) if overrides.run_dir else default_run_dir(job.name or "job")
@@ -117,8 +121,8 @@ def _take_over(
             events.append(("earlier run moved aside", {"to": str(moved)}))
     except OSError as error:
         raise UsageError(
-            f"{run_dir} cannot be written to, or what an earlier run has left there not be moved aside: {error}; give "
-            "another --run-dir"
+            f"{run_dir} cannot be written to, or the files of an earlier run there cannot be moved aside: {error}; "
+            "give another --run-dir"
         ) from error
     if found is None and goes_on and listed(run_dir):
         events.append(("checkpoint passed over", {"reason": "none was ever finished; the run begins anew"}))
@@ -136,8 +140,8 @@ def _take_over(
 
 
 def _clear_beyond(run_dir: Path, checkpoint_at: int) -> None:
-    """What lies beyond the checkpoint that the run goes on from was passed over, and would be taken for newer ones:
-    unfinished folders go, damaged ones are renamed."""
+    """Clear what lies beyond the checkpoint that the run goes on from, since it would be taken for newer checkpoints:
+    unfinished folders are removed, damaged ones are renamed."""
     for folder in listed(run_dir):
         if (position_of(folder) or 0) <= checkpoint_at:
             break

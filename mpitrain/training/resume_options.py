@@ -1,7 +1,8 @@
-"""What becomes of every option when a run goes on from a checkpoint: one table, and what refuses and tells by it.
+"""What becomes of every option when a run goes on from a checkpoint: one table, and the checks and reports made by it.
 
-Invariants: no option is accepted and ignored. What is set now acts; what cannot act without changing the meaning
-of what was trained before (seed, data, batches in the middle of an epoch) is refused with the old value and the new.
+Invariants: no option is accepted and ignored. An option that is set now takes effect; one that cannot without changing
+the meaning of the training so far (seed, data, batches in the middle of an epoch) is refused with the old value and the
+new one.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ ON_RESUME = {
     "servers": CONVERTED,
     "workers": CONVERTED,  # a split model needs as many parts
 }
-_NOT_TOLD = ("name", "run_dir", "resume", "quiet", "synthetic")
+_NOT_COMPARED = ("name", "run_dir", "resume", "quiet", "synthetic")
 
 
 def describe_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -77,7 +78,7 @@ def describe_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> l
 
 
 def contents_of(catalogue: Catalogue) -> dict[str, str]:
-    """SHA-256 of the shards by name, as far as packs of ours tell it."""
+    """SHA-256 of the shards by name, of those that `mpitrain data pack` has written."""
     found: dict[str, str] = {}
     for folder in {Path(file.path).parent for file in catalogue.files}:
         try:
@@ -95,8 +96,8 @@ def chosen(session: Session) -> dict[str, Any]:
     overrides = dataclasses.asdict(session.overrides)
     asked = {name: fingerprint(overrides[name]) for name in ("lr", "steps", "watchdog_s", "heartbeat_s")}
     launched = {"servers": len(session.roles.servers), "workers": len(session.roles.workers)}
-    told = {**options(session.job), **asked, "inject": list(session.overrides.inject), **launched}
-    return {name: value for name, value in told.items() if name not in _NOT_TOLD}
+    everything = {**options(session.job), **asked, "inject": list(session.overrides.inject), **launched}
+    return {name: value for name, value in everything.items() if name not in _NOT_COMPARED}
 
 
 def changed_options(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
@@ -130,7 +131,7 @@ def refuse_others(before: dict[str, Any], now: dict[str, Any], folder: Path) -> 
     _check_strategy(parse(before["strategy"], "strategy"), parse(now["strategy"], "strategy"), folder)
     for key, words in _SAME.items():
         there, here = before.get(key), now[key]
-        if key == "contents":  # told by packs of ours only, and compared file by file
+        if key == "contents":  # known of packs by `mpitrain data pack` only, and compared file by file
             both = set(there or {}) & set(here)
             there, here = ({name: each[name] for name in sorted(both)} for each in (there or {}, here))
         if there == here:
@@ -159,13 +160,13 @@ _SAME = {
 
 
 def _check_strategy(before: Any, now: Any, folder: Path) -> None:
-    """Refuse what would lose the gradients that a codec has kept back."""
+    """Refuse a change that would lose the residual of a codec."""
     for key in ("codec", "push_wire"):
         old, new = _codec(before, key), _codec(now, key)
         if old is None or new is None or old.name == new.name or not keeps_back(before, old):
             continue
         raise UsageError(
-            f"{folder} was written with {key}={old}, and holds what that has kept back; {key}={new} cannot go on from "
+            f"{folder} was written with {key}={old}, and holds its residual; {key}={new} cannot go on from "
             f"it: keep {old.name}(), or begin anew"
         )
 
@@ -177,8 +178,7 @@ def _codec(strategy: Any, key: str) -> Codec | None:
 
 
 def same_codec(about: dict[str, Any], now: Strategy, key: str) -> bool:
-    """Whether the run that a checkpoint tells `about` had a codec of the same name: only then its state means something
-    to this run's."""
+    """Whether the run that wrote the checkpoint had a codec of the same name: only then this run can use its state."""
     old, new = _codec(parse(about["strategy"], "strategy"), key), _codec(now, key)
     return old is not None and new is not None and old.name == new.name
 

@@ -1,9 +1,9 @@
-"""What every run has, whatever its strategy: an agreed start, roles, data, a run directory and an agreed end.
+"""The session: what every run has, whatever its strategy. An agreed start, roles, data, a run directory and an agreed
+end.
 
-Invariants: before the first step all ranks have loaded the same job with the same options and found the
-same parameters, or all leave together with one message. Rank 0 alone looks at the shards and tells the
-others. The end is a gathering too: every rank hands its counts to rank 0, which writes `result.json` last,
-and all ranks leave with the same exit code.
+Invariants: before the first step all ranks have loaded the same job with the same options and found the same
+parameters, or all leave together with one message. Rank 0 alone reads the shards' sizes and broadcasts them. At the end
+every rank sends its counts to rank 0, which writes `result.json` last, and all ranks leave with the same exit code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,14 @@ REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with
 
 @dataclasses.dataclass
 class Session:
-    """One run on one rank. `place`: its rank when the run began; should others die, it may get another."""
+    """One run on one rank; `prepare` makes it. Other modules change it by its methods alone.
+
+    Attributes:
+        place: this rank's number when the run began; should other ranks die, it may get another.
+        report: of rank 0; the other ranks report nothing. lock: of the run directory, on rank 0.
+        contents: see `resume_options.contents_of`.
+        emergency: what this rank would write if the run stood still, or why it cannot.
+    """
 
     runtime: Runtime
     job: Job
@@ -62,8 +69,8 @@ class Session:
     identity: Identity
     resume: Resume | None = None
     lock: RunLock | None = None
-    contents: dict[str, str] = dataclasses.field(default_factory=dict)  # see `resume_options.contents_of`
-    emergency: Emergency | str = "the run had not begun"  # what this rank would write, or why it cannot
+    contents: dict[str, str] = dataclasses.field(default_factory=dict)
+    emergency: Emergency | str = "the run had not begun"
 
     @property
     def strategy(self) -> Strategy:
@@ -73,7 +80,7 @@ class Session:
 
     @property
     def role(self) -> str:
-        """What this rank is."""
+        """This rank's role: "server", "worker" or "peer"."""
         return self.roles.of(self.place)
 
     def in_emergency(self, writer: Emergency | str) -> None:
@@ -87,24 +94,24 @@ class Session:
         return Straggler(self.overrides.injections, index, self.job.seed)
 
     def lead(self) -> None:
-        """This rank is the first from here on: it holds the run directory's lock, and reports."""
+        """Make this rank the first: it takes the run directory's lock, and reports."""
         self.lock = RunLock(self.run_dir, self.identity.attempt)
         self.lock.take()
         self.open_report()
 
     def close(self) -> None:
-        """Others may have the run directory."""
+        """Release the run directory, so that other jobs may take it."""
         if self.lock is not None:
             self.lock.release()
 
     def open_report(self) -> None:
-        """This rank is the one that reports."""
+        """Begin to report on this rank."""
         self.report = Report(
             self.run_dir, self.total_samples(), quiet=self.overrides.quiet, num_epochs=self.job.epochs
         )
 
     def num_batches(self) -> int | None:
-        """Batches to deal when the run is limited by `--steps`: so many for every worker that takes its own."""
+        """Batches in the whole run where `--steps` limits it: so many for every worker that takes its own."""
         shares = self.strategy.num_replicas(len(self.roles.workers))
         return None if self.overrides.steps is None else self.overrides.steps * shares
 
@@ -200,7 +207,7 @@ def begin(runtime: Runtime) -> None:
     """
     rank_status.reach(rank_status.READY)
     if runtime.broadcast(rank_status.stop_requested(now=runtime.rank == 0)):
-        raise AgreedError("told to end before the first step", EXIT_REQUEUE)
+        raise AgreedError("the launch was told to end before the first step of this run", EXIT_REQUEUE)
 
 
 def _scan(runtime: Runtime, source: DataSource) -> Catalogue:
@@ -222,8 +229,9 @@ def assign_roles(runtime: Runtime, strategy: Strategy, own_loop: bool = False) -
 
 def _enough_samples(num_samples: int, roles: Roles) -> None:
     if num_samples < len(roles.workers):
-        told = f"{len(roles.workers)} workers for {num_samples} training samples"
-        raise UsageError(f"{told}: start at most {num_samples} workers")
+        raise UsageError(
+            f"{len(roles.workers)} workers for {num_samples} training samples: start at most {num_samples} workers"
+        )
 
 
 def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
@@ -253,11 +261,11 @@ def _describe_start(session: Session) -> None:
 
 
 def report_end(report: Report | NullReport, result: dict[str, Any]) -> None:
-    """The last lines for eyes: how it ended, what was measured, where the model is."""
-    told = {"status": result["status"], "samples": result["samples"], **result["metrics"]}
+    """Report how the run ended, what was measured, and where the model is."""
+    fields = {"status": result["status"], "samples": result["samples"], **result["metrics"]}
     if result["failure"]:
-        told["failure"] = explained(result["failure"])
-    report.event("end", **told, model=result["model"])
+        fields["failure"] = explained(result["failure"])
+    report.event("end", **fields, model=result["model"])
 
 
 def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:

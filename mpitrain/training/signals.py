@@ -1,8 +1,9 @@
 """SIGUSR1 and SIGTERM ask a run to write a checkpoint and end with exit code 75; SIGINT ends it with 130.
 
-Invariants: the handler only sets a flag. Receive loops poll (no rank blocks inside MPI), so it is seen within
-one nap or one batch. A second SIGTERM or SIGINT is the kernel's affair: it ends this rank at once, whatever it is stuck
-in, and its launcher the others. What the launch asks of all ranks counts as a signal to each (`rank_status.py`).
+Invariants: the handler only sets a flag. Receive loops poll (no rank blocks inside MPI), so the flag is seen within one
+sleep or one batch. A second SIGTERM or SIGINT is handled by the kernel: it ends this rank at once, whatever it is stuck
+in, and the launcher ends the others. A request of the launch to all ranks counts as a signal to each
+(`rank_status.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def _interrupt(number: int, _frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def hear_early() -> None:
-    """From here on the two signals ask for an end, whatever this process is at: for one that is a rank all its life.
-    What is asked before the run begins holds for the run, and what is asked after its end changes nothing."""
+def install_early() -> None:
+    """From here on the two signals ask for an end, whatever this process does: for a process that is a rank all its
+    life. A request before the run begins holds for the run, and one after its end changes nothing."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, _ask)

@@ -1,4 +1,4 @@
-"""What is asked of a run besides its strategy, and refused where the strategy cannot do it.
+"""Validation of options: what is asked of a run besides its strategy, and refused where the strategy cannot do it.
 
 Invariants: an option that would have no effect is an error, in the dry run as in the run.
 """
@@ -13,19 +13,21 @@ from mpitrain.strategies.model_parallel.base import Split
 
 
 def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
-    """Raise `UsageError` for stragglers and batch sizes that the job's strategy cannot have."""
+    """Raise `UsageError` for options and injections that the job's strategy cannot carry out."""
     check_workers(overrides.injections, num_workers)
     _check_pushes(job, overrides)
     if overrides.heartbeat_s is not None and not isinstance(job.strategy, ServerStrategy):
         raise UsageError(
-            f"--heartbeat-s is how long a server waits for a silent worker, and {job.strategy} has no servers"
+            f"--heartbeat-s is how long a server waits for a silent worker, and {job.strategy} has no servers: leave "
+            "it out, or choose a strategy with servers"
         )
     if not isinstance(job.strategy, Split):
         return
     job.strategy.check_batch(job.batch_size)
     if any(isinstance(one, AtWorker) for one in overrides.injections):
         raise UsageError(
-            f"--inject orders stragglers among workers that hold whole models, which {job.strategy} has not"
+            f"--inject delays or fails workers that hold whole models, and those of {job.strategy} hold parts: leave "
+            "it out, or choose a strategy whose workers hold whole models"
         )
 
 

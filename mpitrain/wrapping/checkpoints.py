@@ -85,7 +85,7 @@ class LoopRun:
         if not first:
             if not wait_for_room(run_dir, identity.run, ROOM_S):
                 raise CheckpointError(
-                    f"{run_dir} was not made ready within {ROOM_S:g} s by the rank that writes {FIRST}"
+                    f"save: the rank that writes {FIRST} did not make {run_dir} ready within {ROOM_S:g} s; see its log"
                 )
             return identity
         try:
@@ -105,8 +105,8 @@ class LoopRun:
                 f"to: {error}"
             ) from error
         if moved is not None:
-            told = f"mpitrain: checkpoints of an earlier run in {run_dir} are now in {moved}"
-            print(told, file=sys.stderr, flush=True)
+            text = f"mpitrain: checkpoints of an earlier run in {run_dir} are now in {moved}"
+            print(text, file=sys.stderr, flush=True)
         return identity
 
 
@@ -147,7 +147,7 @@ def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> 
     }  # fmt: skip
 
 
-def look(
+def find_run(
     runtime: Runtime, resume: str | os.PathLike[str] | None, about: dict[str, Any], same_number: bool
 ) -> LoopRun:
     """The newest checkpoint under `resume`, if there is one, and whose checkpoints the loop writes; collective.
@@ -159,19 +159,19 @@ def look(
         AgreedError: none verifies, or it is of another run.
     """
     directory = runtime.broadcast(None if resume is None else str(Path(resume).resolve()))
-    told = find(runtime, Path(directory)) if directory is not None else None
-    new = Identity(*runtime.broadcast(identify(told, new_run_id(), new_attempt_id())))
+    found = find(runtime, Path(directory)) if directory is not None else None
+    new = Identity(*runtime.broadcast(identify(found, new_run_id(), new_attempt_id())))
 
     def check() -> None:
         for key in ("kind", "parameters", *(("workers",) if same_number else ())):
-            if told is not None and told.about.get(key) != about[key]:
+            if found is not None and found.about.get(key) != about[key]:
                 raise UsageError(
-                    f"{told.folder} was written by {told.about.get('strategy')}, whose {key} was "
-                    f"{told.about.get(key)}; here it is {about[key]}"
+                    f"{found.folder} was written by {found.about.get('strategy')}, whose {key} was "
+                    f"{found.about.get(key)}; here it is {about[key]}"
                 )
 
     attempt(runtime, check)
-    return LoopRun(new, told, Path(directory) if directory is not None else None)
+    return LoopRun(new, found, Path(directory) if directory is not None else None)
 
 
 def loop_state(resume: Checkpoint | None, part: str, first: str) -> Resumed | None:
@@ -188,12 +188,12 @@ def write_shard(
     """What a server does when all workers have come: a write that fails leaves the checkpoint before as it is."""
 
     def write(order: Save, role: dict[str, Any], present: list[int]) -> None:
-        told = json.loads(order.text)
+        asked = json.loads(order.text)
         shards = [f"shard-{shard}" for shard in range(about["servers"])]
         parts = (
             shards + [f"worker-{workers.index(worker)}" for worker in present] if part == shards[0] else []
         )
-        run_dir = Path(told["run_dir"])
+        run_dir = Path(asked["run_dir"])
         identity = run.open(run_dir, order.checkpoint_at, first=bool(parts))
         try:
             state = {"role": role, "store": store.state()}
@@ -202,7 +202,7 @@ def write_shard(
             print(f"mpitrain: warning: {error}", file=sys.stderr, flush=True)
             return
         if parts:
-            prune(run_dir, told["keep"], order.checkpoint_at, identity)
+            prune(run_dir, asked["keep"], order.checkpoint_at, identity)
 
     return write
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
 from mpitrain.training.synchronous.checkpoints import own_part
-from mpitrain.wrapping.checkpoints import Resumed, Saver, about_loop, lockstep_saver, look, loop_state
+from mpitrain.wrapping.checkpoints import Resumed, Saver, about_loop, find_run, lockstep_saver, loop_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,7 @@ def join_reduced(
     runtime.role = "worker"
     check_optimizer(strategy.codec, optimizer)
     about = about_loop(strategy, model, runtime.size)
-    run = look(runtime, resume, about, same_number=False)
+    run = find_run(runtime, resume, about, same_number=False)
     found = run.found
     rates = Rates(optimizer)
     first = found.part("shard-0") if found else None

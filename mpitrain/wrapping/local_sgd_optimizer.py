@@ -111,7 +111,7 @@ def join_averaged(
     from mpitrain.training.session import attempt
     from mpitrain.training.synchronous.checkpoints import own_part
     from mpitrain.training.synchronous.ddp import data_parallel
-    from mpitrain.wrapping.checkpoints import about_loop, lockstep_saver, look, loop_state
+    from mpitrain.wrapping.checkpoints import about_loop, find_run, lockstep_saver, loop_state
 
     if strategy.unit != "steps":
         raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')
@@ -119,7 +119,7 @@ def join_averaged(
     attempt(runtime, lambda: check_closure(optimizer, str(strategy)))
     runtime.compare({"strategy": str(strategy)})
     about = about_loop(strategy, model, runtime.size)
-    run = look(runtime, resume, about, same_number=True)
+    run = find_run(runtime, resume, about, same_number=True)
     found = run.found
     share_module(runtime, model)
     init_default_group(runtime)

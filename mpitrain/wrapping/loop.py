@@ -1,10 +1,9 @@
 """Keep your own training loop: `model, optimizer = mt.wrap(model, optimizer, mt.Async(servers=1))` under
 `mpirun` or `srun`.
 
-Invariants: nothing of the user's is touched except that everybody starts from rank 0's parameters and
-buffers. `wrap` returns on workers only: a server serves inside it and then leaves the process. The loop is
-the worker role turned inside out: where the role asks for a gradient the user's loop runs, and
-`optimizer.step()` hands the gradient in.
+Invariants: nothing of the user's is changed, except that all ranks start from rank 0's parameters and buffers. `wrap`
+returns on workers only: a server serves inside it and then leaves the process. The loop is the worker role turned
+inside out: where the role asks for a gradient the user's loop runs, and `optimizer.step()` hands the gradient in.
 """
 
 from __future__ import annotations
@@ -222,7 +221,7 @@ def _join(
     from mpitrain.training.parameter_server.builder import RoleBuilder
     from mpitrain.training.parameter_server.run import restore_worker
     from mpitrain.training.session import assign_roles, attempt
-    from mpitrain.wrapping.checkpoints import Saver, about_loop, look, loop_state
+    from mpitrain.wrapping.checkpoints import Saver, about_loop, find_run, loop_state
     from mpitrain.wrapping.server_optimizer import RemoteOptimizer
 
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy, own_loop=True))
@@ -235,7 +234,7 @@ def _join(
     local = attempt(runtime, lambda: builder.local(optimizer))
     runtime.compare(attempt(runtime, lambda: _start_of(strategy, flat, optimizer)))
     about = about_loop(strategy, model, len(roles.workers)) | {"servers": len(roles.servers)}
-    run = look(runtime, resume, about, same_number=False)
+    run = find_run(runtime, resume, about, same_number=False)
     found = run.found
     share_module(runtime, model)
     flat.refresh()

@@ -1,4 +1,4 @@
-"""The optimizer that a wrapped loop holds among peers: the user's own, whose steps the other peers hear of.
+"""The optimizer that a wrapped loop holds among peers: the user's own, which also exchanges with the other peers.
 
 Invariants: it is the peer role turned inside out: where the role asks for a gradient, the user's loop runs.
 Peers take equally many steps, as DDP demands too.
@@ -45,8 +45,8 @@ class PeerOptimizer(DelegatingOptimizer):
         atexit.register(self.finish)
 
     def step(self, closure: Any = None) -> Any:
-        """One step of this peer, told to the others; the parameters have then taken in what was heard. Returns the
-        closure's loss.
+        """One step of this peer: it sends its update to the others, and the parameters take in what the others have
+        sent. Returns the closure's loss.
 
         Raises:
             NonFiniteError: the gradient holds a NaN or an infinity.
@@ -54,7 +54,9 @@ class PeerOptimizer(DelegatingOptimizer):
         """
         loss = closure() if closure is not None else None
         if not self._active:
-            raise UsageError("step() after finish(): this peer has met the others for the last time")
+            raise UsageError(
+                "step() after finish(): this peer has left the others; call finish() after the last step"
+            )
         self._num_steps += 1
         self._world.on_step(self._num_steps)  # a peer that is alone sends nothing, and still makes progress
         gradient = self._replica.collect(float(loss) if loss is not None else 0.0, 1)
@@ -90,14 +92,14 @@ def join_peers(
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import attempt
     from mpitrain.training.synchronous.checkpoints import own_part
-    from mpitrain.wrapping.checkpoints import about_loop, lockstep_saver, look, loop_state
+    from mpitrain.wrapping.checkpoints import about_loop, find_run, lockstep_saver, loop_state
 
     runtime.role = "peer"
     runtime.compare(
         {"strategy": str(strategy), "parameters": [str(tuple(p.shape)) for p in model.parameters()]}
     )
     about, part = about_loop(strategy, model, runtime.size), own_part(runtime.rank)
-    run = look(runtime, resume, about, same_number=True)
+    run = find_run(runtime, resume, about, same_number=True)
     found = run.found
     share_module(runtime, model)
     builder = PeerBuilder(strategy, runtime.size)

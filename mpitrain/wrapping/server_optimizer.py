@@ -59,7 +59,9 @@ class RemoteOptimizer(DelegatingOptimizer):
             UsageError: a step hook changes parameters, or an option was changed that cannot travel.
         """
         if not self._active:
-            raise UsageError("step() after finish(): this worker has left the servers")
+            raise UsageError(
+                "step() after finish(): this worker has left the servers; call finish() after the last step"
+            )
         self._runtime.stamp()  # between two pushes, too
         remote = self._replica.remote
         if remote is not None:
@@ -108,7 +110,7 @@ class RemoteOptimizer(DelegatingOptimizer):
     def save(self, order: Save) -> dict[str, Any]:
         """Have the servers write their parts of a checkpoint, and return what belongs in this worker's."""
         if not self._active:
-            raise UsageError("save() after finish(): this worker has left the servers")
+            raise UsageError("save() after finish(): this worker has left the servers; save before finish()")
         self._go_on(order)
         return {
             "role": self._worker.state(),

@@ -217,7 +217,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             return 3
 
         setattr(double, function, record)
-        double.signals = types.SimpleNamespace(hear_early=lambda: None)  # type: ignore[attr-defined]
+        double.signals = types.SimpleNamespace(install_early=lambda: None)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module, double)
 
     stand_in("mpitrain.training", "train_command")
@@ -348,7 +348,7 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
 
     double = types.ModuleType("mpitrain.training")
     double.train_command = command  # type: ignore[attr-defined]
-    double.signals = types.SimpleNamespace(hear_early=lambda: None)  # type: ignore[attr-defined]
+    double.signals = types.SimpleNamespace(install_early=lambda: None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mpitrain.training", double)
     return cli.main(["train", "j.py"])
 

@@ -13,7 +13,7 @@ from mpitrain.training import signals
 
 libc = ctypes.CDLL(None)
 libc.on_exit(libc["raise"], None)
-signals.hear_early()
+signals.install_early()
 {over}
 sys.exit({number})
 """

@@ -1,6 +1,6 @@
-"""A run without a server: builds this rank's peer and lets the MPI world carry it.
+"""A run without a server: builds this rank's peer and lets the MPI world run it.
 
-Invariants: it only composes. Every rank is a peer; the first one logs, validates and saves the model, which is
+Invariants: this file only composes. Every rank is a peer; the first one logs, validates and saves the model, which is
 the mean of all, taken at the last meeting.
 """
 
@@ -63,11 +63,11 @@ def run_peers(session: Session) -> dict[str, Any]:
         num_steps = session.total_samples() // (job.batch_size * runtime.size)
         resume = session.resume
         meter = Meter(session.report, num_warmup(num_steps), resume.checkpoint_at if resume else 0)
-        session.in_emergency(f"{strategy}: a peer tells the others of its step in the middle of it")
+        session.in_emergency(f"{strategy}: a peer sends its update to the others in the middle of its step")
         checkpoints, keeper = make_checkpoints(session, strategy, replica, about)
         peer = builder.peer(runtime.rank, replica, meter, checkpoints)
         attempt(runtime, lambda: restore(resume, peer, replica))
-        counts, injected = _carry(session, strategy, peer, replica, device)
+        counts, injected = _run(session, strategy, peer, replica, device)
     keeper.wait()
     digests = runtime.allgather(counts["digest"])
     outcome: dict[str, Any] = {
@@ -88,7 +88,7 @@ def run_peers(session: Session) -> dict[str, Any]:
     return outcome
 
 
-def _carry(
+def _run(
     session: Session, strategy: Decentralized, peer: Peer, replica: PeerReplica, device: torch.device
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     from mpitrain.mpi.world import MpiWorld  # virtual peers share this file, and their process starts no MPI

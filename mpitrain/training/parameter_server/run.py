@@ -1,7 +1,6 @@
-"""A run over parameter servers: builds this rank's role and lets the MPI world carry it.
+"""A run over parameter servers: builds this rank's role and lets the MPI world run it.
 
-Invariants: it only composes. Roles decide nothing here; every rank derives everybody's role, shard and
-sizes by itself.
+Invariants: this file only composes. Every rank derives all roles, shards and sizes by itself.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from mpitrain.training.measure import (
 )
 from mpitrain.training.parameter_server.builder import AnyStore, RoleBuilder
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
-from mpitrain.training.parameter_server.run_role import carry, heartbeat_s
+from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
 from mpitrain.training.resume import Resume, about_run, check, make_keeper, read_own_part
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.validation import make_measure
 
-# What the dealing server's shard tells of the whole run; every shard's own counts are under "ranks".
+# The counts of the dealing server's shard that stand for the whole run; every shard's own counts are under "ranks".
 _SHOWN = (
     "accepted", "repeated", "late", "dropped", "nonfinite", "versions_skipped", "samples_dropped", "samples_left_out",
     "staleness_mean", "staleness_max", "staleness_histogram", "staleness_identity", "pushed_bytes", "replied_bytes",
@@ -108,7 +107,7 @@ def _serve(
     writer, role = shard_writer(session, server, store, keeper, model.module)
     session.in_emergency(writer)
     role = record(role, order)
-    counts = carry(session, roles.workers, lambda source, kind: store.frame(), role, may_die=may_die)
+    counts = run_role(session, roles.workers, lambda source, kind: store.frame(), role, may_die=may_die)
     # one whose gradients were not finite has left in order
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}
@@ -175,7 +174,7 @@ def _work(
         writer, role = worker_writer(keeper, worker, model.module, watched)
         session.in_emergency(writer)
         straggler = session.straggler()
-        counts = carry(
+        counts = run_role(
             session,
             session.roles.servers,
             builder.buffer_for,
@@ -184,8 +183,8 @@ def _work(
         )
     replica.finish()
     keeper.wait()
-    told = {"codec": replica.statistics()} if replica.coder else {}
-    detail = {"role": "worker", **counts, **told, "checkpoints": keeper.summary()}
+    codec = {"codec": replica.statistics()} if replica.coder else {}
+    detail = {"role": "worker", **counts, **codec, "checkpoints": keeper.summary()}
     outcome: dict[str, Any] = {
         "detail": detail, "injected": straggler.counts(), "unwritten": keeper.unwritten
     }  # fmt: skip
@@ -219,8 +218,8 @@ def restore_worker(
 def _kept_by_workers(
     resume: Resume, index: int, num_workers: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """What codecs had kept back on workers: that which falls to this worker (of those that wrote, the index-th, the one
-    `num_workers` after it, and so on), and the first one's, which tells what all share."""
+    """The residuals of the workers' codecs: those that fall to this worker (of the workers that wrote, the index-th,
+    the one `num_workers` after it, and so on), and the first worker's state, which holds what all share."""
     written = sorted(int(name.split("-")[1]) for name in resume.parts if name.startswith("worker-"))
 
     def kept(worker: int) -> Any:

@@ -1,6 +1,6 @@
-"""One rank's role of a run over servers, carried by the MPI world.
+"""Running one rank's role of a run over parameter servers in the MPI world.
 
-Invariants: what differs between the launches that survive a death, and nothing of what the roles do.
+Invariants: this file knows what differs between launches that survive a death, and nothing of what the roles do.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def heartbeat_s(session: Session) -> float:
     return session.overrides.heartbeat_s or MID_SILENCE_S
 
 
-def carry(
+def run_role(
     session: Session, peers: tuple[int, ...], buffer_for: Any, role: Role,
     computer: Executor | None = None, may_die: tuple[int, ...] = (),
 ) -> Any:  # fmt: skip
     """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`.
 
-    A worker that fails where MPI would not tell of it says so to its servers before the error goes on.
+    Where MPI would not report the failure of a worker, the worker reports it to its servers before the error goes on.
     """
     runtime = session.runtime
 
@@ -43,7 +43,7 @@ def carry(
         returned = world.run(role)
     except Exception as error:
         if timeout_s and session.role == "worker" and not isinstance(error, LostRankError | EvictedError):
-            with contextlib.suppress(Exception):  # the error that came first is the one to tell
+            with contextlib.suppress(Exception):  # the error that came first is the one to report
                 world.advance(report_failure(peers), None)
         raise
     if timeout_s:
