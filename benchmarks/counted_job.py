@@ -77,7 +77,7 @@ def let_go_noted(self):
 
 def outcome_noted(self):
     bits = zlib.crc32(b"".join(one.detach().numpy().tobytes() for one in self.module.parameters()))
-    note(NOTES, "end", step=self.step, bits=bits)
+    note(NOTES, "end", step=self.stepper.step, bits=bits)
     return outcome(self)
 
 

@@ -20,7 +20,7 @@ from mpitrain.strategies.sampling.peer_partition import PeerPartition, Turn
 class LocalReplica(Protocol):
     """A worker's model and data, opaque to the role."""
 
-    def step(self, turn: Turn) -> float:
+    def local_step(self, turn: Turn) -> float:
         """Forward and backward over the turn's lease, and a step of its own where it is one; returns the loss."""
 
     def due(self, turn: Turn) -> tuple[float, bool]:
@@ -104,7 +104,7 @@ class LocalWorker:
         }  # fmt: skip
 
     def _compute(self, turn: Turn) -> Compute:
-        return Compute(lambda: self.replica.step(turn), interruptible=False)
+        return Compute(lambda: self.replica.local_step(turn), interruptible=False)
 
     def _exchange(self, num_bytes: float) -> Generator[Effect, Any, None]:
         """Once round the ring to add up, and once to hand out."""

@@ -14,7 +14,7 @@ from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.local_sgd_worker import LocalWorker
 from mpitrain.simulation.base import VirtualRun
-from mpitrain.simulation.replicas_in_one_process import LocalReplica, Table, modules_of
+from mpitrain.simulation.replicas_in_one_process import Table, VirtualReplica, modules_of
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
@@ -40,8 +40,12 @@ def simulate_local_sgd(
         returned = virtual.run([worker.run() for worker in workers])
         metrics = table.replicas[0].validate()
     save_model(table.replicas[0].module, virtual.run_dir / MODEL_FILE, {"strategy": str(strategy)})
-    first = table.replicas[0]
-    result = virtual.result(first.samples, metrics, first.failure) | _counted(table, workers[0].shares)
+    failures = sorted(
+        (one.failure for one in table.replicas), key=lambda text: (text[:4] != "rank", not text)
+    )
+    result = virtual.result(table.replicas[0].samples, metrics, failures[0]) | _counted(
+        table, workers[0].shares
+    )
     drifts = [{"drift": replica.averager.drift} for replica in table.replicas]
     result["ranks"] = [one | drift for one, drift in zip(returned, drifts)]
     log.finish(result)
@@ -57,7 +61,7 @@ def _workers(
     table = Table(strategy, number)
     table.seat(
         [
-            LocalReplica(job, options.lr, own, strategy, table, rank, reader.batch, num_samples)
+            VirtualReplica(job, options.lr, own, strategy, table, rank, reader.batch, num_samples)
             for rank, own in enumerate(modules_of(module, number))
         ]
     )

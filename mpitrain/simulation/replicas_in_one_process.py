@@ -15,20 +15,18 @@ import torch
 from torch import nn
 
 from mpitrain.job import Job
-from mpitrain.model.flat import all_finite, trainable
-from mpitrain.model.loss import read_loss
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.worker_replica import seed_step
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.means import MeansTogether
+from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.measure import build_optimizer
 
 GRADIENTS, PARAMETERS, VALIDATION = "gradients", "parameters", "validation"
 
 
-class LocalReplica:
+class VirtualReplica(LocalReplica):
     """One worker.
 
     Args:
@@ -48,76 +46,45 @@ class LocalReplica:
         fetch: Callable[[int, int, int], dict[str, torch.Tensor]],
         epoch_samples: int,
     ):
-        self.job, self.module, self.rank, self.table = job, module, rank, table
-        self.fetch, self.epoch_samples = fetch, epoch_samples
-        self.optimizer = build_optimizer(job, module, lr)
-        self.averager = Averager(module, self.optimizer, strategy, means=table.means.shares[rank])
-        self.gradients = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
-        self.samples = self.nonfinite = self.skipped = 0
-        self.refused = self.failure = ""
-        self._rates, self._num_exchanges = Rates(self.optimizer), 0
-        self._mode, self._stepped, self._count, self._loss = PARAMETERS, True, 0, 0.0
+        optimizer = build_optimizer(job, module, lr)
+        averager = Averager(module, optimizer, strategy, means=table.means.shares[rank])
+        super().__init__(averager, job, table.number, epoch_samples, rank, self._where)
+        self.train(module, Rates(optimizer))
+        self.rank, self.table, self.fetch = rank, table, fetch
+        self._mode, self._num_exchanges = PARAMETERS, 0
+        self._computed: tuple[float, int, int] | None = None  # a gradient that is not used yet
+        self._count = 0
+
+    def _where(self) -> str:
+        return f"rank {self.rank} (worker, step {self.step})"
 
     @property
     def stopped(self) -> bool:
         """Whether a gradient that was not finite ends the run."""
         return bool(self.failure)
 
-    def step(self, turn: Turn) -> float:
+    def local_step(self, turn: Turn) -> float:
         """Forward and backward over the turn's lease, and the optimizer's step where gradients are not averaged."""
         lease = turn.lease
         assert lease is not None
         batch = self.fetch(lease.epoch, lease.start, lease.num_samples)
-        seed_step(self.job.seed, self.rank, turn.step)
-        self.module.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.averager.begin_step()
-        loss = read_loss(self.job.loss(self.module, batch)).mean
-        value = self._loss = float(loss.detach())
-        weight = turn.weight if value - value == 0.0 else float("nan")
-        (loss if weight == 1.0 else loss * weight).backward()
-        self._count, self._stepped = turn.num_samples, not self.averager.averages_gradients
-        if self._stepped:
-            if self._is_finite():
-                self._move()
-            else:
-                self._refuse(turn.step)
-            self.samples += turn.num_samples
+        value = self.compute(batch, lease.num_samples, turn.num_samples)
+        self._computed, self._count = (value, lease.num_samples, turn.num_samples), turn.num_samples
+        if not self.averages_gradients:
+            self.move()
         return value
 
-    def _is_finite(self) -> bool:
-        return all_finite([p.grad for p in self.gradients if p.grad is not None])
-
-    def _move(self) -> None:
-        if self.job.schedule is not None:
-            progress = self.samples / self.epoch_samples
-            self._rates.set(self.job.schedule.factor(progress, self.table.number))
-        self.optimizer.step()
-
-    def _refuse(self, step: int) -> None:
-        self.skipped += 1
-        if self.job.on_nonfinite == "stop":
-            what = (
-                "the gradient is not finite" if self._loss - self._loss == 0.0 else f"loss is {self._loss:g}"
-            )
-            self.refused = self.refused or f"rank {self.rank} (worker, step {step}): {what}"
-
-    def move_on_mean(self, step: int) -> None:
-        """The gradients are the mean of all."""
-        if self._is_finite():
-            self._move()
-            self.samples += self._count
-            return
-        self.nonfinite += 1
-        if self.job.on_nonfinite == "stop":
-            self.failure = f"step {step}: the averaged gradient is not finite"
+    def move(self) -> None:
+        """The gradients are those to step with."""
+        assert self._computed is not None
+        self.update(*self._computed)
+        self._computed = None
 
     def due(self, turn: Turn) -> tuple[float, bool]:
         """Bytes of the exchange that this step calls for: of gradients, and then, where it is time, of parameters."""
-        self.table.step = turn.step
-        if not self._stepped:
-            self._stepped, self._mode = True, GRADIENTS
-            return float(sum(p.numel() * p.element_size() for p in self.gradients)), True
+        if self._computed is not None:
+            self._mode = GRADIENTS
+            return float(sum(p.numel() * p.element_size() for p in self.averager.parameters)), True
         self._mode = PARAMETERS
         return (self.averager.num_bytes() if self.averager.end_step(self._count) else 0.0), False
 
@@ -131,7 +98,7 @@ class LocalReplica:
         if self.job.validate is None or not self.averager.is_apart:
             return 0.0
         self._mode = VALIDATION
-        return float(sum(p.numel() * p.element_size() for p in self.gradients))
+        return float(sum(p.numel() * p.element_size() for p in self.averager.parameters))
 
     def hand_in(self) -> None:
         """This worker has come to the exchange."""
@@ -168,16 +135,16 @@ class Table:
     """
 
     def __init__(self, strategy: LocalSGD, number: int):
-        self.number, self.step = number, 0
+        self.number = number
         self.means = MeansTogether(strategy.wire, number)
         self._reducer = MeansTogether("full", number)  # of gradients: no averaging, and not counted as one
-        self.replicas: list[LocalReplica] = []
+        self.replicas: list[VirtualReplica] = []
         self.measure: Callable[[], dict[str, float]] | None = None
         self.mean: list[torch.Tensor] = []  # what a validation measures
         self._num_arrived: dict[int, int] = {}
         self._num_done = 0
 
-    def seat(self, replicas: list[LocalReplica]) -> None:
+    def seat(self, replicas: list[VirtualReplica]) -> None:
         """These are all the workers."""
         self.replicas = replicas
 
@@ -197,14 +164,13 @@ class Table:
         elif mode == VALIDATION:
             self.mean = self.means.take([one.averager.parameters for one in self.replicas], full=True)
         else:
-            self._hear_what_went_wrong()
             self._average()
 
     def _average_gradients(self) -> None:
         gradients: list[list[torch.Tensor]] = []
         for replica in self.replicas:
             replica_gradients = []
-            for parameter in replica.gradients:
+            for parameter in replica.averager.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 replica_gradients.append(parameter.grad)
@@ -212,18 +178,11 @@ class Table:
         means = self._reducer.take(gradients)
         for replica, own in zip(self.replicas, gradients, strict=True):
             torch._foreach_copy_(own, means)
-            replica.move_on_mean(self.step)
-
-    def _hear_what_went_wrong(self) -> None:
-        refused = next((one.refused for one in self.replicas if one.refused), "")
-        total = sum(one.skipped for one in self.replicas)
-        for replica in self.replicas:
-            replica.nonfinite, replica.skipped = replica.nonfinite + total, 0
-            replica.failure = replica.failure or refused
+            replica.move()
 
     def _average(self) -> None:
         """Everybody's averager at once: each asks the same questions in the same order."""
-        asking = [replica.averager.rounds() for replica in self.replicas]
+        asking = [replica.average() for replica in self.replicas]
         answers: list[Any] = [None] * self.number
         while True:
             asks: list[Ask] = []

@@ -28,23 +28,24 @@ import mpitrain as mt
 from mpitrain.mpi.faults.shrink import process_failed
 from mpitrain.mpi.runtime import start
 from mpitrain.values import parse
-from mpitrain.training.synchronous.trainer import Trainer
+from mpitrain.training.synchronous.stepper import Stepper
 from tests import toy
 
 runtime = start()
-update, alarmed, met = Trainer._update, (), set()
+update, alarmed, met = Stepper.update, (), set()
 
-def alarming(self, value, count):
+def alarming(self, value, share, count):
     # the allreduce is done everywhere: who is not alarmed takes the step, the others have lost it
     if self.step == 5 and runtime.rank in alarmed and name not in met:
         met.add(name)
         raise process_failed()
-    update(self, value, count)
+    loss = update(self, value, share, count)
     if self.step == 7 and name in met:  # the trainers before this one are gone, and with them DDP's hooks
         gc.collect()
         assert sum(isinstance(one, DistributedDataParallel) for one in gc.get_objects()) == 1
+    return loss
 
-Trainer._update = alarming
+Stepper.update = alarming
 for name, (codec, alarmed) in {cases!r}.items():
     model = toy.normed if name.startswith("normed") else toy.perceptron
     job = toy.make_job(model=model, epochs=6, batch_size=4, checkpoint_every="never")

@@ -59,7 +59,7 @@ def test_a_gradient_that_is_not_finite_stops_all_at_the_next_averaging_or_is_cou
     skipped = run_virtually(tmp_path / "skip", LocalSGD(period=2), loss=loss, on_nonfinite="skip")
     assert skipped["status"] == "ok" and skipped["nonfinite"] == 2 and skipped["steps"] == 4
     early = run_virtually(tmp_path / "start", LocalSGD(period=2, start=3), loss=loss)
-    assert early["failure"] == "step 0: the averaged gradient is not finite" and early["steps"] == 1
+    assert early["failure"] == "rank 1 (worker, step 0): loss is nan" and early["steps"] == 1
 
 
 def test_too_many_workers_are_refused(tmp_path):

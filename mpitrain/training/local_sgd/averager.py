@@ -88,10 +88,13 @@ class Averager:
         dist.all_gather(rows, own, group=self.group)
         return torch.stack(rows)
 
-    @torch.no_grad()
     def average(self) -> None:
         """All workers take the mean of what they hold, and the outer step from there."""
-        asking = self.rounds()
+        self.answer(self.rounds())
+
+    @torch.no_grad()
+    def answer(self, asking: Asking) -> None:
+        """Answer each of the questions by a collective over the group."""
         try:
             ask = next(asking)
             while True:
@@ -100,6 +103,7 @@ class Averager:
         except StopIteration:
             pass
 
+    @torch.no_grad()
     def rounds(self) -> Asking:
         """`average`, with its questions left to whoever runs it."""
         means, differences = yield from self._mean_and_difference()

@@ -14,10 +14,11 @@ import torch
 
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.averager import Averager
+from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.checkpoints import copied
 from mpitrain.training.synchronous.launch import run_lockstep
-from mpitrain.training.synchronous.recovery import Kept
+from mpitrain.training.synchronous.recovery_state import Kept
 from mpitrain.training.synchronous.trainer import Trainer
 
 
@@ -32,54 +33,24 @@ class AveragingTrainer(Trainer):
 
     by_window = False
 
-    def __init__(self, session: Session, *arguments: Any):
-        strategy = session.strategy
+    stepper: LocalReplica
+
+    def _make_stepper(self) -> LocalReplica:
+        session, strategy = self.session, self.session.strategy
         assert isinstance(strategy, LocalSGD)
-        self.strategy = strategy
-        self._skipped = self.local_nonfinite = 0
-        self._refused = ""
-        super().__init__(session, *arguments)
+        self.averager = Averager(self.module, self.optimizer, strategy)
+        num_samples = session.catalogue.num_samples
+        where = session.runtime.where
+        replica = LocalReplica(self.averager, session.job, self.num_workers, num_samples, self.rank, where)
+        replica.train(self.module, self.rates, self._make_parallel() if strategy.start else None)
+        return replica
 
-    def _make_parallel(self) -> Any:
-        self.averager = Averager(self.module, self.optimizer, self.strategy)
-        return self._make_ddp() if self.strategy.start else self.module
-
-    def _begin_step(self) -> None:
-        if self.strategy.start:
-            self.parallel.require_backward_grad_sync = self.averager.averages_gradients
-        self.averager.begin_step()
-
-    @property
-    def averages_gradients(self) -> bool:
-        return self.averager.averages_gradients
-
-    def _update(self, value: float, count: int) -> None:
-        if self.averager.averages_gradients:
-            super()._update(value, count)
-        else:
-            if self._is_finite():
-                self._step_optimizer()
-            else:
-                self._skip(value)
-            self.samples += count
+    def _after_update(self, count: int) -> None:
         if self.averager.end_step(count):
             self._average()
 
-    def _skip(self, value: float) -> None:
-        self._skipped += 1
-        if self.session.job.on_nonfinite == "stop":
-            whose = f"rank {self.rank} (worker, step {self.step})"
-            what = f"loss is {value:g}" if value - value != 0.0 else "the gradient is not finite"
-            self._refused = self._refused or f"{whose}: {what}"
-
     def _average(self) -> None:
-        """Everybody hears what went wrong since the last time, and takes the mean."""
-        rows = self.averager.tell(self._skipped, int(bool(self._refused)))
-        self.nonfinite += int(rows[:, 0].sum())
-        self.local_nonfinite, self._skipped = self.local_nonfinite + self._skipped, 0
-        if rows[:, 1].any():
-            self.failure = self._refused or f"step {self.step}: another worker's gradient is not finite"
-        self.averager.average()
+        self.averager.answer(self.stepper.average())
 
     def _finish(self) -> None:
         if self.averager.is_apart:
@@ -109,9 +80,10 @@ class AveragingTrainer(Trainer):
 
     def keep(self) -> Kept:
         """Everything as after the last averaging: the local steps since then are done again, by those that are left."""
+        self.cuts.keeper.wait()
         meter = self.meter if self.rank == 0 else None
         step = self._common["counts"]["step"]
-        return Kept(step, self.failure, self._common, nap=self.nap, meter=meter)
+        return Kept(step, self.stepper.failure, self._common, nap=self.nap, meter=meter)
 
     def _may_be_cut(self) -> bool:
         return not self.averager.is_apart
@@ -135,10 +107,10 @@ class AveragingTrainer(Trainer):
 
     def _counts(self) -> dict[str, Any]:
         counts = self.averager.statistics()
-        return counts | {"accepted": self.step * self.num_workers - self.nonfinite}
+        return counts | {"accepted": self.stepper.step * self.num_workers - self.stepper.nonfinite}
 
     def outcome(self) -> dict[str, Any]:
         """As of every lockstep run, with this rank's drift."""
         outcome = super().outcome()
-        outcome["detail"] |= {"drift": self.averager.drift, "nonfinite": self.local_nonfinite}
+        outcome["detail"] |= {"drift": self.averager.drift, "nonfinite": self.stepper.local_nonfinite}
         return outcome

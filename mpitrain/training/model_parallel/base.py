@@ -19,7 +19,6 @@ from mpitrain.errors import UsageError
 from mpitrain.model.flat import all_finite
 from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.worker_replica import seed_step
 from mpitrain.reporting.targets import check_targets
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
@@ -29,15 +28,15 @@ from mpitrain.training.model_parallel.state_shards import put_back, take
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.checkpoints import StepCuts
+from mpitrain.training.synchronous.stepper import Batch, Stepper
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
 
-Batch = dict[str, torch.Tensor]
 _COUNTS = ("epoch", "cursor", "step", "samples", "nonfinite", "left_out")
 
 
-class SplitRun:
+class SplitRun(Stepper):
     """One rank of a model-parallel run.
 
     Args:
@@ -48,34 +47,20 @@ class SplitRun:
     holds_still = False  # whether a step leaves the parameters as they are until its update
 
     def __init__(self, session: Session, grid: Grid, share: int, tells: bool, device: torch.device):
+        job, num_samples = session.job, session.catalogue.num_samples
+        num_replicas = session.strategy.num_replicas(session.runtime.size)
+        super().__init__(job, num_replicas, num_samples, session.runtime.rank, session.runtime.where)
         self.session, self.grid, self.share, self.tells, self.device = session, grid, share, tells, device
         self.rank = session.runtime.rank
         self.replica, self.part = grid.place(self.rank)
-        job, num_workers = session.job, session.runtime.size
-        self.num_replicas = session.strategy.num_replicas(num_workers)
-        per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_replicas))
+        per_epoch = -(-num_samples // (job.batch_size * num_replicas))
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
         self.meter = Meter(session.report, num_warmup(self.num_steps))
-        self.epoch = self.cursor = self.step = self.samples = self.nonfinite = self.left_out = 0
-        self.failure = ""
-        self.module: Any = None
+        self.epoch = self.cursor = self.left_out = 0
         self.reader: Any = None
-        self.optimizer: Any = None
-        self.rates: Any = None
-        self.random_key = self.rank
         self.pieces = grid  # whose checkpoints are alike; a replica of parts that are all different
 
     # ---- what subclasses do
-
-    def compute(self, batch: Batch | None, count: int, weight: float) -> float:
-        """Leave the gradient of `weight` times the mean loss of `count` samples on the parameters, averaged over
-        the shares; returns the loss, or 0 where this rank does not tell it.
-        """
-        raise NotImplementedError
-
-    def gradients(self) -> list[torch.Tensor]:
-        """What this rank holds of the gradient."""
-        raise NotImplementedError
 
     def measure(self) -> dict[str, float]:
         """Validation metrics, on every rank; collective."""
@@ -99,10 +84,6 @@ class SplitRun:
         """Step with this optimizer, which holds this rank's parameters."""
         self.optimizer, self.rates = optimizer, Rates(optimizer)
 
-    def step_optimizer(self) -> None:
-        """One step with the gradients that are there."""
-        self.optimizer.step()
-
     @property
     def reads(self) -> bool:
         """Whether this rank needs the samples."""
@@ -117,6 +98,7 @@ class SplitRun:
         settle_allreduce(self.session)
         still = self.module if self.holds_still else None
         self.cuts = StepCuts(self.session, parameters, optimizer, dict, self.own, self.pieces, still)
+        self.before_update = self._begin_update
         if (saved := self.cuts.restored_part(self.session, self.pieces.place(self.rank)[1])) is not None:
             attempt(self.session.runtime, lambda: self.restore(saved))
         with job.data.reader(self.session.catalogue, job.seed) as self.reader:
@@ -130,6 +112,9 @@ class SplitRun:
                 if not limited and self.epoch < job.epochs:
                     self._validate(self.epoch)
         return self._outcome()
+
+    def _begin_update(self) -> None:
+        self.cuts.guard.begin()
 
     @property
     def _over(self) -> bool:
@@ -173,46 +158,25 @@ class SplitRun:
         return 0
 
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
-        job = self.session.job
         self.session.runtime.step = self.step
         start, share = share_out(cursor, count, self.num_replicas, self.share)
         batch = self._on_device(self.reader.batch(epoch, start, share)) if self.reads else None
-        seed_step(job.seed, self.random_key, self.step)
-        self.optimizer.zero_grad(set_to_none=True)
-        value = self.compute(batch, share, share * self.num_replicas / count)
-        loss, finite = self._agree(value, share / count)
-        self.cuts.guard.begin()
-        if finite:
-            if job.schedule is not None:
-                progress = self.samples / self.session.catalogue.num_samples
-                self.rates.set(job.schedule.factor(progress, self.num_replicas))
-            self.step_optimizer()
-            self.samples += count
-        else:
-            self._refuse(value)
-        self.step += 1
+        loss = self.take(batch, share, count)
         self.meter.progress(self.samples, self.step, epoch + 1, loss)
 
     def _on_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
-    def _agree(self, value: float, share: float) -> tuple[float, bool]:
+    def judge(self, value: float, part: float) -> tuple[float, bool]:
         """(the mean loss of the step, whether everything is finite), the same on all ranks."""
         grads = self.gradients()
         finite = value - value == 0.0 and all_finite(grads)
         told = torch.tensor(
-            [value * share if self.tells else 0.0, 0.0 if finite else 1.0], dtype=torch.float64
+            [value * part if self.tells else 0.0, 0.0 if finite else 1.0], dtype=torch.float64
         )
         dist.all_reduce(told)
         loss, bad = told.tolist()
         return loss, bad == 0.0
-
-    def _refuse(self, value: float) -> None:
-        self.nonfinite += 1
-        if self.session.job.on_nonfinite == "stop":
-            whose = self.session.runtime.where()
-            here = f"{whose}: loss is {value:g}" if value - value != 0.0 else ""
-            self.failure = here or f"step {self.step}: the averaged gradient is not finite"
 
     def _validate(self, epoch: int) -> None:
         if self.session.validation is not None:

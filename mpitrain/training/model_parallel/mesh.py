@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from mpitrain.model.loss import read_loss
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
-from mpitrain.training.model_parallel.base import Batch, SplitRun
+from mpitrain.training.model_parallel.base import SplitRun
 from mpitrain.training.model_parallel.state_shards import local, whole_tensor
 from mpitrain.training.model_parallel.whole_matrices import check_muon, whole_matrices
 from mpitrain.training.session import Session, attempt
-from mpitrain.training.synchronous.ddp import weight_among_all
+from mpitrain.training.synchronous.stepper import Batch
 from mpitrain.training.validation import add_up, batches_of, losses_of, open_validation
 
 
@@ -46,16 +45,6 @@ class MeshRun(SplitRun):
     def step_optimizer(self) -> None:
         with whole_matrices(self.optimizer):
             super().step_optimizer()
-
-    def compute(self, batch: Batch | None, count: int, weight: float) -> float:
-        assert batch is not None
-        self.module.train()
-        returned = read_loss(self.session.job.loss(self.module, batch))
-        loss = mean = returned.mean
-        if returned.weight is not None:
-            loss, weight = returned.total, weight_among_all(returned.weight)
-        (loss if weight == 1.0 else loss * weight).backward()
-        return float(mean.detach())
 
     def gradients(self) -> list[torch.Tensor]:
         return [local(p.grad) for p in self.module.parameters() if p.grad is not None]

@@ -26,12 +26,13 @@ from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.training.measure import build, pick_device, share_module
-from mpitrain.training.model_parallel.base import Batch, SplitRun, compare_parameters, device_mesh, grid_of
+from mpitrain.training.model_parallel.base import SplitRun, compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.loss_proxy import model_inputs, with_output
 from mpitrain.training.model_parallel.stage_forward import Relay
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import data_parallel
+from mpitrain.training.synchronous.stepper import Batch
 from mpitrain.training.validation import add_up, batches_of, open_validation
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -101,10 +102,10 @@ class PipelineRun(SplitRun):
         self.use(optimizer)
         mesh = device_mesh(grid, device)
         self.relay = Relay(self.module, mesh.get_group("part"), device)
-        self.parallel: Any = self.module
+        self.called: Any = self.module
         trains = any(parameter.requires_grad for parameter in self.module.parameters())
         if grid.num_replicas > 1 and trains:
-            self.parallel = data_parallel(self.module, mesh.get_group("replica"))
+            self.called = data_parallel(self.module, mesh.get_group("replica"))
         self.schedules: dict[tuple[int, int], Any] = {}
         self.microbatches: list[Batch] = []
         self.weight, self.idle_s, self.busy_s = 1.0, 0.0, 0.0
@@ -113,9 +114,9 @@ class PipelineRun(SplitRun):
     def reads(self) -> bool:
         return self.first or self.last
 
-    def compute(self, batch: Batch | None, count: int, weight: float) -> float:
+    def backward(self, batch: Batch | None, share: int, weight: float) -> float:
         job, engine = self.session.job, self.session.runtime.engine
-        num_pieces = self.strategy.microbatches if count == job.batch_size else 1
+        num_pieces = self.strategy.microbatches if share == job.batch_size else 1
         self.module.train()
         self.weight = weight
         if self.last:
@@ -127,7 +128,7 @@ class PipelineRun(SplitRun):
             cut = {name: tensor.chunk(num_pieces) for name, tensor in batch.items()}
             self.microbatches = [{name: parts[i] for name, parts in cut.items()} for i in range(num_pieces)]
         inputs = model_inputs(job.loss, batch) if self.first and batch is not None else None
-        schedule = self._schedule(num_pieces, count, inputs)
+        schedule = self._schedule(num_pieces, share, inputs)
         losses: list[torch.Tensor] = []
         told: dict[str, Any] = {"target": torch.arange(num_pieces), "losses": losses} if self.last else {}
         if "return_outputs" in inspect.signature(schedule.step).parameters:
@@ -146,7 +147,7 @@ class PipelineRun(SplitRun):
             piece = tuple(tensor.chunk(num_pieces)[0] for tensor in inputs) if inputs is not None else None
             taken, returned = self.relay.learn_shapes(piece)
             stage = PipelineStage(
-                self.parallel,
+                self.called,
                 self.part,
                 self.strategy.stages,
                 self.device,

@@ -5,7 +5,9 @@ Invariants: all ranks share the module already, so DDP sends nothing when it is 
 
 from __future__ import annotations
 
+import gc
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mpitrain.errors import UsageError
+from mpitrain.job import Job
+from mpitrain.model.loss import BatchLoss, read_loss
+from mpitrain.model.user_code import unused_parameters
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.compression import Codec, Uncompressed
-from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec
+from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec, reattach
+from mpitrain.training.watchdog.emergency import KeptBuffers
 
 
 def codec_of(strategy: Any) -> Codec:
@@ -51,3 +58,71 @@ def weight_among_all(weight: float) -> float:
     total = torch.tensor([weight], dtype=torch.float64)
     dist.all_reduce(total)
     return dist.get_world_size() / float(total) if total else 0.0
+
+
+class ParallelModule:
+    """A module under DDP that is made anew if the loss turns out to leave parameters out.
+
+    Args:
+        module: that all ranks share; codec: of the gradients, with its seed.
+        find_unused: whether the loss may leave parameters out; None to find out at the first step.
+    """
+
+    def __init__(self, module: nn.Module, find_unused: bool | None, codec: Codec, seed: int):
+        self.module, self.find_unused = module, find_unused
+        self.ddp: DistributedDataParallel | None = self._make()
+        self.hook = attach(self.ddp, codec, seed)
+
+    def _make(self) -> DistributedDataParallel:
+        return data_parallel(self.module, find_unused=bool(self.find_unused))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether this step's backward pass exchanges gradients."""
+        return self.ddp is not None and bool(self.ddp.require_backward_grad_sync)
+
+    def exchange(self, whether: bool) -> None:
+        """Let the backward passes to come exchange gradients, or not."""
+        assert self.ddp is not None
+        self.ddp.require_backward_grad_sync = whether
+
+    def loss(self, job: Job, batch: dict[str, torch.Tensor], seed: Callable[[], None]) -> BatchLoss:
+        """The loss of a batch. At the first step all ranks look whether it leaves out parameters; if it does on any of
+        them, DDP is made anew, which then looks at every step, and this step is done again, from a new `seed()`."""
+        if self.find_unused is not None or not self.reduces:
+            return read_loss(job.loss(self.ddp, batch))
+        before = KeptBuffers(self.module)
+        loss = read_loss(job.loss(self.ddp, batch))
+        left_out = torch.tensor([len(unused_parameters(self.module, loss.total))])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(left_out, op=dist.ReduceOp.MAX)
+        self.find_unused = bool(left_out)
+        if not self.find_unused:
+            return loss
+        before.put_back()
+        self.ddp = None
+        del loss
+        gc.collect()  # the hooks of the DDP before hang on the parameters for as long as it lives
+        self.ddp = self._make()
+        if self.hook is not None:
+            reattach(self.ddp, self.hook)
+        seed()
+        return read_loss(job.loss(self.ddp, batch))
+
+    def check_all_used(self) -> None:
+        """After the backward pass. DDP waits for ever for gradients that do not come, and reports it at the next step
+        only, if there is one.
+
+        Raises:
+            UsageError: the loss has left out parameters.
+        """
+        if self.find_unused or not self.reduces:
+            return
+        named = self.module.named_parameters()
+        left_out = [name for name, one in named if one.requires_grad and one.grad is None]
+        if left_out:
+            more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+            raise UsageError(
+                f"the loss does not depend on {', '.join(left_out[:3])}{more} in this step, and allreduce() needs the "
+                "gradient of every parameter; say Job(find_unused_parameters=True)"
+            )

@@ -18,7 +18,8 @@ from mpitrain.training.measure import build, pick_device, share_module
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.ddp import codec_of
-from mpitrain.training.synchronous.recovery import Kept, Survivors
+from mpitrain.training.synchronous.recovery import Survivors
+from mpitrain.training.synchronous.recovery_state import Kept
 from mpitrain.training.synchronous.trainer import Trainer
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -28,38 +28,25 @@ from mpitrain.mpi.faults.shrink import process_failed, shrink
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.mpi.process_group.process_group import init_default_group, leave_default_group
 from mpitrain.reporting.report import NullReport
-from mpitrain.training.measure import Meter
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
-from mpitrain.training.synchronous.injected_delay import Nap
+from mpitrain.training.synchronous.recovery_state import Kept
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
-    from mpitrain.training.synchronous.trainer import Trainer
 
 
-class Kept(NamedTuple):
-    """What a rank goes on from.
+class Retrainable(Protocol):
+    """A trainer whose run others can take up."""
 
-    Attributes:
-        step: steps that it has finished; -1 if it has nothing yet.
-        failure: that ended its run, or "".
-        state: `Trainer.state()`; of two ranks at the same step the same.
-        own_before, own: the hook's state before the step under way, and now.
-        nap, meter: go on counting.
-    """
+    def run(self) -> None:
+        """Train to the end."""
 
-    step: int = -1
-    failure: str = ""
-    state: Any = None
-    own_before: Any = None
-    own: Any = None
-    nap: Nap | None = None
-    meter: Meter | None = None
+    def outcome(self) -> dict[str, Any]:
+        """What this rank knows of the run."""
 
-    def shares(self, num_workers: int) -> tuple[Any, list[Any], int]:
-        """As `StepCuts.restored_own`, where each of `num_workers` keeps its own."""
-        return self.own_before, [self.own], num_workers
+    def keep(self) -> Kept:
+        """What this rank goes on from, once the checkpoints under way are written."""
 
 
 class Survivors:
@@ -69,9 +56,9 @@ class Survivors:
         session: of the run; make: a trainer that begins, or goes on from what it is given.
     """
 
-    def __init__(self, session: Session, make: Callable[[Kept | None], Trainer]):
+    def __init__(self, session: Session, make: Callable[[Kept | None], Retrainable]):
         self.session, self.runtime, self.make = session, session.runtime, make
-        self.trainer: Trainer | None = None
+        self.trainer: Retrainable | None = None
         self.kept = Kept()
         self.recoveries: list[dict[str, Any]] = []
         self.told = set(self.runtime.lost)
@@ -133,7 +120,6 @@ class Survivors:
     def _let_go(self) -> None:
         """Drop the trainer: while its DDP lives, its hooks hang on the parameters."""
         if self.trainer is not None:
-            self.trainer.cuts.keeper.wait()
             self.kept = self.trainer.keep()
             self.trainer = None
         self.session.in_emergency("ranks have died, and the others have not yet begun anew")

@@ -1,0 +1,35 @@
+"""What a rank of a synchronous run goes on from when others have died.
+
+Invariants: plain data; it knows neither how a run is recovered nor who trains.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mpitrain.training.measure import Meter
+from mpitrain.training.synchronous.injected_delay import Nap
+
+
+class Kept(NamedTuple):
+    """What a rank goes on from.
+
+    Attributes:
+        step: steps that it has finished; -1 if it has nothing yet.
+        failure: that ended its run, or "".
+        state: `Trainer.state()`; of two ranks at the same step the same.
+        own_before, own: the hook's state before the step under way, and now.
+        nap, meter: go on counting.
+    """
+
+    step: int = -1
+    failure: str = ""
+    state: Any = None
+    own_before: Any = None
+    own: Any = None
+    nap: Nap | None = None
+    meter: Meter | None = None
+
+    def shares(self, num_workers: int) -> tuple[Any, list[Any], int]:
+        """As `StepCuts.restored_own`, where each of `num_workers` keeps its own."""
+        return self.own_before, [self.own], num_workers

@@ -1,0 +1,162 @@
+"""The step that all ranks of a synchronous run take together, whatever family the run is of.
+
+Invariants: every rank calls the same collectives in the same order. Random numbers are seeded by (seed, rank, step)
+before the forward pass. A loss that is not finite poisons the gradient, and a gradient that is not finite moves
+nothing.
+
+What the families do differently are hooks:
+
+    forward            allreduce and local SGD call the module, or DDP; a pipeline replaces all of `backward`
+    weigh              the mean over ranks by samples, or by the weights that the loss returns (collective)
+    judge              each rank reads it off the same reduced gradient; split models agree on it (collective)
+    step_optimizer     whole matrices for Muon over slices
+    on_nonfinite       counted and told of now; under local SGD at the next averaging
+    before_forward, before_update    injected delays, and the guard of emergency checkpoints; nothing in virtual time
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from mpitrain.job import Job
+from mpitrain.model.flat import all_finite, trainable
+from mpitrain.model.loss import BatchLoss, read_loss
+from mpitrain.model.optimizer import Rates
+from mpitrain.model.worker_replica import seed_step
+from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
+
+Batch = dict[str, torch.Tensor]
+
+
+class Stepper:
+    """Takes one rank's steps and counts them.
+
+    Args:
+        job: its seed, loss, schedule and `on_nonfinite`.
+        num_replicas: into how many shares a global batch is divided; epoch_samples: samples in an epoch.
+        random_key: ranks with the same key draw the same random numbers.
+        where: names this rank and its step in a failure.
+
+    Attributes:
+        step, samples, nonfinite: steps taken, samples accepted and steps refused.
+        failure: why the run has to stop, or "".
+        compute_s: seconds in forward and backward passes.
+        parallel: the DDP around the module, where there is one.
+    """
+
+    module: nn.Module
+    rates: Rates
+    optimizer: torch.optim.Optimizer
+    parallel: ParallelModule | None = None
+
+    def __init__(
+        self, job: Job, num_replicas: int, epoch_samples: int, random_key: int, where: Callable[[], str]
+    ):
+        self.job, self.num_replicas, self.epoch_samples = job, num_replicas, epoch_samples
+        self.random_key, self.where = random_key, where
+        self.step = self.samples = self.nonfinite = 0
+        self.compute_s, self.failure = 0.0, ""
+        self.before_forward: Callable[[], None] = _nothing
+        self.before_update: Callable[[], None] = _nothing
+
+    def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
+        """Step this module with the optimizer of `rates`."""
+        self.module, self.rates, self.optimizer, self.parallel = module, rates, rates.optimizer, parallel
+        self._trainable = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
+
+    def take(self, batch: Batch | None, share: int, count: int) -> float:
+        """One step on this rank's `share` samples of the `count` of all ranks; returns the loss to report."""
+        value = self.compute(batch, share, count)
+        return self.update(value, share, count)
+
+    def compute(self, batch: Batch | None, share: int, count: int) -> float:
+        """The first half: forward and backward. Returns this rank's loss."""
+        self.seed()
+        self.optimizer.zero_grad(set_to_none=True)
+        began_s = time.monotonic()
+        self.before_forward()
+        value = self.backward(batch, share, share * self.num_replicas / count)
+        self.compute_s += time.monotonic() - began_s
+        return value
+
+    def update(self, value: float, share: int, count: int) -> float:
+        """The second half: use the gradient, if it is finite. Returns the loss to report."""
+        loss, finite = self.judge(value, share / count)
+        self.before_update()
+        if finite:
+            self.follow_schedule()
+            self.step_optimizer()
+            self.samples += count
+        else:
+            self.on_nonfinite(value, count)
+        self.step += 1
+        return loss
+
+    def seed(self) -> None:
+        """Random numbers of this step."""
+        seed_step(self.job.seed, self.random_key, self.step)
+
+    # ---- hooks
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the step under way takes the mean over the ranks."""
+        return True
+
+    def backward(self, batch: Batch | None, share: int, weight: float) -> float:
+        """Leave the gradient of `weight` times this rank's loss on the parameters; returns the loss."""
+        assert batch is not None
+        self.module.train()
+        returned = self.forward(batch)
+        value = float(returned.mean.detach())
+        loss, weight = self.weigh(returned, weight)
+        if value - value != 0.0:
+            weight = float("nan")  # poisons the reduced gradient, so that every rank sees it
+        (loss if weight == 1.0 else loss * weight).backward()
+        if self.parallel is not None:
+            self.parallel.check_all_used()
+        return value
+
+    def forward(self, batch: Batch) -> BatchLoss:
+        """The loss of a batch."""
+        if self.parallel is not None:
+            return self.parallel.loss(self.job, batch, self.seed)
+        return read_loss(self.job.loss(self.module, batch))
+
+    def weigh(self, returned: BatchLoss, weight: float) -> tuple[torch.Tensor, float]:
+        """What goes backward, and the weight that makes the mean over ranks of it the mean over all that counts."""
+        if returned.weight is not None and self.averages_gradients:
+            return returned.total, weight_among_all(returned.weight)
+        return returned.mean, weight
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What this rank holds of the gradient."""
+        return [parameter.grad for parameter in self._trainable if parameter.grad is not None]
+
+    def judge(self, value: float, part: float) -> tuple[float, bool]:
+        """(the loss to report, whether the gradient is finite) of this rank's `part` of the step, with loss `value`."""
+        return value, all_finite(self.gradients())
+
+    def follow_schedule(self) -> None:
+        """Set the learning rates of this step."""
+        if self.job.schedule is not None:
+            self.rates.set(self.job.schedule.factor(self.samples / self.epoch_samples, self.num_replicas))
+
+    def step_optimizer(self) -> None:
+        """One step with the gradients that are there."""
+        self.optimizer.step()
+
+    def on_nonfinite(self, value: float, count: int) -> None:
+        """The gradient of these `count` samples was not finite: they are not used."""
+        self.nonfinite += 1
+        if self.job.on_nonfinite == "stop":
+            here = f"{self.where()}: loss is {value:g}" if value - value != 0.0 else ""
+            self.failure = here or f"step {self.step}: the averaged gradient is not finite"
+
+
+def _nothing() -> None:
+    """The hook of a world that has nothing to do there."""
