@@ -162,8 +162,38 @@ class Break(NamedTuple):
     after_s: float = 0.0
 
 
-Effect = Send | Recv | Compute | Now | Sleep | Forget | Break
+class Reduction(Protocol):
+    """What one rank brings to an all-reduce, opaque to role and world."""
+
+    @property
+    def rounds(self) -> Callable[[], Generator[Any, Any, Any]]:
+        """Makes a generator: it yields what this rank brings to one collective after another, is sent what has come of
+        each, and returns the answer to the effect. All ranks bring the same kinds of things in the same order."""
+
+    @property
+    def num_bytes(self) -> Callable[[], float]:
+        """Bytes that are reduced, before they are cut among ranks; asked in virtual time, which charges for them."""
+
+
+class AllReduce(NamedTuple):
+    """Reduce with all other ranks of the world; answered when all have come to it."""
+
+    reduction: Reduction
+
+
+Effect = Send | Recv | Compute | Now | Sleep | Forget | Break | AllReduce
 Role = Generator[Effect, Any, Any]
+
+
+def drive(generator: Generator[Any, Any, Any], answer: Callable[[Any], Any]) -> Any:
+    """Run a generator to its end, each thing that it yields answered by `answer`; returns what it returns."""
+    answered: Any = None
+    while True:
+        try:
+            asked = generator.send(answered)
+        except StopIteration as end:
+            return end.value
+        answered = answer(asked)
 
 
 def replaced(role: Role, answer_to: Callable[[Effect], Role]) -> Role:

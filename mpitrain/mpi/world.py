@@ -16,7 +16,21 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor, wait
 from typing import Any
 
-from mpitrain.effects import Break, Compute, Effect, Forget, Kind, Message, Now, Recv, Role, Send, Sleep
+from mpitrain.effects import (
+    AllReduce,
+    Break,
+    Compute,
+    Effect,
+    Forget,
+    Kind,
+    Message,
+    Now,
+    Recv,
+    Role,
+    Send,
+    Sleep,
+    drive,
+)
 from mpitrain.errors import WireError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import LONG_SLEEP_S, SHORT_SLEEP_S, yield_core
@@ -52,6 +66,7 @@ class MpiWorld:
         may_die: peers whose death is a message (`Kind.LOST`), not an error.
         leave_s: how long to wait, in the end, for what was sent to leave; the engine sends the rest all the same.
         computer: computes gradients on a thread of its own; the thread that owns MPI drives messages meanwhile.
+        reduce: one collective of an all-reduce: answers what this rank brings with what has come of it.
     """
 
     def __init__(
@@ -63,11 +78,13 @@ class MpiWorld:
         computer: Executor | None = None,
         may_die: Collection[int] = (),
         leave_s: float | None = None,
+        reduce: Callable[[Any], Any] | None = None,
     ):
         self.engine, self.buffer_for, self.on_step = engine, buffer_for, on_step
         self._peers = {rank: _Peer(rank) for rank in peers}
         self._inbox: deque[tuple[int, Message]] = deque()
         self._computer, self._may_die, self._leave_s = computer, frozenset(may_die), leave_s
+        self._reduce = reduce
         self._error: BaseException | None = None
         self._tear_next = False  # as injected: the stamps of the next payload are to differ
         self._start_s = time.monotonic()
@@ -139,6 +156,9 @@ class MpiWorld:
             )
         if isinstance(effect, Break):
             return self._break(effect)
+        if isinstance(effect, AllReduce):
+            assert self._reduce is not None, "this world has no group to reduce over"
+            return drive(effect.reduction.rounds(), self._reduce)
         assert isinstance(effect, Now), f"{effect!r} is no effect"
         return time.monotonic() - self._start_s
 

@@ -1,133 +1,123 @@
-"""A worker that trains by itself and now and then takes the mean with all others, in virtual time.
+"""A worker under local SGD: it trains by itself, and now and then takes the mean with all others.
 
-Invariants: an averaging is a ring in which every worker sends 2 (N - 1) pieces of 1/N of the bytes, the least
-that any algorithm sends; whoever has come round has heard of everybody, so all have handed in what they hold. What is
-averaged only the replica knows, and when only its strategy. Over MPI `training/local_sgd/trainer.py` does the same with
-collectives.
+Invariants: what is reduced only the replica knows, and when only its strategy; all workers take the same steps, and so
+come to the same all-reduces. The role is the same over MPI and in virtual time.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from mpitrain.effects import Compute, Effect, Kind, Message, Now, Recv, Role, Send
+from mpitrain.effects import AllReduce, Compute, Effect, Now, Reduction, Role
 from mpitrain.roles.protocols import Report
-from mpitrain.strategies.sampling.peer_partition import PeerPartition, Turn
+from mpitrain.strategies.sampling.peer_partition import Turn
+
+
+class Course(Protocol):
+    """Which steps a worker takes."""
+
+    epoch: int
+
+    def next(self) -> Turn | None:
+        """The next step, or None at the end."""
 
 
 class LocalReplica(Protocol):
     """A worker's model and data, opaque to the role."""
 
+    samples: int
+    validates: bool
+
     def local_step(self, turn: Turn) -> float:
         """Forward and backward over the turn's lease, and a step of its own where it is one; returns the loss."""
 
-    def due(self, turn: Turn) -> tuple[float, bool]:
-        """Bytes that all exchange after this step, 0 for none, and whether to ask again when that is done."""
+    def reduce_gradients(self) -> Reduction | None:
+        """What all average before the worker steps, where the backward pass has not done it."""
 
-    def hand_in(self) -> None:
-        """What this worker brings to the exchange that begins."""
+    def end_step(self) -> Reduction | None:
+        """The averaging that is due after this step."""
 
-    def take_out(self) -> None:
-        """All have handed in: take over what has become of it."""
+    def settle(self) -> None:
+        """The step is over and reported."""
 
-    def validates_apart(self) -> float:
-        """Bytes that a validation exchanges, because workers hold different parameters now; 0 where they do not."""
+    def reduce_mean(self) -> Reduction | None:
+        """The mean that a validation measures, where workers hold different parameters now."""
 
     def validate(self) -> dict[str, float]:
         """Metrics of the mean of the workers."""
 
-    def finish(self) -> float:
-        """Bytes of the last averaging, 0 where all hold the same."""
+    def finish(self) -> Reduction | None:
+        """The last averaging, where workers hold different parameters now."""
 
     @property
     def stopped(self) -> bool:
         """Whether a gradient that was not finite ends the run."""
 
     def statistics(self) -> dict[str, float]:
-        """What there is to tell in a row of progress."""
+        """What there is to report in a row of progress."""
 
 
-class Piece(NamedTuple):
-    """Bytes on their way round the ring."""
+class LocalReport(Report, Protocol):
+    """Where the first worker's progress goes."""
 
-    num_bytes: int
-
-    def statistics(self) -> dict[str, float]:
-        """Nothing to tell."""
-        return {}
-
-    def release(self) -> None:
-        """Nothing is held."""
+    def pause(self, seconds: float) -> None:
+        """So much time went into something that is not training."""
 
 
-class LocalWorker:
+class LocalSGDWorker:
     """One worker.
 
     Args:
-        rank: its own, from 0; number: of all workers; shares: its part of the data.
-        report: where progress goes, on the first worker, which also validates.
+        rank: its own, from 0; the first worker reports and validates.
+        course: its part of the data; replica: its model; report: where progress goes.
     """
 
-    def __init__(self, rank: int, number: int, shares: PeerPartition, replica: LocalReplica, report: Report):
-        self.rank, self.number, self.shares, self.replica, self.report = rank, number, shares, replica, report
+    def __init__(self, rank: int, course: Course, replica: LocalReplica, report: LocalReport):
+        self.rank, self.course, self.replica, self.report = rank, course, replica, report
         self.compute_s = self.wait_s = 0.0
-        self._num_rounds = 0
-        self._waiting: deque[Message] = deque()
+        self.num_steps = 0
 
     def run(self) -> Role:
         """Train to the end of the course; returns this worker's counts."""
-        epoch = 0
-        while not self.replica.stopped and (turn := self.shares.next()) is not None:
+        epoch, replica = self.course.epoch, self.replica
+        while not replica.stopped and (turn := self.course.next()) is not None:
             if turn.epoch > epoch:
-                yield from self._validate(epoch, turn.samples_before)
+                yield from self._validate(epoch)
                 epoch = turn.epoch
-            began_s = yield Now()
-            loss = yield self._compute(turn)
-            computed_s = yield Now()
-            self.compute_s += computed_s - began_s
-            again = True
-            while again:
-                num_bytes, again = self.replica.due(turn)
-                if num_bytes:
-                    yield from self._exchange(num_bytes)
-            self.wait_s += (yield Now()) - computed_s
-            samples = turn.samples_before + turn.num_samples
-            told = self.replica.statistics()
-            self.report.progress(samples, turn.step + 1, turn.epoch + 1, loss, **dict[str, Any](told))
-        if num_bytes := self.replica.finish():
-            yield from self._exchange(num_bytes)
+            yield from self._step(turn)
+        yield from self._reduce(replica.finish())
         return {
-            "rank": self.rank, "role": "worker", "steps": self.shares.step,
+            "rank": self.rank, "role": "worker", "steps": self.num_steps,
             "compute_s": self.compute_s, "wait_s": self.wait_s,
         }  # fmt: skip
 
-    def _compute(self, turn: Turn) -> Compute:
-        return Compute(lambda: self.replica.local_step(turn), interruptible=False)
+    def _step(self, turn: Turn) -> Generator[Effect, Any, None]:
+        replica = self.replica
+        began_s = yield Now()
+        loss = yield Compute(lambda: replica.local_step(turn), interruptible=False)
+        computed_s = yield Now()
+        yield from self._reduce(replica.reduce_gradients())
+        yield from self._reduce(replica.end_step())
+        self.compute_s += computed_s - began_s
+        self.wait_s += (yield Now()) - computed_s
+        self.num_steps = turn.step + 1
+        if self.rank == 0:
+            fields: dict[str, Any] = dict(replica.statistics())
+            self.report.progress(replica.samples, turn.step + 1, turn.epoch + 1, loss, **fields)
+        yield Compute(replica.settle, "checkpoint")
 
-    def _exchange(self, num_bytes: float) -> Generator[Effect, Any, None]:
-        """Once round the ring to add up, and once to hand out."""
-        self.replica.hand_in()
-        piece = Piece(-(-int(num_bytes) // self.number))
-        for _ in range(2 * (self.number - 1)):
-            after = (self.rank + 1) % self.number
-            yield Send(after, Message(Kind.MEAN, version=self._num_rounds, payload=piece))
-            yield from self._expect(self._num_rounds)
-            self._num_rounds += 1
-        self.replica.take_out()
+    def _reduce(self, reduction: Reduction | None) -> Generator[Effect, Any, None]:
+        if reduction is not None:
+            yield AllReduce(reduction)
 
-    def _expect(self, version: int) -> Generator[Effect, Any, None]:
-        """The neighbour's piece of this round; it may be a round ahead."""
-        while not (self._waiting and self._waiting[0].version == version):
-            _, message = yield Recv()
-            self._waiting.append(message)
-        self._waiting.popleft()
-
-    def _validate(self, epoch: int, samples: int) -> Generator[Effect, Any, None]:
-        if num_bytes := self.replica.validates_apart():
-            yield from self._exchange(num_bytes)
+    def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
+        """The first worker measures the mean of all."""
+        if not self.replica.validates:
+            return
+        began_s = yield Now()
+        yield from self._reduce(self.replica.reduce_mean())
         if self.rank == 0:
             metrics = yield Compute(self.replica.validate, "validate")
-            if metrics:
-                self.report.event("validation", epoch=epoch + 1, samples=samples, **metrics)
+            self.report.event("validation", epoch=epoch + 1, samples=self.replica.samples, **metrics)
+            self.report.pause((yield Now()) - began_s)

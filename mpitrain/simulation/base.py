@@ -21,6 +21,7 @@ from mpitrain.simulation.report import VirtualLog
 from mpitrain.training.judge import judge
 from mpitrain.training.measure import MODEL_FILE
 from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
+from mpitrain.virtual.ring import Reduce
 
 
 class VirtualRun:
@@ -53,11 +54,11 @@ class VirtualRun:
         self.stragglers = [Straggler(options.injections, index, job.seed) for index in range(number)]
         self.started_s = time.monotonic()
 
-    def run(self, roles: Sequence[Role]) -> list[Any]:
-        """What each rank's role returns."""
+    def run(self, roles: Sequence[Role], reduce: Reduce | None = None) -> list[Any]:
+        """What each rank's role returns; `reduce` carries out the collectives of roles that all-reduce."""
         pairs = zip(self.stragglers, roles, strict=True)
         returned = self.world.run(
-            {rank: straggler.wrap(role) for rank, (straggler, role) in enumerate(pairs)}
+            {rank: straggler.wrap(role) for rank, (straggler, role) in enumerate(pairs)}, reduce
         )
         return [returned[rank] for rank in range(self.number)]
 

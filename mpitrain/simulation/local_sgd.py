@@ -1,7 +1,7 @@
-"""Periodic averaging in virtual time: what `training/local_sgd/trainer.py` does on a cluster, in one process.
+"""Local SGD in virtual time.
 
-Invariants: it composes. Workers draw their times, averagings are messages round a ring, and parameters are those
-of the run over MPI. Every worker has its own module: so many models have to fit into memory.
+Invariants: it composes. Workers are those of the run over MPI: they draw their times, averagings are messages round a
+ring, and parameters are the same. Every worker has its own module: so many models have to fit into memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from mpitrain.job import Job, Overrides
-from mpitrain.reporting.report import NullReport
-from mpitrain.roles.local_sgd_worker import LocalWorker
+from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.simulation.base import VirtualRun
-from mpitrain.simulation.replicas_in_one_process import Table, VirtualReplica, modules_of
-from mpitrain.simulation.report import VirtualLog
+from mpitrain.simulation.replicas_in_one_process import MeansInOneProcess, make_replicas
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
+from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.validation import make_measure
 from mpitrain.virtual import ComputeLaw, NetworkLaw
@@ -34,55 +33,37 @@ def simulate_local_sgd(
     strategy = job.strategy
     assert isinstance(strategy, LocalSGD)
     virtual = VirtualRun(job, options, number, compute, network)
-    log, catalogue = virtual.log, virtual.catalogue
-    with job.data.reader(catalogue, job.seed) as reader:
-        workers, table = _workers(job, options, number, reader, catalogue.num_samples, log)
-        returned = virtual.run([worker.run() for worker in workers])
-        metrics = table.replicas[0].validate()
-    save_model(table.replicas[0].module, virtual.run_dir / MODEL_FILE, {"strategy": str(strategy)})
-    failures = sorted(
-        (one.failure for one in table.replicas), key=lambda text: (text[:4] != "rank", not text)
-    )
-    result = virtual.result(table.replicas[0].samples, metrics, failures[0]) | _counted(
-        table, workers[0].shares
-    )
-    drifts = [{"drift": replica.averager.drift} for replica in table.replicas]
-    result["ranks"] = [one | drift for one, drift in zip(returned, drifts)]
+    log, num_samples = virtual.log, virtual.catalogue.num_samples
+    module, _ = build(job, options.lr, torch.device("cpu"))
+    validation = job.validate.scan() if job.validate else None
+    measure = make_measure(job, module, validation, torch.device("cpu"))
+    means = MeansInOneProcess(strategy.wire, number)
+    with job.data.reader(virtual.catalogue, job.seed) as reader:
+        replicas = make_replicas(job, options.lr, module, means, reader.batch, num_samples, measure)
+        courses = [
+            PeerPartition(num_samples, job.epochs, job.batch_size, number, rank, options.steps, job.drop_last)
+            for rank in range(number)
+        ]
+        workers = [LocalSGDWorker(*each, log) for each in zip(range(number), courses, replicas, strict=True)]
+        returned = virtual.run([worker.run() for worker in workers], means.reduce)
+        metrics = measure() if measure is not None else {}
+    save_model(module, virtual.run_dir / MODEL_FILE, {"strategy": str(strategy)})
+    failures = sorted((one.failure for one in replicas), key=lambda text: (text[:4] != "rank", not text))
+    result = virtual.result(replicas[0].samples, metrics, failures[0]) | _counted(replicas, courses[0])
+    result["ranks"] = [
+        row | {"drift": replica.averager.drift} for row, replica in zip(returned, replicas, strict=True)
+    ]
     log.finish(result)
     return result
 
 
-def _workers(
-    job: Job, options: Overrides, number: int, reader: Any, num_samples: int, log: VirtualLog
-) -> tuple[list[LocalWorker], Table]:
-    strategy = job.strategy
-    assert isinstance(strategy, LocalSGD)
-    module, _ = build(job, options.lr, torch.device("cpu"))
-    table = Table(strategy, number)
-    table.seat(
-        [
-            VirtualReplica(job, options.lr, own, strategy, table, rank, reader.batch, num_samples)
-            for rank, own in enumerate(modules_of(module, number))
-        ]
-    )
-    validation = job.validate.scan() if job.validate else None
-    table.measure = make_measure(job, module, validation, torch.device("cpu"))
-    workers = []
-    for rank, replica in enumerate(table.replicas):
-        shares = PeerPartition(
-            num_samples, job.epochs, job.batch_size, number, rank, options.steps, job.drop_last
-        )
-        workers.append(LocalWorker(rank, number, shares, replica, NullReport() if rank else log))
-    return workers, table
-
-
-def _counted(table: Table, shares: PeerPartition) -> dict[str, Any]:
-    """The counts of the run, with the keys of a run over MPI."""
-    first = table.replicas[0]
+def _counted(replicas: list[LocalReplica], course: PeerPartition) -> dict[str, Any]:
+    """What the run has come to, as the run over MPI reports it."""
+    first = replicas[0]
     return {
         **first.averager.statistics(),
-        "steps": shares.step,
-        "samples_left_out": shares.num_left_out,
+        "steps": course.step,
+        "samples_left_out": course.num_left_out,
         "nonfinite": first.nonfinite,
-        "accepted": shares.step * table.number - first.nonfinite,
+        "accepted": course.step * len(replicas) - first.nonfinite,
     }

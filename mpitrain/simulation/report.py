@@ -36,6 +36,9 @@ class VirtualLog:
             self.curve.append({"virtual_s": self.world.now_s, "samples": samples, "loss": mean})
             self._losses.clear()
 
+    def pause(self, seconds: float) -> None:
+        """Virtual time is charged for training only."""
+
     def event(self, name: str, **fields: Any) -> None:
         """A validation or another note."""
         self.report.event(name, virtual_s=self.world.now_s, **fields)

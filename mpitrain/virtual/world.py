@@ -33,6 +33,7 @@ from mpitrain.effects import (
 from mpitrain.errors import DeadlockError, LostRankError, WireError
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.network import Links, NetworkLaw
+from mpitrain.virtual.ring import Reduce, Ring
 
 DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
 MOST_LOOKS = 100_000  # of those who wait, while nothing happens but that somebody is silent
@@ -86,12 +87,16 @@ class VirtualWorld:
         self._num_pending = 0  # events other than deadlines
         self._processes: dict[int, _Process] = {}
 
-    def run(self, roles: dict[int, Role]) -> dict[int, Any]:
-        """Run every role to its end; returns what each returned, by rank.
+    def run(self, roles: dict[int, Role], reduce: Reduce | None = None) -> dict[int, Any]:
+        """Run every role to its end; returns what each returned, by rank. `reduce` carries out the collectives of
+        roles that all-reduce.
 
         Raises:
             DeadlockError: somebody waits for a message that nobody will send.
         """
+        if reduce is not None:
+            ring = Ring(roles, reduce)
+            roles = {rank: ring.follow(rank, role) for rank, role in roles.items()}
         self._processes = {rank: _Process(rank, role) for rank, role in roles.items()}
         for process in self._processes.values():
             self._schedule(self.now_s, process, None)

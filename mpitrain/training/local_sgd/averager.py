@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from mpitrain.effects import drive
 from mpitrain.model.flat import trainable
 from mpitrain.model.outer_optimizer import OuterOptimizer
 from mpitrain.strategies.local_sgd import LocalSGD
@@ -24,10 +25,11 @@ from mpitrain.training.local_sgd.means import Means
 
 class Ask(NamedTuple):
     """A question to all ranks, answered with the mean of everybody's `tensors` (unrounded where `full`), or, where
-    there are `numbers`, with everybody's, one row a rank."""
+    there are `numbers`, with everybody's, one row a rank. `counted`: its bytes are those of an averaging."""
 
     tensors: list[torch.Tensor] = []
     full: bool = False
+    counted: bool = True
     numbers: tuple[int, ...] = ()
 
 
@@ -90,18 +92,12 @@ class Averager:
 
     def average(self) -> None:
         """All workers take the mean of what they hold, and the outer step from there."""
-        self.answer(self.rounds())
+        drive(self.rounds(), self.reduce)
 
     @torch.no_grad()
-    def answer(self, asking: Asking) -> None:
-        """Answer each of the questions by a collective over the group."""
-        try:
-            ask = next(asking)
-            while True:
-                answer = self.tell(*ask.numbers) if ask.numbers else self.means.take(ask.tensors, ask.full)
-                ask = asking.send(answer)
-        except StopIteration:
-            pass
+    def reduce(self, ask: Ask) -> Any:
+        """Answer a question by a collective over the group."""
+        return self.tell(*ask.numbers) if ask.numbers else self.means.take(*ask[:3])
 
     @torch.no_grad()
     def rounds(self) -> Asking:
@@ -119,11 +115,6 @@ class Averager:
             yield from self._average_optimizer()
         self.strategy.on_average(self.memory)
         self.num_averagings += 1
-
-    @torch.no_grad()
-    def mean_parameters(self) -> list[torch.Tensor]:
-        """The mean of what the workers hold, without a step: what a validation in mid-round measures."""
-        return self.means.take(self.parameters, full=True)
 
     def _mean_and_difference(self) -> Asking:
         if self.strategy.wire == "full":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mpitrain.codecs import EightBitEncoder, add_message, whole, write_message
 
-_CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Means:
@@ -36,10 +36,14 @@ class Means:
         self._own: dict[str, EightBitEncoder] = {}
 
     @torch.no_grad()
-    def take(self, tensors: list[torch.Tensor], full: bool = False) -> list[torch.Tensor]:
-        """The mean of each tensor; new tensors. All ranks pass the same shapes and dtypes. `full`: unrounded."""
+    def take(
+        self, tensors: list[torch.Tensor], full: bool = False, counted: bool = True
+    ) -> list[torch.Tensor]:
+        """The mean of each tensor; new tensors. All ranks pass the same shapes and dtypes. `full`: unrounded;
+        `counted`: its bytes are added to `sent_bytes`."""
+        sent_bytes = self.sent_bytes
         means: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
-        for name, indices in _by_kind(tensors).items():
+        for name, indices in by_kind(tensors).items():
             flat = torch.cat([tensors[index].detach().reshape(-1) for index in indices])
             if full or self.wire == "full":
                 self._reduce(flat)
@@ -47,13 +51,15 @@ class Means:
                 flat = self._eight_bits(name, flat)
             else:
                 began_s = time.perf_counter()
-                small = flat.to(_CASTS[self.wire])
+                small = flat.to(CASTS[self.wire])
                 self.codec_s += time.perf_counter() - began_s
                 self._reduce(small)
                 flat = small.to(flat.dtype)
             pieces = flat.split([tensors[index].numel() for index in indices])
             for index, piece in zip(indices, pieces, strict=True):
                 means[index] = piece.view(tensors[index].shape)
+        if not counted:
+            self.sent_bytes = sent_bytes
         return means
 
     def _reduce(self, flat: torch.Tensor) -> None:
@@ -62,7 +68,7 @@ class Means:
 
     def _eight_bits(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         began_s = time.perf_counter()
-        parts = _cut(flat.float(), self.size)
+        parts = cut(flat.float(), self.size)
         encoders = self._parts.setdefault(name, [EightBitEncoder(dense_below=0) for _ in parts])
         messages = torch.stack([one.encode(whole(part)) for one, part in zip(encoders, parts, strict=True)])
         self.codec_s += time.perf_counter() - began_s
@@ -93,86 +99,21 @@ class Means:
         self._own = {name: _restored(one) for name, one in state["own"].items()}
 
 
-class MeansTogether:
-    """The same means where all ranks are in one process: for simulations, which have no group. What a rank alone would
-    have sent is counted on its `Share`."""
-
-    class Share:
-        """One rank's count."""
-
-        def __init__(self) -> None:
-            self.sent_bytes, self.codec_s = 0.0, 0.0
-
-        def state(self) -> dict[str, Any]:
-            """Nothing: a simulation writes no checkpoints."""
-            return {}
-
-    def __init__(self, wire: str, size: int):
-        self.wire, self.size = wire, size
-        self.shares = [self.Share() for _ in range(size)]
-        self._parts: dict[tuple[str, int], list[EightBitEncoder]] = {}
-        self._own: dict[str, list[EightBitEncoder]] = {}
-
-    @torch.no_grad()
-    def take(self, everybody: list[list[torch.Tensor]], full: bool = False) -> list[torch.Tensor]:
-        """The mean of each tensor, of which every rank has brought one; sums are taken in rank order."""
-        means: list[torch.Tensor] = [torch.empty(0)] * len(everybody[0])
-        for name, indices in _by_kind(everybody[0]).items():
-            flats = [torch.cat([one[index].detach().reshape(-1) for index in indices]) for one in everybody]
-            wire = "full" if full else self.wire
-            flat = self._eight_bits(name, flats) if wire == "int8" else self._mean(flats, _CASTS.get(wire))
-            pieces = flat.split([everybody[0][index].numel() for index in indices])
-            for index, piece in zip(indices, pieces, strict=True):
-                means[index] = piece.view(everybody[0][index].shape)
-        return means
-
-    def _mean(self, flats: list[torch.Tensor], cast: torch.dtype | None) -> torch.Tensor:
-        numel, dtype = flats[0].numel(), flats[0].dtype
-        self._sent(2 * (self.size - 1) / self.size * numel * (cast or dtype).itemsize)
-        if cast is not None:
-            flats = [flat.to(cast).float() for flat in flats]
-        total = flats[0].clone()
-        for flat in flats[1:]:
-            total.add_(flat)
-        total.div_(self.size)
-        return total if cast is None else total.to(cast).to(dtype)
-
-    def _eight_bits(self, name: str, flats: list[torch.Tensor]) -> torch.Tensor:
-        arrived: list[list[torch.Tensor]] = []
-        for rank, flat in enumerate(flats):
-            parts = _cut(flat.float(), self.size)
-            encoders = self._parts.setdefault((name, rank), [EightBitEncoder(dense_below=0) for _ in parts])
-            arrived.append([one.encode(whole(part)) for one, part in zip(encoders, parts, strict=True)])
-        owners = self._own.setdefault(name, [EightBitEncoder(dense_below=0) for _ in flats])
-        parts = _cut(flats[0].float(), self.size)
-        for rank, (owner, part) in enumerate(zip(owners, parts, strict=True)):
-            mean = torch.zeros_like(part)
-            for messages in arrived:
-                add_message(messages[rank], whole(mean))
-            own = owner.encode(whole(mean.div_(self.size)))
-            write_message(own, whole(part))
-            self.shares[rank].sent_bytes += 2 * (self.size - 1) * own.numel()
-        return torch.cat(parts)[: flats[0].numel()].to(flats[0].dtype)
-
-    def _sent(self, num_bytes: float) -> None:
-        for share in self.shares:
-            share.sent_bytes += num_bytes
-
-
 def _restored(state: dict[str, Any]) -> EightBitEncoder:
     encoder = EightBitEncoder(dense_below=0)
     encoder.restore(state)
     return encoder
 
 
-def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[str, list[int]]:
+def by_kind(tensors: Iterable[torch.Tensor]) -> dict[str, list[int]]:
+    """Indices of the tensors of each dtype and device."""
     kinds: dict[str, list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault(f"{tensor.dtype} {tensor.device}", []).append(index)
     return kinds
 
 
-def _cut(flat: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
+def cut(flat: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
     """Equal parts, the last padded with zeros: messages of one length."""
     length = max(1, -(-flat.numel() // num_parts))
     missing = length * num_parts - flat.numel()

@@ -8,38 +8,149 @@ the next averaging, and a run that is to stop then stops everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from mpitrain.job import Job
 from mpitrain.model.loss import BatchLoss
+from mpitrain.strategies.sampling.dealer import Lease
+from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Ask, Asking, Averager
 from mpitrain.training.synchronous.stepper import Batch, Stepper
+from mpitrain.training.validation import Measure
+
+
+class Exchange(NamedTuple):
+    """What a worker brings to an all-reduce: its questions, and the bytes they are about."""
+
+    rounds: Callable[[], Asking]
+    num_bytes: Callable[[], float]
 
 
 class LocalReplica(Stepper):
-    """The stepper of a worker.
+    """The stepper of a worker, with what its role asks for.
 
     Args:
-        averager: of the workers' parameters; the others as for a `Stepper`.
+        averager: of the workers' parameters.
+        fetch: the batch of a lease.
+        job, num_workers, epoch_samples, rank, where: as for a `Stepper`.
+        measure: metrics of the module, on the worker that validates; validates: whether any worker does.
 
     Attributes:
         local_nonfinite: steps that this worker has left out, as far as the others know of them.
+        on_settled: called after every step.
     """
 
     def __init__(
         self,
         averager: Averager,
+        fetch: Callable[[Lease], Batch],
         job: Job,
         num_workers: int,
         epoch_samples: int,
         rank: int,
-        where: Callable[[], str],
+        where: Callable[[], str] | None = None,
+        measure: Measure | None = None,
+        validates: bool = False,
     ):
         super().__init__(job, num_workers, epoch_samples, rank, where)
-        self.averager = averager
-        self.local_nonfinite = self._skipped = 0
+        self.averager, self.fetch, self.measure, self.validates = averager, fetch, measure, validates
+        self.on_settled: Callable[[], None] = _nothing
+        self.local_nonfinite = self._skipped = self._count = 0
         self._refused = ""
+        self._computed: tuple[float, int, int] | None = None  # a gradient that is not used yet
+        self._mean: list[torch.Tensor] = []
+
+    # ---- what the role asks for
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a gradient that was not finite ends the run."""
+        return bool(self.failure)
+
+    def local_step(self, turn: Turn) -> float:
+        """Forward and backward over the turn's lease, and the optimizer's step unless gradients are yet to be averaged;
+        returns the loss."""
+        lease = turn.lease
+        assert lease is not None
+        value = self.compute(self.fetch(lease), lease.num_samples, turn.num_samples)
+        self._computed, self._count = (value, lease.num_samples, turn.num_samples), turn.num_samples
+        if not self.averages_gradients or self.parallel is not None:
+            self._move()
+        return value
+
+    def reduce_gradients(self) -> Exchange | None:
+        """What all average before the worker steps, where DDP has not done it in the backward pass."""
+        if self._computed is None:
+            return None
+        return Exchange(self._average_gradients, self._parameter_bytes)
+
+    def end_step(self) -> Exchange | None:
+        """The averaging that is due after this step."""
+        due = self.averager.end_step(self._count)
+        return Exchange(self._average, self.averager.num_bytes) if due else None
+
+    def settle(self) -> None:
+        """The step is over and reported."""
+        self.on_settled()
+
+    def finish(self) -> Exchange | None:
+        """The last averaging, where workers hold different parameters now."""
+        return Exchange(self._average, self.averager.num_bytes) if self.averager.is_apart else None
+
+    def reduce_mean(self) -> Exchange | None:
+        """The mean that a validation measures, where workers hold different parameters now."""
+        return Exchange(self._take_mean, self._parameter_bytes) if self.averager.is_apart else None
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Metrics of the mean of the workers; the worker's own parameters stay as they are."""
+        if self.measure is None or not self._mean:
+            return self.measure() if self.measure else {}
+        parameters, mean, self._mean = self.averager.parameters, self._mean, []
+        own = [parameter.detach().clone() for parameter in parameters]
+        torch._foreach_copy_(parameters, mean)
+        metrics = self.measure()
+        torch._foreach_copy_(parameters, own)
+        return metrics
+
+    def statistics(self) -> dict[str, float]:
+        """What there is to report in a row of progress."""
+        return self.averager.statistics()
+
+    # ---- questions to all workers
+
+    @torch.no_grad()
+    def _average(self) -> Asking:
+        """Tell the others what went wrong since the last time, and take the mean of what all hold."""
+        rows = yield Ask(numbers=(self._skipped, int(bool(self._refused))))
+        self.nonfinite += int(rows[:, 0].sum())
+        self.local_nonfinite, self._skipped = self.local_nonfinite + self._skipped, 0
+        if rows[:, 1].any():
+            other = f"step {self.step - 1}: another worker's gradient is not finite"
+            self.failure = self._refused or other
+        yield from self.averager.rounds()
+
+    @torch.no_grad()
+    def _average_gradients(self) -> Asking:
+        gradients = []
+        for parameter in self.averager.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        torch._foreach_copy_(gradients, (yield Ask(gradients, full=True, counted=False)))
+        self._move()
+
+    @torch.no_grad()
+    def _take_mean(self) -> Asking:
+        mean = yield Ask(self.averager.parameters, full=True)
+        self._mean = mean if self.measure is not None else []
+
+    def _parameter_bytes(self) -> float:
+        return float(sum(one.numel() * one.element_size() for one in self.averager.parameters))
+
+    # ---- hooks of the step
 
     @property
     def averages_gradients(self) -> bool:
@@ -66,13 +177,12 @@ class LocalReplica(Stepper):
             what = f"loss is {value:g}" if value - value != 0.0 else "the gradient is not finite"
             self._refused = self._refused or f"{self.where()}: {what}"
 
-    @torch.no_grad()
-    def average(self) -> Asking:
-        """Tell the others what went wrong since the last time, and take the mean of what all hold."""
-        rows = yield Ask(numbers=(self._skipped, int(bool(self._refused))))
-        self.nonfinite += int(rows[:, 0].sum())
-        self.local_nonfinite, self._skipped = self.local_nonfinite + self._skipped, 0
-        if rows[:, 1].any():
-            other = f"step {self.step - 1}: another worker's gradient is not finite"
-            self.failure = self._refused or other
-        yield from self.averager.rounds()
+    def _move(self) -> None:
+        """The gradients are those to step with."""
+        assert self._computed is not None
+        self.update(*self._computed)
+        self._computed = None
+
+
+def _nothing() -> None:
+    """Nobody waits for the end of a step."""

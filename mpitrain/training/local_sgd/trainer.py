@@ -1,35 +1,34 @@
-"""Periodic averaging: the lockstep run whose ranks meet only every so often.
+"""Local SGD over MPI: the role of a worker, with the data, checkpoints and recovery of synchronous runs.
 
-Invariants: ranks take the same number of steps over the same shares as in allreduce; between two averagings no
-byte travels. A gradient that is not finite moves nothing; the others hear of it with the next averaging, and a run
-that is to stop then stops everywhere. What is validated and saved is the mean of the workers.
+Invariants: ranks take the same number of steps over the same shares as in allreduce, and checkpoints are written only
+where all hold the same. What is validated and saved is the mean of the workers.
 """
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import torch
-
+from mpitrain.effects import Kind
+from mpitrain.mpi.world import MpiWorld
+from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.checkpoints import copied
 from mpitrain.training.synchronous.launch import run_lockstep
 from mpitrain.training.synchronous.recovery_state import Kept
-from mpitrain.training.synchronous.trainer import Trainer
+from mpitrain.training.synchronous.trainer import Trainer, count_samples
 
 
 def run_localsgd(session: Session) -> dict[str, Any]:
-    """Train with periodic averaging; returns what this rank knows of the run."""
-    return run_lockstep(session, AveragingTrainer)
+    """Train under local SGD; returns what this rank knows of the run."""
+    return run_lockstep(session, LocalSGDTrainer)
 
 
-class AveragingTrainer(Trainer):
-    """Local steps and averagings; allreduce before `start`. It walks the course of `PeerPartition`, as virtual time
-    does."""
+class LocalSGDTrainer(Trainer):
+    """Runs the role of one worker, whose course it is: that of `PeerPartition`, as in virtual time."""
 
     by_window = False
 
@@ -39,38 +38,34 @@ class AveragingTrainer(Trainer):
         session, strategy = self.session, self.session.strategy
         assert isinstance(strategy, LocalSGD)
         self.averager = Averager(self.module, self.optimizer, strategy)
-        num_samples = session.catalogue.num_samples
-        where = session.runtime.where
-        replica = LocalReplica(self.averager, session.job, self.num_workers, num_samples, self.rank, where)
+        limited = session.overrides.steps is not None
+        replica = LocalReplica(
+            self.averager, self._fetch, session.job, self.num_workers, session.catalogue.num_samples,
+            self.rank, session.runtime.where, self.measure, session.validation is not None and not limited,
+        )  # fmt: skip
         replica.train(self.module, self.rates, self._make_parallel() if strategy.start else None)
+        replica.on_settled = self._settle
         return replica
 
-    def _after_update(self, count: int) -> None:
-        if self.averager.end_step(count):
-            self._average()
+    def run(self) -> None:
+        """Run the worker's role to the end of the course, or until a gradient is not finite or the run is told to
+        end."""
+        engine = self.session.runtime.engine
+        world = MpiWorld(engine, (), buffer_for=_no_payload, reduce=self.averager.reduce)
+        world.run(LocalSGDWorker(self.rank, self, self.stepper, self.meter).run())
+        self._remember()
 
-    def _average(self) -> None:
-        self.averager.answer(self.stepper.average())
-
-    def _finish(self) -> None:
-        if self.averager.is_apart:
-            self._average()
-            self._remember()
-
-    @torch.no_grad()
-    def _validate(self, epoch: int) -> None:
-        """Rank 0 measures the mean of the workers; the workers' own parameters stay as they are."""
-        if not self.averager.is_apart or self.session.validation is None:
-            super()._validate(epoch)
-            return
-        began_s = time.monotonic()
-        means = self.averager.mean_parameters()
-        self.meter.pause(time.monotonic() - began_s)
-        if self.measure is not None:
-            own = [parameter.detach().clone() for parameter in self.averager.parameters]
-            torch._foreach_copy_(self.averager.parameters, means)
-            super()._validate(epoch)
-            torch._foreach_copy_(self.averager.parameters, own)
+    def next(self) -> Turn | None:
+        """The next step, or None at the end."""
+        limited = self.session.overrides.steps is not None
+        while not self._over and (
+            self.stepper.step < self.num_steps if limited else self.epoch < self.session.job.epochs
+        ):
+            if (leases := self._take_round()) is not None:
+                lease, count = leases[self.rank], count_samples(leases)
+                step, samples = self.stepper.step, self.stepper.samples
+                return Turn(step, lease, lease.epoch, count, samples, self.num_workers)
+        return None
 
     def _remember(self) -> None:
         if (
@@ -102,9 +97,6 @@ class AveragingTrainer(Trainer):
             saved["means"] = {"parts": {}, "own": {}}
         self.averager.restore(saved)
 
-    def _told(self) -> dict[str, float]:
-        return self.averager.statistics()
-
     def _counts(self) -> dict[str, Any]:
         counts = self.averager.statistics()
         return counts | {"accepted": self.stepper.step * self.num_workers - self.stepper.nonfinite}
@@ -114,3 +106,7 @@ class AveragingTrainer(Trainer):
         outcome = super().outcome()
         outcome["detail"] |= {"drift": self.averager.drift, "nonfinite": self.stepper.local_nonfinite}
         return outcome
+
+
+def _no_payload(source: int, kind: Kind) -> Any:
+    raise AssertionError(f"rank {source} sent a {kind.name}: workers under local SGD send no messages")

@@ -39,7 +39,7 @@ class Stepper:
         job: its seed, loss, schedule and `on_nonfinite`.
         num_replicas: into how many shares a global batch is divided; epoch_samples: samples in an epoch.
         random_key: ranks with the same key draw the same random numbers.
-        where: names this rank and its step in a failure.
+        where: names this rank and its step in a failure; by default the rank is `random_key`.
 
     Attributes:
         step, samples, nonfinite: steps taken, samples accepted and steps refused.
@@ -54,10 +54,15 @@ class Stepper:
     parallel: ParallelModule | None = None
 
     def __init__(
-        self, job: Job, num_replicas: int, epoch_samples: int, random_key: int, where: Callable[[], str]
+        self,
+        job: Job,
+        num_replicas: int,
+        epoch_samples: int,
+        random_key: int,
+        where: Callable[[], str] | None = None,
     ):
         self.job, self.num_replicas, self.epoch_samples = job, num_replicas, epoch_samples
-        self.random_key, self.where = random_key, where
+        self.random_key, self.where = random_key, where or self._where
         self.step = self.samples = self.nonfinite = 0
         self.compute_s, self.failure = 0.0, ""
         self.before_forward: Callable[[], None] = _nothing
@@ -95,6 +100,9 @@ class Stepper:
             self.on_nonfinite(value, count)
         self.step += 1
         return loss
+
+    def _where(self) -> str:
+        return f"rank {self.random_key} (worker, step {self.step})"
 
     def seed(self) -> None:
         """Random numbers of this step."""

@@ -30,7 +30,7 @@ from mpitrain.training.synchronous.codec_hooks import CodecHook
 from mpitrain.training.synchronous.ddp import ParallelModule, codec_of
 from mpitrain.training.synchronous.injected_delay import Nap
 from mpitrain.training.synchronous.recovery_state import Kept
-from mpitrain.training.synchronous.stepper import Stepper
+from mpitrain.training.synchronous.stepper import Batch, Stepper
 from mpitrain.training.validation import make_measure
 
 
@@ -55,14 +55,14 @@ class Trainer:
         self.reader, self.device = reader, device
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
         self.nap = (kept and kept.nap) or Nap(session.straggler(), module.parameters())
+        job = session.job
+        validation = session.validation if self.rank == 0 else None
+        self.measure = make_measure(job, module, validation, device, session.runtime.stamp)
         self.stepper = self._make_stepper()
         self.hook: CodecHook | None = self.stepper.parallel.hook if self.stepper.parallel else None
-        job = session.job
         per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_workers))
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
         self.meter = Meter(session.report, num_warmup(self.num_steps))
-        validation = session.validation if self.rank == 0 else None
-        self.measure = make_measure(job, module, validation, device, session.runtime.stamp)
         self.epoch = self.left_out = 0
         catalogue = session.catalogue
         together = catalogue.window_samples if self.by_window else catalogue.num_samples
@@ -160,7 +160,6 @@ class Trainer:
                 break
             if not limited and self.epoch < self.session.job.epochs:
                 self._validate(self.epoch - 1)
-        self._finish()
 
     @property
     def _over(self) -> bool:
@@ -173,40 +172,40 @@ class Trainer:
     def _remember(self) -> None:
         """All ranks hold the same now."""
 
-    def _finish(self) -> None:
-        """After the last step."""
-
     def _epoch(self, limited: bool) -> None:
-        while not self._over and not (limited and self.stepper.step >= self.num_steps):
-            with self.cuts.guard.changing():
-                leases = self.rounds.take()
-                following = self.rounds.peek() if leases else None
-                if leases is None:
-                    self.left_out, self.epoch = self.left_out + self.rounds.next_epoch(), self.epoch + 1
-                    return
-            if following is not None:
-                self.reader.prefetch(*following[self.rank][:3])
-            self._one_step(leases[self.rank], sum(lease.num_samples for lease in leases))
-            self.rounds.settle()
-            if self._may_be_cut():
-                self._remember()
-                self.cuts.after_step(self.stepper.step, self.stepper.samples)
-            self.stepper.compute_s += self.nap.take()
-
-    def _one_step(self, lease: Lease, count: int) -> None:
-        """One batch of this worker's, of a round of `count` samples."""
         stepper = self.stepper
-        self.session.runtime.step = stepper.step
-        batch = {
-            name: tensor.to(self.device, non_blocking=True)
-            for name, tensor in self.reader.batch(lease.epoch, lease.start, lease.num_samples).items()
-        }
-        value = stepper.take(batch, lease.num_samples, count)
-        self._after_update(count)
-        self.meter.progress(stepper.samples, stepper.step, lease.epoch + 1, value, **self._told())
+        while not self._over and not (limited and stepper.step >= self.num_steps):
+            if (leases := self._take_round()) is None:
+                return
+            lease = leases[self.rank]
+            value = stepper.take(self._fetch(lease), lease.num_samples, count_samples(leases))
+            self.meter.progress(stepper.samples, stepper.step, lease.epoch + 1, value, **self._told())
+            self._settle()
 
-    def _after_update(self, count: int) -> None:
-        """A step of all workers over `count` samples was taken."""
+    def _take_round(self) -> list[Lease] | None:
+        """The leases of the next step, by rank; None where the epoch has come to its end."""
+        with self.cuts.guard.changing():
+            leases = self.rounds.take()
+            following = self.rounds.peek() if leases else None
+            if leases is None:
+                self.left_out, self.epoch = self.left_out + self.rounds.next_epoch(), self.epoch + 1
+        if following is not None:
+            self.reader.prefetch(*following[self.rank][:3])
+        return leases
+
+    def _fetch(self, lease: Lease) -> Batch:
+        """The batch of the step that begins."""
+        self.session.runtime.step = self.stepper.step
+        read = self.reader.batch(lease.epoch, lease.start, lease.num_samples)
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in read.items()}
+
+    def _settle(self) -> None:
+        """The step is over and reported."""
+        self.rounds.settle()
+        if self._may_be_cut():
+            self._remember()
+            self.cuts.after_step(self.stepper.step, self.stepper.samples)
+        self.stepper.compute_s += self.nap.take()
 
     def _told(self) -> dict[str, float]:
         """Further numbers for a row of progress."""
@@ -251,3 +250,8 @@ class Trainer:
             counts |= self._counts()
             outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": str(path)}
         return outcome
+
+
+def count_samples(leases: list[Lease]) -> int:
+    """Of a step of all ranks."""
+    return sum(lease.num_samples for lease in leases)
