@@ -67,12 +67,12 @@ def loss(model, batch):
     return model(batch)
 
 
-let_go, outcome = Survivors._let_go, Trainer.outcome
+drop_trainer, outcome = Survivors._drop_trainer, Trainer.outcome
 
 
-def let_go_noted(self):
+def drop_noted(self):
     note(NOTES, "heard", at_s=time.monotonic())
-    let_go(self)
+    drop_trainer(self)
 
 
 def outcome_noted(self):
@@ -81,7 +81,7 @@ def outcome_noted(self):
     return outcome(self)
 
 
-Survivors._let_go, Trainer.outcome = let_go_noted, outcome_noted
+Survivors._drop_trainer, Trainer.outcome = drop_noted, outcome_noted
 breaking.os = NotedOs(NOTES)
 
 job = mt.Job(

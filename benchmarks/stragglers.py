@@ -50,7 +50,7 @@ from mpitrain.reporting.report import NullReport
 from mpitrain.reporting.targets import read_target
 from mpitrain.strategies.sampling.dealer import share_out
 from mpitrain.training.measure import Meter, build, num_warmup
-from mpitrain.training.synchronous.injected_delay import Nap
+from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.validation import make_measure
 from mpitrain.values import parse
 
@@ -117,7 +117,7 @@ def run_gloo(job, inject, group):
     """The same training by torch's DDP over gloo; figures on the lowest worker, what it slept on each."""
     worker, began_s = runtime.rank - 1, time.monotonic()
     module, optimizer = build(job, None, torch.device("cpu"))
-    nap = Nap(Straggler(read([inject]), worker, job.seed), module.parameters())
+    delay = InjectedDelay(Straggler(read([inject]), worker, job.seed), module.parameters())
     parallel = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
     catalogue = job.data.scan()
     batch = job.batch_size * WORKERS
@@ -132,18 +132,18 @@ def run_gloo(job, inject, group):
                 data = reader.batch(epoch, first, share)
                 module.train()
                 optimizer.zero_grad(set_to_none=True)
-                nap.begin()
+                delay.begin()
                 loss = job.loss(parallel, data)
                 (loss * (share * WORKERS / count)).backward()
                 optimizer.step()
                 samples, steps = samples + count, steps + 1
                 meter.progress(samples, steps, epoch + 1, float(loss.detach()))
-                nap.take()
+                delay.take()
             if worker == 0:
                 marks.append((time.monotonic() - began_s, measure()["accuracy"]))
     counts = {"steps": steps, "accepted": steps * WORKERS, "late": 0, "staleness_mean": 0.0}
     found = summary(meter.result()["samples_per_second"], marks, job) | counts if worker == 0 else {}
-    return found | {"slept_s": nap.straggler.slept_s}
+    return found | {"slept_s": delay.straggler.slept_s}
 
 
 def summary(rate, marks, job):

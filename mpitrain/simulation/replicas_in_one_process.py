@@ -20,7 +20,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.training.local_sgd.averager import Ask, Averager
-from mpitrain.training.local_sgd.means import CASTS, by_kind, cut
+from mpitrain.training.local_sgd.means import CASTS, by_kind, equal_parts
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.measure import build_optimizer
 from mpitrain.training.validation import Measure
@@ -108,9 +108,9 @@ class MeansInOneProcess:
                 if wire == "int8"
                 else self._mean(flats, CASTS.get(wire), counted)
             )
-            pieces = flat.split([everybody[0][index].numel() for index in indices])
-            for index, piece in zip(indices, pieces, strict=True):
-                means[index] = piece.view(everybody[0][index].shape)
+            split = flat.split([everybody[0][index].numel() for index in indices])
+            for index, mean in zip(indices, split, strict=True):
+                means[index] = mean.view(everybody[0][index].shape)
         return means
 
     def _mean(self, flats: list[torch.Tensor], cast: torch.dtype | None, counted: bool) -> torch.Tensor:
@@ -127,11 +127,11 @@ class MeansInOneProcess:
     def _eight_bits(self, name: str, flats: list[torch.Tensor]) -> torch.Tensor:
         arrived: list[list[torch.Tensor]] = []
         for rank, flat in enumerate(flats):
-            parts = cut(flat.float(), self.size)
+            parts = equal_parts(flat.float(), self.size)
             encoders = self._parts.setdefault((name, rank), [EightBitEncoder(dense_below=0) for _ in parts])
             arrived.append([one.encode(whole(part)) for one, part in zip(encoders, parts, strict=True)])
         owners = self._own.setdefault(name, [EightBitEncoder(dense_below=0) for _ in flats])
-        parts = cut(flats[0].float(), self.size)
+        parts = equal_parts(flats[0].float(), self.size)
         for rank, (owner, part) in enumerate(zip(owners, parts, strict=True)):
             mean = torch.zeros_like(part)
             for messages in arrived:

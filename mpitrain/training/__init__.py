@@ -89,9 +89,9 @@ def _runner(strategy: Strategy) -> Any:
 
         return run_allreduce
     if isinstance(strategy, LocalSGD):
-        from mpitrain.training.local_sgd.trainer import run_localsgd
+        from mpitrain.training.local_sgd.trainer import run_local_sgd
 
-        return run_localsgd
+        return run_local_sgd
     if isinstance(strategy, Decentralized):
         from mpitrain.training.decentralized.run import run_peers
 

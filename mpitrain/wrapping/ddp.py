@@ -1,7 +1,8 @@
 """A wrapped loop under allreduce: torch's DDP around the user's model, and what a checkpoint of it holds.
 
 Invariants: model and optimizer are the user's own and the same on all workers, so the first one writes them for
-all; buffers, and what a codec keeps back, are each worker's. Another number of workers deals the latter out anew.
+all; buffers, and what a codec keeps back, are each worker's. For another number of workers the latter are distributed
+anew.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from mpitrain.strategies.allreduce import AllReduce
 
 
-def join_reduced(
+def join_ddp(
     runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: AllReduce, resume: Any
 ) -> tuple[Any, Saver, Resumed | None]:
     """The model to go on with, how to save, and what to go on from.

@@ -1,7 +1,8 @@
-"""The optimizer that a wrapped loop holds under periodic averaging: the user's own, which averages when it is due.
+"""The optimizer that a wrapped loop holds under local SGD: the user's own, which averages when it is due.
 
 Invariants: `step()` steps the user's optimizer on this worker alone; averagings come after it. A worker that
-sees a gradient that is not finite leaves out the step and goes on until the next averaging, where all hear of it.
+sees a gradient that is not finite leaves out the step and goes on until the next averaging, where all
+learn of it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from mpitrain.wrapping.checkpoints import Resumed, Saver
 
 
-class AveragedOptimizer(DelegatingOptimizer):
+class LocalSGDOptimizer(DelegatingOptimizer):
     """The user's optimizer, with its groups and state, and the averager that follows its steps.
 
     Args:
@@ -62,12 +63,12 @@ class AveragedOptimizer(DelegatingOptimizer):
         return loss
 
     def _average(self) -> None:
-        rows = self._averager.tell(self._skipped, self._num_steps)
+        rows = self._averager.gather_numbers(self._skipped, self._num_steps)
         steps = rows[:, 1].tolist()
         if len(set(steps)) > 1:  # before anything is averaged that does not belong together
-            told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(steps))
+            counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(steps))
             raise LostRankError(
-                f"{self._runtime.where()}: the workers meet after different numbers of steps ({told}): give every "
+                f"{self._runtime.where()}: the workers meet after different numbers of steps ({counts}): give every "
                 "worker equally many batches, and let none end by itself (by sys.exit, say, or by mpitrain.finish)"
             )
         rows = rows[:, :1]
@@ -96,9 +97,9 @@ class AveragedOptimizer(DelegatingOptimizer):
             self._parallel.require_backward_grad_sync = self._averager.averages_gradients
 
 
-def join_averaged(
+def join_local_sgd(
     runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: LocalSGD, resume: Any
-) -> tuple[Any, AveragedOptimizer, Saver, Resumed | None]:
+) -> tuple[Any, LocalSGDOptimizer, Saver, Resumed | None]:
     """Workers that step by themselves and average now and then.
 
     Raises:
@@ -131,12 +132,12 @@ def join_averaged(
         model.load_state_dict(saved["module"])
         rates.restore(saved["optimizer"])
         averager.restore(saved["averager"])
-    averaged = AveragedOptimizer(runtime, optimizer, averager, parallel)
+    local_sgd = LocalSGDOptimizer(runtime, optimizer, averager, parallel)
     if saved is not None:
-        averaged.restore_counts(saved)
+        local_sgd.restore_counts(saved)
 
     def take() -> dict[str, Any]:
-        return averaged.own_state() | {"optimizer": rates.state()}
+        return local_sgd.own_state() | {"optimizer": rates.state()}
 
     saver = lockstep_saver(run, about, runtime.rank, runtime.size, take)
-    return parallel or model, averaged, saver, loop_state(found, part, part)
+    return parallel or model, local_sgd, saver, loop_state(found, part, part)

@@ -118,13 +118,13 @@ def _join_all(
     everybody = Roles((), tuple(range(runtime.size)))
     joined: Any = None  # one of several optimizers
     if isinstance(strategy, AllReduce):
-        from mpitrain.wrapping.ddp import join_reduced
+        from mpitrain.wrapping.ddp import join_ddp
 
-        model, saver, resumed = join_reduced(runtime, model, optimizer, strategy, resume)
+        model, saver, resumed = join_ddp(runtime, model, optimizer, strategy, resume)
     elif isinstance(strategy, LocalSGD):
-        from mpitrain.wrapping.local_sgd_optimizer import join_averaged
+        from mpitrain.wrapping.local_sgd_optimizer import join_local_sgd
 
-        model, joined, saver, resumed = join_averaged(runtime, model, optimizer, strategy, resume)
+        model, joined, saver, resumed = join_local_sgd(runtime, model, optimizer, strategy, resume)
     elif isinstance(strategy, Decentralized):
         from mpitrain.wrapping.peer_optimizer import join_peers
 

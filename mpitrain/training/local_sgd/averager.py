@@ -1,9 +1,8 @@
 """Averaging what the workers hold, when the strategy says so: parameters, optimizer state, buffers.
 
-Invariants: all ranks call the same in the same order, because the strategy goes by counts alone; what one rank alone
-knows (a gradient that is not finite) is told to all with the next averaging, and not before. Every rank leaves an
-averaging with the same parameters, to the bit. What an averaging needs of the others it asks for (`Ask`): over MPI each
-rank's questions are collectives, and in a simulation one process answers all ranks' questions at once.
+Invariants: all ranks call the same in the same order, because the strategy decides by counts alone. Every rank leaves
+an averaging with the same parameters, to the bit. What an averaging needs of the other ranks it asks for (`Ask`): over
+MPI each question is a collective, and in a simulation one process answers the questions of all ranks at once.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Averager:
         """A step of all workers over `samples` samples was taken: whether `average` is due."""
         return self.strategy.on_step(self.memory, samples)
 
-    def tell(self, *numbers: int) -> torch.Tensor:
+    def gather_numbers(self, *numbers: int) -> torch.Tensor:
         """Everybody's `numbers`, one row a rank."""
         own = torch.tensor(numbers, dtype=torch.int64)
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
@@ -97,7 +96,7 @@ class Averager:
     @torch.no_grad()
     def reduce(self, ask: Ask) -> Any:
         """Answer a question by a collective over the group."""
-        return self.tell(*ask.numbers) if ask.numbers else self.means.take(*ask[:3])
+        return self.gather_numbers(*ask.numbers) if ask.numbers else self.means.take(*ask[:3])
 
     @torch.no_grad()
     def rounds(self) -> Asking:
@@ -128,7 +127,7 @@ class Averager:
             torch._foreach_copy_(tensors, (yield Ask(tensors, full=True)))
 
     def _average_optimizer(self) -> Asking:
-        """Momenta of a worker that has not stepped yet do not exist: then nobody's are averaged this time."""
+        """A worker that has not stepped yet has no momenta; then none are averaged this time."""
         tensors = self._momenta()
         rows = yield Ask(numbers=(sum(tensor.numel() for tensor in tensors), len(tensors)))
         if bool((rows == rows[0]).all()):
@@ -143,7 +142,8 @@ class Averager:
         ]
 
     def num_bytes(self) -> float:
-        """What an averaging is about, before it is cut among ranks: numbers of the wire's width, the rest in full."""
+        """Bytes that an averaging reduces, before they are divided among ranks: parameters in the wire's width, the
+        rest in full."""
         others = floating(self.module.buffers()) if self.strategy.average_buffers else []
         others += self._momenta() if self.strategy.average_optimizer else []
         wide = sum(tensor.numel() * tensor.element_size() for tensor in others)

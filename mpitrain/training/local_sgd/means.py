@@ -55,9 +55,9 @@ class Means:
                 self.codec_s += time.perf_counter() - began_s
                 self._reduce(small)
                 flat = small.to(flat.dtype)
-            pieces = flat.split([tensors[index].numel() for index in indices])
-            for index, piece in zip(indices, pieces, strict=True):
-                means[index] = piece.view(tensors[index].shape)
+            split = flat.split([tensors[index].numel() for index in indices])
+            for index, mean in zip(indices, split, strict=True):
+                means[index] = mean.view(tensors[index].shape)
         if not counted:
             self.sent_bytes = sent_bytes
         return means
@@ -68,7 +68,7 @@ class Means:
 
     def _eight_bits(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         began_s = time.perf_counter()
-        parts = cut(flat.float(), self.size)
+        parts = equal_parts(flat.float(), self.size)
         encoders = self._parts.setdefault(name, [EightBitEncoder(dense_below=0) for _ in parts])
         messages = torch.stack([one.encode(whole(part)) for one, part in zip(encoders, parts, strict=True)])
         self.codec_s += time.perf_counter() - began_s
@@ -113,7 +113,7 @@ def by_kind(tensors: Iterable[torch.Tensor]) -> dict[str, list[int]]:
     return kinds
 
 
-def cut(flat: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
+def equal_parts(flat: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
     """Equal parts, the last padded with zeros: messages of one length."""
     length = max(1, -(-flat.numel() // num_parts))
     missing = length * num_parts - flat.numel()

@@ -1,8 +1,8 @@
 """One worker under local SGD: its steps between two averagings, and what it brings to an averaging.
 
 Invariants: the same code runs over MPI and in virtual time; only what answers its questions (`Ask`) differs. Between
-two averagings no byte travels. A gradient that is not finite moves nothing here; the other workers are told of it with
-the next averaging, and a run that is to stop then stops everywhere.
+two averagings no byte travels. A gradient that is not finite moves nothing here; the other workers learn of it
+at the next averaging, and a run that is to stop then stops everywhere.
 """
 
 from __future__ import annotations

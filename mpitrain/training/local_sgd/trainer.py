@@ -17,14 +17,14 @@ from mpitrain.training.local_sgd.averager import Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.checkpoints import copied
-from mpitrain.training.synchronous.launch import run_lockstep
-from mpitrain.training.synchronous.recovery_state import Kept
+from mpitrain.training.synchronous.launch import run_synchronous
+from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.trainer import Trainer, count_samples
 
 
-def run_localsgd(session: Session) -> dict[str, Any]:
+def run_local_sgd(session: Session) -> dict[str, Any]:
     """Train under local SGD; returns what this rank knows of the run."""
-    return run_lockstep(session, LocalSGDTrainer)
+    return run_synchronous(session, LocalSGDTrainer)
 
 
 class LocalSGDTrainer(Trainer):
@@ -48,7 +48,7 @@ class LocalSGDTrainer(Trainer):
         return replica
 
     def run(self) -> None:
-        """Run the worker's role to the end of the course, or until a gradient is not finite or the run is told to
+        """Run the worker's role to the end of the course, or until a gradient is not finite or the run is asked to
         end."""
         engine = self.session.runtime.engine
         world = MpiWorld(engine, (), buffer_for=_no_payload, reduce=self.averager.reduce)
@@ -73,18 +73,18 @@ class LocalSGDTrainer(Trainer):
         ):  # local steps change it, and who is left goes back to where all were equal
             self._common = copied(self.state())
 
-    def keep(self) -> Kept:
+    def keep(self) -> RecoveryState:
         """Everything as after the last averaging: the local steps since then are done again, by those that are left."""
-        self.cuts.keeper.wait()
+        self.checkpoints.keeper.wait()
         meter = self.meter if self.rank == 0 else None
         step = self._common["counts"]["step"]
-        return Kept(step, self.stepper.failure, self._common, nap=self.nap, meter=meter)
+        return RecoveryState(step, self.stepper.failure, self._common, delay=self.delay, meter=meter)
 
-    def _may_be_cut(self) -> bool:
+    def _may_write_checkpoint(self) -> bool:
         return not self.averager.is_apart
 
     def state(self) -> dict[str, Any]:
-        """As of every lockstep run, with x0, velocities and what rank 0 has rounded off."""
+        """As of every synchronous run, with x0, velocities and what rank 0 has rounded off."""
         return super().state() | {"averager": self.averager.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class LocalSGDTrainer(Trainer):
         return counts | {"accepted": self.stepper.step * self.num_workers - self.stepper.nonfinite}
 
     def outcome(self) -> dict[str, Any]:
-        """As of every lockstep run, with this rank's drift."""
+        """As of every synchronous run, with this rank's drift."""
         outcome = super().outcome()
         outcome["detail"] |= {"drift": self.averager.drift, "nonfinite": self.stepper.local_nonfinite}
         return outcome

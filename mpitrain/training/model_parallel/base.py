@@ -4,7 +4,7 @@ Invariants: all ranks take the same steps in the same order. The global order of
 global batches and each replica takes its contiguous share; an incomplete last batch is shared evenly and weighted,
 so that it, too, is the mean over its samples. Whether a step is finite is agreed on by one small allreduce, because
 the ranks see different gradients. Of a checkpoint each rank of the first replica writes the part it holds, and every
-rank goes on from its likes'. How a share becomes gradients is the subclass's business.
+rank goes on from the part of a rank that held the same. How a share becomes gradients is the subclass's business.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
-from mpitrain.training.model_parallel.state_shards import put_back, take
+from mpitrain.training.model_parallel.state_shards import restore_shards, take_shards
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
-from mpitrain.training.synchronous.checkpoints import StepCuts
+from mpitrain.training.synchronous.checkpoints import StepCheckpoints
 from mpitrain.training.synchronous.stepper import Batch, Stepper
 
 if TYPE_CHECKING:
@@ -40,17 +40,23 @@ class SplitRun(Stepper):
     """One rank of a model-parallel run.
 
     Args:
-        grid: everybody's place; share: which of the step's batches is this rank's; tells: whether this rank speaks
-            for the loss of its share.
+        grid: everybody's place; share: which of the step's batches is this rank's; reports_loss: whether this
+            rank reports the loss of its share.
     """
 
     holds_still = False  # whether a step leaves the parameters as they are until its update
 
-    def __init__(self, session: Session, grid: Grid, share: int, tells: bool, device: torch.device):
+    def __init__(self, session: Session, grid: Grid, share: int, reports_loss: bool, device: torch.device):
         job, num_samples = session.job, session.catalogue.num_samples
         num_replicas = session.strategy.num_replicas(session.runtime.size)
         super().__init__(job, num_replicas, num_samples, session.runtime.rank, session.runtime.where)
-        self.session, self.grid, self.share, self.tells, self.device = session, grid, share, tells, device
+        self.session, self.grid, self.share, self.reports_loss, self.device = (
+            session,
+            grid,
+            share,
+            reports_loss,
+            device,
+        )
         self.rank = session.runtime.rank
         self.replica, self.part = grid.place(self.rank)
         per_epoch = -(-num_samples // (job.batch_size * num_replicas))
@@ -58,7 +64,7 @@ class SplitRun(Stepper):
         self.meter = Meter(session.report, num_warmup(self.num_steps))
         self.epoch = self.cursor = self.left_out = 0
         self.reader: Any = None
-        self.pieces = grid  # whose checkpoints are alike; a replica of parts that are all different
+        self.checkpoint_grid = grid  # ranks in one column write the same; a row is all parts of the model
 
     # ---- what subclasses do
 
@@ -90,16 +96,20 @@ class SplitRun(Stepper):
         return True
 
     def run(self, parameters: list[str], optimizer: list[str]) -> dict[str, Any]:
-        """Epochs until all are done, `--steps` is reached, a step is not finite or the run is told to end; then the
-        outcome. `parameters`: names and shapes of the whole model's, and how they are cut; optimizer: its class and
+        """Epochs until all are done, `--steps` is reached, a step is not finite or the run is asked to end; then the
+        outcome. `parameters`: names and shapes of the whole model's, and how they are split; optimizer: its class and
         groups, as the job made it.
         """
         job = self.session.job
         settle_allreduce(self.session)
         still = self.module if self.holds_still else None
-        self.cuts = StepCuts(self.session, parameters, optimizer, dict, self.own, self.pieces, still)
+        self.checkpoints = StepCheckpoints(
+            self.session, parameters, optimizer, dict, self.own, self.checkpoint_grid, still
+        )
         self.before_update = self._begin_update
-        if (saved := self.cuts.restored_part(self.session, self.pieces.place(self.rank)[1])) is not None:
+        if (
+            saved := self.checkpoints.restored_part(self.session, self.checkpoint_grid.place(self.rank)[1])
+        ) is not None:
             attempt(self.session.runtime, lambda: self.restore(saved))
         with job.data.reader(self.session.catalogue, job.seed) as self.reader:
             limited = self.session.overrides.steps is not None
@@ -107,22 +117,22 @@ class SplitRun(Stepper):
                 left = self._epoch(self.epoch, limited)
                 if self._over:
                     break
-                with self.cuts.guard.changing():
+                with self.checkpoints.guard.changing():
                     self.left_out, self.epoch, self.cursor = self.left_out + left, self.epoch + 1, 0
                 if not limited and self.epoch < job.epochs:
                     self._validate(self.epoch)
         return self._outcome()
 
     def _begin_update(self) -> None:
-        self.cuts.guard.begin()
+        self.checkpoints.guard.begin()
 
     @property
     def _over(self) -> bool:
-        return bool(self.failure) or self.cuts.ended
+        return bool(self.failure) or self.checkpoints.ended
 
     def own(self) -> dict[str, Any]:
         """What this rank goes on from: its part of the model and of the optimizer, and where the run is."""
-        return take(self.module, self.rates) | {"counts": {key: getattr(self, key) for key in _COUNTS}}
+        return take_shards(self.module, self.rates) | {"counts": {key: getattr(self, key) for key in _COUNTS}}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from what `own` returned, here or on a rank that held the same part."""
@@ -134,7 +144,7 @@ class SplitRun(Stepper):
                 self.session.job.drop_last and left < before * self.num_replicas
             )
             check_batch_size(before, now, counts["epoch"], is_over or counts["cursor"] == 0)
-        put_back(self.module, self.rates, saved)
+        restore_shards(self.module, self.rates, saved)
         vars(self).update(saved["counts"])
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
 
@@ -154,7 +164,7 @@ class SplitRun(Stepper):
                 )
             self._one_step(epoch, cursor, count)
             self.cursor += count
-            self.cuts.after_step(self.step, self.samples)
+            self.checkpoints.after_step(self.step, self.samples)
         return 0
 
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
@@ -171,11 +181,11 @@ class SplitRun(Stepper):
         """(the mean loss of the step, whether everything is finite), the same on all ranks."""
         grads = self.gradients()
         finite = value - value == 0.0 and all_finite(grads)
-        told = torch.tensor(
-            [value * part if self.tells else 0.0, 0.0 if finite else 1.0], dtype=torch.float64
+        sums = torch.tensor(
+            [value * part if self.reports_loss else 0.0, 0.0 if finite else 1.0], dtype=torch.float64
         )
-        dist.all_reduce(told)
-        loss, bad = told.tolist()
+        dist.all_reduce(sums)
+        loss, bad = sums.tolist()
         return loss, bad == 0.0
 
     def _validate(self, epoch: int) -> None:
@@ -191,23 +201,23 @@ class SplitRun(Stepper):
         return tally.means()
 
     def _outcome(self) -> dict[str, Any]:
-        self.cuts.keeper.wait()
+        self.checkpoints.keeper.wait()
         tensors = self.gather()
         path = self.session.run_dir / MODEL_FILE
         if self.rank == 0:
-            told = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
-            save_tensors(tensors, path, told)
+            metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
+            save_tensors(tensors, path, metadata)
         metrics = self.measure() if self.session.validation is not None else {}
         concluded = self.conclude()
         detail = {"rank": self.rank, "role": "worker", "replica": self.replica, "part": self.part}
         outcome: dict[str, Any] = {
             "detail": {**detail, "steps": self.step, **self.describe()},
             "failure": self.failure,
-            "requeue": self.cuts.ended,
-            "unwritten": self.cuts.keeper.unwritten,
+            "requeue": self.checkpoints.ended,
+            "unwritten": self.checkpoints.keeper.unwritten,
         }
-        if self.pieces.place(self.rank)[0] == 0:
-            outcome["detail"]["checkpoints"] = self.cuts.keeper.summary()
+        if self.checkpoint_grid.place(self.rank)[0] == 0:
+            outcome["detail"]["checkpoints"] = self.checkpoints.keeper.summary()
         if self.rank == 0:
             counts = {
                 "accepted": self.step - self.nonfinite,

@@ -1,8 +1,7 @@
-"""What the job's loss is handed where no rank holds the whole model: stand-ins that ask it for the model's input and
-give it the model's output.
+"""Loss proxies: what the job's loss is called with where no rank holds the whole model.
 
-Invariants: `loss(model, batch)` stays as it is. It may call the model once and do nothing else with it; the
-first stage learns from that call what goes into the model, the last one answers it with what came out.
+Invariants: `loss(model, batch)` stays as it is. It may call the model once and do nothing else with it; the proxy of
+the first stage records what goes into the model, that of the last stage returns what came out of it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from mpitrain.errors import UsageError
 Batch = dict[str, torch.Tensor]
 
 
-class _Asked(Exception):
+class _ModelCalled(Exception):
     """The loss has called the model; ends the loss."""
 
     def __init__(self, inputs: tuple[Any, ...]):
@@ -26,7 +25,7 @@ class _Asked(Exception):
         self.inputs = inputs
 
 
-class _StandIn:
+class _LossProxy:
     def __getattr__(self, name: str) -> NoReturn:
         raise UsageError(
             f"the loss or the metrics ask for model.{name}: under pipeline() no rank holds the whole model, so they "
@@ -34,16 +33,16 @@ class _StandIn:
         )
 
 
-class _Probe(_StandIn):
+class _InputProxy(_LossProxy):
     def __call__(self, *inputs: Any, **named: Any) -> NoReturn:
         if named:
             raise UsageError(
                 f"the loss calls the model with {', '.join(named)}=: under pipeline() inputs are positional"
             )
-        raise _Asked(inputs)
+        raise _ModelCalled(inputs)
 
 
-class _Answer(_StandIn):
+class _OutputProxy(_LossProxy):
     def __init__(self, output: Any):
         self.__dict__["output"] = output
 
@@ -58,9 +57,9 @@ def model_inputs(loss: Callable[[Any, Batch], Any], batch: Batch) -> tuple[torch
         UsageError: it does not call the model, or with something that cannot be cut into microbatches.
     """
     try:
-        loss(_Probe(), batch)
-    except _Asked as asked:
-        inputs = asked.inputs
+        loss(_InputProxy(), batch)
+    except _ModelCalled as call:
+        inputs = call.inputs
     else:
         raise UsageError("the loss never called the model")
     num_samples = num_samples_in(batch)
@@ -74,6 +73,6 @@ def model_inputs(loss: Callable[[Any, Batch], Any], batch: Batch) -> tuple[torch
     return inputs
 
 
-def with_output(function: Callable[[Any, Batch], Any], output: Any, batch: Batch) -> Any:
+def call_with_output(function: Callable[[Any, Batch], Any], output: Any, batch: Batch) -> Any:
     """`function(model, batch)` where the model's output is known."""
-    return function(_Answer(output), batch)
+    return function(_OutputProxy(output), batch)

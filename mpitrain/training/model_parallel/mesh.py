@@ -1,8 +1,8 @@
-"""Runs in which every rank calls the whole module and torch's DTensors hold it in pieces: what `tensor` and `sharded`
-have in common.
+"""Runs in which every rank calls the whole module and torch's DTensors hold its shards: what `tensor` and
+`sharded` have in common.
 
 Invariants: the ranks enter every forward pass together, in training and in validation, because layers talk in
-it; a rank that has no batch left lends a hand with one that does not count.
+it; a rank that has no batch left calls it with one that does not count.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ from mpitrain.training.validation import add_up, batches_of, losses_of, open_val
 
 
 class MeshRun(SplitRun):
-    """One rank of a run over a device mesh; `module` has been cut up already."""
+    """One rank of a run over a device mesh; `module` has been sharded already."""
 
     def __init__(
-        self, session: Session, grid: Grid, share: int, tells: bool, device: torch.device, module: nn.Module
+        self,
+        session: Session,
+        grid: Grid,
+        share: int,
+        reports_loss: bool,
+        device: torch.device,
+        module: nn.Module,
     ):
-        super().__init__(session, grid, share, tells, device)
+        super().__init__(session, grid, share, reports_loss, device)
         self.module = module
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
@@ -53,7 +59,7 @@ class MeshRun(SplitRun):
         job = self.session.job
         with open_validation(job, self.session.validation) as reader:
             batches = self._rounds(batches_of(job, reader))
-            own = ((batch, counts and self.tells) for batch, counts in batches)
+            own = ((batch, counts and self.reports_loss) for batch, counts in batches)
             tally = add_up(self.module, own, self.device, lambda batch: losses_of(job, self.module, batch))
         return self.sum_up(tally)
 

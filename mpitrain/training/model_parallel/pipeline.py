@@ -27,8 +27,8 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.training.measure import build, pick_device, share_module
 from mpitrain.training.model_parallel.base import SplitRun, compare_parameters, device_mesh, grid_of
-from mpitrain.training.model_parallel.loss_proxy import model_inputs, with_output
-from mpitrain.training.model_parallel.stage_forward import Relay
+from mpitrain.training.model_parallel.loss_proxy import call_with_output, model_inputs
+from mpitrain.training.model_parallel.stage_forward import StageForward
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import data_parallel
@@ -101,11 +101,11 @@ class PipelineRun(SplitRun):
         self.module = stage.module.to(device)
         self.use(optimizer)
         mesh = device_mesh(grid, device)
-        self.relay = Relay(self.module, mesh.get_group("part"), device)
-        self.called: Any = self.module
+        self.forwarder = StageForward(self.module, mesh.get_group("part"), device)
+        self.model: Any = self.module
         trains = any(parameter.requires_grad for parameter in self.module.parameters())
         if grid.num_replicas > 1 and trains:
-            self.called = data_parallel(self.module, mesh.get_group("replica"))
+            self.model = data_parallel(self.module, mesh.get_group("replica"))
         self.schedules: dict[tuple[int, int], Any] = {}
         self.microbatches: list[Batch] = []
         self.weight, self.idle_s, self.busy_s = 1.0, 0.0, 0.0
@@ -116,7 +116,7 @@ class PipelineRun(SplitRun):
 
     def backward(self, batch: Batch | None, share: int, weight: float) -> float:
         job, engine = self.session.job, self.session.runtime.engine
-        num_pieces = self.strategy.microbatches if share == job.batch_size else 1
+        num_microbatches = self.strategy.microbatches if share == job.batch_size else 1
         self.module.train()
         self.weight = weight
         if self.last:
@@ -125,43 +125,51 @@ class PipelineRun(SplitRun):
                 raise UsageError(
                     "pipeline: cannot cut arrays whose samples differ in length; take another strategy"
                 )
-            cut = {name: tensor.chunk(num_pieces) for name, tensor in batch.items()}
-            self.microbatches = [{name: parts[i] for name, parts in cut.items()} for i in range(num_pieces)]
+            cut = {name: tensor.chunk(num_microbatches) for name, tensor in batch.items()}
+            self.microbatches = [
+                {name: parts[i] for name, parts in cut.items()} for i in range(num_microbatches)
+            ]
         inputs = model_inputs(job.loss, batch) if self.first and batch is not None else None
-        schedule = self._schedule(num_pieces, share, inputs)
+        schedule = self._schedule(num_microbatches, share, inputs)
         losses: list[torch.Tensor] = []
-        told: dict[str, Any] = {"target": torch.arange(num_pieces), "losses": losses} if self.last else {}
+        options: dict[str, Any] = (
+            {"target": torch.arange(num_microbatches), "losses": losses} if self.last else {}
+        )
         if "return_outputs" in inspect.signature(schedule.step).parameters:
-            told["return_outputs"] = False
+            options["return_outputs"] = False
         began_s, waited_s = time.monotonic(), engine.waited_s
-        schedule.step(*(inputs or ()), **told)
+        schedule.step(*(inputs or ()), **options)
         waited_s = engine.waited_s - waited_s
         if self.meter.num_calls >= self.meter.num_warmup:
             self.idle_s += waited_s
             self.busy_s += time.monotonic() - began_s - waited_s
-        return sum(float(loss.detach()) for loss in losses) / num_pieces / weight if self.last else 0.0
+        return sum(float(loss.detach()) for loss in losses) / num_microbatches / weight if self.last else 0.0
 
-    def _schedule(self, num_pieces: int, count: int, inputs: Any) -> Any:
+    def _schedule(self, num_microbatches: int, count: int, inputs: Any) -> Any:
         """torch's schedule for batches of `count` samples; it knows the shapes of its messages beforehand."""
-        if (num_pieces, count) not in self.schedules:
-            piece = tuple(tensor.chunk(num_pieces)[0] for tensor in inputs) if inputs is not None else None
-            taken, returned = self.relay.learn_shapes(piece)
+        if (num_microbatches, count) not in self.schedules:
+            microbatch = (
+                tuple(tensor.chunk(num_microbatches)[0] for tensor in inputs) if inputs is not None else None
+            )
+            taken, returned = self.forwarder.learn_shapes(microbatch)
             stage = PipelineStage(
-                self.called,
+                self.model,
                 self.part,
                 self.strategy.stages,
                 self.device,
                 taken,
                 returned,
-                group=self.relay.group,
+                group=self.forwarder.group,
             )
-            kind = SCHEDULES[self.strategy.schedule if num_pieces == self.strategy.microbatches else "gpipe"]
-            self.schedules[num_pieces, count] = kind(stage, num_pieces, loss_fn=self._loss)
-        return self.schedules[num_pieces, count]
+            kind = SCHEDULES[
+                self.strategy.schedule if num_microbatches == self.strategy.microbatches else "gpipe"
+            ]
+            self.schedules[num_microbatches, count] = kind(stage, num_microbatches, loss_fn=self._loss)
+        return self.schedules[num_microbatches, count]
 
     def _loss(self, output: Any, index: torch.Tensor) -> torch.Tensor:
         """The weighted loss of one microbatch; torch hands its number where it would hand the target."""
-        loss = with_output(self.session.job.loss, output, self.microbatches[int(index)])
+        loss = call_with_output(self.session.job.loss, output, self.microbatches[int(index)])
         if isinstance(loss, tuple):
             raise UsageError(
                 "pipeline: the loss returned (sum, weight), and a microbatch goes backward before the weight of the "
@@ -178,27 +186,27 @@ class PipelineRun(SplitRun):
         job = self.session.job
 
         def losses(batch: Batch) -> dict[str, Any]:
-            _, output = self.relay.forward(model_inputs(job.loss, batch) if self.first else None)
+            _, output = self.forwarder.forward(model_inputs(job.loss, batch) if self.first else None)
             if not self.last:
                 return {}
-            metrics = with_output(job.metrics, output, batch) if job.metrics else {}
-            return {LOSS: with_output(job.loss, output, batch), **metrics}
+            metrics = call_with_output(job.metrics, output, batch) if job.metrics else {}
+            return {LOSS: call_with_output(job.loss, output, batch), **metrics}
 
         with open_validation(job, self.session.validation) as reader:
             own = itertools.islice(batches_of(job, reader), self.replica, None, self.grid.num_replicas)
             tally = add_up(self.module, ((batch, True) for batch in own), self.device, losses)
-        self.relay.finish()
+        self.forwarder.finish()
         return self.sum_up(tally)
 
     def gather(self) -> dict[str, torch.Tensor]:
         held = self.stage.module.state_dict()
         whole = dict(self.untouched)
-        told = {
+        described = {
             name: [str(held[n].dtype).removeprefix("torch."), list(held[n].shape)]
             for name, n in self.stage.names.items()
         }
         shapes = {
-            name: shape for each in self.session.runtime.allgather(told) for name, shape in each.items()
+            name: shape for each in self.session.runtime.allgather(described) for name, shape in each.items()
         }
         for name, owner in self.owners.items():
             source = self.grid.ranks[0][owner]

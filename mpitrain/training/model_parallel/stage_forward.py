@@ -1,7 +1,7 @@
-"""A forward pass through the stages of one pipeline, outside any schedule: for validation, and to learn the shapes
-that a schedule needs to know beforehand.
+"""Forward passes through the stages of one pipeline, outside any schedule: for validation, and to learn the shapes
+that a schedule has to know beforehand.
 
-Invariants: each message of tensors goes after a header of fixed length that tells their dtypes and shapes, so
+Invariants: each message of tensors goes after a header of fixed length that holds their dtypes and shapes, so
 any batch can follow any other. Stages do not wait for each other: while one validates a batch, the one before it is
 at the next.
 """
@@ -21,8 +21,8 @@ HEADER_BYTES = 2048
 Tensors = tuple[torch.Tensor, ...]
 
 
-class Relay:
-    """This rank's place in a pipeline.
+class StageForward:
+    """The forward passes of one stage.
 
     Args:
         module: the stage; group: the ranks of the pipeline in the order of their stages; device: of the stage.
@@ -63,8 +63,8 @@ class Relay:
 
     def _send(self, tensors: Tensors) -> None:
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        told = [[str(t.dtype).removeprefix("torch."), t.requires_grad, list(t.shape)] for t in tensors]
-        text = json.dumps(told).encode()
+        description = [[str(t.dtype).removeprefix("torch."), t.requires_grad, list(t.shape)] for t in tensors]
+        text = json.dumps(description).encode()
         if len(text) > HEADER_BYTES:
             raise UsageError(
                 f"stage {self.stage} returns {len(tensors)} tensors, too many to pass on; return fewer"

@@ -1,6 +1,6 @@
-"""What one rank holds of a split model and of its optimizer, as plain tensors for a checkpoint, and back.
+"""One rank's shards of a split model and of its optimizer, as plain tensors for a checkpoint, and back.
 
-Invariants: no rank sees more than its own piece, and nothing is sent; a piece fits only where the model is cut
+Invariants: no rank sees more than its own shards, and nothing is sent; a shard fits only where the model is split
 into as many parts.
 """
 
@@ -16,7 +16,7 @@ from mpitrain.model.optimizer import Rates
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
-    """All of a tensor, on every rank; collective where it is held in pieces."""
+    """All of a tensor, on every rank; collective where it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -25,17 +25,17 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _like(piece: Any, model: Any) -> Any:
-    """`piece` as this rank's share of a tensor that is held as `model` is."""
+def _like(shard: Any, model: Any) -> Any:
+    """`shard` as this rank's part of a tensor that is sharded as `model` is."""
     if not isinstance(model, DTensor):
-        return piece
+        return shard
     return DTensor.from_local(
-        piece.to(model.device), model.device_mesh, model.placements, shape=model.shape, stride=model.stride()
+        shard.to(model.device), model.device_mesh, model.placements, shape=model.shape, stride=model.stride()
     )
 
 
-def take(module: nn.Module, rates: Rates) -> dict[str, Any]:
-    """This rank's pieces of the module's and the optimizer's state; `held`: which of the optimizer's are pieces
+def take_shards(module: nn.Module, rates: Rates) -> dict[str, Any]:
+    """This rank's shards of the module's and the optimizer's state; `held`: which of the optimizer's are shards
     of something larger, as (number of the parameter, name)."""
     kept = rates.state()
     held = [
@@ -51,10 +51,10 @@ def take(module: nn.Module, rates: Rates) -> dict[str, Any]:
     }
 
 
-def put_back(module: nn.Module, rates: Rates, saved: dict[str, Any]) -> None:
-    """Continue from what `take` returned on the rank that held this part."""
+def restore_shards(module: nn.Module, rates: Rates, saved: dict[str, Any]) -> None:
+    """Continue from what `take_shards` returned on the rank that held this part."""
     shapes = module.state_dict()
-    module.load_state_dict({name: _like(piece, shapes.get(name)) for name, piece in saved["module"].items()})
+    module.load_state_dict({name: _like(shard, shapes.get(name)) for name, shard in saved["module"].items()})
     parameters = [parameter for group in rates.optimizer.param_groups for parameter in group["params"]]
     for number, name in saved["held"]:
         entries = saved["optimizer"]["state"][number]

@@ -47,15 +47,17 @@ def run_tensor(session: Session) -> dict[str, Any]:
             shard_module(module, mesh["replica"], leave=[module.get_submodule(name) for name in plan])
         run = MeshRun(session, grid, replica, part == 0, device, module)
         run.random_key = grid.ranks[replica][0]
-        if grid.num_replicas > 1:  # FSDP2 cuts the slices up once more: every rank holds something else
-            run.pieces = Grid((tuple(rank for row in grid.ranks for rank in row),))
+        if grid.num_replicas > 1:  # FSDP2 shards the slices once more: every rank holds something else
+            run.checkpoint_grid = Grid((tuple(rank for row in grid.ranks for rank in row),))
         optimizer = build_optimizer(job, module, session.overrides.lr)
         for group in optimizer.param_groups:
             if "foreach" in group:
                 group["foreach"] = False  # one call cannot take sliced and whole parameters together
         run.use(optimizer)
-        cut = [f"{entry}, {plan.get(entry.split()[0].rpartition('.')[0], 'whole')}" for entry in parameters]
-        return run.run(cut, describe_optimizer(module, run.optimizer))
+        sliced = [
+            f"{entry}, {plan.get(entry.split()[0].rpartition('.')[0], 'whole')}" for entry in parameters
+        ]
+        return run.run(sliced, describe_optimizer(module, run.optimizer))
 
 
 def _style(way: str) -> Any:

@@ -1,5 +1,5 @@
-"""Which algorithm carries a run's allreduces: settled before the first step, put on record, and said where a user or
-another machine decides otherwise than before.
+"""Which algorithm carries a run's allreduces: settled before the first step, put on record, and reported where a
+user or another machine decides otherwise than before.
 
 Invariants: every rank calls it when the groups of the run are there. Where links are measured, all groups measure
 now, and every rank then knows what each has found, so that any rank's checkpoint holds all of it.
@@ -31,12 +31,12 @@ def settle_allreduce(session: Session) -> None:
     path = session.run_dir / RUN_FILE
     write_json(path, json.loads(path.read_text()) | {"allreduce": {**plan.state(), "chosen": chosen}})
     before: dict[str, Any] = (session.resume.about.get("allreduce") if session.resume else None) or {}
-    told = {}
+    noted = {}
     if pinned() is not None:
-        told["pinned"] = f"{VARIABLE}={pinned()}"
+        noted["pinned"] = f"{VARIABLE}={pinned()}"
     if before and before["setting"] != plan.setting():
-        told["before"] = before["setting"]
+        noted["before"] = before["setting"]
     elif before and list(before["nodes"]) != list(runtime.nodes) and runtime.num_nodes > 1:
-        told["before"] = "ranks were on other nodes: sums may round otherwise"
-    if told:
-        session.report.event("allreduce", **told)
+        noted["before"] = "ranks were on other nodes: sums may round otherwise"
+    if noted:
+        session.report.event("allreduce", **noted)

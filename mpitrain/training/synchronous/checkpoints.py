@@ -1,10 +1,10 @@
-"""Checkpoints of runs in lockstep, in which every rank holds the same parameters.
+"""Checkpoints of synchronous runs, in which every rank holds the same parameters.
 
-Invariants: all ranks decide alike. A mark in samples is known to everybody; what one rank alone knows (that it
-was told to end, that time is up) is agreed in one small allreduce every so many steps, about twice a second. Rank 0
-writes what all ranks share, every other rank what is its own (a codec's residual), if there is any; of a split model
-each rank of the first replica writes its part, and nobody else anything. The position in the data is samples, so
-another number of ranks, or of replicas, goes on from there, and residuals are dealt out anew.
+Invariants: all ranks decide alike. All know at how many samples the next checkpoint is due; what one rank alone knows
+(that it was asked to end, that time is up) is agreed in one small allreduce every so many steps, about twice a second.
+Rank 0 writes what all ranks share, every other rank what is its own (a codec's residual), if there is any. Of a split
+model each rank of the first replica writes its part, and no other rank anything. The position in the data is samples,
+so another number of ranks, or of replicas, goes on from there, and residuals are distributed anew.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mpitrain.training.session import Session, attempt
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
 
 
-class StepCuts:
-    """When a synchronous run is cut, and from where it goes on.
+class StepCheckpoints:
+    """When a synchronous run writes checkpoints, and from where it goes on.
 
     Args:
-        session: of the run; parameters: names and shapes, and optimizer: class and groups, for the checkpoint to say
-            what it is.
+        session: of the run; parameters: names and shapes, and optimizer: class and groups, which the
+            checkpoint holds.
         state: what rank 0 writes: a tree with tensors (copied here).
         own: what each rank writes beside it, or None.
         grid: who holds which part of a split model.
@@ -135,12 +135,12 @@ class StepCuts:
     def _agree(self, step: int) -> tuple[bool, bool]:
         wanted = self._cadence.steps_to_next_question(step, self._asked_s, time.monotonic())
         timed = self.rank == 0 and self.keeper.time_is_up()
-        told = torch.tensor([int(signals.asked()), int(timed), -wanted])
+        wishes = torch.tensor([int(signals.asked()), int(timed), -wanted])
         if dist.get_world_size() > 1:
-            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+            dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
         self._asked_s = time.monotonic()
-        self._cadence.ask_at = step - int(told[2])
-        return bool(told[0]), bool(told[1])
+        self._cadence.ask_at = step - int(wishes[2])
+        return bool(wishes[0]), bool(wishes[1])
 
 
 def own_part(place: int) -> str:

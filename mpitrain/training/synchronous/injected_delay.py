@@ -1,9 +1,8 @@
-"""Ordered stragglers and faults where there is no role to wrap: the synchronous run sleeps, or breaks, after its own
-step.
+"""Injected delays and faults of a synchronous run: it sleeps, or fails, after its own step.
 
-Invariants: what counts is the rank's own time, from the forward pass to its last gradient. Backward as
-a whole also waits for the others; slowing that down would pass one rank's sleep on to the next, and two slow
-ranks would feed each other's.
+Invariants: a delay is relative to the rank's own time, from the forward pass to its last gradient. The whole backward
+pass also waits for the others, so a delay relative to it would pass one rank's sleep on to the next, and the delays of
+two slow ranks would feed each other.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from mpitrain.inject import Straggler
 from mpitrain.mpi.faults.self_destruct import self_destruct
 
 
-class Nap:
-    """Sleeps after each step as the injections order; does nothing where nothing is ordered.
+class InjectedDelay:
+    """Sleeps after each step as the injections say; does nothing where nothing is injected.
 
     Args:
-        straggler: what is ordered for this worker.
+        straggler: what is injected into this worker.
         parameters: the model's; the last one to get its gradient ends the rank's own time.
     """
 
@@ -47,8 +46,8 @@ class Nap:
             return 0.0
         step = self.straggler.step
         seconds = self.straggler.sleep_s(max(0.0, self._ready_s - self._began_s))
-        for order in self.straggler.breaks(step):
-            self_destruct(order.how, order.after_s)
+        for fault in self.straggler.breaks(step):
+            self_destruct(fault.how, fault.after_s)
         if seconds > 0:
             time.sleep(seconds)
         return seconds

@@ -1,6 +1,6 @@
 """Runs in which all ranks take the same steps: how they begin, and who carries them.
 
-Invariants: it only composes; the steps themselves are a trainer's (`allreduce.py`, `localsgd.py`).
+Invariants: it only composes; the steps themselves are a trainer's.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.ddp import codec_of
 from mpitrain.training.synchronous.recovery import Survivors
-from mpitrain.training.synchronous.recovery_state import Kept
+from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.trainer import Trainer
 
 
 def run_allreduce(session: Session) -> dict[str, Any]:
     """Train synchronously; returns what this rank knows of the run."""
-    return run_lockstep(session, Trainer)
+    return run_synchronous(session, Trainer)
 
 
-def run_lockstep(session: Session, trainer_class: type[Trainer]) -> dict[str, Any]:
-    """Train with all ranks taking the same number of steps, as `trainer_class` takes them; where the launch tells of
-    deaths, the others go on."""
+def run_synchronous(session: Session, trainer_class: type[Trainer]) -> dict[str, Any]:
+    """Train with all ranks taking the same number of steps, as `trainer_class` takes them; where the launch
+    reports deaths, the others go on."""
     runtime, job = session.runtime, session.job
     module, optimizer, device = shared_model(session)
     rates = Rates(optimizer)
     with job.data.reader(session.catalogue, job.seed) as reader:
 
-        def make(kept: Kept | None) -> Trainer:
+        def make(kept: RecoveryState | None) -> Trainer:
             return trainer_class(session, module, rates, reader, device, kept)
 
         if survives(runtime, session.strategy):

@@ -1,11 +1,11 @@
-"""A run in lockstep that goes on without the ranks that die (ULFM): shrink, agree on a step, redo.
+"""A synchronous run that goes on without the ranks that die (ULFM): shrink, agree on a step, redo.
 
 Invariants: a rank can be at most one step ahead of another, for the next allreduce needs everybody. Where some
 have finished the step in which a rank died, its gradient is in their parameters: all go on from theirs, sent by one of
 them. Where nobody has, no parameter has changed, and the step is done again by those that are left. So no copy of the
 parameters is ever taken, and what follows is what a resume from a checkpoint of that step with fewer workers does, to
-the bit. Every rank may die, rank 0 as well: the lowest one left takes its duties over. Under periodic averaging the
-averagings are the steps: what ranks did since the last one is done again, from a copy.
+the bit. Every rank may die, rank 0 as well: the lowest one left takes its duties over. Under local SGD the averagings
+are the steps: what ranks did since the last one is done again, from a copy.
 
 A codec's residual is a worker's own and is lost with it. The others redo the step with theirs as it was before, or, if
 what they had sent was used, after.
@@ -30,7 +30,7 @@ from mpitrain.mpi.process_group.process_group import init_default_group, leave_d
 from mpitrain.reporting.report import NullReport
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
-from mpitrain.training.synchronous.recovery_state import Kept
+from mpitrain.training.synchronous.recovery_state import RecoveryState
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -45,7 +45,7 @@ class Retrainable(Protocol):
     def outcome(self) -> dict[str, Any]:
         """What this rank knows of the run."""
 
-    def keep(self) -> Kept:
+    def keep(self) -> RecoveryState:
         """What this rank goes on from, once the checkpoints under way are written."""
 
 
@@ -56,12 +56,12 @@ class Survivors:
         session: of the run; make: a trainer that begins, or goes on from what it is given.
     """
 
-    def __init__(self, session: Session, make: Callable[[Kept | None], Retrainable]):
+    def __init__(self, session: Session, make: Callable[[RecoveryState | None], Retrainable]):
         self.session, self.runtime, self.make = session, session.runtime, make
         self.trainer: Retrainable | None = None
-        self.kept = Kept()
+        self.kept = RecoveryState()
         self.recoveries: list[dict[str, Any]] = []
-        self.told = set(self.runtime.lost)
+        self.reported = set(self.runtime.lost)
 
     def run(self) -> dict[str, Any]:
         """Train until all that are left agree that they have come to the end; returns this rank's outcome."""
@@ -72,10 +72,10 @@ class Survivors:
             try:
                 outcome = self._train(error, agreed)
                 if (
-                    said := agree(self.runtime.engine, self.runtime.comm, NO_FAILURE | CONTINUE)
+                    agreement := agree(self.runtime.engine, self.runtime.comm, NO_FAILURE | CONTINUE)
                 ) & NO_FAILURE:
                     break
-                if not said & CONTINUE:
+                if not agreement & CONTINUE:
                     raise CalledOffError(CALLED_OFF)
                 error, agreed = process_failed(), True
             except CalledOffError:
@@ -87,7 +87,7 @@ class Survivors:
                 if not is_lost_peer(failure):
                     raise
                 error, agreed = failure.with_traceback(None), False
-            self._let_go()
+            self._drop_trainer()
         self._leave()
         if "result" in outcome:
             lost = sorted(rank for row in self.recoveries for rank in row["lost"])
@@ -105,11 +105,11 @@ class Survivors:
                 self.session.lead()
         init_default_group(self.runtime)
         if error is not None:
-            self.kept = meet(self.runtime, self.kept)
+            self.kept = agree_on_state(self.runtime, self.kept)
         settle_allreduce(self.session)
         self.trainer = self.make(self.kept if self.kept.step >= 0 else None)
         if error is not None:
-            self._tell(time.monotonic() - began_s)
+            self._report(time.monotonic() - began_s)
         self.trainer.run()
         return self.trainer.outcome()
 
@@ -117,7 +117,7 @@ class Survivors:
         self.runtime.survives_shrink = False
         leave_default_group(self.runtime)
 
-    def _let_go(self) -> None:
+    def _drop_trainer(self) -> None:
         """Drop the trainer: while its DDP lives, its hooks hang on the parameters."""
         if self.trainer is not None:
             self.kept = self.trainer.keep()
@@ -125,9 +125,9 @@ class Survivors:
         self.session.in_emergency("ranks have died, and the others have not yet begun anew")
         gc.collect()
 
-    def _tell(self, pause_s: float) -> None:
-        lost = sorted(self.runtime.lost - self.told)
-        self.told |= self.runtime.lost
+    def _report(self, pause_s: float) -> None:
+        lost = sorted(self.runtime.lost - self.reported)
+        self.reported |= self.runtime.lost
         step, workers = max(0, self.kept.step), self.runtime.size
         self.recoveries.append({"step": step, "lost": lost, "workers": workers, "pause_s": pause_s})
         for rank in lost:
@@ -135,14 +135,14 @@ class Survivors:
         self.session.report.event("recovered", step=step, workers=workers, pause_s=pause_s)
 
 
-def meet(runtime: Runtime, mine: Kept) -> Kept:
+def agree_on_state(runtime: Runtime, mine: RecoveryState) -> RecoveryState:
     """Collective: what this rank goes on from, where everybody brings their own: those who are behind take the state of
     the first one who is not."""
-    told = runtime.allgather([mine.step, mine.failure])
-    newest = max(step for step, _ in told)
-    source = [step for step, _ in told].index(newest)
-    failure = next((failure for _, failure in told if failure), "")
-    if all(step == newest for step, _ in told):
+    everybody = runtime.allgather([mine.step, mine.failure])
+    newest = max(step for step, _ in everybody)
+    source = [step for step, _ in everybody].index(newest)
+    failure = next((failure for _, failure in everybody if failure), "")
+    if all(step == newest for step, _ in everybody):
         return mine._replace(failure=failure, own=mine.own_before)
     tree = share_tree(runtime, {"state": mine.state, "own": mine.own_before}, source)
     if mine.step == newest:
@@ -153,12 +153,12 @@ def meet(runtime: Runtime, mine: Kept) -> Kept:
 def share_tree(runtime: Runtime, tree: Any, root: int) -> Any:
     """Collective: the state tree of `root` on every rank, tensors in host memory."""
     tensors: dict[str, torch.Tensor] = {}
-    told = None
+    description = None
     if runtime.rank == root:
         structure, tensors = split(tree)
         shapes = {name: [str(one.dtype).split(".")[1], list(one.shape)] for name, one in tensors.items()}
-        told = [structure, shapes]
-    structure, shapes = runtime.broadcast(told, root)
+        description = [structure, shapes]
+    structure, shapes = runtime.broadcast(description, root)
     if runtime.rank != root:
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()

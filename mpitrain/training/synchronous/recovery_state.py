@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mpitrain.training.measure import Meter
-from mpitrain.training.synchronous.injected_delay import Nap
+from mpitrain.training.synchronous.injected_delay import InjectedDelay
 
 
-class Kept(NamedTuple):
+class RecoveryState(NamedTuple):
     """What a rank goes on from.
 
     Attributes:
@@ -19,7 +19,7 @@ class Kept(NamedTuple):
         failure: that ended its run, or "".
         state: `Trainer.state()`; of two ranks at the same step the same.
         own_before, own: the hook's state before the step under way, and now.
-        nap, meter: go on counting.
+        delay, meter: go on counting.
     """
 
     step: int = -1
@@ -27,9 +27,9 @@ class Kept(NamedTuple):
     state: Any = None
     own_before: Any = None
     own: Any = None
-    nap: Nap | None = None
+    delay: InjectedDelay | None = None
     meter: Meter | None = None
 
     def shares(self, num_workers: int) -> tuple[Any, list[Any], int]:
-        """As `StepCuts.restored_own`, where each of `num_workers` keeps its own."""
+        """As `StepCheckpoints.restored_own`, where each of `num_workers` goes on with its own."""
         return self.own_before, [self.own], num_workers

@@ -10,7 +10,7 @@ What the families do differently are hooks:
     weigh              the mean over ranks by samples, or by the weights that the loss returns (collective)
     judge              each rank reads it off the same reduced gradient; split models agree on it (collective)
     step_optimizer     whole matrices for Muon over slices
-    on_nonfinite       counted and told of now; under local SGD at the next averaging
+    on_nonfinite       counted at once; under local SGD at the next averaging
     before_forward, before_update    injected delays, and the guard of emergency checkpoints; nothing in virtual time
 """
 

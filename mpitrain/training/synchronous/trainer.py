@@ -2,8 +2,8 @@
 
 Invariants: all ranks take the same steps in the same order; whether a step is finite is read off the
 reduced gradient, which is the same bits everywhere, so no extra message decides it. Batches are dealt as a server
-would deal them in lockstep (`strategies/sampling/step_partition.py`), each rank from places of the order, so from
-chunks, of its own; an incomplete last round is shared evenly and weighted so that it, too, is the mean over its
+would deal them under `sync()` (`strategies/sampling/step_partition.py`), each rank from positions of the order, so
+from chunks, of its own; an incomplete last round is shared evenly and weighted so that it, too, is the mean over its
 samples.
 """
 
@@ -25,11 +25,11 @@ from mpitrain.training.measure import (
 )
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.session import Session, attempt
-from mpitrain.training.synchronous.checkpoints import StepCuts
+from mpitrain.training.synchronous.checkpoints import StepCheckpoints
 from mpitrain.training.synchronous.codec_hooks import CodecHook
 from mpitrain.training.synchronous.ddp import ParallelModule, codec_of
-from mpitrain.training.synchronous.injected_delay import Nap
-from mpitrain.training.synchronous.recovery_state import Kept
+from mpitrain.training.synchronous.injected_delay import InjectedDelay
+from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.stepper import Batch, Stepper
 from mpitrain.training.validation import make_measure
 
@@ -49,12 +49,12 @@ class Trainer:
         rates: Rates,
         reader: Any,
         device: torch.device,
-        kept: Kept | None = None,
+        kept: RecoveryState | None = None,
     ):
         self.session, self.module, self.rates, self.optimizer = session, module, rates, rates.optimizer
         self.reader, self.device = reader, device
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
-        self.nap = (kept and kept.nap) or Nap(session.straggler(), module.parameters())
+        self.delay = (kept and kept.delay) or InjectedDelay(session.straggler(), module.parameters())
         job = session.job
         validation = session.validation if self.rank == 0 else None
         self.measure = make_measure(job, module, validation, device, session.runtime.stamp)
@@ -65,26 +65,28 @@ class Trainer:
         self.meter = Meter(session.report, num_warmup(self.num_steps))
         self.epoch = self.left_out = 0
         catalogue = session.catalogue
-        together = catalogue.window_samples if self.by_window else catalogue.num_samples
+        window = catalogue.window_samples if self.by_window else catalogue.num_samples
         self.rounds = StepPartition(
-            catalogue.num_samples, job.batch_size, self.num_workers, together, job.drop_last
+            catalogue.num_samples, job.batch_size, self.num_workers, window, job.drop_last
         )
         parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
         kept_back = self.hook.state if self.hook else None
         described = describe_optimizer(module, self.optimizer)
-        self.cuts = StepCuts(session, parameters, described, self.state, kept_back, module=module)
-        saved = kept.state if kept else self.cuts.restored(session)
+        self.checkpoints = StepCheckpoints(
+            session, parameters, described, self.state, kept_back, module=module
+        )
+        saved = kept.state if kept else self.checkpoints.restored(session)
         if saved is not None:
             attempt(session.runtime, lambda: self.restore(saved))
             resume, strategy = session.resume, session.strategy
             alike = kept is not None or (resume and same_codec(resume.about, strategy, "codec"))
             if self.hook is not None and alike:
                 self.hook.restore_shares(
-                    *(kept.shares(self.num_workers) if kept else self.cuts.restored_own(session))
+                    *(kept.shares(self.num_workers) if kept else self.checkpoints.restored_own(session))
                 )
         if kept is not None:
             self.stepper.failure, self.meter = kept.failure, kept.meter or self.meter
-            self.cuts.go_on_from(self.stepper.samples)
+            self.checkpoints.go_on_from(self.stepper.samples)
         self._own_before: dict[str, Any] = {}
         self.stepper.before_forward, self.stepper.before_update = self._before_forward, self._before_update
         self._remember()
@@ -104,12 +106,12 @@ class Trainer:
         )
 
     def _before_forward(self) -> None:
-        self.nap.begin()
+        self.delay.begin()
         if self.hook is not None and self.session.runtime.survives_shrink:
             self._own_before = self.hook.state()
 
     def _before_update(self) -> None:
-        self.cuts.guard.begin()
+        self.checkpoints.guard.begin()
 
     def state(self) -> dict[str, Any]:
         """Everything the run goes on from; the same on all ranks."""
@@ -136,21 +138,21 @@ class Trainer:
         self.rounds.restore(state["rounds"])
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - stepper.step), stepper.samples)
 
-    def keep(self) -> Kept:
-        """What this rank goes on from should others have died in this step: everything as when all held the same last,
+    def keep(self) -> RecoveryState:
+        """What this rank goes on from should others have died in this step: everything as when all last held the same,
         here after the step before."""
-        self.cuts.keeper.wait()
+        self.checkpoints.keeper.wait()
         own, before = self.hook.state() if self.hook else {}, self._own_before
         if own.get("step") == before.get("step"):  # or it has sent its share, which others may have used
             own = before
         meter, state = self.meter if self.rank == 0 else None, self.state()
-        self.cuts.buffers.put_into(
+        self.checkpoints.buffers.put_into(
             state["module"]
         )  # the forward pass of the step that failed has changed them
-        return Kept(self.stepper.step, self.stepper.failure, state, before, own, self.nap, meter)
+        return RecoveryState(self.stepper.step, self.stepper.failure, state, before, own, self.delay, meter)
 
     def run(self) -> None:
-        """Epochs until all are done, `--steps` is reached, a step is not finite or the run is told to end."""
+        """Epochs until all are done, `--steps` is reached, a step is not finite or the run is asked to end."""
         limited = self.session.overrides.steps is not None
         while not self._over and (
             self.stepper.step < self.num_steps if limited else self.epoch < self.session.job.epochs
@@ -163,9 +165,9 @@ class Trainer:
 
     @property
     def _over(self) -> bool:
-        return bool(self.stepper.failure) or self.cuts.ended
+        return bool(self.stepper.failure) or self.checkpoints.ended
 
-    def _may_be_cut(self) -> bool:
+    def _may_write_checkpoint(self) -> bool:
         """Whether all ranks hold the same, so that a checkpoint may be written after this step."""
         return True
 
@@ -179,12 +181,14 @@ class Trainer:
                 return
             lease = leases[self.rank]
             value = stepper.take(self._fetch(lease), lease.num_samples, count_samples(leases))
-            self.meter.progress(stepper.samples, stepper.step, lease.epoch + 1, value, **self._told())
+            self.meter.progress(
+                stepper.samples, stepper.step, lease.epoch + 1, value, **self._progress_fields()
+            )
             self._settle()
 
     def _take_round(self) -> list[Lease] | None:
         """The leases of the next step, by rank; None where the epoch has come to its end."""
-        with self.cuts.guard.changing():
+        with self.checkpoints.guard.changing():
             leases = self.rounds.take()
             following = self.rounds.peek() if leases else None
             if leases is None:
@@ -202,12 +206,12 @@ class Trainer:
     def _settle(self) -> None:
         """The step is over and reported."""
         self.rounds.settle()
-        if self._may_be_cut():
+        if self._may_write_checkpoint():
             self._remember()
-            self.cuts.after_step(self.stepper.step, self.stepper.samples)
-        self.stepper.compute_s += self.nap.take()
+            self.checkpoints.after_step(self.stepper.step, self.stepper.samples)
+        self.stepper.compute_s += self.delay.take()
 
-    def _told(self) -> dict[str, float]:
+    def _progress_fields(self) -> dict[str, float]:
         """Further numbers for a row of progress."""
         return self.hook.statistics(with_norm=False) if self.hook else {}
 
@@ -215,9 +219,9 @@ class Trainer:
         """Further counts for `result.json`, on rank 0."""
         if self.hook is None:
             return {}
-        told = self.hook.statistics()
-        self.meter.event("codec", **told)
-        return {"codec": {"name": str(self.hook.codec), **told}}
+        statistics = self.hook.statistics()
+        self.meter.event("codec", **statistics)
+        return {"codec": {"name": str(self.hook.codec), **statistics}}
 
     def _validate(self, epoch: int) -> None:
         if self.measure is not None:
@@ -231,16 +235,16 @@ class Trainer:
             "steps": self.stepper.step,
             "compute_s": self.stepper.compute_s,
         }
-        injected = self.nap.straggler.counts()
+        injected = self.delay.straggler.counts()
         outcome: dict[str, Any] = {"detail": detail, "failure": self.stepper.failure, "injected": injected}
-        outcome["requeue"] = self.cuts.ended
-        self.cuts.keeper.wait()
-        outcome["unwritten"] = self.cuts.keeper.unwritten
+        outcome["requeue"] = self.checkpoints.ended
+        self.checkpoints.keeper.wait()
+        outcome["unwritten"] = self.checkpoints.keeper.unwritten
         if self.rank == 0:
-            detail["checkpoints"] = self.cuts.keeper.summary()
+            detail["checkpoints"] = self.checkpoints.keeper.summary()
             path = self.session.run_dir / MODEL_FILE
-            told = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
-            save_model(self.module, path, told)
+            metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
+            save_model(self.module, path, metadata)
             counts: dict[str, Any] = {
                 "accepted": self.stepper.step - self.stepper.nonfinite,
                 "nonfinite": self.stepper.nonfinite,
