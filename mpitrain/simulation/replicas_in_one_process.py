@@ -80,6 +80,9 @@ class MeansInOneProcess:
             """Nothing: a simulation writes no checkpoints."""
             return {}
 
+        def restore(self, state: dict[str, Any]) -> None:
+            """Nothing."""
+
     def __init__(self, wire: str, size: int):
         self.wire, self.size = wire, size
         self.shares = [self.Share() for _ in range(size)]

@@ -7,8 +7,8 @@ MPI each question is a collective, and in a simulation one process answers the q
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,19 @@ class Ask(NamedTuple):
 Asking = Generator[Ask, Any, Any]
 
 
+class MeansElsewhere(Protocol):
+    """What an averager knows of means that are taken for all ranks at once, not by itself: this rank's counts."""
+
+    sent_bytes: float
+    codec_s: float
+
+    def state(self) -> dict[str, Any]:
+        """What has been rounded off and not been sent yet."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+
+
 class Averager:
     """The workers' parameters between two averagings, on one rank.
 
@@ -50,8 +63,8 @@ class Averager:
         module: nn.Module,
         optimizer: Optimizer,
         strategy: LocalSGD,
-        group: Any = None,
-        means: Any = None,
+        group: dist.ProcessGroup | None = None,
+        means: Means | MeansElsewhere | None = None,
     ):
         self.module, self.optimizer, self.strategy, self.group = module, optimizer, strategy, group
         entries = trainable(module, optimizer)
@@ -59,7 +72,7 @@ class Averager:
         self._groups = [index for _, _, index in entries]
         self.memory = strategy.begin()
         self.outer = OuterOptimizer(strategy.outer)
-        self.means = Means(strategy.wire, group) if means is None else means
+        self.means: Means | MeansElsewhere = Means(strategy.wire, group) if means is None else means
         self.num_averagings, self.drift = 0, 0.0
         self._anchor: list[torch.Tensor] = []
 
@@ -96,7 +109,10 @@ class Averager:
     @torch.no_grad()
     def reduce(self, ask: Ask) -> Any:
         """Answer a question by a collective over the group."""
-        return self.gather_numbers(*ask.numbers) if ask.numbers else self.means.take(*ask[:3])
+        if ask.numbers:
+            return self.gather_numbers(*ask.numbers)
+        assert isinstance(self.means, Means)
+        return self.means.take(ask.tensors, ask.full, ask.counted)
 
     @torch.no_grad()
     def rounds(self) -> Asking:
@@ -177,9 +193,9 @@ class Averager:
         self.means.restore(state["means"])
 
 
-def floating(tensors: Any) -> list[torch.Tensor]:
+def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those of floating dtype."""
-    return [tensor for tensor in tensors if tensor is not None and tensor.is_floating_point()]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 def _distance(tensors: list[Any], means: list[torch.Tensor]) -> float:

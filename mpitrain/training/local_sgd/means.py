@@ -28,7 +28,7 @@ class Means:
         wire: "full", "float16", "bfloat16" or "int8".
     """
 
-    def __init__(self, wire: str = "full", group: Any = None):
+    def __init__(self, wire: str = "full", group: dist.ProcessGroup | None = None):
         self.wire, self.group = wire, group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent_bytes, self.codec_s = 0.0, 0.0

@@ -38,10 +38,9 @@ class LocalSGDTrainer(Trainer):
         session, strategy = self.session, self.session.strategy
         assert isinstance(strategy, LocalSGD)
         self.averager = Averager(self.module, self.optimizer, strategy)
-        limited = session.overrides.steps is not None
         replica = LocalReplica(
             self.averager, self._fetch, session.job, self.num_workers, session.catalogue.num_samples,
-            self.rank, session.runtime.where, self.measure, session.validation is not None and not limited,
+            self.rank, session.runtime.where, self.measure, session.validation is not None and not self.limited,
         )  # fmt: skip
         replica.train(self.module, self.rates, self._make_parallel() if strategy.start else None)
         replica.on_settled = self._settle
@@ -57,10 +56,7 @@ class LocalSGDTrainer(Trainer):
 
     def next(self) -> Turn | None:
         """The next step, or None at the end."""
-        limited = self.session.overrides.steps is not None
-        while not self._over and (
-            self.stepper.step < self.num_steps if limited else self.epoch < self.session.job.epochs
-        ):
+        while self._goes_on:
             if (leases := self._take_round()) is not None:
                 lease, count = leases[self.rank], count_samples(leases)
                 step, samples = self.stepper.step, self.stepper.samples

@@ -12,10 +12,12 @@ parameter that got no gradient counts as zero.
 """
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,7 +41,13 @@ class CodecHook:
         seed: of the codec's randomness.
     """
 
-    def __init__(self, parameters: Any, codec: Codec, group: Any = None, seed: int = 0):
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        codec: Codec,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ):
         self.codec, self.group = codec, group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = {id(parameter): name for name, parameter in parameters}
@@ -171,7 +179,7 @@ class CodecHook:
 
 
 def attach_codec(
-    parallel: DistributedDataParallel, codec: Codec, group: Any = None, seed: int = 0
+    parallel: DistributedDataParallel, codec: Codec, group: dist.ProcessGroup | None = None, seed: int = 0
 ) -> CodecHook:
     """Make a DDP module exchange its gradients by `codec`; the returned hook has `statistics`, `state`, `restore`.
 

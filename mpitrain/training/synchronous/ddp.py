@@ -20,12 +20,13 @@ from mpitrain.job import Job
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.user_code import unused_parameters
 from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.compression import Codec, Uncompressed
 from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec, reattach
 from mpitrain.training.watchdog.emergency import KeptBuffers
 
 
-def codec_of(strategy: Any) -> Codec:
+def codec_of(strategy: Strategy) -> Codec:
     """The codec of an allreduce; other strategies average gradients, if at all, in full."""
     return strategy.codec if isinstance(strategy, AllReduce) else Uncompressed()
 
@@ -35,7 +36,9 @@ def attach(parallel: DistributedDataParallel, codec: Codec, seed: int = 0) -> Co
     return None if codec.is_none else attach_codec(parallel, codec, seed=seed)
 
 
-def data_parallel(module: nn.Module, group: Any = None, find_unused: bool = False) -> DistributedDataParallel:
+def data_parallel(
+    module: nn.Module, group: dist.ProcessGroup | None = None, find_unused: bool = False
+) -> DistributedDataParallel:
     """DDP over `group` (default: all ranks) around a module that its ranks already share. Running statistics
     stay the validator's own: they are not used while training, so broadcasting them every step, torch's
     default, buys nothing. `find_unused`: the loss may leave parameters out."""

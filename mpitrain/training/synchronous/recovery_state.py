@@ -24,9 +24,9 @@ class RecoveryState(NamedTuple):
 
     step: int = -1
     failure: str = ""
-    state: Any = None
-    own_before: Any = None
-    own: Any = None
+    state: dict[str, Any] | None = None
+    own_before: dict[str, Any] | None = None
+    own: dict[str, Any] | None = None
     delay: InjectedDelay | None = None
     meter: Meter | None = None
 

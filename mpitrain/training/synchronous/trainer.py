@@ -54,6 +54,7 @@ class Trainer:
         self.session, self.module, self.rates, self.optimizer = session, module, rates, rates.optimizer
         self.reader, self.device = reader, device
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
+        self.limited = session.overrides.steps is not None
         self.delay = (kept and kept.delay) or InjectedDelay(session.straggler(), module.parameters())
         job = session.job
         validation = session.validation if self.rank == 0 else None
@@ -153,15 +154,16 @@ class Trainer:
 
     def run(self) -> None:
         """Epochs until all are done, `--steps` is reached, a step is not finite or the run is asked to end."""
-        limited = self.session.overrides.steps is not None
-        while not self._over and (
-            self.stepper.step < self.num_steps if limited else self.epoch < self.session.job.epochs
-        ):
-            self._epoch(limited)
-            if self._over:
-                break
-            if not limited and self.epoch < self.session.job.epochs:
+        while self._goes_on:
+            self._epoch()
+            if self._goes_on and not self.limited:
                 self._validate(self.epoch - 1)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether there are steps left to take, and the run is not to end before them."""
+        left = self.stepper.step < self.num_steps if self.limited else self.epoch < self.session.job.epochs
+        return left and not self._over
 
     @property
     def _over(self) -> bool:
@@ -174,11 +176,9 @@ class Trainer:
     def _remember(self) -> None:
         """All ranks hold the same now."""
 
-    def _epoch(self, limited: bool) -> None:
+    def _epoch(self) -> None:
         stepper = self.stepper
-        while not self._over and not (limited and stepper.step >= self.num_steps):
-            if (leases := self._take_round()) is None:
-                return
+        while self._goes_on and (leases := self._take_round()) is not None:
             lease = leases[self.rank]
             value = stepper.take(self._fetch(lease), lease.num_samples, count_samples(leases))
             self.meter.progress(
