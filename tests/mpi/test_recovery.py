@@ -28,6 +28,7 @@ import mpitrain as mt
 from mpitrain.mpi.faults.shrink import process_failed
 from mpitrain.mpi.runtime import start
 from mpitrain.values import parse
+from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.training.synchronous.stepper import Stepper
 from tests import toy
 
@@ -45,8 +46,10 @@ def alarming(self, value, share, count):
         assert sum(isinstance(one, DistributedDataParallel) for one in gc.get_objects()) == 1
     return loss
 
-Stepper.update = alarming
+Stepper.update, seldom = alarming, Cadence.steps_to_next_question
 for name, (codec, alarmed) in {cases!r}.items():
+    # the others hear of the loss in the next step, or between two steps, where they ask who has to end
+    Cadence.steps_to_next_question = (lambda *_: 1) if name.startswith("asking") else seldom
     model = toy.normed if name.startswith("normed") else toy.perceptron
     job = toy.make_job(model=model, epochs=6, batch_size=4, checkpoint_every="never")
     result = mt.train(
@@ -59,6 +62,7 @@ CODECS = {
     "full": "",
     "normed": "",  # running statistics: those of rank 0, which steps as often as the others
     "threshold": "codec=threshold(density=0.1,dense_below=0)",
+    "asking": "codec=threshold(density=0.1,dense_below=0)",
     "powersgd": "codec=powersgd(rank=1,warmup_steps=2)",
 }
 WHO = {"undisturbed": (), "all": (0, 1, 2), "first": (0,), "some": (1, 2)}
@@ -195,4 +199,4 @@ def test_a_rank_that_is_stuck_ends_itself_and_the_others_go_on(tmp_path):
     orders = ("segv(worker=2,at_step=1)", "wedge(worker=1,at_step=3)")
     result = train(4, tmp_path, inject=orders, watchdog_s=12.0, mpirun_args=ULFM)
     assert (result["lost"], result["samples"]) == ({"1": "died", "2": "died"}, 6 * 48)
-    assert "breaking.py" in (tmp_path / "stacks" / "rank-1.txt").read_text()
+    assert "self_destruct.py" in (tmp_path / "stacks" / "rank-1.txt").read_text()

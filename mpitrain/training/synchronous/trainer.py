@@ -89,7 +89,7 @@ class Trainer:
             self.stepper.failure, self.meter = kept.failure, kept.meter or self.meter
             self.checkpoints.go_on_from(self.stepper.samples)
         self._own_before: dict[str, Any] = {}
-        self.stepper.before_forward, self.stepper.before_update = self._before_forward, self._before_update
+        self.stepper.before_forward, self.stepper.before_update = self.delay.begin, self._before_update
         self._remember()
 
     def _make_stepper(self) -> Stepper:
@@ -105,11 +105,6 @@ class Trainer:
         return ParallelModule(
             self.module, job.find_unused_parameters, codec_of(self.session.strategy), job.seed
         )
-
-    def _before_forward(self) -> None:
-        self.delay.begin()
-        if self.hook is not None and self.session.runtime.survives_shrink:
-            self._own_before = self.hook.state()
 
     def _before_update(self) -> None:
         self.checkpoints.guard.begin()
@@ -174,7 +169,9 @@ class Trainer:
         return True
 
     def _remember(self) -> None:
-        """All ranks hold the same now."""
+        """The step is whole, and all ranks hold the same now."""
+        if self.hook is not None and self.session.runtime.survives_shrink:
+            self._own_before = self.hook.state()
 
     def _epoch(self) -> None:
         stepper = self.stepper
