@@ -71,15 +71,15 @@ class LocalSteps:
         if not all_finite(gradients):
             return False
         before = [pool.take() for pool in self._pools]
-        for frame, now in zip(before, self.model.current(), strict=True):
-            frame.body.copy_(now.body)
+        for buffer, now in zip(before, self.model.current(), strict=True):
+            buffer.body.copy_(now.body)
         self._own_step()
         if self.pushes == "parameters":
             self._drop()
             self._moved = before
             return True
-        for frame, now in zip(before, self.model.current(), strict=True):
-            frame.body.sub_(now.body)
+        for buffer, now in zip(before, self.model.current(), strict=True):
+            buffer.body.sub_(now.body)
         self._gather(before)
         return True
 
@@ -106,17 +106,17 @@ class LocalSteps:
             elif rate != first:
                 self._scale_group(gradients, index, rate / first)
 
-    def _scale_group(self, frames: list[FixedBuffer], group: int, factor: float) -> None:
-        for shard, frame in enumerate(frames):
+    def _scale_group(self, buffers: list[FixedBuffer], group: int, factor: float) -> None:
+        for shard, buffer in enumerate(buffers):
             for index, start, stop in self.model.layout.group_slices(shard):
                 if index == group:
-                    frame.body[start:stop].mul_(factor)
+                    buffer.body[start:stop].mul_(factor)
 
     def _step_on_gradient(self) -> bool:
         gradients = [pool.take() for pool in self._pools]
         if not self.model.gather_gradients(gradients):
-            for frame in gradients:
-                frame.release()
+            for buffer in gradients:
+                buffer.release()
             return False
         self._follow_rates(gradients)
         self._gather(gradients)
@@ -124,28 +124,28 @@ class LocalSteps:
             self._own_step()
         return True
 
-    def _gather(self, frames: list[FixedBuffer]) -> None:
+    def _gather(self, buffers: list[FixedBuffer]) -> None:
         if self._moved is None:
-            self._moved = frames
+            self._moved = buffers
             return
-        for total, frame in zip(self._moved, frames, strict=True):
-            total.body.add_(frame.body)
-            frame.release()
+        for total, buffer in zip(self._moved, buffers, strict=True):
+            total.body.add_(buffer.body)
+            buffer.release()
 
     def take(self) -> list[FixedBuffer]:
         """What to push, rounded for the wire; from here on it accumulates anew."""
-        frames = self.model.push_frames()
-        for index, frame in enumerate(frames):
+        buffers = self.model.push_frames()
+        for index, buffer in enumerate(buffers):
             if self._moved is None:  # nothing was finite: flagged, and never used
-                frame.body.zero_()
+                buffer.body.zero_()
             else:
-                frame.body.copy_(self._moved[index].body)
+                buffer.body.copy_(self._moved[index].body)
         self._drop()
-        return frames
+        return buffers
 
     def _drop(self) -> None:
-        for frame in self._moved or ():
-            frame.release()
+        for buffer in self._moved or ():
+            buffer.release()
         self._moved = None
 
     def state(self) -> dict[str, Any]:

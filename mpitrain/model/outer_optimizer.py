@@ -1,4 +1,4 @@
-"""The outer step of periodic averaging: what becomes of the mean of the workers' parameters.
+"""The outer step of local SGD: what becomes of the mean of the workers' parameters.
 
     average    x = xbar
     slowmo     v <- beta (eta / eta_before) v + d;   x = x0 - rate v           (v = eta u of `strategies/local_sgd.py`)

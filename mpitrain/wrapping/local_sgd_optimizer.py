@@ -65,7 +65,7 @@ class LocalSGDOptimizer(DelegatingOptimizer):
     def _average(self) -> None:
         rows = self._averager.gather_numbers(self._skipped, self._num_steps)
         steps = rows[:, 1].tolist()
-        if len(set(steps)) > 1:  # before anything is averaged that does not belong together
+        if len(set(steps)) > 1:  # before anything is averaged that belongs to different steps
             counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(steps))
             raise LostRankError(
                 f"{self._runtime.where()}: the workers meet after different numbers of steps ({counts}): give every "

@@ -123,7 +123,7 @@ class LocalReplica(Stepper):
 
     @torch.no_grad()
     def _average(self) -> Asking:
-        """Tell the others what went wrong since the last time, and take the mean of what all hold."""
+        """Report to the others what went wrong since the last averaging, and take the mean of what all hold."""
         rows = yield Ask(numbers=(self._skipped, int(bool(self._refused))))
         self.nonfinite += int(rows[:, 0].sum())
         self.local_nonfinite, self._skipped = self.local_nonfinite + self._skipped, 0
