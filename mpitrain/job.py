@@ -240,7 +240,7 @@ class Overrides:
 
     @property
     def injections(self) -> tuple[injection.Injection, ...]:
-        """The stragglers ordered, as values."""
+        """What `inject` orders, as values."""
         return injection.read(self.inject)
 
     def check(self) -> None:

@@ -30,7 +30,7 @@ examples:
 def add_parser(commands: Any) -> None:
     """Add `doctor` to the command's subparsers."""
     parser = commands.add_parser(
-        "doctor", help="say whether nodes are fit to train on", description=_DESCRIPTION, epilog=_EPILOG
+        "doctor", help="check whether nodes are fit to train on", description=_DESCRIPTION, epilog=_EPILOG
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(

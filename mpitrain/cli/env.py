@@ -12,7 +12,7 @@ from mpitrain.errors import EXIT_OK
 from mpitrain.system.launch_variables import is_rank, launched_rank
 
 _DESCRIPTION = """\
-Print what surrounds a run started here, as JSON: package versions, the MPI
+Print the environment of a run started here, as JSON: package versions, the MPI
 library and whether it takes GPU buffers, cores, GPUs, Slurm, git revisions.
 Only named variables are shown, never the whole environment."""
 
@@ -27,7 +27,7 @@ _PROBE_DEADLINE_S = 120
 def add_parser(commands: Any) -> None:
     """Add `env` to the command's subparsers."""
     parser = commands.add_parser(
-        "env", help="print what surrounds a run", description=_DESCRIPTION, epilog=_EPILOG
+        "env", help="print the environment of a run", description=_DESCRIPTION, epilog=_EPILOG
     )
     parser.set_defaults(run=run_env)
 

@@ -67,7 +67,7 @@ def add_parser(commands: Any) -> None:
         choices=("none", "ulfm", "heartbeat"),
         default="none",
         help="survive the death of a worker. ulfm: Open MPI 5's mpirun; heartbeat: MPICH under srun, where a worker "
-        "that has been silent for --heartbeat-s (an option of train) is given up",
+        "that has been silent for --heartbeat-s (an option of train) is evicted",
         metavar="LEVEL",
     )
     parser.add_argument(

@@ -106,7 +106,7 @@ def add_parser(commands: Any) -> None:
         "--resume",
         metavar="FROM",
         help="auto: go on from the newest checkpoint in --run-dir, if there is one; or another run's directory. "
-        "Options that are given now act, are converted or are refused",
+        "Options that are given now take effect, are converted or are refused",
     )
     run.add_argument(
         "--watchdog-s",
@@ -120,7 +120,7 @@ def add_parser(commands: Any) -> None:
         "--heartbeat-s",
         type=rate,
         metavar="S",
-        help="with servers: a worker that has been silent for so long is given up, and never sooner, nor before 8 "
+        help="with servers: a worker that has been silent for so long is evicted, and never sooner, nor before 8 "
         "times its longest silence so far; under --ft heartbeat also how long a server may be silent (default: 60, and "
         "3 for a worker on whom all others wait at the end)",
     )
@@ -189,17 +189,17 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
         action="append",
         default=[],
         metavar="TEXT",
-        help='order a straggler, as often as you like: "slow(worker=2, factor=5)", "pause(worker=1, '
-        'at_step=50, seconds=2)" or "stall(worker=0, chance=0.1, seconds=1)"; or a fault: kill, segv, exit, raise, '
-        'stop, wedge, nan or torn, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
+        help='delay a worker, as often as you like: "slow(worker=2, factor=5)", "pause(worker=1, '
+        'at_step=50, seconds=2)" or "stall(worker=0, chance=0.1, seconds=1)"; or make it fail by kill, segv, exit, '
+        'raise, stop, wedge, nan or torn, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
         '"corrupt_file(at_write=0)" of checkpoints; the worker is its index among the workers, from 0',
     )
     out = parser.add_argument_group("output")
     out.add_argument(
         "--run-dir",
         metavar="DIR",
-        help="where results go (default: runs/JOB-DATE-TIME); without --resume auto what an earlier run has left "
-        "there is moved to earlier-RUN/ in it",
+        help="where results go (default: runs/JOB-DATE-TIME); without --resume auto the files of an earlier run "
+        "there are moved to earlier-RUN/ in it",
     )
     out.add_argument(
         "--quiet",

@@ -235,7 +235,10 @@ CASES = [
     ),
     Case("strategy", "decentralized(codec=topk())", base=("decentralized()",), acts=finished),
     Case(
-        "strategy", ALL, base=("allreduce(codec=topk())",), said=("codec=topk()", "codec=none()", "kept back")
+        "strategy",
+        ALL,
+        base=("allreduce(codec=topk())",),
+        said=("codec=topk()", "codec=none()", "holds its residual"),
     ),
     Case(
         "strategy",
