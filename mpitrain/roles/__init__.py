@@ -2,9 +2,10 @@
 in here.
 """
 
+from mpitrain.roles.save_request import SaveRequest
 from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
 from mpitrain.roles.server.server import Server
-from mpitrain.roles.server.user_checkpoints import Save, SavingServer
+from mpitrain.roles.server.user_checkpoints import SavingServer
 from mpitrain.roles.worker import Worker
 
-__all__ = ["Save", "SavingServer", "Server", "FaultTolerantServer", "Worker"]
+__all__ = ["SaveRequest", "SavingServer", "Server", "FaultTolerantServer", "Worker"]

@@ -12,18 +12,18 @@ from __future__ import annotations
 import itertools
 import json
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from mpitrain.effects import REQUESTED, Compute, Effect, Interrupted, Kind, Message, Now, Role, Send
 from mpitrain.roles.failure_detector.worker_side import ServerProbe
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.protocols import Gradient, Keeper, Replica, Report
-from mpitrain.roles.server.final_model import Deliver, stay
-from mpitrain.roles.server.user_checkpoints import Save, save
+from mpitrain.roles.save_request import SaveRequest
 from mpitrain.strategies.placement import Roles
 from mpitrain.strategies.sampling.dealer import Lease
 
+Deliver = Callable[[], dict[str, Any]]
 PREFETCH = 2  # batches to read ahead
 
 
@@ -101,7 +101,7 @@ class Worker:
             yield Send(self.roles.dealer, Message(Kind.NOTE, text=json.dumps(note)))
         yield from self._broadcast(Kind.DONE, stop=self.wants_final, finite=not self.stopped)
         if self.deliver is not None:
-            yield from stay(self, self.deliver)
+            yield from self._stay(self.deliver)
         elif self.wants_final:
             yield from self.collect(Kind.FINAL)
         return {
@@ -162,9 +162,9 @@ class Worker:
         )
         if gradient is None:
             return False
-        if isinstance(gradient, Save):
+        if isinstance(gradient, SaveRequest):
             assert lease is None, "whoever deals the batches names the checkpoints too"
-            yield from save(self, gradient)
+            yield from self._save(gradient)
             return True
         if isinstance(gradient, Interrupted):
             # by the server's answer: the same batch again, on the new version
@@ -261,6 +261,39 @@ class Worker:
         if not self._unpushed:  # or else what a hook would count now is computed again by who resumes
             self.replica.finish()
         keeper.save(checkpoint_at, self.state(), ())
+
+    def _save(self, request: SaveRequest) -> Generator[Effect, Any, None]:
+        """Ask for a checkpoint; returns when all shards have written."""
+        yield from self.settle()
+        order = Message(Kind.SAVE, step=self.step, checkpoint_at=request.checkpoint_at, text=request.text)
+        for server in self.roles.servers:
+            yield Send(server, order)
+        yield from self.collect(Kind.REPLY)
+
+    def _stay(self, deliver: Deliver) -> Generator[Effect, Any, None]:
+        """After this worker has reported that it is done it stays until the final model is delivered, by itself if it
+        is told to; `deliver` saves, measures and returns what is to be reported, JSON-able."""
+        servers, dealer = self.roles.servers, self.roles.dealer
+        missing = set(servers) if self.wants_final else set()
+        while True:
+            source, message = yield from self.probe.receive(servers)
+            if message.kind == Kind.WAKE and message.stop:
+                break
+            if message.kind == Kind.WAKE:
+                self.validates = self.wants_final = True
+                missing = set(servers)
+                for server in servers:
+                    yield Send(server, Message(Kind.FINAL, step=self.step))
+                continue
+            self.take_in(source, message)
+            if message.kind == Kind.FINAL:
+                missing.discard(source)
+                if not missing:
+                    yield from self.report_away()
+                    measured = yield Compute(deliver, "deliver", interruptible=False)
+                    yield Send(dealer, Message(Kind.DELIVERED, step=self.step, text=json.dumps(measured)))
+        for server in servers:
+            yield Send(server, Message(Kind.LEAVE, step=self.step))
 
     def take_in(self, source: int, message: Message) -> None:
         """What a server's answer says and brings."""

@@ -37,7 +37,7 @@ from mpitrain.training.synchronous.checkpoints import copied, own_part
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
-    from mpitrain.roles import Save
+    from mpitrain.roles import SaveRequest
     from mpitrain.strategies.base import Strategy
     from mpitrain.training.parameter_server.builder import AnyStore
 
@@ -184,10 +184,10 @@ def loop_state(resume: Checkpoint | None, part: str, first: str) -> Resumed | No
 
 def write_shard(
     run: LoopRun, part: str, about: dict[str, Any], workers: tuple[int, ...], store: AnyStore
-) -> Callable[[Save, dict[str, Any], list[int]], None]:
+) -> Callable[[SaveRequest, dict[str, Any], list[int]], None]:
     """What a server does when all workers have come: a write that fails leaves the checkpoint before as it is."""
 
-    def write(order: Save, role: dict[str, Any], present: list[int]) -> None:
+    def write(order: SaveRequest, role: dict[str, Any], present: list[int]) -> None:
         asked = json.loads(order.text)
         shards = [f"shard-{shard}" for shard in range(about["servers"])]
         parts = (

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from mpitrain.errors import EXIT_ERROR, UsageError
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import Save
+from mpitrain.roles import SaveRequest
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
@@ -259,7 +259,7 @@ def _join(
     remote.start()
 
     def take(step: int, run_dir: Path, keep: int) -> dict[str, Any]:
-        return remote.save(Save(step, json.dumps({"run_dir": str(run_dir), "keep": keep})))
+        return remote.save(SaveRequest(step, json.dumps({"run_dir": str(run_dir), "keep": keep})))
 
     saver = Saver(run, about, f"worker-{index}", [], take)
     return remote, saver, loop_state(found, saver.part, "worker-0")

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpitrain.errors import NonFiniteError, UsageError
-from mpitrain.roles import Save
+from mpitrain.roles import SaveRequest
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.wrapping.delegating import DelegatingOptimizer
 
@@ -107,7 +107,7 @@ class RemoteOptimizer(DelegatingOptimizer):
                 f"{self._runtime.where()}: training stopped: this gradient or another worker's is not finite"
             )
 
-    def save(self, order: Save) -> dict[str, Any]:
+    def save(self, order: SaveRequest) -> dict[str, Any]:
         """Have the servers write their parts of a checkpoint, and return what belongs in this worker's."""
         if not self._active:
             raise UsageError("save() after finish(): this worker has left the servers; save before finish()")

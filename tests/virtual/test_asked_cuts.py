@@ -13,7 +13,7 @@ from mpitrain.effects import Compute
 from mpitrain.errors import UsageError
 from mpitrain.inject import Kill, Straggler
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import Save, SavingServer, Worker
+from mpitrain.roles import SaveRequest, SavingServer, Worker
 from mpitrain.strategies import Elastic
 from mpitrain.strategies.placement import assign
 from mpitrain.strategies.sampling.dealer import Lease
@@ -90,7 +90,7 @@ def run(strategy, steps, orders, network=Ideal(), faults=(), seed=0):  # noqa: B
     kill=st.none() | st.tuples(st.integers(0, WORKERS - 1), st.integers(0, 11)),
 )
 def test_all_shards_are_cut_at_the_same_pushes(row, servers, steps, seed, shuffled, kill):
-    strategy, order = on_servers(COURSE[row](WORKERS), servers, WORKERS), Save(7, "there")
+    strategy, order = on_servers(COURSE[row](WORKERS), servers, WORKERS), SaveRequest(7, "there")
     faults = () if kill is None else (Kill(*kill),)
     network = Shuffled(seed, 0.5) if shuffled else Ideal()
     roles, returned, written = run(strategy, steps, [order] * WORKERS, network, faults, seed)
@@ -109,4 +109,4 @@ def test_all_shards_are_cut_at_the_same_pushes(row, servers, steps, seed, shuffl
 
 def test_different_checkpoints_at_once_are_refused():
     with pytest.raises(UsageError, match="rank 1 at 7, rank 2 at 8"):
-        run(strategies.Async(), (3, 3, 3), (Save(7, ""), Save(8, ""), Save(7, "")))
+        run(strategies.Async(), (3, 3, 3), (SaveRequest(7, ""), SaveRequest(8, ""), SaveRequest(7, "")))

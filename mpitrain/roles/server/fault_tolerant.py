@@ -7,18 +7,24 @@ waits or has left, and, where MPI tells of no death (`by_heartbeat`), whatever t
 what it pushes is refused and it is told to leave. For rank 0, to which everybody then reports, the servers stay a while
 longer in case it does. A worker whose gradients are not finite any more, where such are skipped, is given up as well:
 all servers see the same pushes of it, so they agree on when.
+
+The final model: a worker that has pushed its last stays. The dealing server names who delivers: the validator, and
+should that be lost, the lowest worker that still stays, which then asks every shard for its part of the final model.
+When the dealing server has heard what was measured it lets all go, and a server ends when all that stayed have left or
+are lost. What was measured travels with the message, so nothing hangs on the worker after that.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from typing import Any
 
 from mpitrain.effects import Forget, Kind, Message, Role, Send
 from mpitrain.errors import LostRankError
 from mpitrain.roles.failure_detector.server_side import SILENT, FailureDetector
-from mpitrain.roles.failure_detector.silence import SilenceTracker
-from mpitrain.roles.server.final_model import see_off
+from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, SilenceTracker
+from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.server.server import Server, Steps
 
 REPORTER = 0
@@ -32,7 +38,7 @@ class FaultTolerantServer(Server):
     """`Server`, and what it does about workers that are lost; the arguments are the same, and
 
     Args:
-        delivers: a worker saves and validates the final model, and the others stay until it has (`delivery.py`).
+        delivers: a worker saves and validates the final model, and the others stay until it has.
         floor_s: as in `SilenceTracker`.
         by_heartbeat: as in `FailureDetector`.
     """
@@ -74,7 +80,7 @@ class FaultTolerantServer(Server):
             )
         if self.delivers:
             self.named.update(self._want_final)
-            yield from see_off(self)
+            yield from self._see_off()
         for worker, how in self.tracker.lost.items():
             if how != NOT_FINITE and (self.delivers or worker not in self._want_final):
                 yield Forget(worker)
@@ -107,6 +113,50 @@ class FaultTolerantServer(Server):
             return False
         self._alone_since_s = self.detector.now_s if self._alone_since_s is None else self._alone_since_s
         return self.detector.now_s - self._alone_since_s < RETURN_S
+
+    def _see_off(self) -> Steps:
+        """When no worker will push any more: wait until the final model is delivered and all have left."""
+        staying = set(self.workers) - set(self.tracker.lost) - self.left
+        yield from self._name_deliverer(staying)
+        while staying:
+            arrived = yield from self.detector.listen(staying, AWAY_SILENCE_S)
+            if arrived is None:
+                continue
+            source, message = arrived
+            if message.kind == Kind.LOST:
+                staying.discard(source)
+                how = message.text or "died"
+                if source not in self.left:
+                    self.tracker.lost[source] = how
+                    self.report.event("worker lost", rank=source, how=how, version=self.ledger.version)
+                if how == SILENT:
+                    yield from self.dismiss(source)
+                yield from self._name_deliverer(staying)
+            elif message.kind == Kind.LEAVE:
+                staying.discard(source)
+            elif message.kind == Kind.FINAL or (
+                source in self.tracker.lost and self.owes_final(source, message)
+            ):
+                yield from self.send_final(source)
+            elif message.kind == Kind.DELIVERED:
+                self.delivered = json.loads(message.text)
+                for worker in sorted(staying):
+                    yield Send(worker, Message(Kind.WAKE, stop=True))
+            else:
+                if source not in self.tracker.lost:
+                    raise out_of_turn(source, message, "a server whose workers have all pushed their last")
+                yield from self.turn_away(source, message)
+
+    def _name_deliverer(self, staying: set[int]) -> Steps:
+        """Who delivers from here on, where the one that was to has not and will not (the dealing server)."""
+        if self.leases.dealer is None or self.delivered or not staying:
+            return
+        tracker = self.tracker
+        if tracker.validator not in staying:
+            tracker.validator = min(staying)
+        if tracker.validator not in self.named:  # the validator itself has asked for the final model
+            self.named.add(tracker.validator)
+            yield Send(tracker.validator, Message(Kind.WAKE, promoted=True))
 
     def turn_away(self, worker: int, message: Message) -> Steps:
         """A worker that was given up has woken: its leases are others' now."""

@@ -9,35 +9,15 @@ so the run that goes on and the run that is resumed are the same. Elastic worker
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from mpitrain.effects import Compute, Effect, Kind, Message, Send
+from mpitrain.effects import Compute, Effect, Kind, Message
 from mpitrain.errors import UsageError
+from mpitrain.roles.save_request import SaveRequest
 from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
 from mpitrain.strategies.base import Verdict
 
-if TYPE_CHECKING:
-    from mpitrain.roles.worker import Worker
-
 Steps = Generator[Effect, Any, None]
-
-
-class Save(NamedTuple):
-    """The answer of a loop that wants a checkpoint in place of a gradient: at `checkpoint_at`, and whatever else those
-    who write have to know."""
-
-    checkpoint_at: int
-    text: str
-
-
-def save(worker: Worker, order: Save) -> Steps:
-    """The worker's side: returns when all shards have written."""
-    yield from worker.settle()
-    for server in worker.roles.servers:
-        yield Send(
-            server, Message(Kind.SAVE, step=worker.step, checkpoint_at=order.checkpoint_at, text=order.text)
-        )
-    yield from worker.collect(Kind.REPLY)
 
 
 class SavingServer(FaultTolerantServer):
@@ -47,14 +27,16 @@ class SavingServer(FaultTolerantServer):
         write: `write(order, state, workers)` writes this shard's part; `workers` are the ranks that write theirs.
     """
 
-    def __init__(self, *args: Any, write: Callable[[Save, dict[str, Any], list[int]], None], **options: Any):
+    def __init__(
+        self, *args: Any, write: Callable[[SaveRequest, dict[str, Any], list[int]], None], **options: Any
+    ):
         super().__init__(*args, **options)
         self._write = write
-        self._saving: dict[int, Save] = {}
+        self._saving: dict[int, SaveRequest] = {}
         self._answers[Kind.SAVE] = self._on_save
 
     def _on_save(self, worker: int, message: Message) -> Steps:
-        self._saving[worker] = Save(message.checkpoint_at, message.text)
+        self._saving[worker] = SaveRequest(message.checkpoint_at, message.text)
         yield from ()
 
     def _take(self, source: int, message: Message) -> Steps:

@@ -27,7 +27,7 @@ from mpitrain.model import (
     remote_steps,
     shard_store,
 )
-from mpitrain.roles import FaultTolerantServer, Save, SavingServer, Worker
+from mpitrain.roles import FaultTolerantServer, SaveRequest, SavingServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.protocols import Report
 from mpitrain.strategies.base import ServerStrategy
@@ -94,7 +94,7 @@ class RoleBuilder:
         store: AnyStore,
         report: Report,
         floor_s: float,
-        write: Callable[[Save, dict[str, Any], list[int]], None],
+        write: Callable[[SaveRequest, dict[str, Any], list[int]], None],
     ) -> SavingServer:
         """The server of one shard around a loop of the user's own, which says when `write` writes a checkpoint."""
         return SavingServer(self.strategy, store, self.roles.workers, report, write=write, floor_s=floor_s)
