@@ -75,16 +75,16 @@ def hear(source):
 
 
 class Ready(Replica):
-    """A replica whose gradient lies in its frames before the clock starts, as the others' does: gathering it is
+    """A replica whose gradient lies in its wire buffers before the clock starts, as the others' does: gathering it is
     measured by step_time.py.
     """
 
     def prepare(self):
-        self.ready = self.model.push_frames()
+        self.ready = self.model.push_buffers()
         self.model.gather_gradients(self.ready)
 
     def take(self):
-        return [frame.hold() for frame in self.ready]
+        return [wire_buffer.hold() for wire_buffer in self.ready]
 
 
 class Ours:
@@ -113,9 +113,9 @@ class Ours:
 
 def serve_ours(numel, num_servers, shard):
     _, prototype, flat = flat_model(numel, num_servers)
-    store = ShardStore(flat.layout, shard, flat.frames[shard].body, prototype)
+    store = ShardStore(flat.layout, shard, flat.wire_buffers[shard].body, prototype)
     server = Server(Async(), store, (DRIVER,), NullReport())
-    MpiWorld(runtime.engine, (DRIVER,), lambda source, kind: store.frame()).run(server.run())
+    MpiWorld(runtime.engine, (DRIVER,), lambda source, kind: store.wire_buffer()).run(server.run())
     say(DRIVER, LEAVE)
 
 

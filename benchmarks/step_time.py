@@ -136,9 +136,9 @@ class Asynchronous(Contestant):
 def serve(make, shape, engine):
     contestant = Contestant(make, shape)
     flat = FlatModel(contestant.module, contestant.optimizer, 1)
-    store = ShardStore(flat.layout, 0, flat.frames[0].body, contestant.optimizer)
+    store = ShardStore(flat.layout, 0, flat.wire_buffers[0].body, contestant.optimizer)
     server = Server(Async(), store, ROLES.workers, NullReport())
-    MpiWorld(engine, ROLES.workers, lambda source, kind: store.frame()).run(server.run())
+    MpiWorld(engine, ROLES.workers, lambda source, kind: store.wire_buffer()).run(server.run())
 
 
 def sleep_until(request):

@@ -1,7 +1,7 @@
 """A shard's numbers in a buffer that can travel: 64 bytes, the numbers, 64 bytes.
 
-Invariants: a frame is used by whoever holds it and goes back to its pool when the last holder lets go;
-nobody writes into a frame that somebody else holds. The 64 bytes at each end carry a sequence stamp, so a
+Invariants: a wire buffer is used by whoever holds it and goes back to its pool when the last holder lets go;
+nobody writes into a wire buffer that somebody else holds. The 64 bytes at each end carry a sequence stamp, so a
 buffer that was half overwritten, or only half arrived, is noticed for the price of two stores.
 64 bytes keep the numbers on a cache line.
 """
@@ -49,8 +49,8 @@ class FixedBuffer:
         return self
 
     def release(self) -> None:
-        """One holder less; the last one gives the frame back to its pool."""
-        assert self.users > 0, "a frame was released more often than it was held"
+        """One holder less; the last one gives the wire buffer back to its pool."""
+        assert self.users > 0, "a wire buffer was released more often than it was held"
         self.users -= 1
         if self.users == 0 and self._pool is not None:
             self._pool.give_back(self)
@@ -66,7 +66,7 @@ class FixedBuffer:
 
 
 class VariableBuffer:
-    """A coded message in a buffer that can travel: a frame whose length is known when it arrives. `body` is the
+    """A coded message in a buffer that can travel: a wire buffer whose length is known when it arrives. `body` is the
     message; its length stands in the pad in front, behind the stamp.
     """
 
@@ -83,20 +83,20 @@ class VariableBuffer:
         return self._frame.num_bytes == num_bytes
 
     @property
-    def frame(self) -> FixedBuffer:
+    def wire_buffer(self) -> FixedBuffer:
         """The buffer, once there is one."""
-        assert self._frame is not None, "an empty parcel"
+        assert self._frame is not None, "an empty message"
         return self._frame
 
     @property
     def raw(self) -> torch.Tensor:
         """All bytes."""
-        return self.frame.raw
+        return self.wire_buffer.raw
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the wire."""
-        return self.frame.num_bytes
+        return self.wire_buffer.num_bytes
 
     @property
     def body(self) -> torch.Tensor:
@@ -105,31 +105,31 @@ class VariableBuffer:
         Raises:
             WireError: its length is not one that fits the buffer.
         """
-        length = int(self.frame.raw[8:16].view(torch.int64))
-        if not 0 <= self.frame.body.numel() - length < PAD_BYTES:
-            raise WireError(f"a parcel of {self.frame.body.numel()} bytes claims to hold {length}")
-        return self.frame.body[:length]
+        length = int(self.wire_buffer.raw[8:16].view(torch.int64))
+        if not 0 <= self.wire_buffer.body.numel() - length < PAD_BYTES:
+            raise WireError(f"a message of {self.wire_buffer.body.numel()} bytes claims to hold {length}")
+        return self.wire_buffer.body[:length]
 
     def statistics(self) -> dict[str, float]:
         """What the message says of itself: density, bytes, and tau where there is one."""
         return message_statistics(self.body)
 
     def stamp(self, sequence: int) -> None:
-        """As a frame's."""
-        self.frame.stamp(sequence)
+        """As a wire buffer's."""
+        self.wire_buffer.stamp(sequence)
 
     def stamps(self) -> tuple[int, int]:
-        """As a frame's."""
-        return self.frame.stamps()
+        """As a wire buffer's."""
+        return self.wire_buffer.stamps()
 
     def hold(self) -> VariableBuffer:
         """One holder more."""
-        self.frame.hold()
+        self.wire_buffer.hold()
         return self
 
     def release(self) -> None:
         """One holder less."""
-        self.frame.release()
+        self.wire_buffer.release()
 
 
 def wire_dtype(wire: str, full: torch.dtype) -> torch.dtype:
@@ -148,14 +148,14 @@ class BufferPool:
         self._free: list[FixedBuffer] = []
 
     def take(self) -> FixedBuffer:
-        """A frame with one holder; its contents are whatever was left in it."""
+        """A wire buffer with one holder; its contents are whatever was left in it."""
         if self._free:
-            frame = self._free.pop()
-            frame.users = 1
-            return frame
+            wire_buffer = self._free.pop()
+            wire_buffer.users = 1
+            return wire_buffer
         self.num_frames += 1
         return FixedBuffer(self.numel, self.dtype, self, self.pin)
 
-    def give_back(self, frame: FixedBuffer) -> None:
-        """Called by the frame itself."""
-        self._free.append(frame)
+    def give_back(self, wire_buffer: FixedBuffer) -> None:
+        """Called by the wire buffer itself."""
+        self._free.append(wire_buffer)

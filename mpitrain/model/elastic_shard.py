@@ -47,8 +47,8 @@ class ElasticStore:
         self._gathered: list[tuple[int, FixedBuffer]] = []
         self._answers: dict[int, FixedBuffer] = {}
 
-    def frame(self) -> FixedBuffer:
-        """An empty frame for arriving parameters."""
+    def wire_buffer(self) -> FixedBuffer:
+        """An empty wire buffer for arriving parameters."""
         return self.arrivals.take()
 
     def hear_options(self, text: str) -> None:

@@ -23,8 +23,8 @@ from mpitrain.strategies.parameter_server.elastic import Elastic
 
 
 def flat_model(module: nn.Module, optimizer: Optimizer, strategy: ServerStrategy) -> FlatModel:
-    """The module as one flat vector, with frames as wide as the strategy's wire. What arrives while the model is
-    in use, or is not its parameters, gets frames of its own."""
+    """The module as one flat vector, with wire buffers as wide as the strategy's wire. What arrives while the model is
+    in use, or is not its parameters, gets wire buffers of its own."""
     apart = strategy.inflight > 1 or strategy.elastic
     return FlatModel(
         module, optimizer, strategy.servers, strategy.push_numbers, strategy.reply_numbers,
@@ -71,7 +71,7 @@ def shard_store(
 ) -> ShardStore | ElasticStore:
     """One server's shard of `model`, starting from the parameters it holds and the state of `optimizer`, where it has
     any. Where workers keep their own optimizer the server adds what they push: w <- w - mean of it."""
-    initial, wires = model.frames[shard].body, (strategy.push_numbers, strategy.reply_numbers)
+    initial, wires = model.wire_buffers[shard].body, (strategy.push_numbers, strategy.reply_numbers)
     if strategy.elastic:
         return ElasticStore(model.layout, shard, initial, cast(Elastic, strategy).share(num_workers), *wires)
     if strategy.optimizer == "worker":

@@ -4,7 +4,7 @@ Invariants: the order of the vector is the order of the optimizer's parameter gr
 at most one slice per group and a server's optimizer keeps the groups intact. The layout is a pure function of
 names, shapes and the number of shards: all ranks compute the same.
 
-A model that takes part keeps its parameters *in* the shards' frames (each is a view), so what arrives from a
+A model that takes part keeps its parameters *in* the shards' wire buffers (each is a view), so what arrives from a
 server is in the model without a copy. Only a parameter that straddles two shards, or is not contiguous, keeps
 storage of its own and is copied.
 """
@@ -136,15 +136,15 @@ def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int) -> Lay
 
 
 class FlatModel:
-    """A module whose trainable parameters live in one frame a shard.
+    """A module whose trainable parameters live in one wire buffer a shard.
 
     Args:
-        module: its parameters' values are kept; their storage moves into the frames (host memory only: a
-            model on a device keeps its own storage and is copied to and from pinned frames).
-        push_wire, reply_wire: as in `ServerStrategy`: what gradients are rounded to in their frames, and what
+        module: its parameters' values are kept; their storage moves into the wire buffers (host memory only: a
+            model on a device keeps its own storage and is copied to and from pinned wire buffers).
+        push_wire, reply_wire: as in `ServerStrategy`: what gradients are rounded to in their wire buffers, and what
             parameters arrive as.
-        replies_apart: answers are received into frames of their own, because the model is in use while they arrive, or
-            because they are not its parameters.
+        replies_apart: answers are received into wire buffers of their own, because the model is in use while they
+            arrive, or because they are not its parameters.
         replies_coded: answers are messages of a codec.
     """
 
@@ -164,19 +164,21 @@ class FlatModel:
         self.device = self.parameters[0].device
         pin = self.device.type == "cuda"
         sizes, dtype = [self.layout.size(shard) for shard in range(num_shards)], self.layout.dtype
-        self.frames = [FixedBuffer(size, dtype, pin=pin) for size in sizes]
+        self.wire_buffers = [FixedBuffer(size, dtype, pin=pin) for size in sizes]
         reply_dtype = wire_dtype(reply_wire, dtype)
         apart = replies_apart or reply_dtype != dtype
-        self._replies = [FixedBuffer(size, reply_dtype, pin=pin) for size in sizes] if apart else self.frames
+        self._replies = (
+            [FixedBuffer(size, reply_dtype, pin=pin) for size in sizes] if apart else self.wire_buffers
+        )
         self._pools = [BufferPool(size, wire_dtype(push_wire, dtype), pin) for size in sizes]
-        self._copied: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.frames]
+        self._copied: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.wire_buffers]
         for shard in range(num_shards):
             for index, start, stop, at in self.layout.pieces(shard):
                 self._place(shard, self.parameters[index], start, stop, at)
 
     @torch.no_grad()
     def _place(self, shard: int, parameter: nn.Parameter, start: int, stop: int, at: int) -> None:
-        home = self.frames[shard].body[at : at + stop - start]
+        home = self.wire_buffers[shard].body[at : at + stop - start]
         home.copy_(parameter.detach().reshape(-1)[start:stop])
         if self.device.type == "cpu" and stop - start == parameter.numel() and parameter.is_contiguous():
             parameter.data = home.view(parameter.shape)
@@ -186,12 +188,12 @@ class FlatModel:
             self._copied[shard].append((parameter.data.view(-1)[start:stop], home))
 
     def install(self, shard: int, source: FixedBuffer | None = None) -> None:
-        """Make the module use what stands in `source` (default: the shard's own frame, where most of it
+        """Make the module use what stands in `source` (default: the shard's own wire buffer, where most of it
         already is).
         """
-        frame = self.frames[shard]
-        if source is not None and source is not frame:
-            frame.body.copy_(source.body)
+        wire_buffer = self.wire_buffers[shard]
+        if source is not None and source is not wire_buffer:
+            wire_buffer.body.copy_(source.body)
         for target, home in self._copied[shard]:
             target.copy_(home, non_blocking=True)
 
@@ -199,33 +201,33 @@ class FlatModel:
         """Where the next parameters of a shard are to be received; the final ones come unrounded."""
         if self.replies_coded and not final:
             return VariableBuffer()
-        return (self.frames if final else self._replies)[shard].hold()
+        return (self.wire_buffers if final else self._replies)[shard].hold()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the frames hold what the parameters hold, after somebody wrote into the parameters."""
+        """Make the wire buffers hold what the parameters hold, after somebody wrote into the parameters."""
         for pairs in self._copied:
             for source, home in pairs:
                 home.copy_(source)
 
     def current(self) -> list[FixedBuffer]:
-        """The frames, holding what the parameters hold now."""
+        """The wire buffers, holding what the parameters hold now."""
         self.refresh()
-        return self.frames
+        return self.wire_buffers
 
-    def push_frames(self) -> list[FixedBuffer]:
+    def push_buffers(self) -> list[FixedBuffer]:
         """Frames of the shards' sizes that nobody else holds, for gradients."""
         return [pool.take() for pool in self._pools]
 
-    def gather_gradients(self, frames: list[FixedBuffer]) -> bool:
-        """Copy every gradient into the frames (a missing one counts as zero); returns whether all of it is
+    def gather_gradients(self, wire_buffers: list[FixedBuffer]) -> bool:
+        """Copy every gradient into the wire buffers (a missing one counts as zero); returns whether all of it is
         finite.
         """
         targets, sources, missing = [], [], []
-        for shard, frame in enumerate(frames):
+        for shard, wire_buffer in enumerate(wire_buffers):
             for index, start, stop, at in self.layout.pieces(shard):
                 gradient = self.parameters[index].grad
-                target = frame.body[at : at + stop - start]
+                target = wire_buffer.body[at : at + stop - start]
                 if gradient is None:
                     missing.append(target)
                 else:
@@ -237,7 +239,7 @@ class FlatModel:
             torch._foreach_zero_(missing)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return all_finite([frame.body for frame in frames])
+        return all_finite([wire_buffer.body for wire_buffer in wire_buffers])
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:

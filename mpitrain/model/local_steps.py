@@ -134,7 +134,7 @@ class LocalSteps:
 
     def take(self) -> list[FixedBuffer]:
         """What to push, rounded for the wire; from here on it accumulates anew."""
-        buffers = self.model.push_frames()
+        buffers = self.model.push_buffers()
         for index, buffer in enumerate(buffers):
             if self._moved is None:  # nothing was finite: flagged, and never used
                 buffer.body.zero_()

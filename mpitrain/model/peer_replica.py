@@ -68,7 +68,7 @@ class PeerReplica:
         self.encoder = self._make_encoder(number)
         layout = model.layout
         self._layout = make_layout_of(zip(layout.names, layout.shapes, strict=True))
-        self.x = model.frames[0].body.clone() if shared else model.frames[0].body
+        self.x = model.wire_buffers[0].body.clone() if shared else model.wire_buffers[0].body
         self._pool = BufferPool(layout.size(0), layout.dtype)
         self._delta = torch.zeros_like(self.x)
         self._common = self.x.clone() if strategy.mixes else None  # what all held last
@@ -120,7 +120,7 @@ class PeerReplica:
     @torch.no_grad()
     def _move(self, finite: bool) -> None:
         """The optimizer's step: on x in gossip, into the update otherwise."""
-        now = self.model.frames[0].body
+        now = self.model.wire_buffers[0].body
         if not self.strategy.mixes:
             self._delta.copy_(now)
         if finite:
@@ -135,9 +135,9 @@ class PeerReplica:
     def update(self) -> FixedBuffer | VariableBuffer:
         """What the others are told of the step."""
         if self.encoder is None:
-            frame = self._pool.take()
-            frame.body.copy_(self.x if self.strategy.mixes else self._delta)
-            return frame
+            wire_buffer = self._pool.take()
+            wire_buffer.body.copy_(self.x if self.strategy.mixes else self._delta)
+            return wire_buffer
         began_s = time.perf_counter()
         told = self._delta
         if self.strategy.mixes:
@@ -190,10 +190,10 @@ class PeerReplica:
 
     @torch.no_grad()
     def total(self) -> FixedBuffer:
-        """x, in a frame of its own."""
-        frame = self._pool.take()
-        frame.body.copy_(self.x)
-        return frame
+        """x, in a wire buffer of its own."""
+        wire_buffer = self._pool.take()
+        wire_buffer.body.copy_(self.x)
+        return wire_buffer
 
     @torch.no_grad()
     def add(self, total: Any, other: Any) -> Any:
@@ -225,7 +225,7 @@ class PeerReplica:
         """16 hexadecimal digits of the bits of x."""
         return hashlib.blake2b(self.x.numpy().tobytes(), digest_size=8).hexdigest()
 
-    # ---- arriving frames, metrics, state
+    # ---- arriving wire buffers, metrics, state
 
     def buffer_for(self, is_update: bool) -> FixedBuffer | VariableBuffer:
         """Where a payload is to be received."""
@@ -262,7 +262,7 @@ class PeerReplica:
     @torch.no_grad()
     def _enter(self) -> None:
         if self.shared:
-            self.model.frames[0].body.copy_(self.x)
+            self.model.wire_buffers[0].body.copy_(self.x)
         self.model.install(0)
         for buffer, own in zip(self._module_buffers, self._buffers):
             buffer.copy_(own)
@@ -270,7 +270,7 @@ class PeerReplica:
     @torch.no_grad()
     def _leave(self, moved: bool = True) -> None:
         if self.shared and moved:
-            self.x.copy_(self.model.frames[0].body)
+            self.x.copy_(self.model.wire_buffers[0].body)
         for buffer, own in zip(self._module_buffers, self._buffers):
             own.copy_(buffer)
 

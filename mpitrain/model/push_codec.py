@@ -57,25 +57,27 @@ class PushCoder:
         self.num_steps, self.sent_bytes, self.codec_s = 0, 0, 0.0
 
     @torch.no_grad()
-    def encode(self, frames: Sequence[FixedBuffer], finite: bool) -> list[VariableBuffer]:
-        """One message for every shard's frame, which is released."""
+    def encode(self, wire_buffers: Sequence[FixedBuffer], finite: bool) -> list[VariableBuffer]:
+        """One message for every shard's wire buffer, which is released."""
         began_s = time.perf_counter()
         if not finite:
-            for frame in frames:
-                frame.body.fill_(math.nan)
+            for wire_buffer in wire_buffers:
+                wire_buffer.body.fill_(math.nan)
         elif self.clip:
-            norm = math.hypot(*(float(torch.linalg.vector_norm(frame.body)) for frame in frames))
+            norm = math.hypot(
+                *(float(torch.linalg.vector_norm(wire_buffer.body)) for wire_buffer in wire_buffers)
+            )
             limit = self.clip / math.sqrt(self.num_contributors)
-            for frame in frames if norm > limit else ():
-                frame.body.mul_(limit / norm)
-        parcels = []
-        for encoder, fields, frame in zip(self.encoders, self.fields, frames, strict=True):
-            parcels.append(VariableBuffer(encoder.encode([Part(frame.body, fields)])))
-            frame.release()
+            for wire_buffer in wire_buffers if norm > limit else ():
+                wire_buffer.body.mul_(limit / norm)
+        wire_messages = []
+        for encoder, fields, wire_buffer in zip(self.encoders, self.fields, wire_buffers, strict=True):
+            wire_messages.append(VariableBuffer(encoder.encode([Part(wire_buffer.body, fields)])))
+            wire_buffer.release()
         self.num_steps += 1
-        self.sent_bytes += sum(parcel.num_bytes for parcel in parcels)
+        self.sent_bytes += sum(wire_message.num_bytes for wire_message in wire_messages)
         self.codec_s += time.perf_counter() - began_s
-        return parcels
+        return wire_messages
 
     def statistics(self) -> dict[str, float]:
         """Density and tau of the last messages (means over shards, by their numbers), the norm of what is kept now,
@@ -156,7 +158,7 @@ class PushDecoder:
         self.fields: tuple[Field, ...] = fields_of(layout, shard)
         self.num_messages, self.codec_s = 0, 0.0
 
-    def frame(self) -> VariableBuffer:
+    def wire_buffer(self) -> VariableBuffer:
         """Where a push is to be received."""
         return VariableBuffer()
 

@@ -89,7 +89,7 @@ class ReplyCoder:
 
 
 class ReplyReader:
-    """The worker's side: its copy of every shard, in frames."""
+    """The worker's side: its copy of every shard, in wire buffers."""
 
     def __init__(self, layout: Layout):
         self._fields = [fields_of(layout, shard) for shard in range(layout.num_shards)]

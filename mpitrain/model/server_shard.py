@@ -1,7 +1,7 @@
 """A server's shard: a slice of the flat vector with the optimizer state that belongs to it.
 
-Invariants: whoever was given a version keeps exactly that version. The live frame is sent without
-copying; when an update comes while somebody still holds it, the update goes into a fresh frame and the old
+Invariants: whoever was given a version keeps exactly that version. The live wire buffer is sent without
+copying; when an update comes while somebody still holds it, the update goes into a fresh wire buffer and the old
 one stays as it was (copy on write). Gradients are used where they arrived. A weight scales the learning rate of
 its gradient, weight decay included, so where training comes to rest depends on no weight:
 
@@ -92,9 +92,9 @@ class ShardStore:
         dtype = wire_dtype(wire, self.pool.dtype)
         return self.pool if dtype == self.pool.dtype else BufferPool(self.pool.numel, dtype)
 
-    def frame(self) -> FixedBuffer | VariableBuffer:
-        """An empty frame for an arriving gradient."""
-        return self._decoder.frame() if self._decoder else self.arrivals.take()
+    def wire_buffer(self) -> FixedBuffer | VariableBuffer:
+        """An empty wire buffer for an arriving gradient."""
+        return self._decoder.wire_buffer() if self._decoder else self.arrivals.take()
 
     def _widen(self, payload: FixedBuffer | VariableBuffer) -> FixedBuffer:
         """16 bits or a message on the wire, full sums."""
@@ -112,8 +112,8 @@ class ShardStore:
 
     def correct(self, worker: int, payload: FixedBuffer | VariableBuffer, num_reads: int) -> FixedBuffer:
         """The gradient as the damping corrects it for what has changed since `worker` read what it was computed on: the
-        oldest of its newest `num_reads` reads. Takes the frame over. Called on arrival: the parameters stay as they
-        are until the update that takes it, but the worker may read again."""
+        oldest of its newest `num_reads` reads. Takes the wire buffer over. Called on arrival: the parameters stay as
+        they are until the update that takes it, but the worker may read again."""
         payload, reads = self._widen(payload), self._reads.get(worker, deque())
         while len(reads) > num_reads:
             reads.popleft().release()
@@ -125,7 +125,7 @@ class ShardStore:
         return payload
 
     def mask(self, payload: FixedBuffer | VariableBuffer, spans: list[tuple[int, int]]) -> FixedBuffer:
-        """The gradient with zeros in `spans`, [start, end) of the shard; takes the frame over."""
+        """The gradient with zeros in `spans`, [start, end) of the shard; takes the wire buffer over."""
         payload = self._widen(payload)
         for start, end in spans:
             payload.body[start:end].zero_()

@@ -83,7 +83,7 @@ class Replica:
         self._buffers = [buffer.clone() for buffer in buffers]
 
     def load(self, shard: int, payload: Any) -> None:
-        """Take over one shard's parameters; a frame of the model itself needs no copy."""
+        """Take over one shard's parameters; a wire buffer of the model itself needs no copy."""
         payload = self._reader.take(shard, payload) if self._reader else payload
         if not self.shared:
             self.model.install(shard, payload)
@@ -104,15 +104,15 @@ class Replica:
         if self.shared:
             self._own(shard).body.sub_(payload.body)
         else:
-            frame = self.model.current()[shard]
-            frame.body.sub_(payload.body)
+            wire_buffer = self.model.current()[shard]
+            wire_buffer.body.sub_(payload.body)
             self.model.install(shard)
         payload.release()
 
     def _own(self, shard: int) -> FixedBuffer:
-        frame = self._pulled[shard]
-        assert frame is not None, "a difference came before any parameters"
-        return frame
+        wire_buffer = self._pulled[shard]
+        assert wire_buffer is not None, "a difference came before any parameters"
+        return wire_buffer
 
     def progress(self, samples: int) -> None:
         """So many samples have been accepted: what a schedule on the worker follows."""
@@ -163,29 +163,29 @@ class Replica:
             self._after_step()
 
     def collect(self, loss: float, num_samples: int, share: float | None = None) -> Gradient:
-        """Take up the gradients that backward left on the parameters: into frames, or into a step of this worker's
-        own."""
+        """Take up the gradients that backward left on the parameters: into wire buffers, or into a step of this
+        worker's own."""
         if self.local is not None:
             finite = loss - loss == 0.0 and self.local.step()
             self._finite = self._finite and finite
         else:
-            for frame in self._frames or ():  # broken off before it was pushed
-                frame.release()
-            self._frames = self.model.push_frames()
+            for wire_buffer in self._frames or ():  # broken off before it was pushed
+                wire_buffer.release()
+            self._frames = self.model.push_buffers()
             finite = self._finite = self.model.gather_gradients(self._frames) and loss - loss == 0.0
         told = self.remote.text(self.local.rates if self.local else None) if self.remote is not None else ""
         return Gradient(loss, num_samples, finite, num_samples if share is None else share, told)
 
     def take(self) -> list[FixedBuffer] | list[VariableBuffer]:
-        """What to push, one frame or message a shard."""
+        """What to push, one wire buffer or message a shard."""
         finite, self._finite = self._finite, True
         if self.local is not None:
             self._enter()
-            frames = self.local.take()
+            wire_buffers = self.local.take()
         else:
             assert self._frames is not None, "push without a gradient"
-            frames, self._frames = self._frames, None
-        return frames if self.coder is None else self.coder.encode(frames, finite)
+            wire_buffers, self._frames = self._frames, None
+        return wire_buffers if self.coder is None else self.coder.encode(wire_buffers, finite)
 
     def statistics(self) -> dict[str, float]:
         """What the codec has to tell of its messages; empty without one."""
@@ -207,9 +207,9 @@ class Replica:
 
     @torch.no_grad()
     def _enter(self) -> None:
-        for shard, frame in enumerate(self._pulled):
-            if frame is not None:
-                self.model.install(shard, frame)
+        for shard, wire_buffer in enumerate(self._pulled):
+            if wire_buffer is not None:
+                self.model.install(shard, wire_buffer)
         for buffer, own in zip(self._module_buffers, self._buffers, strict=True):
             buffer.copy_(own)
 

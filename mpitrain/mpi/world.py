@@ -2,7 +2,7 @@
 
 Invariants: one role a rank, driven by the thread that owns MPI; the role is never blocked by a send.
 From each peer one header receive is always listening (directed, never ANY_SOURCE: a dead peer must be
-tellable); what the header announces is then received into the frame that `buffer_for` provides, and only
+tellable); what the header announces is then received into the wire buffer that `buffer_for` provides, and only
 after that the next header, so messages of one peer keep their order. A payload whose length or whose stamps
 at the two ends are not what its header says is an error, never an update.
 """
@@ -61,7 +61,7 @@ class MpiWorld:
     Args:
         engine: the process's progress engine, driven inline.
         peers: ranks this role exchanges messages with.
-        buffer_for: `buffer_for(source, kind) -> frame` to receive the payload of that rank's next message into.
+        buffer_for: `buffer_for(source, kind) -> wire_buffer` to receive the payload of that rank's next message into.
         on_step: called with the role's step as it changes, for error messages.
         may_die: peers whose death is a message (`Kind.LOST`), not an error.
         leave_s: how long to wait, in the end, for what was sent to leave; the engine sends the rest all the same.
@@ -257,23 +257,23 @@ class MpiWorld:
         op.then(lambda op: self._checked(peer, op, num_bytes, unpack))
 
     def _receive_payload(self, peer: _Peer, message: Message, num_bytes: int) -> None:
-        frame = self.buffer_for(peer.rank, message.kind)
-        if not frame.fit(num_bytes):
+        wire_buffer = self.buffer_for(peer.rank, message.kind)
+        if not wire_buffer.fit(num_bytes):
             raise WireError(
-                f"rank {peer.rank} announces {num_bytes} bytes for a shard of {frame.num_bytes}: "
+                f"rank {peer.rank} announces {num_bytes} bytes for a shard of {wire_buffer.num_bytes}: "
                 "other model or sharding?"
             )
 
         def unpack() -> Message:
             stamp = _stamp(message)
-            if frame.stamps() != (stamp, stamp):
+            if wire_buffer.stamps() != (stamp, stamp):
                 raise WireError(
-                    f"payload of rank {peer.rank} is torn: stamps {frame.stamps()}, expected "
+                    f"payload of rank {peer.rank} is torn: stamps {wire_buffer.stamps()}, expected "
                     f"{stamp} at both ends"
                 )
-            return message._replace(payload=frame)
+            return message._replace(payload=wire_buffer)
 
-        self.engine.irecv(frame.raw, peer.rank, PAYLOAD_TAG).then(
+        self.engine.irecv(wire_buffer.raw, peer.rank, PAYLOAD_TAG).then(
             lambda op: self._checked(peer, op, num_bytes, unpack)
         )
 

@@ -296,7 +296,7 @@ def _serve(
     may_die = roles.workers if runtime.fault_tolerance == "ulfm" else ()
     on_step = functools.partial(setattr, runtime, "step")
     world = MpiWorld(
-        runtime.engine, roles.workers, lambda source, kind: store.frame(), on_step, may_die=may_die
+        runtime.engine, roles.workers, lambda source, kind: store.wire_buffer(), on_step, may_die=may_die
     )
     counts = world.run(server.run())
     runtime.evicted |= {int(rank) for rank in counts["lost"]} | runtime.dead()

@@ -30,14 +30,14 @@ def draw(step, *modules):
 
 def step(flat, stores, remote, *times):
     """One update on the servers: the gradients at hand, once for each worker."""
-    frames = [flat.push_frames() for _ in times or (0,)]
+    wire_buffers = [flat.push_buffers() for _ in times or (0,)]
     text = remote.text()
-    for worker, own in enumerate(frames):
+    for worker, own in enumerate(wire_buffers):
         assert flat.gather_gradients(own)
-        for store, frame in zip(stores, own, strict=True):
+        for store, wire_buffer in zip(stores, own, strict=True):
             if text:
                 store.hear_options(text)
-            store.add(worker, frame, 1.0)
+            store.add(worker, wire_buffer, 1.0)
     for shard, store in enumerate(stores):
         store.apply()
         flat.install(shard, store.live)
@@ -118,16 +118,16 @@ def test_an_update_of_several_gradients_takes_the_mean_of_their_options():
     module = make_model()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     flat = FlatModel(module, optimizer, 1)
-    store = ShardStore(flat.layout, 0, flat.frames[0].body, optimizer)
+    store = ShardStore(flat.layout, 0, flat.wire_buffers[0].body, optimizer)
 
     def update(*texts):
         before = store.live.body.clone()
         for text in texts:
-            (frame,) = flat.push_frames()
-            frame.body.fill_(2.0)
+            (wire_buffer,) = flat.push_buffers()
+            wire_buffer.body.fill_(2.0)
             if text:
                 store.hear_options(text)
-            store.add(0, frame, 1.0)
+            store.add(0, wire_buffer, 1.0)
         store.apply()
         return float((before - store.live.body).double().mean())
 
@@ -226,7 +226,7 @@ def test_a_step_without_any_gradient_moves_nothing_as_in_torch(strategy):
     flat = FlatModel(module, optimizer, 1)
     local = local_steps(flat, optimizer, strategy)
     assert local.step()
-    (frame,) = local.take()
-    assert not frame.body.any()
+    (wire_buffer,) = local.take()
+    assert not wire_buffer.body.any()
     for theirs, ours in zip(make_model().parameters(), module.parameters(), strict=True):
         assert torch.equal(theirs, ours)

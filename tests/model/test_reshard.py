@@ -12,10 +12,10 @@ from mpitrain.strategies import EightBit, Keep
 def stores(module, num_shards):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     layout = make_layout(module, optimizer, num_shards)
-    frames = FlatModel(module, optimizer, num_shards).frames
+    wire_buffers = FlatModel(module, optimizer, num_shards).wire_buffers
     options = (optimizer, Keep(), "full", "full")
     return layout, [
-        ShardStore(layout, shard, frames[shard].body, *options, reply_codec=EightBit())
+        ShardStore(layout, shard, wire_buffers[shard].body, *options, reply_codec=EightBit())
         for shard in range(num_shards)
     ]
 

@@ -46,7 +46,8 @@ def test_any_slicing_gives_torchs_own_bits(name, num_shards):
     optimizer, prototype = OPTIMIZERS[name](reference), OPTIMIZERS[name](module)
     flat = FlatModel(module, prototype, num_shards)
     stores = [
-        ShardStore(flat.layout, shard, flat.frames[shard].body, prototype) for shard in range(num_shards)
+        ShardStore(flat.layout, shard, flat.wire_buffers[shard].body, prototype)
+        for shard in range(num_shards)
     ]
     for step in range(4):
         torch.manual_seed(step)
@@ -54,10 +55,10 @@ def test_any_slicing_gives_torchs_own_bits(name, num_shards):
             theirs.grad = torch.randn_like(theirs)
             ours.grad = theirs.grad.clone()
         optimizer.step()
-        frames = flat.push_frames()
-        assert flat.gather_gradients(frames)
-        for shard, (store, frame) in enumerate(zip(stores, frames, strict=True)):
-            store.add(0, frame, 1.0)
+        wire_buffers = flat.push_buffers()
+        assert flat.gather_gradients(wire_buffers)
+        for shard, (store, wire_buffer) in enumerate(zip(stores, wire_buffers, strict=True)):
+            store.add(0, wire_buffer, 1.0)
             store.apply()
             flat.install(shard, store.live)
         for theirs, ours in zip(reference.parameters(), module.parameters(), strict=True):
@@ -72,12 +73,14 @@ def test_state_restores_bit_for_bit(name):
     module = make_model()
     prototype = OPTIMIZERS[name](module)
     flat = FlatModel(module, prototype, 2)
-    stores = [ShardStore(flat.layout, 1, flat.frames[1].body, prototype) for _ in range(2)]
+    stores = [ShardStore(flat.layout, 1, flat.wire_buffers[1].body, prototype) for _ in range(2)]
 
     def push(store, seed):
-        frame = store.frame()
-        frame.body.copy_(torch.randn(frame.body.shape, generator=torch.Generator().manual_seed(seed)))
-        store.add(0, frame, 1.0)
+        wire_buffer = store.wire_buffer()
+        wire_buffer.body.copy_(
+            torch.randn(wire_buffer.body.shape, generator=torch.Generator().manual_seed(seed))
+        )
+        store.add(0, wire_buffer, 1.0)
         store.apply()
 
     push(stores[0], 1)
@@ -92,13 +95,13 @@ def test_a_version_that_is_held_never_changes_and_frames_are_reused():
     module = make_model()
     prototype = OPTIMIZERS["momentum"](module)
     flat = FlatModel(module, prototype, 1)
-    store = ShardStore(flat.layout, 0, flat.frames[0].body, prototype)
+    store = ShardStore(flat.layout, 0, flat.wire_buffers[0].body, prototype)
     held = store.read(0)
     before = held.body.clone()
     for _ in range(5):
-        frame = store.frame()
-        frame.body.fill_(1.0)
-        store.add(0, frame, 1.0)
+        wire_buffer = store.wire_buffer()
+        wire_buffer.body.fill_(1.0)
+        store.add(0, wire_buffer, 1.0)
         store.apply()
     assert torch.equal(held.body, before) and not torch.equal(store.live.body, before)
     held.release()
@@ -109,12 +112,12 @@ def test_an_update_is_the_mean_of_the_weighted_gradients():
     module = make_model()
     prototype = torch.optim.SGD(module.parameters(), lr=1.0)
     flat = FlatModel(module, prototype, 1)
-    store = ShardStore(flat.layout, 0, flat.frames[0].body, prototype)
+    store = ShardStore(flat.layout, 0, flat.wire_buffers[0].body, prototype)
     before = store.live.body.clone()
     for value, weight in ((2.0, 0.5), (4.0, 0.25), (8.0, 1.0), (16.0, 0.5)):
-        frame = store.frame()
-        frame.body.fill_(value)
-        store.add(0, frame, weight)
+        wire_buffer = store.wire_buffer()
+        wire_buffer.body.fill_(value)
+        store.add(0, wire_buffer, weight)
     store.apply()
     assert torch.equal(store.live.body, before - 4.5)
 
@@ -148,9 +151,9 @@ def test_unused_and_frozen_parameters():
     flat = FlatModel(module, torch.optim.SGD(module.parameters(), lr=0.1), 2)
     assert flat.layout.names == ("p0", "p2", "p3", "p4")
     (module.p0.sum() * 2).backward()
-    frames = flat.push_frames()
-    assert flat.gather_gradients(frames)
-    whole = torch.cat([frame.body for frame in frames])
+    wire_buffers = flat.push_buffers()
+    assert flat.gather_gradients(wire_buffers)
+    whole = torch.cat([wire_buffer.body for wire_buffer in wire_buffers])
     assert torch.equal(whole[:221], torch.full((221,), 2.0)) and not whole[221:].any()
 
 
@@ -187,10 +190,10 @@ def test_mixed_dtypes_and_too_many_servers_are_refused():
 
 def test_frames_carry_stamps_at_both_ends_outside_the_numbers():
     for numel in (1, 7, 16, 33):
-        frame = FixedBuffer(numel, torch.float32)
-        frame.body.fill_(5.0)
-        frame.stamp(123456789)
-        assert frame.stamps() == (123456789, 123456789)
-        assert torch.equal(frame.body, torch.full((numel,), 5.0))
-        frame.raw[-4] ^= 1
-        assert frame.stamps()[0] != frame.stamps()[1]
+        wire_buffer = FixedBuffer(numel, torch.float32)
+        wire_buffer.body.fill_(5.0)
+        wire_buffer.stamp(123456789)
+        assert wire_buffer.stamps() == (123456789, 123456789)
+        assert torch.equal(wire_buffer.body, torch.full((numel,), 5.0))
+        wire_buffer.raw[-4] ^= 1
+        assert wire_buffer.stamps()[0] != wire_buffer.stamps()[1]

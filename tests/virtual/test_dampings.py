@@ -37,12 +37,12 @@ def make_store(start, damping=Keep(), optimizer=torch.optim.SGD, **options):  # 
     module.w = nn.Parameter(torch.tensor(start, dtype=torch.float64))
     prototype = optimizer(module.parameters(), **options)
     flat = FlatModel(module, prototype, 1)
-    return ShardStore(flat.layout, 0, flat.frames[0].body, prototype, damping)
+    return ShardStore(flat.layout, 0, flat.wire_buffers[0].body, prototype, damping)
 
 
-def frame(store, *numbers):
+def wire_buffer(store, *numbers):
     """A gradient."""
-    taken = store.frame()
+    taken = store.wire_buffer()
     taken.body.copy_(torch.tensor(numbers, dtype=torch.float64))
     return taken
 
@@ -78,9 +78,11 @@ def test_delay_compensation_is_exact_on_the_quadratic(read, curvature):
     for now in (0.375, -1.625, 3.0):
         store = make_store([read], DelayCompensated(lam=lam), lr=0.125)
         desk = Desk(Async(damping=DelayCompensated(lam=lam)), store, (1, 2))
-        desk.push(2, frame(store, (read - now) / 0.125))  # moves w from read to now; 2 read w as it stands
+        desk.push(
+            2, wire_buffer(store, (read - now) / 0.125)
+        )  # moves w from read to now; 2 read w as it stands
         assert values(store) == [now]
-        desk.push(1, frame(store, curvature * read))
+        desk.push(1, wire_buffer(store, curvature * read))
         assert values(store) == [now - 0.125 * curvature * now]
 
 
@@ -91,13 +93,13 @@ def test_a_gradient_that_waits_is_corrected_for_its_own_read():
     store = make_store([1.0], damping, lr=0.125)
     desk = Desk(SoftSync(updates=2, damping=damping), store, (1, 2, 3))
     for _ in range(2):
-        desk.push(1, frame(store, 1.0))
+        desk.push(1, wire_buffer(store, 1.0))
     assert values(store) == [0.875]
     for worker in (2, 3):
-        desk.push(worker, frame(store, 1.0))  # both read 1.0: h * w_now = 0.875 after compensation
+        desk.push(worker, wire_buffer(store, 1.0))  # both read 1.0: h * w_now = 0.875 after compensation
     assert values(store) == [0.875 - 0.125 * 0.875]
-    desk.push(2, frame(store, 0.5))  # 2 read 0.875 when it last pushed, and now reads what stands there
-    desk.push(2, frame(store, 0.5))
+    desk.push(2, wire_buffer(store, 0.5))  # 2 read 0.875 when it last pushed, and now reads what stands there
+    desk.push(2, wire_buffer(store, 0.5))
     corrected = 0.5 + 0.5 * 0.5 * (0.765625 - 0.875)
     assert values(store) == [0.765625 - 0.125 * (corrected + 0.5) / 2]
 
@@ -107,9 +109,9 @@ def test_gap_aware_divides_by_the_gap_in_steps_and_leaves_alone_what_did_not_mov
     damping = GapAware(decay=0.0)
     store = make_store([1.0, 2.0, 3.0], damping, lr=0.5)
     desk = Desk(Async(damping=damping), store, (1, 2))
-    desk.push(2, frame(store, 1.0, 0.0, -2.0))
+    desk.push(2, wire_buffer(store, 1.0, 0.0, -2.0))
     assert values(store) == [0.5, 2.0, 4.0]
-    desk.push(1, frame(store, 1.0, 1.0, 1.0))  # gaps 0.5, 0, 1 are 1, 0 and 2 steps
+    desk.push(1, wire_buffer(store, 1.0, 1.0, 1.0))  # gaps 0.5, 0, 1 are 1, 0 and 2 steps
     moved = [0.5 - 0.5 / 2, 2.0 - 0.5, 4.0 - 0.5 / 3]
     assert values(store) == pytest.approx(moved, rel=1e-15) and values(store)[:2] == moved[:2]
 
@@ -119,9 +121,9 @@ def test_gap_aware_remembers_the_length_of_steps_without_the_bias_of_its_start()
     store = make_store([0.0], damping, lr=1.0)
     desk = Desk(Async(damping=damping), store, (1, 2))
     for length in (1.0, 3.0):
-        desk.push(2, frame(store, length))
+        desk.push(2, wire_buffer(store, length))
     mean = (0.75 * 0.25 * 1.0 + 0.25 * 3.0) / (1 - 0.75**2)
-    desk.push(1, frame(store, 1.0))
+    desk.push(1, wire_buffer(store, 1.0))
     assert values(store) == pytest.approx([-4.0 - 1.0 / (1 + 4.0 / mean)], rel=1e-14)
 
 
@@ -151,13 +153,13 @@ def test_a_weight_is_a_learning_rate_for_adaptive_optimizers(name):
     are those of the whole gradient, and the next step has its full rate."""
     stores = [make_store([0.0, 0.0], optimizer=getattr(torch.optim, name), **ADAPTIVE[name]) for _ in "12"]
     for store, weight in zip(stores, (1.0, 0.5), strict=True):
-        store.add(1, frame(store, 0.3, -5.0), weight)
+        store.add(1, wire_buffer(store, 0.3, -5.0), weight)
         store.apply()
     whole, half = (values(store) for store in stores)
     assert half == [number / 2 for number in whole] and whole != half
     before = half
     for store in stores:
-        store.add(1, frame(store, 0.1, 0.7), 1.0)
+        store.add(1, wire_buffer(store, 0.1, 0.7), 1.0)
         store.apply()
     steps = [[b - a for a, b in zip(start, values(store))] for start, store in zip((whole, before), stores)]
     assert steps[0] == pytest.approx(steps[1], rel=1e-12)
@@ -166,9 +168,9 @@ def test_a_weight_is_a_learning_rate_for_adaptive_optimizers(name):
 def test_a_mean_of_weighted_gradients_for_adaptive_optimizers_is_their_weighted_mean():
     """Weights 1/4 and 3/4 of 2 gradients: the weighted mean as gradient, half the rate."""
     mixed, plain = (make_store([0.0], optimizer=torch.optim.Adam, lr=rate) for rate in (0.25, 0.125))
-    mixed.add(1, frame(mixed, 8.0), 0.25)
-    mixed.add(2, frame(mixed, 4.0), 0.75)
-    plain.add(1, frame(plain, 5.0), 1.0)
+    mixed.add(1, wire_buffer(mixed, 8.0), 0.25)
+    mixed.add(2, wire_buffer(mixed, 4.0), 0.75)
+    plain.add(1, wire_buffer(plain, 5.0), 1.0)
     for store in (mixed, plain):
         store.apply()
     assert values(mixed) == values(plain)
@@ -179,7 +181,7 @@ def test_a_weight_scales_the_gradient_for_sgd():
     """With momentum it must be the gradient: a scaled rate would also scale what older gradients left."""
     store = make_store([0.0], lr=1.0, momentum=0.5)
     for weight in (1.0, 0.25):
-        store.add(1, frame(store, 4.0), weight)
+        store.add(1, wire_buffer(store, 4.0), weight)
         store.apply()
     assert values(store) == [-4.0 - (0.5 * 4.0 + 0.25 * 4.0)]
 
@@ -193,7 +195,7 @@ def test_with_two_in_flight_each_gradient_is_corrected_for_the_read_it_was_compu
     for number in range(12):
         read = path[max(0, number - 1)]
         slope = curvature * read
-        desk.push(1, frame(store, slope), version=max(0, number - 1))
+        desk.push(1, wire_buffer(store, slope), version=max(0, number - 1))
         path.append(path[-1] - rate * (slope + 0.5 * slope**2 * (path[-1] - read)))
         assert values(store) == pytest.approx([path[-1]], rel=1e-14), number
     assert desk.server.ledger.staleness == {0: 1, 1: 11}
@@ -207,7 +209,7 @@ def test_with_two_in_flight_a_coded_reply_is_corrected_for_as_it_was_told():
     prototype = torch.optim.SGD(module.parameters(), lr=0.5)
     layout = (flat := FlatModel(module, prototype, 1)).layout
     damping = DelayCompensated(lam=1.0)
-    store = ShardStore(layout, 0, flat.frames[0].body, prototype, damping, reply_codec=EightBit())
+    store = ShardStore(layout, 0, flat.wire_buffers[0].body, prototype, damping, reply_codec=EightBit())
     reader = ReplyReader(layout)
 
     def read(uses):
@@ -217,7 +219,7 @@ def test_with_two_in_flight_a_coded_reply_is_corrected_for_as_it_was_told():
     for number in range(5):
         computed_on, now = reads[max(0, number - 1)], store.live.body.clone()
         given = torch.randn(len(now))
-        payload = store.frame()
+        payload = store.wire_buffer()
         payload.body.copy_(given)
         corrected = store.correct(1, payload, 2)
         wanted = given.clone().addcmul_(given * given, now - computed_on)
@@ -273,7 +275,7 @@ def test_where_gradient_and_decay_cancel_no_weight_moves_the_parameters(name, da
     for weights in WEIGHTS.values():
         for _ in range(2):
             for worker, weight in enumerate(weights):
-                payload = frame(store, *there)
+                payload = wire_buffer(store, *there)
                 payload = store.correct(worker, payload, 1) if damping.corrects else payload
                 store.add(worker, payload, weight)
             store.apply()
@@ -285,7 +287,7 @@ def test_a_weight_scales_the_decay_of_its_own_update_and_momentum_keeps_what_it_
     store = make_store([1.0], lr=0.5, momentum=0.5, weight_decay=0.25)
     w, momentum = 1.0, 0.0
     for number, weight in enumerate((0.5, 0.125, 1.0)):
-        store.add(1, frame(store, 2.0 + number), weight)
+        store.add(1, wire_buffer(store, 2.0 + number), weight)
         store.apply()
         momentum = 0.5 * momentum + weight * (2.0 + number + 0.25 * w)
         w -= 0.5 * momentum
@@ -295,7 +297,7 @@ def test_a_weight_scales_the_decay_of_its_own_update_and_momentum_keeps_what_it_
 def test_a_weight_scales_decoupled_decay_with_the_rate():
     """AdamW's own: w <- (1 - rate * decay) w; without a gradient that is all."""
     store = make_store([1.0], optimizer=torch.optim.AdamW, lr=0.5, weight_decay=0.5)
-    store.add(1, frame(store, 0.0), 0.25)
+    store.add(1, wire_buffer(store, 0.0), 0.25)
     store.apply()
     assert values(store) == [1.0 - 0.25 * 0.5 * 0.5]
 
@@ -303,7 +305,7 @@ def test_a_weight_scales_decoupled_decay_with_the_rate():
 def test_an_optimizer_that_raises_leaves_rate_and_decay_as_they_were(monkeypatch):
     store = make_store([1.0], optimizer=torch.optim.Adam, lr=0.5, weight_decay=0.25)
     monkeypatch.setattr(store.optimizer, "step", lambda: 1 / 0)
-    store.add(1, frame(store, 2.0), 0.125)
+    store.add(1, wire_buffer(store, 2.0), 0.125)
     with pytest.raises(ZeroDivisionError):
         store.apply()
     group = store.optimizer.param_groups[0]
@@ -337,7 +339,7 @@ def test_the_fixed_point_of_eight_workers_is_that_of_ridge_regression(strategy, 
     for turn in range(2400):
         worker = workers[turn % 8]
         slope = hessian @ path[desk.answers[worker]] - target
-        desk.push(worker, frame(store, *slope.tolist()))
+        desk.push(worker, wire_buffer(store, *slope.tolist()))
         if len(path) == desk.server.ledger.version:
             path.append(store.live.body.clone())
     assert values(store) == pytest.approx(expected.tolist(), rel=1e-4)
@@ -359,10 +361,10 @@ def test_gradients_of_an_update_are_averaged_by_their_shares(optimizer):
     """3 samples and 1, weights 1 and 1/2: the mean over the samples of what each is worth, for SGD as a gradient, for
     Adam as its rate."""
     mixed, plain = (make_store([1.0], optimizer=optimizer, lr=0.25, weight_decay=0.5) for _ in "12")
-    mixed.add(1, frame(mixed, 8.0), 1.0, 3)
-    mixed.add(2, frame(mixed, 4.0), 0.5, 1)
+    mixed.add(1, wire_buffer(mixed, 8.0), 1.0, 3)
+    mixed.add(2, wire_buffer(mixed, 4.0), 0.5, 1)
     total = 3 * 1.0 + 1 * 0.5
-    plain.add(1, frame(plain, (3 * 8.0 + 0.5 * 4.0) / total), total / 4)
+    plain.add(1, wire_buffer(plain, (3 * 8.0 + 0.5 * 4.0) / total), total / 4)
     for store in (mixed, plain):
         store.apply()
     assert values(mixed) == pytest.approx(values(plain), rel=1e-14)
@@ -371,6 +373,6 @@ def test_gradients_of_an_update_are_averaged_by_their_shares(optimizer):
 def test_an_update_of_which_no_sample_counts_has_no_gradient():
     store = make_store([1.0], lr=0.25)
     for worker in (1, 2):
-        store.add(worker, frame(store, 8.0), 1.0, 0)
+        store.add(worker, wire_buffer(store, 8.0), 1.0, 0)
     store.apply()
     assert values(store) == [1.0]

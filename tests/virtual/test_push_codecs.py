@@ -83,7 +83,7 @@ class Parts:
         module, optimizer = build(job, None, torch.device("cpu"))
         model, reader = FlatModel(module, optimizer, strategy.servers), job.data.reader(None, 0)
         self.layout = model.layout
-        self.initial = torch.cat([frame.body.clone() for frame in model.frames])
+        self.initial = torch.cat([wire_buffer.body.clone() for wire_buffer in model.wire_buffers])
         self.stores = [shard_store(model, shard, optimizer, strategy, 3) for shard in roles.servers]
         dealer = BatchDealer(job.data.num_samples, job.epochs, job.batch_size)
         servers = [
@@ -188,13 +188,13 @@ def test_clipping_is_by_the_whole_gradient_before_the_residual():
     flat = FlatModel(model, plain_sgd(model.parameters()), 3)
     coder = PushCoder(flat.layout, mt.TopK(density=1.0, clip=2.0, dense_below=0), 4, 0, 0)
     gradient = torch.arange(42) / 8.0
-    frames = flat.push_frames()
-    for frame, piece in zip(frames, gradient.split([14, 14, 14]), strict=True):
-        frame.body.copy_(piece)
+    wire_buffers = flat.push_buffers()
+    for wire_buffer, piece in zip(wire_buffers, gradient.split([14, 14, 14]), strict=True):
+        wire_buffer.body.copy_(piece)
     sent = torch.zeros(42)
-    for shard, parcel in enumerate(coder.encode(frames, finite=True)):
+    for shard, wire_message in enumerate(coder.encode(wire_buffers, finite=True)):
         low, high = flat.layout.cuts[shard : shard + 2]
-        write_message(parcel.body, [Part(sent[low:high], fields_of(flat.layout, shard))])
+        write_message(wire_message.body, [Part(sent[low:high], fields_of(flat.layout, shard))])
     assert torch.allclose(sent, gradient / gradient.norm() * 2.0 / 2.0)
 
 
@@ -218,10 +218,12 @@ def test_what_was_kept_survives_other_cuts_and_other_workers(codec):
     for _ in range(3):
         flat, coder = made(2, 3)
         for _ in range(2):
-            frames = flat.push_frames()
-            for frame in frames:
-                frame.body.copy_(torch.randint(-64, 64, frame.body.shape, generator=generator) / 64.0)
-            coder.encode(frames, finite=True)
+            wire_buffers = flat.push_buffers()
+            for wire_buffer in wire_buffers:
+                wire_buffer.body.copy_(
+                    torch.randint(-64, 64, wire_buffer.body.shape, generator=generator) / 64.0
+                )
+            coder.encode(wire_buffers, finite=True)
         states.append(coder.state())
         mean = mean + whole(coder) / 3
     _, again = made(2, 3)
@@ -280,9 +282,9 @@ def test_a_correction_goes_by_what_the_worker_holds_and_not_by_what_it_was_told_
     assert torch.equal(held, store.live.body)
 
     def push(gradient):
-        frame = store.frame()
-        frame.body.copy_(gradient)
-        return store.correct(5, frame, 1)
+        wire_buffer = store.wire_buffer()
+        wire_buffer.body.copy_(gradient)
+        return store.correct(5, wire_buffer, 1)
 
     store.add(5, push(torch.ones(24)), 1.0)
     store.apply()

@@ -29,7 +29,7 @@ class Run:
         module, optimizer = build(job, None, torch.device("cpu"))
         model, reader = FlatModel(module, optimizer, 2), job.data.reader(None, 0)
         self.stores = [
-            ShardStore(model.layout, shard, model.frames[shard].body, optimizer) for shard in (0, 1)
+            ShardStore(model.layout, shard, model.wire_buffers[shard].body, optimizer) for shard in (0, 1)
         ]
         dealer = BatchDealer(job.data.num_samples, job.epochs, job.batch_size)
         self.servers = [

@@ -58,9 +58,9 @@ def test_bytes_are_halved_where_they_should_be(tmp_path):
         sizes[push, reply] = (result["pushed_bytes"], result["replied_bytes"])
     pads = 128
     numbers = 5 * 400 + 400
-    frame = {"full": numbers * 4, "half": numbers * 2}
-    assert sizes["full", "full"][0] == 16 * (-(-frame["full"] // 64) * 64 + pads)
-    assert sizes["bfloat16", "full"][0] == 16 * (-(-frame["half"] // 64) * 64 + pads)
+    wire_buffer = {"full": numbers * 4, "half": numbers * 2}
+    assert sizes["full", "full"][0] == 16 * (-(-wire_buffer["full"] // 64) * 64 + pads)
+    assert sizes["bfloat16", "full"][0] == 16 * (-(-wire_buffer["half"] // 64) * 64 + pads)
     assert sizes["bfloat16", "full"][1] == sizes["full", "full"][1] > sizes["full", "float16"][1]
 
 

@@ -286,10 +286,10 @@ def test_an_exchange_conserves_the_sum_and_a_share_of_one_swaps():
         workers = {rank: numbers() for rank in (1, 2, 3)}
         total = first + sum(workers.values())
         for rank in (1, 2, 3, 2, 2, 1):
-            frame = store.frame()
-            frame.body.copy_(workers[rank])
+            wire_buffer = store.wire_buffer()
+            wire_buffer.body.copy_(workers[rank])
             before, centre = workers[rank].clone(), store.centre.body.clone()
-            store.add(rank, frame, 1.0)
+            store.add(rank, wire_buffer, 1.0)
             store.apply()
             difference = store.read(rank)
             workers[rank] -= difference.body

@@ -4,7 +4,7 @@ Invariants: arithmetic on times that it is handed. Who has not been answered owe
 the last word of either side. A worker counts as silent when it has been so for longer than `PATIENCE` times its longest
 gap so far, and never sooner than `LEAST_SILENCE_S` where nothing is lost by it, or `MID_SILENCE_S` in the middle of a
 run (or a floor of the user's own in place of both); before its second message the longest gap of all workers stands in,
-and `FIRST_SILENCE_S`. One that has said that it validates is processed by its validations, and the first time given
+and `FIRST_SILENCE_S`. One that has said that it validates is judged by its validations, and the first time given
 `AWAY_SILENCE_S` where everybody waits for it.
 """
 

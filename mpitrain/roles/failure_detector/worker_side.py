@@ -27,7 +27,7 @@ class ServerProbe:
     Args:
         rank: its own; servers: all.
         timeout_s: a server that has not answered for so long is dead; 0 asks nobody and waits for ever.
-        signs_s: how often to say that it waits where nobody is processed by the answer: to a server that has let it go
+        signs_s: how often to say that it waits where nobody is judged by the answer: to a server that has let it go
             while another one holds it, it would seem to be silent. 0: never.
     """
 

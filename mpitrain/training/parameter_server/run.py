@@ -107,7 +107,7 @@ def _serve(
     writer, role = shard_writer(session, server, store, keeper, model.module)
     session.in_emergency(writer)
     role = record(role, order)
-    counts = run_role(session, roles.workers, lambda source, kind: store.frame(), role, may_die=may_die)
+    counts = run_role(session, roles.workers, lambda source, kind: store.wire_buffer(), role, may_die=may_die)
     # one whose gradients were not finite has left in order
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}
