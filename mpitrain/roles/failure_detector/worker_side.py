@@ -4,7 +4,7 @@ Invariants: for launches in which MPI tells of no death. A worker that waits has
 `QUESTIONS` times per timeout, and every server says at once that it is there, whomever its strategy holds back. That
 tells a server that holds from one that is dead; and to a server that has answered it tells that this worker waits for
 another one. Unanswered questions are counted, not seconds: a rank that was stopped for a while asks again before it
-processes.
+judges.
 """
 
 from __future__ import annotations
