@@ -24,6 +24,10 @@ ELSEWHERE = (
     (r"--ft heartbeat ", "needs MPICH under Slurm: `tests/slurm/test_heartbeat.py`"),
     (r"--hostfile |hosts\.py ", "needs several hosts, or root to emulate them"),
     (
+        r"--ft ulfm |--checkpoint-every |mpirun |^mpitrain simulate ",
+        "takes tens of seconds: see `tests/mpi`, `tests/virtual`",
+    ),
+    (
         r"benchmarks/\w+\.py",
         "takes minutes: `tests/test_benchmarks.py` runs it smaller, or checks its options",
     ),
@@ -37,14 +41,14 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands() -> Iterator[tuple[str, Path]]:
-    """Every command once, without its comment, and the first page that prints it."""
+    """Every command once, without its comment, and the first page that prints it; with or without `.venv/bin/`."""
     seen = set()
     for page in PAGES:
         for block in blocks(page, "sh"):
             for line in block.splitlines():
                 command = re.sub(r"(^|\s+)#.*", "", line)
-                if command and command not in seen:
-                    seen.add(command)
+                if command and (bare := command.replace(".venv/bin/", "")) not in seen:
+                    seen.add(bare)
                     yield command, page
 
 
