@@ -5,7 +5,8 @@ either way.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import AgreedError
 from mpitrain.job import Job, Overrides, load_job
@@ -16,6 +17,9 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
+
+if TYPE_CHECKING:
+    from mpitrain.training.session import Session
 
 __all__ = ["train", "train_command"]
 
@@ -32,7 +36,7 @@ def train(job: Job, strategy: Strategy | None = None, **overrides: Any) -> dict[
         On every rank, what `result.json` holds; `exit_code` is what the command line would end with.
 
     Raises:
-        AgreedError: the input is wrong on some rank; rank 0 has said which and why. Any other exception ends
+        AgreedError: the input is wrong on some rank; rank 0 has reported which and why. Any other exception ends
             the whole job.
     """
     if strategy is not None:
@@ -59,7 +63,7 @@ def train_command(path: str, overrides: Overrides) -> int:
     return code
 
 
-def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> dict[str, Any]:
+def _train(make_job: Callable[[], Job], overrides: Overrides, job_file: str | None = None) -> dict[str, Any]:
     """One run from start to finish; an exception other than an agreed one ends the whole job."""
     from mpitrain.mpi.runtime import start
     from mpitrain.training import signals
@@ -82,8 +86,8 @@ def _train(make_job: Any, overrides: Overrides, job_file: str | None = None) -> 
             session.close()
 
 
-def _runner(strategy: Strategy) -> Any:
-    """What carries a run of this strategy; each imports only what it needs of torch."""
+def _runner(strategy: Strategy) -> Callable[[Session], dict[str, Any]]:
+    """The function that runs this strategy; each imports only what it needs of torch."""
     if isinstance(strategy, AllReduce):
         from mpitrain.training.synchronous.launch import run_allreduce
 

@@ -59,17 +59,17 @@ def run_servers(session: Session) -> dict[str, Any]:
         }
     )
     share_module(runtime, module)
-    said = about(session, layout, describe_optimizer(module, optimizer))
-    attempt(runtime, lambda: check(session, said))
+    about_this_run = about(session, layout, describe_optimizer(module, optimizer))
+    attempt(runtime, lambda: check(session, about_this_run))
     model = flat_model(module, optimizer, strategy)
     builder = RoleBuilder(
         strategy, session.roles, model, session.job, session.catalogue, session.num_batches()
     )
     local = attempt(runtime, lambda: builder.local(optimizer))
     return (
-        _serve(session, builder, optimizer, said)
+        _serve(session, builder, optimizer, about_this_run)
         if session.role == "server"
-        else _work(session, builder, local, optimizer, device, said)
+        else _work(session, builder, local, optimizer, device, about_this_run)
     )
 
 
@@ -86,7 +86,7 @@ def server_strategy(session: Session) -> ServerStrategy:
 
 
 def _serve(
-    session: Session, builder: RoleBuilder, optimizer: Optimizer, said: dict[str, Any]
+    session: Session, builder: RoleBuilder, optimizer: Optimizer, about_this_run: dict[str, Any]
 ) -> dict[str, Any]:
     runtime, roles, strategy, model = session.runtime, session.roles, builder.strategy, builder.model
     shard = roles.servers.index(runtime.rank)
@@ -98,7 +98,7 @@ def _serve(
     # (or hooks, which may change its options)
     own = strategy.optimizer == "worker" or not strategy.push_codec.is_none or bool(StepHooks(optimizer, ()))
     writers = roles.workers if own else (roles.validator,)
-    keeper = make_keeper(session, f"shard-{shard}", said, lambda: {"store": store.state()}, writers)
+    keeper = make_keeper(session, f"shard-{shard}", about_this_run, lambda: {"store": store.state()}, writers)
     by_heartbeat = runtime.fault_tolerance == "heartbeat"
     server = builder.server(shard, store, meter, keeper, session.overrides.heartbeat_s, by_heartbeat)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
@@ -151,7 +151,7 @@ def _work(
     local: LocalSteps | None,
     optimizer: Optimizer,
     device: torch.device,
-    said: dict[str, Any],
+    about_this_run: dict[str, Any],
 ) -> dict[str, Any]:
     runtime, job, model = session.runtime, session.job, builder.model
     runtime.may_die_alone = True
@@ -167,7 +167,7 @@ def _work(
             lambda: finish_model(session, replica),
             heartbeat_s(session),
         )
-        keeper = make_keeper(session, f"worker-{index}", said, lambda: {"replica": replica.state()})
+        keeper = make_keeper(session, f"worker-{index}", about_this_run, lambda: {"replica": replica.state()})
         worker.keeper = keeper
         attempt_restore(session, worker, replica, index)
         watched = session.overrides.watchdog_s > 0
