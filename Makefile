@@ -21,6 +21,8 @@ VENV_MPICH := .venv-mpich
 RANKS ?= 4
 JOBS ?= 2
 ARGS ?=
+# What tests run on ranks and in other processes.
+PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool
 
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
@@ -55,7 +57,7 @@ slurm: $(VENV)/.installed-train
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
-	$(VENV)/bin/mypy mpitrain
+	$(VENV)/bin/mypy mpitrain $(PROGRAMS)
 	$(VENV)/bin/pylint --score=no mpitrain
 
 format: $(VENV)/.installed-test

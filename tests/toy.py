@@ -66,6 +66,10 @@ def normed():
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1))
 
 
+def wide(width):
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1))
+
+
 def square_loss(model, batch):
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 

@@ -1,4 +1,6 @@
-"""Many cases in one launch: a program of `case_*` functions, run by every rank together, in order of definition.
+"""How tests run the programs of `programs/`.
+
+Many cases in one launch: a program of `case_*` functions, run by every rank together, in order of definition.
 
 A launch costs a second, a case milliseconds. Every rank prints `ok <case>` after each; the tests ask for these lines,
 so a case that a rank never reached fails by name. An exception ends the whole job, as in any run, and the cases behind
@@ -7,6 +9,7 @@ the one that failed are run in a launch of their own.
 
 import ast
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ from tests.ranks import RanksHung, Result, find_mpi, run_ranks
 
 PROGRAMS = Path(__file__).parent / "programs"
 TCP = ("--mca", "pml", "ob1", "--mca", "btl", "self,tcp")
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # function, arguments, options; all of it fit for JSON
 MOST_LAUNCHES = 5  # of one program: where MPI itself is broken, every case fails
 
 
@@ -49,13 +53,36 @@ def case_names(program: str) -> list[str]:
     return [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("case_")]
 
 
+def call(function: str, *arguments: Any, **options: Any) -> Call:
+    """What `run_calls` is to call in a program."""
+    return function, arguments, options
+
+
+def run_calls(namespace: Mapping[str, Any]) -> Any:
+    """Called at the end of a program: calls its functions as `launch_calls` says; returns what the last call did."""
+    returned = None
+    for function, arguments, options in json.loads(sys.argv[2]):
+        returned = namespace[function](*arguments, **options)
+    return returned
+
+
+def launch_calls(n: int, program: str, path: Path, calls: Sequence[Call], **options: Any) -> Result:
+    """Run programs/<program>.py, which is given a folder and what to call, on n ranks."""
+    return launch_program(n, program, str(path), json.dumps(calls), **options)
+
+
+def launch_program(n: int, program: str, *arguments: str, **options: Any) -> Result:
+    """Run programs/<program>.py with these arguments on n ranks."""
+    python = str(find_mpi(options.get("mpi", "openmpi"))[0])
+    return run_ranks(n, [python, str(PROGRAMS / f"{program}.py"), *arguments], **options)
+
+
 def launch(n: int, program: str, cases: Sequence[str] = (), **options: Any) -> Result:
     """Run the cases of programs/<program>.py on n ranks, all of them if none are named."""
-    python = str(find_mpi(options.get("mpi", "openmpi"))[0])
     left, whole = list(cases or case_names(program)), None
     for _ in range(MOST_LAUNCHES):
         try:
-            result = run_ranks(n, [python, str(PROGRAMS / f"{program}.py"), *left], **options)
+            result = launch_program(n, program, *left, **options)
         except RanksHung as hung:
             result = hung.result
         whole = result if whole is None else _join(whole, result)

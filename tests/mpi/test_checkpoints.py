@@ -14,26 +14,9 @@ from mpitrain.job import load_job
 from mpitrain.system.run_directory import Identity
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training.measure import same_model
-from tests.ranks import run_ranks
+from tests.mpi.cases import PROGRAMS, call, launch_calls, launch_program
 
 # One launch trains every strategy to its end, writing checkpoints; the next resumes each from its first one.
-RUNS = """
-import shutil
-from pathlib import Path
-import mpitrain as mt
-from mpitrain.values import parse
-from mpitrain.mpi.runtime import start
-from tests import toy
-
-runtime = start()
-for name, (text, optimizer, resume) in {runs!r}.items():
-    path = Path("{path}") / name
-    job = toy.make_job(
-        epochs=6, batch_size=4, optimizer=getattr(toy, optimizer), checkpoint_every="never" if resume else "96",
-        keep_checkpoints=99, schedule=mt.Decay(every=2, by=0.5), data=toy.Memory(window_samples=4),
-    )
-    mt.train(job, parse(text, "strategy"), run_dir=str(path), quiet=True, resume=resume)
-"""
 
 EXACT = {
     "allreduce": ("allreduce()", "adam"),
@@ -71,16 +54,16 @@ def result_of(path):
 def runs(tmp_path_factory):
     """Every strategy trained whole, and again from a copy of its first checkpoint."""
     path = tmp_path_factory.mktemp("runs")
-    whole = {name: (text, optimizer, None) for name, (text, optimizer) in (EXACT | ASYNC | PEERS).items()}
-    run_ranks(4, RUNS.format(runs=whole, path=path)).check()
-    again = {}
+    whole = [call("train", name, *row) for name, row in (EXACT | ASYNC | PEERS).items()]
+    launch_calls(4, "checkpointed_runs", path, whole).check()
+    again = []
     for name, (text, optimizer) in (EXACT | ASYNC | PEERS).items():
         first = sorted((path / name / FOLDER).iterdir())[0]
         copy = path / f"{name}-resumed" / FOLDER
         copy.mkdir(parents=True)
         os.rename(first, copy / first.name)
-        again[f"{name}-resumed"] = (text, optimizer, "auto")
-    run_ranks(4, RUNS.format(runs=again, path=path)).check()
+        again.append(call("train", f"{name}-resumed", text, optimizer, "auto"))
+    launch_calls(4, "checkpointed_runs", path, again).check()
     return path
 
 
@@ -108,15 +91,12 @@ def test_a_resumed_asynchronous_run_takes_every_sample_once(runs, name):
     assert left == right and resumed["status"] == "ok"
 
 
-LINEAR = "model=toy.linear_float32, loss=toy.linear_loss, epochs=6,"
-
-
 def test_another_number_of_servers_goes_on_from_there_bit_for_bit(tmp_path):
     """One worker, two parameter groups, AdamW: shards cut anew hold the same numbers, whoever owns them."""
 
     def train(ranks, name, servers, resume):
-        script = RUNS.format(runs={name: (f"sync(servers={servers})", "two_groups", resume)}, path=tmp_path)
-        run_ranks(ranks, script.replace("epochs=6,", LINEAR)).check()
+        run = call("train", name, f"sync(servers={servers})", "two_groups", resume, linear=True)
+        launch_calls(ranks, "checkpointed_runs", tmp_path, [run]).check()
 
     train(3, "whole", 2, None)
     first, *later = sorted((tmp_path / "whole" / FOLDER).glob("0*"))
@@ -131,52 +111,6 @@ def test_another_number_of_servers_goes_on_from_there_bit_for_bit(tmp_path):
         )
 
 
-SIGNALLED = """
-import os, signal, sys, threading, time
-import torch
-import mpitrain as mt
-from mpitrain.values import parse
-from mpitrain.mpi.runtime import start
-from mpitrain.training import signals
-from tests import toy
-
-runtime = start()
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what mpirun hands on may come to a rank whose run is already over
-
-def signal_when_waiting(number, told):
-    while not runtime.engine.arriving:  # in a collective, and somebody has not come there
-        time.sleep(0.001)
-    os.kill(os.getpid(), number)
-    open(told, "w").close()
-
-def run(name, text, resume=None, victim=-1, how=""):
-    calls = []
-    number, _, where = how.partition(" ")
-    told = f"{path}/told-{{name}}"
-
-    def loss(model, batch):
-        calls.append(1)
-        if len(calls) == 7 and runtime.rank == victim and where == "waiting":
-            threading.Thread(target=signal_when_waiting, args=(getattr(signal, number), told)).start()
-        elif len(calls) == 7 and runtime.rank == victim:
-            os.kill(os.getppid() if where == "mpirun" else os.getpid(), getattr(signal, number))
-            while not signals.asked():  # mpirun hands it on when it gets a core
-                time.sleep(0.001)
-        while len(calls) == 7 and runtime.rank == 0 and where == "waiting" and not os.path.exists(told):
-            time.sleep(0.001)
-        return toy.square_loss(model, batch)
-
-    def calm(parameters):
-        return torch.optim.SGD(parameters, lr=0.002)
-
-    job = toy.make_job(
-        epochs=40, batch_size=4, loss=loss, optimizer=calm, checkpoint_every="never",
-        data=toy.Memory(window_samples=4),  # 12 windows, of which each worker has its own
-    )
-    return mt.train(job, parse(text, "strategy"), run_dir="{path}/" + name, quiet=True, resume=resume)
-
-{runs}
-"""
 # to one rank as it computes, to one that waits inside a collective, and to mpirun, which hands it on to all
 SIGNALS = {
     "async": ("async()", 2, "SIGTERM"),
@@ -190,20 +124,16 @@ SIGNALS = {
 def signalled(tmp_path_factory):
     """Every strategy stopped by a signal to one rank; what it left copied, then resumed; and trained whole."""
     path = tmp_path_factory.mktemp("signalled")
-    first = "\n".join(
-        f"result = run({name!r}, {text!r}, None, {victim}, {how!r})"
-        for name, (text, victim, how) in SIGNALS.items()
-    )
-    script = SIGNALLED.format(path=path, runs=f"{first}\nsys.exit(result['exit_code'])")
-    stopped = run_ranks(4, script, warm=False)  # a rank signals its parent, which is to be mpirun
+    first = [call("run", name, text, None, victim, how) for name, (text, victim, how) in SIGNALS.items()]
+    # a rank signals its parent, which is to be mpirun
+    stopped = launch_calls(4, "signalled_runs", path, first, warm=False)
     assert stopped.code == 75, stopped
     for name in SIGNALS:
         shutil.copytree(path / name, path / f"{name}-stopped")
-    second = "\n".join(
-        f"run({name!r}, {text!r}, 'auto')\nrun('{name}-whole', {text!r})"
-        for name, (text, _, _) in SIGNALS.items()
-    )
-    run_ranks(4, SIGNALLED.format(path=path, runs=second)).check()
+    second = []
+    for name, (text, *_) in SIGNALS.items():
+        second += [call("run", name, text, "auto"), call("run", f"{name}-whole", text)]
+    launch_calls(4, "signalled_runs", path, second).check()
     return path
 
 
@@ -220,28 +150,9 @@ def test_a_signal_leads_to_a_checkpoint_and_exit_75_and_the_next_start_goes_on(s
         assert same_model(whole, signalled / name / "model.safetensors")
 
 
-CRASHING = """
-import os, signal
-import mpitrain as mt
-from mpitrain.system.launch_variables import launched_rank
-from tests import toy
-
-calls = []
-
-def loss(model, batch):
-    calls.append(1)
-    if launched_rank() == 2 and len(calls) == 12 and not os.path.exists("{path}/second"):
-        open("{path}/second" if os.path.exists("{path}/first") else "{path}/first", "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return toy.square_loss(model, batch)
-
-job = toy.make_job(epochs=10, batch_size=4, loss=loss, checkpoint_every="40")
-"""
-
-
 def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
     """Without fault tolerance a dead rank ends the job; the launcher resumes it, twice here, to the same end."""
-    (tmp_path / "job.py").write_text(CRASHING.format(path=tmp_path))
+    job = str(PROGRAMS / "crashing_job.py")
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     command = [
         sys.executable,
@@ -251,7 +162,7 @@ def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
         "-n",
         "3",
         "train",
-        str(tmp_path / "job.py"),
+        job,
         "--quiet",
     ]
     options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240}
@@ -267,41 +178,8 @@ def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
     assert result["samples"] == 480 and 0 < result["resumed_from"] < 480
     assert result["resumed_run"] == result["run"] != "earlier" and not (tmp_path / "run" / "lock").exists()
     assert newest(tmp_path / "run" / "earlier-earlier").checkpoint_at == 5530
-    whole = simulate(
-        load_job(str(tmp_path / "job.py")), Sync(), workers=2, run_dir=str(tmp_path / "whole"), quiet=True
-    )
+    whole = simulate(load_job(job), Sync(), workers=2, run_dir=str(tmp_path / "whole"), quiet=True)
     assert same_model(tmp_path / "run" / "model.safetensors", whole["model"])
-
-
-REFUSED = """
-import resource
-import sys
-from pathlib import Path
-import mpitrain as mt
-from mpitrain.errors import AgreedError
-from mpitrain.mpi.runtime import start
-from tests import toy
-
-def fill_disk(model, batch):
-    if start().rank == 1:  # which saves the model
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
-    return toy.square_loss(model, batch)
-
-full = dict(loss=fill_disk, checkpoint_every="never")
-other = dict(model=toy.linear_float32, loss=toy.linear_loss)
-mt.train(toy.make_job(checkpoint_every="96"), mt.Sync(), run_dir="{path}/start", quiet=True)
-for name, changes in (
-    ("start", other), ("nowhere", {{}}), ("damaged", {{}}), ("outdated", {{}}), ("held", {{}}), ("full", full)
-):
-    print(f"== {{name}}", file=sys.stderr, flush=True)
-    try:
-        mt.train(
-            toy.make_job(**changes), mt.Sync(), run_dir="{path}/" + ("held" if name == "held" else "again"),
-            quiet=True, resume=None if name in ("held", "full") else "{path}/" + name,
-        )
-    except AgreedError as error:
-        print(f"code {{error.exit_code}}", file=sys.stderr, flush=True)
-"""
 
 
 def test_a_checkpoint_of_another_job_none_or_a_damaged_one_is_said_once_and_all_leave(tmp_path):
@@ -316,7 +194,7 @@ def test_a_checkpoint_of_another_job_none_or_a_damaged_one_is_said_once_and_all_
     (tmp_path / "held").mkdir()
     lock = RunLock(tmp_path / "held", "theirs")
     lock.take()
-    run = run_ranks(3, REFUSED.format(path=tmp_path))
+    run = launch_program(3, "refused_checkpoints", str(tmp_path))
     lock.release()
     assert run.code == 1, run
     assert "model.safetensors: " in run.ranks_err[1] and "File too large" in run.ranks_err[1], run

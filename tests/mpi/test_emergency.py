@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.checkpoint.parts import newest
 from mpitrain.training.measure import same_model
-from tests.ranks import run_ranks
+from tests.mpi.cases import call, launch_calls
 
 DEADLINE_S = 180.0
 RANKS = 4
@@ -19,39 +19,6 @@ WEDGED = {
     # two pipelines of two stages, of which the first one's write; split models take no orders
     "pipeline": ("pipeline(stages=2,microbatches=2)", ["loss"]),
 }
-PROGRAM = """
-import time
-import mpitrain as mt
-from mpitrain.mpi.runtime import start
-from mpitrain.values import parse
-from torch import nn
-from tests import toy
-
-runtime = start()
-
-def normed():  # running statistics change in the forward pass, which is computed again
-    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1))
-
-calls = []
-
-def loss(model, batch):
-    calls.append(1)
-    while len(calls) == 9 and runtime.rank == 3:
-        time.sleep(0.1)  # in loss
-    return toy.square_loss(model, batch)
-
-def train(name, text, **options):
-    stuck = options.get("inject") == ["loss"]
-    if stuck:
-        options.pop("inject"), calls.clear()
-    job = toy.make_job(
-        model=normed, optimizer=toy.adam, epochs=5, batch_size=4, checkpoint_every="never",
-        loss=loss if stuck else toy.square_loss,
-    )
-    mt.train(job, parse(text, "strategy"), run_dir="{path}/" + name, quiet=True, **options)
-
-{runs}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +27,11 @@ def wedged(tmp_path_factory):
     path, ended = tmp_path_factory.mktemp("wedged"), {}
     for name, (text, orders) in WEDGED.items():
         # what is imported on first use may take longer than the watchdog's time
-        runs = f"train('first-{name}', {text!r})\ntrain({name!r}, {text!r}, inject={orders}, watchdog_s=6)"
-        ended[name] = run_ranks(RANKS, PROGRAM.format(path=path, runs=runs), timeout_s=DEADLINE_S)
+        runs = [call("train", f"first-{name}", text), call("train", name, text, inject=orders, watchdog_s=6)]
+        ended[name] = launch_calls(RANKS, "wedged_runs", path, runs, timeout_s=DEADLINE_S)
         shutil.copytree(path / name, path / f"{name}-wedged")
-    runs = "\n".join(f"train({name!r}, {text!r}, resume='auto')" for name, (text, _) in WEDGED.items())
-    run_ranks(RANKS, PROGRAM.format(path=path, runs=runs)).check()
+    runs = [call("train", name, text, resume="auto") for name, (text, _) in WEDGED.items()]
+    launch_calls(RANKS, "wedged_runs", path, runs).check()
     return path, ended
 
 

@@ -9,7 +9,7 @@ from mpitrain import simulate
 from mpitrain.errors import UsageError
 from mpitrain.values import parse
 from tests import toy
-from tests.ranks import run_ranks
+from tests.mpi.cases import launch_program
 
 STRATEGIES = (
     "async()",
@@ -33,21 +33,11 @@ STRATEGIES = (
     "bounded(staleness=1,servers=2)",
 )
 
-RUNS = """
-import mpitrain as mt
-from mpitrain.values import parse
-from tests import toy
-
-for index, text in enumerate({strategies!r}):
-    job = toy.make_job(optimizer=toy.sgd if index % 2 else toy.adam, epochs=4, batch_size=5)
-    mt.train(job, parse(text, "strategy"), run_dir=f"{path}/{{index}}", quiet=True)
-"""
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     path = tmp_path_factory.mktemp("real")
-    run_ranks(5, RUNS.format(strategies=STRATEGIES, path=path)).check()
+    launch_program(5, "recorded_runs", str(path), *STRATEGIES).check()
     return path
 
 

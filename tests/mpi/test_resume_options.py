@@ -11,113 +11,10 @@ from mpitrain.cli import main as cli
 from mpitrain.job import Overrides
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.training.resume_options import ACTS, CONVERTED, ON_RESUME, REFUSED
-from tests.ranks import ROOT, run_ranks
+from tests.mpi.cases import launch_program
+from tests.ranks import ROOT
 
 SAMPLES = 52  # on three workers with batches of 4: four rounds of 12, and one of 4; checkpoints after 3, 5, 8 and 10
-PROGRAM = """
-import contextlib, hashlib, io, json, shutil
-from pathlib import Path
-import torch
-from torch import nn
-import mpitrain as mt
-from mpitrain.checkpoint.parts import candidates
-from mpitrain.errors import AgreedError
-from mpitrain.mpi.runtime import start
-from mpitrain.training.parameter_server import run as servers
-from mpitrain.training.synchronous import trainer as allreduce
-from mpitrain.training.watchdog import watchdog
-from tests import toy
-
-runtime = start()
-root = Path("{path}")
-seen = {{}}
-
-
-def spy(owner, name, key):
-    made = getattr(owner, name)
-
-    def spied(*arguments, **named):
-        seen[key] = named.get(key, arguments[-1])
-        return made(*arguments, **named)
-
-    setattr(owner, name, spied)
-
-
-spy(watchdog, "Watchdog", "watchdog_s")
-spy(servers, "FaultTolerantServer", "floor_s")
-spy(allreduce, "data_parallel", "find_unused")
-
-
-def model(width=6):
-    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, 1))
-
-
-def sgd(parameters, **options):
-    return torch.optim.SGD(parameters, **({{"lr": 0.05, "momentum": 0.9}} | options))
-
-
-def groups(parameters, first=0.05, second=0.02):
-    head, *rest = parameters
-    return torch.optim.Adam([{{"params": [head], "lr": first}}, {{"params": rest, "lr": second}}])
-
-
-def absolute(model, batch):
-    return (model(batch["x"]) - batch["y"]).abs().mean()
-
-
-def poisoned(model, batch):
-    bad = toy.MemoryReader(toy.Memory(52)).x[30]
-    return toy.square_loss(model, batch) * (float("nan") if (batch["x"] == bad).all(1).any() else 1.0)
-
-
-BASE = dict(
-    model=model, loss=toy.square_loss, optimizer=sgd, data=toy.Memory({samples}, window_samples=4), epochs=2,
-    batch_size=4, checkpoint_every="26", keep_checkpoints=99, tensor_plan={{"0": "column", "2": "row"}},
-    synthetic=mt.Synthetic({samples}, x=((5,), "float32"), y=((1,), "float32")),
-)
-
-
-def train(name, strategy, changes, options):
-    seen.clear()
-    told, out = {{"code": None}}, io.StringIO()
-    path = root / name
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            job = mt.Job(**(BASE | changes))
-            given = {{"run_dir": str(path), "quiet": True, "strategy": strategy}} | options
-            result = mt.train(job, **given)
-        path = Path(result["run_dir"])
-        told = {{"code": result["exit_code"], "result": result, "out": out.getvalue()}}
-        if runtime.rank == 0:
-            told["model"] = hashlib.sha256((path / "model.safetensors").read_bytes()[-200:]).hexdigest()
-            told["checkpoints"] = len(list((path / "checkpoints").glob("*/shard-0.json")))
-            told["events"] = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    except AgreedError as error:
-        told = {{"code": error.exit_code, "said": str(error)}}
-    return told | {{"seen": runtime.allgather(dict(seen))}}
-
-
-def base_of(strategy, changes=""):
-    name = "base " + hashlib.sha256((strategy + changes).encode()).hexdigest()[:8]
-    if not runtime.broadcast((root / name).exists()):
-        train(name, strategy, eval(f"dict({{changes}})"), {{}})
-        if runtime.rank == 0:
-            marks = sorted(each.folder for each in candidates(root / name, []))  # a worker that came late left one out
-            for at, chosen in (("mid", marks[0]), ("end", [m for m in marks if int(m.name) >= 52][:1])):
-                for mark in [chosen] if at == "mid" else chosen:
-                    shutil.copytree(mark, root / f"{{name}} {{at}}" / "checkpoints" / mark.name)
-        runtime.barrier()
-    return name
-
-
-found = {{}}
-for name, (strategy, changes, options, at, base) in json.loads({cases!r}).items():
-    came_from = base_of(*(base or [strategy]))
-    given = {{"resume": f"{{root}}/{{came_from}} {{at}}"}} | eval(f"dict({{options}})")
-    found[name] = train(name, strategy, eval(f"dict({{changes}})"), given)
-if runtime.rank == 0:
-    (root / "found.json").write_text(json.dumps(found, default=str))
-"""
 
 
 class Case(NamedTuple):
@@ -375,8 +272,8 @@ def found(tmp_path_factory):
         name: [case.strategy, case.changes, case.options, case.at, list(case.base)]
         for name, case in zip(NAMES, CASES, strict=True)
     }
-    program = PROGRAM.format(path=path, samples=SAMPLES, cases=json.dumps(plain | walked))
-    run_ranks(3, program, cwd=path, timeout_s=600).check()
+    cases = json.dumps(plain | walked)
+    launch_program(3, "resumes_with_options", str(path), cases, cwd=path, timeout_s=600).check()
     return json.loads((path / "found.json").read_text())
 
 

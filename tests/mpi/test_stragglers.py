@@ -8,71 +8,13 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from tests import toy
-from tests.ranks import run_ranks
-
-# One launch carries all cases. `updates` notes for every update how many gradients it is the mean of and how
-# many workers took part then.
-PROGRAM = """
-import contextlib, json, sys, time
-from pathlib import Path
-
-import mpitrain as mt
-from mpitrain.errors import AgreedError
-from mpitrain.model import ShardStore
-from mpitrain.mpi.runtime import start
-from mpitrain.roles import Server
-from tests import toy
-
-path = Path("{path}")
-runtime = start()
-updates, added, active = [], [], []
-apply, add, carry_out = ShardStore.apply, ShardStore.add, Server._carry_out
-
-def counting_add(self, worker, *arguments):
-    added.append(worker)
-    add(self, worker, *arguments)
-
-def counting_apply(self):
-    updates.append((len(set(added)), len(added), active[-1]))
-    added.clear()
-    apply(self)
-
-def noting_carry_out(self, verdict):
-    active.append(len(self.active))
-    return carry_out(self, verdict)
-
-ShardStore.add, ShardStore.apply, Server._carry_out = counting_add, counting_apply, noting_carry_out
-
-def run(name, strategy, inject=(), **changes):
-    updates.clear()
-    mt.train(toy.make_job(**changes), strategy, run_dir=str(path / name), quiet=True, inject=inject)
-    if runtime.rank == 0:
-        (path / name / "updates.json").write_text(json.dumps(updates))
-
-run("backup", mt.Backup(spare=1), "slow(worker=2, factor=30)", epochs=40)
-run("pause", mt.Async(), "pause(worker=1, at_step=3, seconds=3)", epochs=8)
-run("stall", mt.Sync(), ("stall(worker=0, chance=0.3, seconds=0.05)", "stall(3, 0.6, 0.01)"), epochs=6)
-
-changes = dict(**toy.DYADIC["linear in float32"], epochs=2, batch_size=2)
-run("plain", mt.AllReduce(), **changes)
-slowed = ("slow(worker=4, factor=20)", "pause(worker=0, at_step=2, seconds=0.5)", "slow(worker=1, factor=3)")
-run("slowed", mt.AllReduce(), slowed, **changes)
-
-for name, inject in {{
-    "no such worker": "slow(worker=4, factor=2)",
-    "unreadable": "slow(worker=1; factor=2)",
-    "different": f"slow(worker=1, factor={{runtime.rank + 2}})",
-}}.items():
-    with contextlib.suppress(AgreedError):
-        mt.train(toy.make_job(), mt.Async(), run_dir=str(path / name), quiet=True, inject=inject)
-        raise SystemExit(f"{{inject}} was accepted")
-"""
+from tests.mpi.cases import launch_program
 
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
     path = tmp_path_factory.mktemp("inject")
-    return path, run_ranks(5, PROGRAM.format(path=path)).check()
+    return path, launch_program(5, "straggling_runs", str(path)).check()
 
 
 def result_of(launch, name):
@@ -142,45 +84,8 @@ def test_a_wrong_order_is_refused_by_all_ranks_together(launch):
     )
 
 
-SLEEPER = """
-import time
-from pathlib import Path
-
-import torch
-
-from mpitrain.effects import Kind, Message, Now, Recv, Send, Sleep
-from mpitrain.model.buffers import FixedBuffer
-from mpitrain.mpi.runtime import start
-from mpitrain.mpi.world import MpiWorld
-
-runtime, sent = start(), Path("{sent}")
-frame = FixedBuffer(2_000_000, torch.float32)
-
-def sleeper():
-    yield Recv()
-    core_s, began_s, naps = time.process_time(), (yield Now()), 0
-    while naps < 4 or not sent.exists() and naps < 400:  # nothing but sleep, until all of it has left the sender
-        assert (yield Sleep(0.25)) is None
-        naps += 1
-    slept_s, core_s = (yield Now()) - began_s, time.process_time() - core_s
-    was_sent = sent.exists()
-    _, message = yield Recv()
-    print("naps", naps, "slept", slept_s, "core", core_s, "sent", was_sent, "bytes", message.payload.num_bytes)
-
-def sender():
-    yield Send(0, Message(Kind.JOIN))
-    yield Send(0, Message(Kind.PUSH, step=1, payload=frame))
-
-if runtime.rank == 0:
-    MpiWorld(runtime.engine, (1,), lambda source, kind: frame).run(sleeper())
-else:
-    MpiWorld(runtime.engine, (0,), lambda source, kind: frame).run(sender())  # returns when all of it has left
-    sent.touch()
-"""
-
-
 def test_a_sleeper_leaves_the_core_and_messages_still_arrive(tmp_path):
-    out = run_ranks(2, SLEEPER.format(sent=tmp_path / "sent")).check().ranks_out[0].split()
+    out = launch_program(2, "sleeper", str(tmp_path / "sent")).check().ranks_out[0].split()
     naps, slept_s, core_s, was_sent, num_bytes = (
         int(out[1]),
         float(out[3]),

@@ -1,7 +1,7 @@
 """Whole runs over real ranks: equal to serial training where a theorem says so, and every count adds up.
 
-A launch costs seconds and a run milliseconds, so all runs of a number of ranks are made in one launch (PROGRAM), each
-into a folder of its name; the tests compare what lies there.
+A launch costs a second and a run milliseconds, so all runs of a number of ranks are made in one launch of
+`programs/training_runs.py`, each into a folder of its name; the tests compare what lies there.
 """
 
 import json
@@ -14,113 +14,8 @@ from mpitrain import simulate
 from mpitrain.strategies.sampling.step_partition import StepPartition
 from mpitrain.values import parse
 from tests import toy
-from tests.ranks import run_ranks
+from tests.mpi.cases import TCP, call, launch_calls
 
-TCP = ("--mca", "pml", "ob1", "--mca", "btl", "self,tcp")
-
-PROGRAM = """
-import sys
-from pathlib import Path
-
-import torch
-
-import mpitrain as mt
-from mpitrain.mpi.runtime import start
-from mpitrain.values import parse
-from tests import toy
-
-size, rank, path = start().size, start().rank, Path("{path}")
-
-
-def train(name, strategy, schedule=None, **changes):
-    run_dir = str(path / name)
-    return mt.train(toy.make_job(**changes), strategy, run_dir=run_dir, quiet=True, schedule=schedule)
-
-
-def serial(servers):
-    for name in ("sgd", "adam", "two_groups", "hooked"):
-        train(f"serial-{{name}}", mt.Async(servers=servers), optimizer=getattr(toy, name))
-
-
-def allreduce():
-    for index, changes in enumerate(toy.DYADIC.values()):
-        train(f"allreduce-{{index}}", mt.AllReduce(), **changes, epochs=1, batch_size=16 // size)
-    if size == 2:
-        train("dropout", mt.AllReduce())
-    data = toy.Memory(52)
-    train("weighted", mt.AllReduce(), **toy.WEIGHTED, validate=data, batch_size=16 // size, metrics=toy.nothing)
-    if size == 2:
-        train("weighted-sharded", mt.Sharded(), **toy.WEIGHTED, validate=data, batch_size=8)
-
-
-def lockstep(servers):
-    workers = size - servers
-    rules = [
-        mt.Sync(servers=servers), mt.Backup(spare=0, servers=servers),
-        mt.SoftSync(updates=workers, blocking=True, servers=servers), mt.StaleSync(bound=0, servers=servers),
-    ]
-    for index, changes in enumerate(toy.DYADIC.values()):
-        for rule in rules:
-            train(f"{{rule.name}}-{{index}}", rule, **changes, epochs=1, batch_size=16 // workers)
-    if workers == 2:
-        train("dropout", mt.Sync(servers=servers))
-
-
-def windows(servers):
-    workers = size - servers
-    served = [mt.Sync(), mt.Backup(spare=0), mt.SoftSync(updates=workers, blocking=True)]
-    data = toy.Memory(52, window_samples=4)  # the last round has 4 samples
-    for index, changes in enumerate(toy.DYADIC.values()):
-        for rule in served if servers else [mt.AllReduce()]:
-            train(f"windows-{{rule.name}}-{{index}}", rule, **changes, data=data, epochs=1, batch_size=16 // workers)
-
-
-def counts():
-    for servers in (1, 2):
-        train(f"counts-{{servers}}", mt.Async(servers=servers), epochs=5)
-    train("ragged", mt.Async(), epochs=3, batch_size=7)
-    train("ragged-allreduce", mt.AllReduce(), epochs=3, batch_size=7)
-    train("dropped", mt.AllReduce(), epochs=3, batch_size=7, drop_last=True)
-
-
-def between_reads(*texts):
-    for index, text in enumerate(texts):
-        data = toy.Memory(num_samples=96, num_features=5)
-        train(f"between-{{index}}", parse(text, "strategy"), "decay(every=0.5)", data=data)
-
-
-def nonfinite(name, strategy, action):
-    calls = []  # every worker is dealt two batches before anybody is dealt a third
-
-    def loss(model, batch):
-        calls.append(1)
-        value = toy.square_loss(model, batch)
-        return value / 0 * (value - value) if rank == 2 and len(calls) == 2 else value
-
-    result = train(f"nan-{{name}}", strategy, loss=loss, epochs=2, batch_size=3, on_nonfinite=action)
-    return result["exit_code"]
-
-
-def wrapped(strategy, schedules):
-    # Last: one wrap a process, and servers leave the process inside it.
-    torch.manual_seed(3)
-    model = toy.linear_float32()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4, momentum=0.5)
-    model, optimizer = mt.wrap(model, optimizer, strategy)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5) if schedules else None
-    reader = toy.Memory().reader(None, 0)
-    for step in range(10):
-        optimizer.zero_grad()
-        toy.linear_loss(model, reader.batch(0, 4 * step, 4)).backward()
-        optimizer.step()
-        if schedule:
-            schedule.step()
-    mt.finish()
-    torch.save(model.state_dict(), path / "wrapped.pt")
-
-
-{runs}
-"""
 # Which runs each launch makes. Three ranks go over TCP, the others over shared memory.
 IN_FLIGHT = "async(servers=2,inflight=2)"
 BETWEEN_READS = (
@@ -128,33 +23,25 @@ BETWEEN_READS = (
     "async(optimizer='worker',push_every=4,pull_every=2)",
 )
 RUNS = {
-    1: "allreduce()",
-    2: f"""
-serial(1)
-allreduce()
-windows(0)
-between_reads(*{BETWEEN_READS!r})
-wrapped(mt.Async(optimizer="worker", push_every=3), True)
-""",
-    3: f"""
-serial(2)
-between_reads({IN_FLIGHT!r})
-lockstep(1)
-windows(1)
-for name, strategy in (("allreduce", mt.AllReduce()), ("async", mt.Async())):
-    nonfinite(f"{{name}}-skip", strategy, "skip")
-    nonfinite(f"{{name}}-stop", strategy, "stop")
-wrapped(mt.Async(servers=2, optimizer="worker", push_every=3, pull_every=2), False)
-""",
-    4: """
-serial(3)
-allreduce()
-windows(0)
-lockstep(2)
-sys.exit(nonfinite("two-servers-stop", mt.Async(servers=2), "stop"))
-""",
-    5: "counts()\nlockstep(1)\nwindows(1)",
-}
+    1: [call("allreduce")],
+    2: [
+        call("serial", 1), call("allreduce"), call("windows", 0), call("between_reads", *BETWEEN_READS),
+        call("wrapped", "async(optimizer='worker',push_every=3)", True),
+    ],
+    3: [
+        call("serial", 2), call("between_reads", IN_FLIGHT), call("lockstep", 1), call("windows", 1),
+        call("nonfinite", "allreduce-skip", "allreduce()", "skip"),
+        call("nonfinite", "allreduce-stop", "allreduce()", "stop"),
+        call("nonfinite", "async-skip", "async()", "skip"),
+        call("nonfinite", "async-stop", "async()", "stop"),
+        call("wrapped", "async(servers=2,optimizer='worker',push_every=3,pull_every=2)", False),
+    ],
+    4: [
+        call("serial", 3), call("allreduce"), call("windows", 0), call("lockstep", 2),
+        call("nonfinite", "two-servers-stop", "async(servers=2)", "stop"),
+    ],
+    5: [call("counts"), call("lockstep", 1), call("windows", 1)],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +53,10 @@ def launched(tmp_path_factory):
         key = (ranks, *options.values())
         if key not in done:
             path = tmp_path_factory.mktemp(f"ranks-{ranks}")
-            runs = "serial(2)" if options else RUNS[ranks]
+            runs = [call("serial", 2)] if options else RUNS[ranks]
             mpirun_args = TCP if ranks == 3 and not options else ()
-            script = PROGRAM.format(path=path, runs=runs)
-            done[key] = path, run_ranks(ranks, script, mpirun_args=mpirun_args, **options)
+            ended = launch_calls(ranks, "training_runs", path, runs, mpirun_args=mpirun_args, **options)
+            done[key] = path, ended
         path, result = done[key]
         assert result.code == (1 if ranks == 4 else 0), str(
             result

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(580)]
 
 def test_the_walkthrough_works_word_for_word(site: Site) -> None:
     (block,) = re.findall(r"```sh\n(.*?)```", (ROOT / "slurm" / "README.md").read_text(), re.DOTALL)
+    assert all(block.count(text) >= 1 for text in ("runs/mpitrain-1", "--dry-run", " status "))
     site_file = str(site.cluster.site(site.python))
     jobs = []
     for line in block.splitlines():

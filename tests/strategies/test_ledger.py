@@ -116,18 +116,13 @@ def test_no_worker_left_is_refused(num_servers):
         assign((0, 0), num_servers)
 
 
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=12), st.integers(1, 11))
-def test_servers_are_spread_evenly_over_nodes_of_equal_size(homes, num_servers):
-    nodes = tuple(sorted(homes))
-    if num_servers >= len(nodes):
-        return
-    left = [
-        sum(node == home for rank, node in enumerate(nodes) if rank in assign(nodes, num_servers).workers)
-        for home in set(nodes)
-    ]
-    sizes = [nodes.count(home) for home in set(nodes)]
-    if len(set(nodes)) > 1 and len(set(sizes)) == 1:
-        assert max(left) - min(left) <= 1
+@given(num_nodes=st.integers(2, 4), size=st.integers(1, 4), servers=st.integers(1, 15))
+def test_servers_are_spread_evenly_over_nodes_of_equal_size(num_nodes, size, servers):
+    nodes = tuple(node for node in range(num_nodes) for _ in range(size))
+    num_servers = min(servers, len(nodes) - 1)
+    workers = assign(nodes, num_servers).workers
+    left = [sum(nodes[rank] == node for rank in workers) for node in range(num_nodes)]
+    assert max(left) - min(left) <= 1 and sum(left) == len(nodes) - num_servers
 
 
 def test_versions_that_nobody_read_are_counted_as_versions():

@@ -301,7 +301,7 @@ def case_collectives_run_while_backward_computes(rt):
 
     def front(x):
         hidden = Hold.apply(model[0](x), arrived)
-        for layer in model[1:]:
+        for layer in list(model)[1:]:
             hidden = layer(hidden)
         return hidden
 

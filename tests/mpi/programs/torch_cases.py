@@ -35,7 +35,7 @@ def model(dtype=torch.float64):
     )
 
 
-def batches(dtype=torch.float64):
+def batches(dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     shape = (STEPS, BATCH)
     return torch.randn(*shape, 12, generator=generator).to(dtype), torch.randn(
