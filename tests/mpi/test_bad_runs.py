@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from mpitrain.data.write.shard_file import write_shard
+from tests.mpi.cases import launch_program
 from tests.ranks import run_ranks
 
 MPITRAIN = [sys.executable, "-m", "mpitrain"]
@@ -176,63 +177,6 @@ def test_a_step_that_leaves_out_more_than_the_first_is_told_at_once(tmp_path):
     train(2, str(job), tmp_path).check()
 
 
-WRONG_INPUT = """
-import sys
-import mpitrain as mt
-from mpitrain.reporting.environment import code_versions
-from mpitrain.errors import AgreedError
-from mpitrain.mpi.runtime import start
-from mpitrain.training import session
-from tests import toy
-import torch
-
-rank = start().rank
-
-class Layerwise(torch.optim.SGD):
-    pass
-
-def other_model_on_rank_one():
-    return torch.nn.Linear(5, 1) if rank == 1 else toy.perceptron()
-
-def run(name, job, options):
-    print(f"== {{name}}", file=sys.stderr, flush=True)
-    try:
-        mt.train(job, **({{"run_dir": "{path}/run", "quiet": True}} | options))
-    except AgreedError as error:
-        print(f"code {{error.exit_code}}", file=sys.stderr, flush=True)
-    else:
-        print("trained", file=sys.stderr, flush=True)
-
-CASES = {{
-    "too few ranks": (toy.make_job(), dict(strategy=mt.Async(servers=3))),
-    "too many workers": (toy.make_job(data=toy.Memory(num_samples=1)), dict(strategy=mt.Async())),
-    "layerwise": (toy.make_job(optimizer=lambda p: Layerwise(p, lr=0.1)), dict(strategy=mt.Async())),
-    "no shard": (toy.make_job(data=mt.Shards("{path}/none/train-*.h5")), {{}}),
-    "no synthetic": (toy.make_job(), dict(synthetic=True)),
-    "wrong rate": (toy.make_job(), dict(lr=-1.0)),
-    "other model": (toy.make_job(model=other_model_on_rank_one), dict(strategy=mt.Async())),
-    "run dir": (toy.make_job(), dict(run_dir="{path}/file/below")),
-    "truncated": (toy.make_job(data=mt.Shards("{path}/truncated.h5")), {{}}),
-    "other rate": (toy.make_job(), dict(lr=0.5 / (1 + rank))),
-}}
-for name, (job, options) in CASES.items():
-    run(name, job, options)
-if rank == 1:
-    session.code_versions = lambda: {{**code_versions(), "mpitrain": "0.1.0 (changed)"}}
-run("other code", toy.make_job(), {{}})
-session.code_versions = code_versions
-
-print("== end", file=sys.stderr, flush=True)
-
-def raising(model, batch):
-    if rank == 2:
-        raise RuntimeError("planted in the loss")
-    return toy.square_loss(model, batch)
-
-ENDS = {{"raise": dict(loss=raising), "flipped": dict(data=mt.Shards("{path}/flipped.h5"))}}
-mt.train(toy.make_job(**ENDS["{end}"]), mt.Async(), run_dir="{path}/run", quiet=True)
-"""
-
 SAID = {
     "too few ranks": "3 server(s) on 3 rank(s) leave no worker: start at least 4 ranks",
     "too many workers": "2 workers for 1 training samples: start at most 1",
@@ -278,7 +222,7 @@ def test_wrong_input_is_said_once_and_all_ranks_leave_together(tmp_path, mpi, en
     """And what is found in the middle of a run ends the job with the code that it has."""
     (tmp_path / "file").write_text("")
     damaged_shards(tmp_path)
-    run = run_ranks(3, WRONG_INPUT.format(path=tmp_path, end=end), mpi=mpi)
+    run = launch_program(3, "wrong_input", str(tmp_path), end, mpi=mpi)
     assert run.code == code and said in run.stderr, str(run)
     told = dict(part.split("\n", 1) for part in run.ranks_err[0].split("== ")[1:])
     del told["end"]

@@ -5,7 +5,7 @@ MPICH's ranks spin while they wait: with more of them than cores the same cases 
 
 import pytest
 
-from tests.mpi.cases import TCP, assert_passed, case_names, launch
+from tests.mpi.cases import TCP, assert_passed, case_names, launch, launch_program
 from tests.ranks import run_ranks
 
 CASES = case_names("collective_cases")
@@ -78,50 +78,15 @@ def test_torch_on_top_equals_one_process(training, case):
 
 # ---- what goes wrong is said on every rank
 
-LEAVES = """
-import sys, torch, torch.distributed as dist, mpitrain
-dist.init_process_group("mpi4py")
-dist.barrier()
-if dist.get_rank() == 1:
-    sys.exit(0)
-try:
-    dist.all_reduce(torch.ones(3))
-except ValueError as error:
-    print(f"told: {error}", flush=True)
-"""
-
-LATE = """
-from datetime import timedelta
-import torch, torch.distributed as dist, mpitrain
-from mpitrain.mpi.runtime import start
-import torch._dynamo  # DDP wants it: before the clock runs, or the slower rank's import is taken for a missing call
-start().barrier()
-dist.init_process_group("mpi4py", timeout=timedelta(seconds=5))
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
-if dist.get_rank() == 0:
-    for call in (lambda: model(torch.ones(2, 3)).sum().backward(), dist.barrier):  # in DDP's C++, and ever after
-        try:
-            call()
-        except (RuntimeError, TimeoutError) as error:
-            assert "TimeoutError" in repr(error) and "not all ranks have called it" in str(error), error
-            print("told: timeout", flush=True)
-start().barrier()  # where rank 1 has been all the time
-if dist.get_rank() == 1:
-    try:
-        dist.all_reduce(torch.ones(3))
-    except TimeoutError as error:
-        print(f"told: {error}", flush=True)
-"""
-
 
 def test_a_rank_that_leaves_is_named_on_all_others():
-    result = run_ranks(3, LEAVES)
+    result = launch_program(3, "leaves_the_group")
     for rank in (0, 2):
         assert "rank 1: no collective: it has left the group" in result.ranks_out[rank], result
 
 
 def test_the_groups_timeout_ends_ddps_own_wait_too():
-    result = run_ranks(2, LATE)
+    result = launch_program(2, "late_for_a_collective")
     assert result.ranks_out[0].count("told: timeout") == 2, result
     assert "given up" in result.ranks_out[1], result
 

@@ -7,23 +7,10 @@ import socket
 
 import pytest
 
-from tests.ranks import ROOT, run_ranks
+from tests.mpi.cases import launch_program
+from tests.ranks import ROOT
 
 NAMES = ["ddp", "fsdp2"]
-BOTH = """
-import os, pathlib
-os.environ |= {{"RANK": os.environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": os.environ["OMPI_COMM_WORLD_SIZE"]}}
-os.environ["MASTER_ADDR"] = "127.0.0.1"
-for name, port in {ports}.items():
-    os.environ["MASTER_PORT"] = str(port)  # two gloo groups in turn at one port would meet in the first one's store
-    for backend in ("gloo", "mpi4py"):
-        code = pathlib.Path({root!r}, "jobs", "scripts", name + ".py").read_text()
-        if backend == "gloo":
-            code = code.replace('"mpi4py"', '"gloo"').replace("import mpitrain  # noqa: F401", "")
-        print(name, backend, end=" ", flush=True)
-        exec(compile(code, name, "exec"), {{}})
-        print(flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +19,8 @@ def said():
         probes = [stack.enter_context(socket.socket()) for _ in NAMES]
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
-        ports = {name: probe.getsockname()[1] for name, probe in zip(NAMES, probes)}
-    run = run_ranks(2, BOTH.format(ports=ports, root=str(ROOT)), timeout_s=200).check()
+        ports = [f"{name}={probe.getsockname()[1]}" for name, probe in zip(NAMES, probes)]
+    run = launch_program(2, "scripts_over_both", *ports, timeout_s=200).check()
     return dict(re.findall(r"^(\w+ \w+) accuracy (0\.\d+)", run.ranks_out[0], re.MULTILINE))
 
 

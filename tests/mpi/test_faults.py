@@ -11,7 +11,6 @@ from mpitrain.mpi import failed_ranks
 from mpitrain.mpi.operation import Op
 from tests import toy
 from tests.mpi.cases import launch_program
-from tests.ranks import run_ranks
 
 ULFM = ("--with-ft", "ulfm")
 TCP = ("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo")
@@ -88,30 +87,9 @@ def test_kills_in_the_middle_of_a_payload_leave_no_phantom_and_no_torn_update(tm
     assert result["samples"] == 8 * 48
 
 
-TOGETHER = """
-import os, signal
-from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.faults.errors import is_dead_peer
-from mpitrain.mpi.engine.engine import Engine
-from mpitrain.mpi.runtime import start
-
-runtime = start()
-runtime.barrier()
-if runtime.rank:
-    os.kill(os.getpid(), signal.SIGKILL)
-engine = Engine(runtime.comm)
-ops = [engine.irecv(bytearray(9), source, 1, passive=True) for source in (1, 2, 3)]
-while len(runtime.dead()) < 3:
-    MPI.COMM_SELF.Iprobe()  # MPI learns of all three before anybody asks for what is outstanding
-engine.wait_any(lambda: all(op.done for op in ops), timeout_s=30)
-print([is_dead_peer(op.error) for op in ops], len(engine.outstanding), flush=True)
-os._exit(0)
-"""
-
-
 def test_ranks_that_die_at_once_are_each_told_of():
     """MPI raises one error and turns all failed requests into null ones: none of them may be left among the others."""
-    told = run_ranks(4, TOGETHER, mpirun_args=ULFM)
+    told = launch_program(4, "dies_together", mpirun_args=ULFM)
     assert told.ranks_out[0] == "[True, True, True] 0\n", told
 
 
@@ -153,47 +131,14 @@ def test_the_last_worker_cannot_be_done_without(tmp_path):
     assert result["status"] == "fail" and "no other worker is left" in result["failure"]
 
 
-DEADLOCK = """
-from pathlib import Path
-from types import SimpleNamespace
-from mpitrain.mpi.runtime import start
-from mpitrain.training.watchdog.watchdog import Watchdog
-
-runtime = start()
-with Watchdog(runtime, SimpleNamespace(run_dir=Path("{path}"), emergency="nothing to write"), 0.5):
-    runtime.engine.wait(runtime.engine.irecv(bytearray(1), 1 - runtime.rank, 99))
-"""
-
-
 def test_where_everybody_waits_for_everybody_the_job_ends(tmp_path):
-    ended = run_ranks(2, DEADLOCK.format(path=tmp_path), timeout_s=DEADLINE_S)
+    ended = launch_program(2, "deadlock", str(tmp_path), timeout_s=DEADLINE_S)
     assert ended.code not in (0, 75) and "no progress for 0.5 s" in ended.stderr, ended
-
-
-OWN_LOOP = """
-import os, signal
-import torch
-import mpitrain as mt
-from tests import toy
-
-model = toy.linear_float32()
-model, optimizer = mt.wrap(model, torch.optim.SGD(model.parameters(), lr=0.125), mt.Sync(servers=2))
-for step in range(12):
-    optimizer.zero_grad()
-    toy.linear_loss(model, {{"x": torch.ones(1, 5)}}).backward()
-    if (mt.worker_index(), step) == (0, 3):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if (mt.worker_index(), step) == (2, 5):
-        raise RuntimeError("planted")
-    optimizer.step()
-mt.finish()
-torch.save(model.state_dict(), f"{path}/{{mt.worker_index()}}.pt")
-"""
 
 
 def test_a_loop_of_ones_own_goes_on_without_workers_that_die(tmp_path):
     """All gradients are the same, so the mean of any number of workers is, and twelve updates are known to the bit."""
-    ended = run_ranks(5, OWN_LOOP.format(path=tmp_path), mpirun_args=ULFM, timeout_s=DEADLINE_S)
+    ended = launch_program(5, "own_loop_with_faults", str(tmp_path), mpirun_args=ULFM, timeout_s=DEADLINE_S)
     assert "planted" in ended.ranks_err[4]
     assert [file.name for file in tmp_path.iterdir()] == ["1.pt"]
     expected = toy.linear_float32()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from mpitrain.checkpoint.parts import folder_of
 from mpitrain.training.measure import same_model
+from tests.mpi.cases import launch_program
 from tests.ranks import ROOT, run_ranks
 
 ULFM = ("--with-ft", "ulfm")
@@ -20,44 +21,6 @@ TCP = ("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_i
 DEADLINE_S = 180.0
 BENCHMARKS = ROOT / "benchmarks"
 
-# Nobody dies: some ranks are only told so, in the middle of a step, and the others hear of it from them.
-ALARM = """
-import gc
-from torch.nn.parallel import DistributedDataParallel
-import mpitrain as mt
-from mpitrain.mpi.faults.shrink import process_failed
-from mpitrain.mpi.runtime import start
-from mpitrain.values import parse
-from mpitrain.strategies.checkpoint_policy import Cadence
-from mpitrain.training.synchronous.stepper import Stepper
-from tests import toy
-
-runtime = start()
-update, alarmed, met = Stepper.update, (), set()
-
-def alarming(self, value, share, count):
-    # the allreduce is done everywhere: who is not alarmed takes the step, the others have lost it
-    if self.step == 5 and runtime.rank in alarmed and name not in met:
-        met.add(name)
-        raise process_failed()
-    loss = update(self, value, share, count)
-    if self.step == 7 and name in met:  # the trainers before this one are gone, and with them DDP's hooks
-        gc.collect()
-        assert sum(isinstance(one, DistributedDataParallel) for one in gc.get_objects()) == 1
-    return loss
-
-Stepper.update, seldom = alarming, Cadence.steps_to_next_question
-for name, (codec, alarmed) in {cases!r}.items():
-    # the others hear of the loss in the next step, or between two steps, where they ask who has to end
-    Cadence.steps_to_next_question = (lambda *_: 1) if name.startswith("asking") else seldom
-    model = toy.normed if name.startswith("normed") else toy.perceptron
-    job = toy.make_job(model=model, epochs=6, batch_size=4, checkpoint_every="never")
-    result = mt.train(
-        job, parse(f"allreduce({{codec}})", "strategy"), run_dir=f"{path}/{{name}}", quiet=True, watchdog_s=0.0
-    )
-    assert result["exit_code"] == 0 and result["lost"] == {{}}, result
-    assert [row["step"] for row in result["recoveries"]] == {{(): [], (0, 1, 2): [5]}}.get(alarmed, [6]), result
-"""
 CODECS = {
     "full": "",
     "normed": "",  # running statistics: those of rank 0, which steps as often as the others
@@ -72,7 +35,8 @@ WHO = {"undisturbed": (), "all": (0, 1, 2), "first": (0,), "some": (1, 2)}
 def alarms(tmp_path_factory):
     path = tmp_path_factory.mktemp("alarms")
     cases = {f"{codec}-{who}": (CODECS[codec], WHO[who]) for codec in CODECS for who in WHO}
-    run_ranks(3, ALARM.format(cases=cases, path=path), mpirun_args=ULFM, timeout_s=DEADLINE_S).check()
+    text = json.dumps(cases)
+    launch_program(3, "told_of_deaths", str(path), text, mpirun_args=ULFM, timeout_s=DEADLINE_S).check()
     return path
 
 
@@ -90,28 +54,12 @@ def test_a_step_that_nobody_has_finished_is_redone_and_one_that_some_have_is_tak
         assert taken_over or torch.equal(tensor, disturbed[name]), name
 
 
-RUN = """
-import mpitrain as mt
-from mpitrain.mpi.runtime import start
-from mpitrain.values import parse
-from tests import toy
-
-job = toy.make_job(epochs=6, batch_size=4, checkpoint_every="{every}", keep_checkpoints=99, validate=toy.Memory())
-result = mt.train(
-    job, parse("{strategy}", "strategy"), run_dir="{path}", quiet=True, resume={resume!r}, inject={inject!r},
-    watchdog_s={watchdog_s},
-)
-start().exit_code = result["exit_code"]
-if result.get("lost"):  # those that are left may train again
-    again = mt.train(toy.make_job(checkpoint_every="never"), mt.AllReduce(), run_dir="{path}/again", quiet=True)
-    assert (again["workers"], again["samples"], again["lost"]) == (start().size, 2 * 48, {{}}), again
-"""
-
-
 def train(ranks, path, *, strategy="allreduce()", mpirun_args=(), **changes):
     options = {"every": "never", "resume": None, "inject": (), "watchdog_s": 0.0} | changes
-    script = RUN.format(path=path, strategy=strategy, **options)
-    ended = run_ranks(ranks, script, mpirun_args=mpirun_args, timeout_s=DEADLINE_S).check()
+    asked = json.dumps({"path": str(path), "strategy": strategy} | options)
+    ended = launch_program(
+        ranks, "recovering_run", asked, mpirun_args=mpirun_args, timeout_s=DEADLINE_S
+    ).check()
     assert (path / "result.json").exists(), str(ended)
     return json.loads((path / "result.json").read_text())
 
@@ -158,38 +106,18 @@ def test_kills_in_the_middle_of_an_allreduce_lose_no_sample_and_part_no_survivor
     assert chaos.account(tmp_path) == []
 
 
-ENDS = """
-import os, signal
-import mpitrain as mt
-from mpitrain.mpi.runtime import start
-from tests import toy
-
-runtime = start()
-
-def loss(model, batch):
-    if "{how}" == "raise" and model.training and (runtime.launched_rank, runtime.step) == (1, 1):
-        raise RuntimeError("planted")
-    if "{how}" == "validation" and runtime.launched_rank == 0 and not model.training:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return toy.square_loss(model, batch)
-
-job = toy.make_job(epochs=1, loss=loss, validate=toy.Memory(), checkpoint_every="never")
-result = mt.train(job, mt.AllReduce(), run_dir="{path}", quiet=True)
-runtime.exit_code = result["exit_code"]
-"""
-
-
 def test_an_exception_is_no_death_and_ends_the_job(tmp_path):
     """The others would meet it, too: the bits that they agree on say that one of them does not want to go on."""
-    script = ENDS.format(path=tmp_path, how="raise")
-    ended = run_ranks(4, script, mpirun_args=ULFM, timeout_s=DEADLINE_S)
+    asked = ("raise", str(tmp_path))
+    ended = launch_program(4, "ending_run", *asked, mpirun_args=ULFM, timeout_s=DEADLINE_S)
     assert not (tmp_path / "result.json").exists()
     assert "rank 1 (worker, step 1): RuntimeError: planted" in ended.stderr
     assert ended.code != 0 and "recovered" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_the_rank_that_validates_may_die_in_it(tmp_path):
-    run_ranks(3, ENDS.format(path=tmp_path, how="validation"), mpirun_args=ULFM, timeout_s=DEADLINE_S).check()
+    asked = ("validation", str(tmp_path))
+    launch_program(3, "ending_run", *asked, mpirun_args=ULFM, timeout_s=DEADLINE_S).check()
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["status"], result["lost"], result["samples"]) == ("ok", {"0": "died"}, 48)
     assert "validation_loss" in result["metrics"] and load_file(result["model"])

@@ -3,8 +3,7 @@
 import pytest
 
 from mpitrain.mpi.node_map import name_ranks, node_indices
-from tests.mpi.cases import assert_passed, case_names, launch
-from tests.ranks import run_ranks
+from tests.mpi.cases import assert_passed, case_names, launch, launch_program
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +37,9 @@ def test_nodes_are_numbered_as_the_ranks_meet_them():
     assert node_indices(["b", "a", "b", "c", "a"]) == (0, 1, 0, 2, 1)
 
 
-HOSTS = """
-import ctypes, os, socket, sys
-if ctypes.CDLL(None, use_errno=True).unshare(0x04000000):  # a host name of its own
-    sys.exit(77)
-socket.sethostname("host" + "aba"[int(os.environ["PMI_RANK"])])
-from mpitrain.system.launch_variables import node_name
-from mpitrain.mpi.runtime import start
-rt = start()
-print(*rt.nodes, rt.num_nodes, rt.local_rank, node_name())
-"""
-
-
 def test_nodes_are_told_apart_where_mpiexec_hands_one_slurm_node_name_to_all():
     """Hydra does, inside a Slurm allocation of several nodes."""
-    run = run_ranks(3, HOSTS, env={"SLURMD_NODENAME": "hosta"}, mpi="mpich")
+    run = launch_program(3, "hosts_of_their_own", env={"SLURMD_NODENAME": "hosta"}, mpi="mpich")
     if run.code == 77:
         pytest.skip("a host name of its own needs root")
     run.check()

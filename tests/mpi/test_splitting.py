@@ -3,7 +3,6 @@ names. Sums in another order agree in float64 to 1e-12; where the order is the s
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 from mpitrain.checkpoint.parts import FOLDER
 from mpitrain.training.measure import same_model
 from tests.mpi import splits
-from tests.mpi.cases import PROGRAMS
+from tests.mpi.cases import PROGRAMS, launch_program
 from tests.ranks import find_mpi, run_ranks
 
 SIZE = {"CHARNN_HIDDEN": "16", "CHARNN_LAYERS": "3"}
@@ -190,28 +189,11 @@ def test_a_signal_to_one_rank_ends_the_run_which_then_goes_on(two):
     assert_close(two / "signal-pipeline", *splits.serial(splits.deep_job(), 1))
 
 
-GO_ON = """
-import sys
-import mpitrain as mt
-from mpitrain.errors import AgreedError
-from mpitrain.checkpoint.parts import FOLDER
-from mpitrain.training.measure import same_model
-from tests.mpi import splits
-
-job = splits.changed(splits.deep_job(), checkpoint_every="never")
-for strategy, path in ((mt.Pipeline(microbatches=3), "fewer"), (mt.Sharded(), "other"), (mt.AllReduce(), "whole")):
-    try:
-        mt.train(job, strategy, run_dir=sys.argv[1] + "/" + path, quiet=True, resume=sys.argv[2])
-    except AgreedError as error:
-        print(error, flush=True)
-"""
-
-
 def test_fewer_replicas_go_on_from_there_and_other_parts_do_not(four, tmp_path):
     # at the end of an epoch: in the middle of one, batches of another size are refused
     for folder in sorted((four / "deep-pipeline" / FOLDER).glob("0*"))[3:]:
         shutil.rmtree(folder)
-    told = run_ranks(2, [sys.executable, "-c", GO_ON, str(tmp_path), str(four / "deep-pipeline")])
+    told = launch_program(2, "split_again", str(tmp_path), str(four / "deep-pipeline"))
     told.check()
     assert (tmp_path / "fewer" / "model.safetensors").exists(), str(told)
     assert_close(tmp_path / "fewer", *splits.serial(splits.deep_job(), 1))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.mpi.cases import launch_program
 from tests.mpi.started import DEADLINE_S, Started
-from tests.ranks import ROOT, find_mpi, run_ranks
+from tests.ranks import ROOT, find_mpi
 
 ULFM = ("-n", "3", "--ft", "ulfm", "--max-restarts", "0")
 # What meets rank 1 just before it would start MPI.
@@ -33,30 +34,18 @@ def have_mpi() -> None:
     find_mpi()
 
 
-PROGRAM = """
-import mpitrain as mt
-from mpitrain.training import watchdog
-from tests import toy
-
-watchdog.GRACE_S = 2.0
-def train(name, **options):
-    mt.train(toy.make_job(epochs=5, batch_size=4), run_dir=f"{path}/{{name}}", quiet=True, **options)
-
-train("first")  # what is imported on first use may take longer than the watchdog's time
-train("run", inject=["stop(worker=1,at_step=5)"], watchdog_s=6.0)
-"""
 NAMED = f"rank 1 on host {os.uname().nodename} stands still"
 
 
 def test_under_ulfm_a_rank_that_stands_still_is_ended_and_the_healthy_ones_go_on(tmp_path: Path) -> None:
-    run = run_ranks(3, PROGRAM.format(path=tmp_path), mpirun_args=("--with-ft", "ulfm"))
+    run = launch_program(3, "stands_still", str(tmp_path), mpirun_args=("--with-ft", "ulfm"))
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["status"], result["lost"], result["samples"]) == ("ok", {"1": "died"}, 5 * 48)
     assert f"{NAMED} and was ended" in run.stderr, run
 
 
 def test_without_fault_tolerance_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path) -> None:
-    run = run_ranks(3, PROGRAM.format(path=tmp_path))
+    run = launch_program(3, "stands_still", str(tmp_path))
     assert run.code not in (0, 75) and not (tmp_path / "run" / "result.json").exists(), run
     assert f"because {NAMED}: it does not answer" in run.stderr, run
 
