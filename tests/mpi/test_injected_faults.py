@@ -31,9 +31,10 @@ def test_workers_that_break_in_every_way_are_survived_under_ulfm(tmp_path):
     assert result["samples"] == 10 * 48 and result["inject"] == orders
     left, right = result["staleness_identity"]
     assert left == right
-    silent = ("stop", "wedge")
-    fates = {str(1 + worker): "silent" if how in silent else "died" for worker, how in enumerate(ways)}
-    assert result["lost"] == fates
+    lost = {way: result["lost"].pop(str(1 + worker), None) for worker, way in enumerate(ways)}
+    # of one that exits MPI tells, or not in time
+    assert lost.pop("exit") in ("died", "silent") and result["lost"] == {}
+    assert lost == {"kill": "died", "segv": "died", "raise": "died", "stop": "silent", "wedge": "silent"}
 
 
 def test_a_validator_that_dies_when_all_is_pushed_is_followed_by_the_next_worker(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # What an interpreter or a library reads only while it starts: ranks that need it otherwise are started cold.
-_READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "KMP_", "GOMP_", "COVERAGE_")
+_READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "KMP_", "GOMP_")
 
 
 class Pool:

@@ -136,6 +136,11 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     random.seed()
     sys.modules["numpy"].random.seed()
+    if "COVERAGE_PROCESS_START" in os.environ:  # a started process would do so by itself
+        sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        import coverage
+
+        coverage.process_startup(force=True)
 
 
 def run(argv: list[str]) -> None:
