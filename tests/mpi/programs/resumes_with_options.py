@@ -20,7 +20,7 @@ import mpitrain as mt
 from mpitrain.checkpoint.parts import candidates
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.runtime import start
-from mpitrain.training.parameter_server import run as servers
+from mpitrain.training.parameter_server import builder
 from mpitrain.training.synchronous import trainer as allreduce
 from mpitrain.training.watchdog import watchdog
 from tests import toy
@@ -42,7 +42,7 @@ def spy(owner, name, key):
 
 
 spy(watchdog, "Watchdog", "watchdog_s")
-spy(servers, "FaultTolerantServer", "floor_s")
+spy(builder, "FaultTolerantServer", "floor_s")
 spy(allreduce, "data_parallel", "find_unused")
 
 
