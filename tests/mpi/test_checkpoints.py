@@ -205,7 +205,7 @@ def test_a_checkpoint_of_another_job_none_or_a_damaged_one_is_said_once_and_all_
         "start": ("was written by another run: its parameters are", "code 2"),
         "nowhere": ("no checkpoint there", "code 2"),
         "damaged": ("verifies: ", "code 1"),
-        "outdated": ("whose checkpoints have schema 1, and this version reads schema 3", "code 2"),
+        "outdated": ("whose checkpoints have schema 1, and this mpitrain", "code 2"),
         "held": (f"in use by process {os.getpid()} on host", "code 2"),
     }
     assert told.keys() == said.keys()
