@@ -281,7 +281,14 @@ def test_every_option_has_its_entry_and_every_entry_a_case():
     """A new field of `Job`, or a new option of `train`, says here what becomes of it when a run goes on with it."""
     fields = {field.name for kind in (Job, Overrides) for field in dataclasses.fields(kind)}
     assert ON_RESUME.keys() == fields | {"servers", "workers"}
-    typed = vars(cli.parse(["train", "job.py"])).keys() - {"command", "job", "run", "parse", "parser", "version"}
+    typed = vars(cli.parse(["train", "job.py"])).keys() - {
+        "command",
+        "job",
+        "run",
+        "parse",
+        "parser",
+        "version",
+    }
     assert typed - ON_RESUME.keys() == DRY_RUN
     page = (ROOT / "docs" / "fault-tolerance.md").read_text().partition("Going on with other options")[2]
     assert [entry for entry in ON_RESUME if entry not in page] == []
