@@ -71,22 +71,22 @@ class VariableBuffer:
     """
 
     def __init__(self, message: torch.Tensor | None = None):
-        self._frame: FixedBuffer | None = None
+        self._wire_buffer: FixedBuffer | None = None
         if message is not None:
-            self._frame = FixedBuffer(message.numel(), torch.uint8)
-            self._frame.body.copy_(message)
-            self._frame.raw[8:16].view(torch.int64).fill_(message.numel())
+            self._wire_buffer = FixedBuffer(message.numel(), torch.uint8)
+            self._wire_buffer.body.copy_(message)
+            self._wire_buffer.raw[8:16].view(torch.int64).fill_(message.numel())
 
     def fit(self, num_bytes: int) -> bool:
         """Make room for so many bytes."""
-        self._frame = FixedBuffer(num_bytes - 2 * PAD_BYTES, torch.uint8)
-        return self._frame.num_bytes == num_bytes
+        self._wire_buffer = FixedBuffer(num_bytes - 2 * PAD_BYTES, torch.uint8)
+        return self._wire_buffer.num_bytes == num_bytes
 
     @property
     def wire_buffer(self) -> FixedBuffer:
         """The buffer, once there is one."""
-        assert self._frame is not None, "an empty message"
-        return self._frame
+        assert self._wire_buffer is not None, "an empty message"
+        return self._wire_buffer
 
     @property
     def raw(self) -> torch.Tensor:

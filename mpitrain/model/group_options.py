@@ -113,10 +113,10 @@ class FollowedOptions:
         texts, self._texts = self._texts, []
         if not self.heard:
             return
-        told = [json.loads(text) for text in texts] + [{}] * (num_gradients - len(texts))
+        reported = [json.loads(text) for text in texts] + [{}] * (num_gradients - len(texts))
         for group, index, first in zip(self.optimizer.param_groups, self.indices, self.first, strict=True):
             for key, before in first.items():
-                values = [groups.get(str(index), {}).get(key, before) for groups in told]
+                values = [groups.get(str(index), {}).get(key, before) for groups in reported]
                 self._set(group, key, mean_option(key, values))
 
     def _set(self, group: dict[str, Any], key: str, value: Any) -> None:

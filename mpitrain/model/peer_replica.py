@@ -139,12 +139,12 @@ class PeerReplica:
             wire_buffer.body.copy_(self.x if self.strategy.mixes else self._delta)
             return wire_buffer
         began_s = time.perf_counter()
-        told = self._delta
+        sent = self._delta
         if self.strategy.mixes:
-            told = self.x - self._copy_of(self.rank)
+            sent = self.x - self._copy_of(self.rank)
             if self.encoder.residual:
                 self.encoder.memory.clear(self.encoder.residual)
-        message = self.encoder.encode([Part(told, self._layout)])
+        message = self.encoder.encode([Part(sent, self._layout)])
         self.num_messages += 1
         self.codec_s += time.perf_counter() - began_s
         return VariableBuffer(message)

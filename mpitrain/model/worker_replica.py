@@ -76,7 +76,7 @@ class Replica:
         self._reader = ReplyReader(model.layout) if model.replies_coded else None
         self._finite = True  # all that the next push is made of
         self._stepped = False  # hooks have run before a step, and not yet after it
-        self._frames: list[FixedBuffer] | None = None  # the gradient to be pushed
+        self._wire_buffers: list[FixedBuffer] | None = None  # the gradient to be pushed
         self._pulled: list[FixedBuffer | None] = [None] * model.layout.num_shards
         buffers = [buffer for buffer in model.module.buffers() if buffer is not None] if shared else []
         self._module_buffers = buffers
@@ -126,7 +126,7 @@ class Replica:
     def gradient(self, lease: Any, step: int) -> Gradient:
         """Forward and backward over the lease's batch, on the parameters loaded last."""
         self._enter()
-        self._after_step(broken_off=self._frames is not None)
+        self._after_step(broken_off=self._wire_buffers is not None)
         batch = {
             name: tensor.to(self.model.device, non_blocking=True)
             for name, tensor in self.fetch(lease.epoch, lease.start, lease.num_samples).items()
@@ -169,12 +169,14 @@ class Replica:
             finite = loss - loss == 0.0 and self.local.step()
             self._finite = self._finite and finite
         else:
-            for wire_buffer in self._frames or ():  # broken off before it was pushed
+            for wire_buffer in self._wire_buffers or ():  # broken off before it was pushed
                 wire_buffer.release()
-            self._frames = self.model.push_buffers()
-            finite = self._finite = self.model.gather_gradients(self._frames) and loss - loss == 0.0
-        told = self.remote.text(self.local.rates if self.local else None) if self.remote is not None else ""
-        return Gradient(loss, num_samples, finite, num_samples if share is None else share, told)
+            self._wire_buffers = self.model.push_buffers()
+            finite = self._finite = self.model.gather_gradients(self._wire_buffers) and loss - loss == 0.0
+        options = (
+            self.remote.text(self.local.rates if self.local else None) if self.remote is not None else ""
+        )
+        return Gradient(loss, num_samples, finite, num_samples if share is None else share, options)
 
     def take(self) -> list[FixedBuffer] | list[VariableBuffer]:
         """What to push, one wire buffer or message a shard."""
@@ -183,8 +185,8 @@ class Replica:
             self._enter()
             wire_buffers = self.local.take()
         else:
-            assert self._frames is not None, "push without a gradient"
-            wire_buffers, self._frames = self._frames, None
+            assert self._wire_buffers is not None, "push without a gradient"
+            wire_buffers, self._wire_buffers = self._wire_buffers, None
         return wire_buffers if self.coder is None else self.coder.encode(wire_buffers, finite)
 
     def statistics(self) -> dict[str, float]:

@@ -180,11 +180,11 @@ def disagreement(shards: Sequence[dict[str, Any]]) -> str:
     counts = [one["samples_accepted"] + one["samples_dropped"] * discards for one in shards]
     if len(set(counts)) < 2:
         return ""
-    told = ", ".join(
+    differences = ", ".join(
         f"shard {number} has accepted {one['samples_accepted']} samples and discarded {one['samples_dropped']}"
         for number, one in enumerate(shards)
     )
     return (
-        f"the shards do not agree on what they were trained on: {told}. The model is not to be trusted; this is a "
-        "defect of mpitrain: please report it, and go on from an earlier checkpoint with servers=1"
+        f"the shards do not agree on what they were trained on: {differences}. The model is not to be trusted; this is "
+        "a defect of mpitrain: please report it, and go on from an earlier checkpoint with servers=1"
     )
