@@ -11,7 +11,8 @@ so the same role runs under `mpirun` and in virtual time. A worker, in full, wou
             gradient = yield Compute(replica.gradient)                # real work; virtual time charges for it
             yield Send(server, Message(Kind.PUSH, version=reply.version, payload=gradient))
 
-`Now()` answers the world's clock in seconds. Payloads are opaque here. A world keeps a payload until it has
+`Now()` answers the world's clock in seconds. `AllReduce` is answered when all ranks have come to it: over MPI by
+collectives, in virtual time by messages round a ring. Payloads are opaque here. A world keeps a payload until it has
 been sent, then calls its `release()`; what a role receives it must release itself when it is done with it.
 """
 
