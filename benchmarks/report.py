@@ -69,7 +69,8 @@ def origin(*rows: Row) -> str:
     lines = []
     for row in rows:
         mpi = row.get("mpi", "").split(",")[0]
-        words = [row["cpu"], f"{row['num_cores']} cores", f"torch {row.get('torch', '?')}", mpi]
+        rounds = f"{row['rounds']} rounds" if isinstance(row.get("rounds"), int) else ""
+        words = [row["cpu"], f"{row['num_cores']} cores", f"torch {row.get('torch', '?')}", mpi, rounds]
         line = f"{row['date']}, commit {row['commit']}, {', '.join(filter(None, words))}"
         if line not in lines:
             lines.append(line)
@@ -270,6 +271,7 @@ def rates() -> str:
             "final loss (range)",
             "best rate",
             "samples (range)",
+            "highest rate tried",
         )
         body = []
         for way in row["ways"].values():
@@ -282,7 +284,9 @@ def rates() -> str:
                     if judged
                     else ["", "missed"]
                 )
-            body.append(line)
+            last = way["sweep"][-1]
+            right = max(run["accuracy"] for run in last["runs"])
+            body.append([*line, f"{last['rate']:g}: at most {right:.0%} right"])
         goal = row["goal"]
         told = f"{row['seeds']} seeds, {row['epochs']} epochs, batches of {row['batch']}; samples until "
         told += f"{goal['accuracy']:.0%} at {goal['marks']} marks in a row."
