@@ -2,7 +2,7 @@
 
     encoder = ThresholdEncoder(density=1e-3)
     message = encoder.encode([Part(gradient, layout)])   # uint8, host memory; message.numel() is what travels
-    add_message(message, [Part(sums, layout)], weight)   # anywhere, by whoever knows the layout
+    add_message(message, [Part(sums, layout)], weight)   # on any rank that knows the layout
 
 An encoder belongs to one stream from one worker and has `state` and `restore`; decoding has no state. Nothing
 here knows MPI, clocks or strategies: `model/codec_registry.py` makes the encoder that a strategy's codec names, and

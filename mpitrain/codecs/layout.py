@@ -1,6 +1,6 @@
 """What the numbers of a message belong to: named fields in flat tensors, and which of them are coded.
 
-Invariants: sender and receiver get the same plan from the same layouts, so a message need not say where
+Invariants: sender and receiver get the same plan from the same layouts, so a message need not hold where
 its numbers go. Fields of fewer than `dense_below` numbers (biases, norms) travel in full: they are few and
 sensitive. The others, one after another, are the *coded space*, in which indices count.
 """

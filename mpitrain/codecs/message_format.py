@@ -1,6 +1,6 @@
 """A message: 32 bytes of header, the dense numbers, then what its kind puts there. Always host memory.
 
-Invariants: a message says by itself how it is decoded; the receiver brings only the layouts. Its length
+Invariants: a message holds all that its decoding needs but the layouts, which the receiver knows. Its length
 is exactly what the sections take: the byte count of a message is `message.numel()`, nothing travels outside.
 """
 

@@ -1,6 +1,6 @@
 """Training data: HDF5 shards read per rank, synthetic samples, and one global order.
 
-Invariants: it knows torch, numpy and h5py and never MPI. Rank 0 scans, everybody else receives the
+Invariants: it knows torch, numpy and h5py and never MPI. Rank 0 scans, all other ranks receive the
 catalogue as JSON; which positions of the order a rank reads is decided elsewhere. A source is `Shards` or
 `Synthetic`:
 

@@ -1,8 +1,8 @@
 """Whether a job that was asked to stop may run again: a bounded number of times, and only while it makes progress.
 
 Invariants: progress is another newest checkpoint, by its mark (accepted samples) and the start that wrote it, and
-every answer is kept in `restarts.jsonl` of the run directory, one line each, so that the next one can compare. A line
-that is torn is no answer.
+every answer is kept in `restarts.jsonl` of the run directory, one line each, so that the next one can compare. A torn
+line counts as no answer.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What lies in a shard file and in a dataset's index."""
+"""The format of a shard file and of a data set's index."""

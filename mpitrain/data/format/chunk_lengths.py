@@ -1,9 +1,9 @@
 """Does every chunk of an HDF5 dataset decode to as many bytes as it must? HDF5 does not ask.
 
-A chunk that decodes to fewer hands out what lay in memory behind it as samples; one that decodes to more is inflated to
+A chunk that decodes to fewer returns the memory behind it as samples; one that decodes to more is inflated to
 its end first, however many gigabytes that takes. A checksum is no help against a file that was made so.
 
-Invariants: chunks are looked at once, before HDF5 decodes them, in pieces of a bounded size. Of compressors whose
+Invariants: chunks are checked once, before HDF5 decodes them, in pieces of a bounded size. Of compressors whose
 chunks hold their length only that is read (zstd, blosc, lz4, bitshuffle, szip); gzip and lzf are followed to their end.
 Compressors that are not listed here are HDF5's and their own makers' to check.
 """

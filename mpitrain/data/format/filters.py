@@ -1,7 +1,7 @@
 """Compression of chunks by name: which HDF5 filters write it, and what a dataset was written with.
 
 Invariants: gzip needs nothing but HDF5; the others come from the package hdf5plugin, which is imported
-only where a name or a file asks for it. Bytes of one value lie together before they are compressed (shuffle),
+only where a name or a file asks for it. Before compression the bytes of equal significance are put together (shuffle),
 and every chunk carries its fletcher32 sum, compressed or not.
 """
 

@@ -1,11 +1,11 @@
-"""Which datasets an HDF5 file has, and whether their bytes lie in it.
+"""Which datasets an HDF5 file has, and whether their bytes are in it.
 
 An HDF5 file can name other files to read from: by a link to a dataset of another file, by external storage of a
-dataset's bytes, and by a virtual dataset, which is put together from others. HDF5 opens them all unasked, and where one
-is missing it hands out fill values or passes over the name.
+dataset's bytes, and by a virtual dataset, which is put together from others. HDF5 opens them all without asking, and
+where one is missing it returns fill values or skips the name.
 
-Invariants: links are looked at before they are followed; what lies elsewhere is refused by name unless it is
-allowed, and then it must be there.
+Invariants: links are checked before they are followed; a file elsewhere is refused by name unless it is allowed, and
+then it must exist.
 """
 
 from __future__ import annotations

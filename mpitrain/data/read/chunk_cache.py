@@ -1,9 +1,9 @@
 """Decoded chunks in memory: a least-recently-used cache in one preallocated arena per array.
 
-The arena has `num_slots` places of one chunk each, so the memory is bounded exactly, a read lands where it
-stays, and a batch is gathered by one indexing operation over all its chunks. Rule for the number of places:
-the chunks of one window always fit, plus one; those of the next window too (so that they can be read ahead)
-unless that passes `CACHE_BYTES`.
+The arena has `num_slots` slots of one chunk each, so the memory is bounded exactly, a read goes straight to its slot,
+and a batch is gathered by one indexing operation over all its chunks. Rule for the number of places: the chunks of one
+window always fit, plus one; those of the next window too (so that they can be read ahead) unless that passes
+`CACHE_BYTES`.
 
 Invariants: chunks are read by one thread at a time under `_reading`; the table of who sits where
 changes only under `_table`, which is held neither while reading nor while copying: a place that a batch is being

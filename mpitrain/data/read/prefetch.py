@@ -5,7 +5,7 @@ read for it, later where its chunks are here already; the caller may come first 
 to `follow` are read in turn meanwhile.
 
 Invariants: the thread sleeps unless there is work and is woken for work only; it never decides what a batch
-holds, and an error it meets is kept for whoever asks for that batch.
+holds, and an error it meets is raised where that batch is asked for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copy a pack to a node's own disk, verified, and read from there; and check one where it is.
 
-Invariants: a staged pack is there whole or not at all: it is copied beside, compared with the sums of the pack
-that it is a copy of (never with an index of its own), fsynced and renamed. Whoever comes second finds it and copies
-nothing. A copy is read only where its manifest is the pack's own, to the byte.
+Invariants: a staged pack is there whole or not at all: it is copied under a temporary name, compared with the sums of
+the pack that it is a copy of (never with an index of its own), fsynced and renamed. A second process finds it and
+copies nothing. A copy is read only where its manifest is the pack's own, to the byte.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What packing asks of a source: how many samples, in which order, and which of them at a time.
 
-Invariants: a source is read deterministically, in bounded memory, by as many ranks at once as like, and
+Invariants: a source is read deterministically, in bounded memory, by any number of ranks at once, and
 nothing from it is executed (no pickle), but for Python that the user named. Its order is a function of the seed
-and of its own layout, never of who reads which part.
+and of its own layout, never of which rank reads which part.
 """
 
 from __future__ import annotations

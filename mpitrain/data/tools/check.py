@@ -1,7 +1,7 @@
 """`mpitrain data check`: is every shard what was packed, are its values finite, and will reading it be fast.
 
 Invariants: it reads every chunk as a job would, goes on after each problem, and names shard, dataset, chunk
-and sample. A problem is what a job would stumble over; an advice is what would only make it slow.
+and sample. A problem would stop a job; an advice is about what would only make it slow.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Packing samples into shards: once, whole, the same every time, by as many ranks as there are.
 
 Samples are permuted by the seed, the first `validate` part of them goes into validate-*.h5 and the rest into
-train-*.h5. Each rank writes every size-th shard, and rank 0 the index when all are there. The same source and
-options give the same bytes, whoever wrote them; so packing again does nothing, and a pack that was interrupted or
-has lost a shard is completed: what is there and has its sum is kept.
+train-*.h5. Each rank writes every size-th shard, and rank 0 the index when all are there. The same source and options
+give the same bytes, whichever ranks wrote them; so packing again does nothing, and a pack that was interrupted or has
+lost a shard is completed: what is there and has its sum is kept.
 
 Invariants: a directory with another pack or with foreign shards is refused, a job reads nothing until the
-index is complete, and what fails leaves whole shards that the same command goes on from, or nothing.
+index is complete, and a failure leaves whole shards from which the same command continues, or nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What packing will write: options, which samples go into which file, and what the index says of it.
+"""What packing will write: options, which samples go into which file, and what the index will hold.
 
 Invariants: a plan is a function of source and options alone; how many ranks carry it out never enters.
 """

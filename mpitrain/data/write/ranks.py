@@ -1,4 +1,4 @@
-"""Who else works on the same pack: what packing asks of MPI, without knowing it.
+"""The other ranks that work on the same pack: what packing needs of MPI, as a protocol.
 
 `mpitrain.mpi.runtime.Runtime` answers it for the ranks of a launch, `ALONE` for a single process.
 """

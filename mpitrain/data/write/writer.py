@@ -1,7 +1,7 @@
-"""`ShardWriter`: shards from a script of one's own, batch by batch, in bounded memory.
+"""`ShardWriter`: writing shards from a user's own script, batch by batch, in bounded memory.
 
 Invariants: a directory is a pack from the moment its index says so. Until then jobs refuse it, an error
-removes what was written, and what a killed process left is removed by whoever writes there next.
+removes what was written, and what a killed process left is removed by the next writer.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class StageForward:
         module: the stage; group: the ranks of the pipeline in the order of their stages; device: of the stage.
     """
 
-    def __init__(self, module: nn.Module, group: Any, device: torch.device):
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device):
         self.module, self.group, self.device = module, group, device
         self.stage, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
         self._sent: list[tuple[Any, torch.Tensor]] = []
