@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -142,9 +142,11 @@ class Runtime:
         self._control_comm = self.comm.Dup()
         self.communicators.append(self._control_comm)
 
-    def all_communicators(self) -> tuple[MPI.Comm, ...]:
-        """Every communicator of this job that a rank may wait in."""
-        return (self.comm, *self.communicators)
+    def all_communicators(self) -> Iterator[MPI.Comm]:
+        """Every communicator of this job that a rank may wait in; read where it is iterated, in the thread that frees
+        them."""
+        yield self.comm
+        yield from tuple(self.communicators)
 
     @property
     def step(self) -> int:
