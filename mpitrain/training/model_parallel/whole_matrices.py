@@ -15,14 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from mpitrain.errors import UsageError
-
-_NAME = "_zeropower_via_newtonschulz"
-
-
-def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is torch's Muon."""
-    muon = getattr(torch.optim, "Muon", None)
-    return muon is not None and isinstance(optimizer, muon)
+from mpitrain.model.torch_versions import is_muon, muon_iteration, set_muon_iteration
 
 
 def check_muon(optimizer: torch.optim.Optimizer) -> None:
@@ -31,7 +24,7 @@ def check_muon(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UsageError: it is.
     """
-    if is_muon(optimizer) and not hasattr(torch.optim._muon, _NAME):
+    if is_muon(optimizer) and muon_iteration() is None:
         raise UsageError(
             f"Muon of torch {torch.__version__} cannot be kept to whole matrices where each rank holds slices; use "
             "allreduce(), or another optimizer"
@@ -44,7 +37,8 @@ def whole_matrices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if not is_muon(optimizer):
         yield
         return
-    torchs = getattr(torch.optim._muon, _NAME)
+    torchs = muon_iteration()
+    assert torchs is not None, "check_muon has refused it"
 
     def orthogonalise(update: Any, *options: Any) -> Any:
         if not isinstance(update, DTensor):
@@ -53,8 +47,8 @@ def whole_matrices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return everywhere.redistribute(placements=update.placements)
 
-    setattr(torch.optim._muon, _NAME, orthogonalise)
+    set_muon_iteration(orthogonalise)
     try:
         yield
     finally:
-        setattr(torch.optim._muon, _NAME, torchs)
+        set_muon_iteration(torchs)
