@@ -186,7 +186,7 @@ def test_a_restored_peer_goes_on_to_the_bit(topology):
         return replica, Peer(0, 1, rule, PeerPartition(48, 2, 6, 1, 0), replica, NullReport())
 
     def go(peer, num_steps):
-        peer.shares.num_steps = peer.shares.step + num_steps
+        peer.partition.num_steps = peer.partition.step + num_steps
         return VirtualWorld(Constant(1.0, 0.0), Ideal()).run({0: peer.run()})[0]["digest"]
 
     replica, peer = make()
@@ -237,7 +237,7 @@ def test_another_number_of_peers_goes_on_from_the_mean(tmp_path, topology):
         for peer, replica in again:
             restore(resume, peer, replica)
             torch.testing.assert_close(replica.x, mean)
-            assert peer.shares.samples == 96
+            assert peer.partition.samples == 96
         torch.testing.assert_close(sum(kept(replica) for _, replica in again) / number, residual)
     # peers that mix parameters keep nothing back: what is still to be told is the difference to the copies
     assert (float(residual.abs().max()) > 0) == (topology == "full")
