@@ -25,11 +25,14 @@ from mpitrain.virtual.ring import Reduce
 
 
 class VirtualRun:
-    """One virtual run of `number` ranks, all alike.
+    """One virtual run of a job on `number` workers, or peers; servers come on top.
 
     Raises:
-        UsageError: a wrong option, or more ranks than samples.
+        UsageError: a wrong option, or more workers than samples.
     """
+
+    world: VirtualWorld
+    log: VirtualLog
 
     def __init__(self, job: Job, options: Overrides, number: int, compute: ComputeLaw, network: NetworkLaw):
         if number < 1:
@@ -38,21 +41,36 @@ class VirtualRun:
         self.catalogue: Catalogue = job.data.scan()
         if self.catalogue.num_samples < number:
             raise UsageError(
-                f"{number} workers for {self.catalogue.num_samples} training samples: use at most as many"
+                f"{number} workers for {self.catalogue.num_samples} training samples: use at most "
+                f"{self.catalogue.num_samples} workers"
             )
         self.job, self.options, self.number = job, options, number
         self.compute, self.network = compute, network
         self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
-        planned = self.catalogue.num_samples * job.epochs
-        if options.steps is not None:
-            planned = options.steps * number * job.batch_size
-        report = Report(self.run_dir, planned, quiet=options.quiet, num_epochs=job.epochs)
-        self.world = VirtualWorld(compute, network, job.seed)
-        num_steps = math.ceil(planned / (job.batch_size * number))
-        self.log = VirtualLog(report, self.world, num_steps, options.quiet)
-        self.log.warn_if_short(math.ceil(planned / job.batch_size), number)
         self.stragglers = [Straggler(options.injections, index, job.seed) for index in range(number)]
+        self.started_s = 0.0
+
+    def start(self, samples_per_row: int, world: VirtualWorld, warns: bool = True) -> None:
+        """Begin the report.
+
+        Args:
+            samples_per_row: samples between two calls of `log.progress`.
+            world: that runs the roles; warns: whether to warn of a run that is too short to measure.
+        """
+        job = self.job
+        planned = self.catalogue.num_samples * job.epochs
+        if self.options.steps is not None:
+            planned = self.options.steps * self.number * job.batch_size
+        report = Report(self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs)
+        self.world = world
+        self.log = VirtualLog(report, world, math.ceil(planned / samples_per_row), self.options.quiet)
+        if warns:
+            self.log.warn_if_short(math.ceil(planned / job.batch_size), self.number)
         self.started_s = time.monotonic()
+
+    def start_alike(self) -> None:
+        """`start`, for ranks that are all alike and report once a step of all."""
+        self.start(self.job.batch_size * self.number, VirtualWorld(self.compute, self.network, self.job.seed))
 
     def run(self, roles: Sequence[Role], reduce: Reduce | None = None) -> list[Any]:
         """What each rank's role returns; `reduce` carries out the collectives of roles that all-reduce."""
@@ -62,10 +80,10 @@ class VirtualRun:
         )
         return [returned[rank] for rank in range(self.number)]
 
-    def result(self, samples: int, metrics: dict[str, float], failure: str = "") -> dict[str, Any]:
-        """What was asked for, what it took, and the verdict on it."""
+    def result(self, samples: int, metrics: dict[str, float], *failures: str) -> dict[str, Any]:
+        """What was asked for, what it took, and the verdict on it; of `failures` those count that are not empty."""
         return {
-            **judge(self.job, metrics, [failure] if failure else [], self.options.injections),
+            **judge(self.job, metrics, list(filter(None, failures)), self.options.injections),
             "workers": self.number,
             "servers": 0,
             "nodes": 1,

@@ -33,6 +33,7 @@ def simulate_local_sgd(
     strategy = job.strategy
     assert isinstance(strategy, LocalSGD)
     virtual = VirtualRun(job, options, number, compute, network)
+    virtual.start_alike()
     log, num_samples = virtual.log, virtual.catalogue.num_samples
     module, _ = build(job, options.lr, torch.device("cpu"))
     validation = job.validate.scan() if job.validate else None

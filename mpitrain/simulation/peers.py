@@ -33,6 +33,7 @@ def simulate_peers(
     strategy = job.strategy
     assert isinstance(strategy, Decentralized)
     virtual = VirtualRun(job, options, number, compute, network)
+    virtual.start_alike()
     log = virtual.log
     builder = PeerBuilder(strategy, number, job, virtual.catalogue.num_samples, options.steps)
     module, optimizer = build(job, options.lr, torch.device("cpu"))

@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.effects import Role
 from mpitrain.errors import UsageError
-from mpitrain.inject import SILENT, Straggler, check_workers
+from mpitrain.inject import SILENT
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.model import Replica, check_optimizer, flat_model
-from mpitrain.reporting.report import NullReport, Report, default_run_dir
+from mpitrain.reporting.report import NullReport
 from mpitrain.roles.replay import load_order, load_run, repeat
+from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.local_sgd import simulate_local_sgd
 from mpitrain.simulation.peers import simulate_peers
-from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
-from mpitrain.training.judge import NOBODY_LEFT, judge
+from mpitrain.training.judge import NOBODY_LEFT
 from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, same_model, save_model
 from mpitrain.training.parameter_server.builder import RoleBuilder
 from mpitrain.training.validate import validate_simulation
@@ -92,7 +90,7 @@ def _simulate(
         return simulate_peers(job, options, num_workers, compute, network)
     if isinstance(job.strategy, LocalSGD):
         return simulate_local_sgd(job, options, num_workers, compute, network)
-    return _Simulation(job, options, num_workers, compute, network).run()
+    return _Simulation(job, options, num_workers, compute, network).simulate()
 
 
 def _replay(
@@ -116,10 +114,10 @@ def _replay(
         apply_overrides(job, recorded), recorded, num_workers, Constant(), Ideal(), run_dir
     )
     simulation.roles = Roles(tuple(run["servers"]), tuple(run["workers"]))
-    return simulation.run()
+    return simulation.simulate()
 
 
-class _Simulation:
+class _Simulation(VirtualRun):
     def __init__(
         self,
         job: Job,
@@ -140,54 +138,39 @@ class _Simulation:
                 f"{job.strategy} has no server or worker roles to simulate in virtual time; choose "
                 f"with --strategy one of: {', '.join(served)}"
             )
-        if num_workers < 1:
-            raise UsageError(f"--workers must be at least 1, got {num_workers}")
         job.strategy.check_workers(num_workers)
         if replay is not None and job.strategy.batching.measures:
             raise UsageError(
                 f"{job.strategy}: batch sizes followed measured times: the order of arrival alone cannot repeat it"
             )
-        self.job, self.strategy, self.options, self.num_workers = job, job.strategy, options, num_workers
-        self.compute, self.network = compute, network
+        super().__init__(job, options, num_workers, compute, network)
+        self.strategy = job.strategy
         num_servers = self.strategy.num_servers()
         self.roles: Roles = assign((0,) * (num_workers + num_servers), num_servers)
-        check_workers(options.injections, num_workers)
         self.silence = any(isinstance(one, SILENT) for one in options.injections)  # somebody falls silent
-        self.stragglers = [Straggler(options.injections, i, job.seed) for i in range(num_workers)]
-        self.catalogue: Catalogue = job.data.scan()
-        if self.catalogue.num_samples < num_workers:
-            raise UsageError(
-                f"{num_workers} workers for {self.catalogue.num_samples} training samples: use at "
-                "most as many workers"
-            )
-        self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
 
-    def run(self) -> dict[str, Any]:
+    def simulate(self) -> dict[str, Any]:
+        """Run the whole job; returns what `result.json` holds."""
         job = self.job
-        num_batches = None if self.options.steps is None else self.options.steps * self.num_workers
-        planned = (
-            self.catalogue.num_samples * job.epochs if num_batches is None else num_batches * job.batch_size
-        )
         device = torch.device("cpu")
         module, optimizer = build(job, self.options.lr, device)
         check_optimizer(optimizer, self.strategy)
         model = flat_model(module, optimizer, self.strategy)
         workers = self.roles.workers
         world = VirtualWorld(self.compute, self.network, job.seed, workers, workers)
-        report = Report(self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs)
-        num_pushes = math.ceil(planned / (job.batch_size * self.strategy.push_every))
-        log = VirtualLog(report, world, num_pushes, self.options.quiet)
-        if self.replay is None:
-            log.warn_if_short(math.ceil(planned / job.batch_size), self.num_workers)
+        self.start(job.batch_size * self.strategy.push_every, world, warns=self.replay is None)
+        num_batches = None if self.options.steps is None else self.options.steps * self.number
         builder = RoleBuilder(self.strategy, self.roles, model, job, self.catalogue, num_batches)
-        started_s = time.monotonic()
         with job.data.reader(self.catalogue, job.seed) as reader:
             measure = make_measure(job, module, job.validate.scan() if job.validate else None, device)
             # virtual seconds have no scale: nobody is too late, unless somebody is to fall silent
             floor_s = None if self.silence else math.inf
             servers = [
                 builder.server(
-                    shard, builder.store(shard, optimizer), NullReport() if shard else log, floor_s=floor_s
+                    shard,
+                    builder.store(shard, optimizer),
+                    NullReport() if shard else self.log,
+                    floor_s=floor_s,
                 )
                 for shard in range(len(self.roles.servers))
             ]
@@ -202,9 +185,8 @@ class _Simulation:
         for rank, replica in replicas.items():
             replica.finish()
             returned[rank] |= {"codec": replica.statistics()} if replica.coder else {}
-        delivered = servers[0].delivered
-        result = self._result(returned, delivered, log, time.monotonic() - started_s, world)
-        log.finish(result)
+        result = self._result(returned, servers[0].delivered)
+        self.log.finish(result)
         return result
 
     def _deliver(self, replica: Replica) -> dict[str, Any]:
@@ -225,45 +207,24 @@ class _Simulation:
         )
         return self.stragglers[self.roles.workers.index(rank)].wrap(worker.run())
 
-    def _result(
-        self,
-        returned: dict[int, Any],
-        delivered: dict[str, Any],
-        log: VirtualLog,
-        wall_s: float,
-        world: VirtualWorld,
-    ) -> dict[str, Any]:
+    def _result(self, returned: dict[int, Any], delivered: dict[str, Any]) -> dict[str, Any]:
         counts = dict(returned[self.roles.dealer])
         failures = [counts.pop("failure"), "" if delivered else NOBODY_LEFT]
         failures.append(disagreement([returned[rank] for rank in self.roles.servers]))
-        identical = None
+        replayed: dict[str, Any] = {}
         if self.replay is not None and delivered:
             identical = same_model(self.replay / MODEL_FILE, self.run_dir / MODEL_FILE)
-        if identical is False:
-            failures.append(f"the replayed parameters differ from those of {self.replay}")
-        samples = counts["samples_accepted"]
+            replayed = {"replay": str(self.replay), "replay_identical": identical}
+            failures.append(
+                "" if identical else f"the replayed parameters differ from those of {self.replay}"
+            )
         return {
             **counts,
-            **judge(
-                self.job, delivered.get("metrics", {}), list(filter(None, failures)), self.options.injections
-            ),
-            "samples_per_second": samples / world.now_s if world.now_s else 0.0,
-            "samples": samples,
+            **self.result(counts["samples_accepted"], delivered.get("metrics", {}), *failures),
+            **replayed,
             "steps": counts["version"],
-            "workers": len(self.roles.workers),
             "servers": len(self.roles.servers),
-            "nodes": 1,
-            "virtual": True,
-            **({} if identical is None else {"replay": str(self.replay), "replay_identical": identical}),
-            "virtual_s": world.now_s,
-            "compute": str(self.compute),
-            "network": str(self.network),
-            "num_events": world.num_events,
-            "wall_s": wall_s,
-            "injected": [row for straggler in self.stragglers for row in straggler.counts()],
-            "loss_curve": log.curve,
             "shards": [returned[rank] for rank in self.roles.servers],
             "workers_detail": [returned[rank] for rank in self.roles.workers],
-            "run_dir": str(self.run_dir),
             "model": delivered.get("model"),
         }

@@ -63,5 +63,5 @@ def test_a_gradient_that_is_not_finite_stops_all_at_the_next_averaging_or_is_cou
 
 
 def test_too_many_workers_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="at most as many"):
+    with pytest.raises(UsageError, match="49 workers for 48 training samples: use at most 48 workers"):
         run_virtually(tmp_path, LocalSGD(), workers=49)
