@@ -21,7 +21,7 @@ from mpitrain.checkpoint.parts import candidates
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.runtime import start
 from mpitrain.training.parameter_server import builder
-from mpitrain.training.synchronous import trainer as allreduce
+from mpitrain.training.synchronous import ddp
 from mpitrain.training.watchdog import watchdog
 from tests import toy
 
@@ -43,7 +43,7 @@ def spy(owner, name, key):
 
 spy(watchdog, "Watchdog", "watchdog_s")
 spy(builder, "FaultTolerantServer", "floor_s")
-spy(allreduce, "data_parallel", "find_unused")
+spy(ddp, "data_parallel", "find_unused")
 
 
 def model(width=6):
