@@ -88,7 +88,7 @@ class Job:
         seed: key of initialisation, order and every other draw.
         on_nonfinite: "stop" at the first NaN or infinite gradient, or "skip" such batches and count them; over
             parameter servers a worker with ten such pushes in a row is then done without.
-        drop_last: leave an incomplete last batch of an epoch out.
+        drop_last: leave an incomplete last batch of an epoch out, unless an epoch has no complete one.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is told
             to end (SIGUSR1, SIGTERM) writes one in any case. keep_checkpoints: how many complete ones stay.

@@ -21,7 +21,7 @@ class StepPartition:
     Args:
         num_samples: of an epoch; batch_size: per worker.
         num_workers: how many; window_samples: how many samples are read together.
-        drop_last: leave out an incomplete last round.
+        drop_last: leave out an incomplete last round, unless an epoch has no complete one.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class StepPartition:
         window_samples: int,
         drop_last: bool = False,
     ):
-        self.num_workers, self.batch_size, self.drop_last = num_workers, batch_size, drop_last
+        self.num_workers, self.batch_size = num_workers, batch_size
+        self.drop_last = drop_last and num_samples >= num_workers * batch_size
         self.dealer = BatchDealer(
             num_samples, ENDLESS, batch_size, num_workers=num_workers, window_samples=window_samples
         )

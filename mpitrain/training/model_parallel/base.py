@@ -141,12 +141,17 @@ class SplitRun(Stepper):
             before, counts = resume.about["batch_size"], saved["counts"]
             left = self.session.catalogue.num_samples - counts["cursor"]
             is_over = left < self.num_replicas or (
-                self.session.job.drop_last and left < before * self.num_replicas
+                self._drops_last(before) and left < before * self.num_replicas
             )
             check_batch_size(before, now, counts["epoch"], is_over or counts["cursor"] == 0)
         restore_shards(self.module, self.rates, saved)
         vars(self).update(saved["counts"])
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
+
+    def _drops_last(self, batch_size: int) -> bool:
+        """Whether an incomplete last step is left out; never where an epoch has no complete one."""
+        job, num_samples = self.session.job, self.session.catalogue.num_samples
+        return job.drop_last and num_samples >= batch_size * self.num_replicas
 
     def _epoch(self, epoch: int, limited: bool) -> int:
         """Steps to the end of the epoch; returns how many samples of it are left out."""
@@ -155,7 +160,7 @@ class SplitRun(Stepper):
         while self.cursor < num_samples and not self._over and not (limited and self.step >= self.num_steps):
             cursor = self.cursor
             count: int = min(batch, num_samples - cursor)
-            if count < self.num_replicas or (count < batch and job.drop_last):
+            if count < self.num_replicas or (count < batch and self._drops_last(job.batch_size)):
                 return count
             following = min(batch, num_samples - cursor - count)
             if following >= self.num_replicas and self.reads:
