@@ -262,7 +262,7 @@ def contest(job, num_workers, speeds, options, folder):
         one_run = functools.partial(_run_at, job, strategy, num_workers, injected, folder)
         search = Search(one_run, options.seeds, options.rounds)
         search.search()
-        judged = {aim: search.processed(aim) for aim in ("loss", "samples")}
+        judged = {aim: search.judged(aim) for aim in ("loss", "samples")}
         lines.append((name, *cells(judged["loss"], 4), *cells(judged["samples"], 0)))
         sweep = [
             {"rate": MIDDLE * 2.0**exponent, "runs": [_plain(run) for run in runs]}

@@ -1,7 +1,7 @@
 """What does one slow worker of four cost each update rule, in samples per second and in time to the target?
 
     mpitrain launch -n 5 benchmarks/stragglers.py [--seeds 5] [--epochs 8] [--base-ms 12] [--compute emulated real]
-        [--rules "sync()" "async()" ...]
+        [--strategies "sync()" "async()" ...]
 
 The digits job on four workers, one of which takes five times as long a batch: it sleeps, it does not spin, four
 times what a batch takes on a core of its own (measured first, on one rank, while the others wait). The sleep is
@@ -56,8 +56,8 @@ from mpitrain.values import parse
 
 WORKERS, SLOW_WORKER, FACTOR = 4, 2, 5
 BASE, PEER = "sync()", "torch DDP over gloo"
-RULES = [BASE, "backup(spare=1)", "async()", "softsync(updates=2)", "ssp(bound=3)"]
-MUST_GAIN = RULES[1:4]  # at least twice the samples per second of sync, and sooner at the target
+STRATEGIES = [BASE, "backup(spare=1)", "async()", "softsync(updates=2)", "ssp(bound=3)"]
+MUST_GAIN = STRATEGIES[1:4]  # at least twice the samples per second of sync, and sooner at the target
 KINDS = ["emulated", "real"]
 
 runtime = start()
@@ -164,7 +164,7 @@ def base_s(kind, options):
 def contest(kind, seed, inject, options, folder, group):
     """One round: every contestant once; figures by name on rank 0."""
     job = dataclasses.replace(digits(folder, base_s(kind, options)), seed=seed, epochs=options.epochs)
-    names = [*options.rules, PEER]
+    names = [*options.strategies, PEER]
     turn = seed % len(names)
     figures = {}
     for name in names[turn:] + names[:turn]:
@@ -233,9 +233,9 @@ def main():
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--base-ms", type=float, default=12)
     parser.add_argument("--compute", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES, help=f"always with {BASE}")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help=f"always with {BASE}")
     options = parser.parse_args()
-    options.rules = [name for name in RULES if name in options.rules or name == BASE]
+    options.strategies = [name for name in STRATEGIES if name in options.strategies or name == BASE]
     assert runtime.size == WORKERS + 1, f"start with {WORKERS + 1} ranks"
     torch.set_num_threads(1)
     load = os.getloadavg()
@@ -266,7 +266,7 @@ def main():
             rounds[kind].append(contest(kind, seed, orders[kind], options, folder, group))
     if runtime.rank == 0:
         for kind in options.compute:
-            row = show(kind, rounds[kind], options.rules) | {
+            row = show(kind, rounds[kind], options.strategies) | {
                 "seeds": options.seeds,
                 "epochs": options.epochs,
                 "inject": orders[kind],
