@@ -233,7 +233,9 @@ def main():
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--base-ms", type=float, default=12)
     parser.add_argument("--compute", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help=f"always with {BASE}")
+    parser.add_argument(
+        "--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help=f"always with {BASE}"
+    )
     options = parser.parse_args()
     options.strategies = [name for name in STRATEGIES if name in options.strategies or name == BASE]
     assert runtime.size == WORKERS + 1, f"start with {WORKERS + 1} ranks"

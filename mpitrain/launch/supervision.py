@@ -248,7 +248,9 @@ def died_early(
     wordless = sorted(rank for rank, status in statuses.items() if status.code is None)
     if survives_deaths:  # where all have died, so would those of another start
         early = 0 < len(wordless) < len(statuses)
-        return early, f"{_named(wordless, statuses)} died before the first step" if early else ""
+        # the launcher kills who is left as soon as one has ended with a code, so these may be wordless too
+        known = sorted({dead for status in statuses.values() for dead in status.dead})
+        return early, f"{_named(known or wordless, statuses)} died before the first step" if early else ""
     begun = len(statuses) == num_ranks and all(
         status.stage >= _stage_of(READY) for status in statuses.values()
     )

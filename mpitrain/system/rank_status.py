@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class RankStatus:
         step: the last one that it has begun, -1 before the first.
         listens: whether it ends in order when it is asked to.
         code: what it has ended with, once it has.
+        dead: ranks of which it knows that they have died.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class RankStatus:
     step: int = -1
     listens: bool = True
     code: int | None = None
+    dead: list[int] = field(default_factory=list)
 
     @property
     def stage(self) -> int:
@@ -134,6 +136,13 @@ def reach(state: str, code: int | None = None) -> None:
     """Tell the launch, if there is one, how far this rank has come."""
     if _reporter is not None:
         _reporter.reach(state, code)
+
+
+def know_dead(ranks: list[int]) -> None:
+    """Report to the launch which ranks this one knows to have died."""
+    if _reporter is not None:
+        _reporter.status.dead = ranks
+        _reporter.reach(_reporter.status.state, _reporter.status.code)
 
 
 def listen(listens: bool) -> None:

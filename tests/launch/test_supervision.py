@@ -295,6 +295,13 @@ def test_before_mpi_is_up_one_rank_of_a_node_looks_for_requests(
             True,
             "rank 1 on host a (about to train) died",
         ),
+        (  # rank 0 has ended because of rank 2, and the launcher has killed rank 1 then
+            [status(0, ENDED, code=1, dead=[2]), status(1, STARTED), status(2, STARTED)],
+            1,
+            True,
+            True,
+            "rank 2 on host a (preparing) died before the first step",
+        ),
         ([status(0, ENDED, code=1, step=3), status(1, READY)], 1, True, False, ""),
         ([status(0, ENDED, code=1), status(1, ENDED, code=1)], 1, True, False, ""),  # an error that was told
         ([status(0, ENDED, code=2), status(1, STARTED)], 1, True, False, ""),  # a mistake of the user's

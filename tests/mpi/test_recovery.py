@@ -36,7 +36,11 @@ def alarms(tmp_path_factory):
     path = tmp_path_factory.mktemp("alarms")
     cases = {f"{codec}-{who}": (CODECS[codec], WHO[who]) for codec in CODECS for who in WHO}
     text = json.dumps(cases)
-    launch_program(3, "told_of_deaths", str(path), text, mpirun_args=ULFM, timeout_s=DEADLINE_S).check()
+    ended = launch_program(
+        3, "told_of_deaths", str(path), text, mpirun_args=ULFM, timeout_s=DEADLINE_S
+    ).check()
+    missing = [case for case in cases if not (path / case / "model.safetensors").exists()]
+    assert not missing, f"{missing} left no model\n{ended}"
     return path
 
 

@@ -31,6 +31,7 @@ from mpitrain.errors import (
 )
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.faults.errors import CalledOffError, is_lost_peer
+from mpitrain.system import rank_status
 from mpitrain.system.folders import make_private
 from mpitrain.system.tracebacks import own_part
 
@@ -128,6 +129,7 @@ def _who_has_died(rank: RankInfo) -> str:
 
     with contextlib.suppress(Exception):  # a communication thread that is busy, or broken
         rank.engine.wait(rank.engine.call(ask), timeout_s=_ASK_S)
+        rank_status.know_dead([rank.launched[one] for one in sorted(dead)])
     names = [
         f"rank {rank.launched[one]}" + f" on host {rank.hosts[one]}" * bool(rank.hosts[one])
         for one in sorted(dead)
