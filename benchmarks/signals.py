@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--kills", "--launches", dest="launches", type=int, default=20, help="of each signal")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=SIGNALS)
     options = parser.parse_args()
     rows, draw, ran = read_table(), random.Random(options.seed), []
     with tempfile.TemporaryDirectory() as scratch:
@@ -202,7 +203,7 @@ def main() -> None:
         began_s = time.monotonic()
         assert calm.code() == 0, (Path(scratch) / "calm" / "out").read_text()
         options.length_s = time.monotonic() - began_s
-        for name in SIGNALS:
+        for name in options.signals:
             for number in range(options.launches):
                 folder, sent = Path(scratch) / f"{name}-{number}", False
                 while not sent:  # a run that had ended before its moment came is done again
