@@ -169,8 +169,8 @@ def check_step_time(out, rows):
 
 def check_stragglers(out, rows):
     (row,) = rows
-    assert row["compute"] == "real compute" and set(row["strategies"]) == {"sync()", "torch DDP over gloo"}
-    for name, strategy in row["strategies"].items():
+    assert row["compute"] == "real compute" and set(row["rules"]) == {"sync()", "torch DDP over gloo"}
+    for name, strategy in row["rules"].items():
         (only,) = strategy["runs"]
         assert name in out and strategy["samples_per_second"] > 0
         # the same sleep for every batch of the slow worker, whoever it works for; it does about a fourth of all
