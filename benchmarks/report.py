@@ -385,8 +385,9 @@ def tolerance_cost() -> str:
 
 def signals() -> str:
     row = one("signals")
+    names = ", ".join(dict.fromkeys(run["signal"] for run in row["rows"]))
     return (
-        f"{row['as_told']} of {row['launches']} launches ended as the table of docs/fault-tolerance.md says, "
+        f"{names}: {row['as_told']} of {row['launches']} launches ended as the table of docs/fault-tolerance.md says, "
         f"{row['hung']} hung; the longest took {row['longest_to_end_s']:.0f} s to end.\n\n" + origin(row)
     )
 
