@@ -166,3 +166,11 @@ def test_an_incomplete_last_round_may_be_left_out_unless_there_is_no_other(num_s
     rounds = StepPartition(num_samples, 3, 2, 2, drop_last=True)
     assert len(drain(rounds)) == 1
     assert rounds.next_epoch() == left_out
+
+
+def test_whether_an_epoch_is_over_is_a_matter_of_the_rounds_that_it_was_dealt_in():
+    """Nine samples by six leave three out; so the next rounds may be of twelve, of which there is no complete one."""
+    before = StepPartition(9, 3, 2, 2, drop_last=True)
+    assert len(drain(before)) == 1
+    after = StepPartition(9, 6, 2, 2, drop_last=True)
+    after.restore(before.state())

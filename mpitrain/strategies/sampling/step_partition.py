@@ -32,8 +32,7 @@ class StepPartition:
         window_samples: int,
         drop_last: bool = False,
     ):
-        self.num_workers, self.batch_size = num_workers, batch_size
-        self.drop_last = drop_last and num_samples >= num_workers * batch_size
+        self.num_workers, self.batch_size, self.drop_last = num_workers, batch_size, drop_last
         self.dealer = BatchDealer(
             num_samples, ENDLESS, batch_size, num_workers=num_workers, window_samples=window_samples
         )
@@ -44,7 +43,7 @@ class StepPartition:
         """The leases of the next round, by worker; None at the end of the epoch."""
         if self._ahead is None:
             full = self.num_workers * self.batch_size
-            if self._left < self.num_workers or (self.drop_last and self._left < full):
+            if self._left < self.num_workers or (self._drops_last(full) and self._left < full):
                 return None
             if self._left >= full:
                 dealt = [self.dealer.deal(worker) for worker in range(self.num_workers)]
@@ -54,6 +53,10 @@ class StepPartition:
             self._left -= sum(lease.num_samples for lease in self._ahead)
             assert len(self._ahead) == self.num_workers and self._left >= 0
         return self._ahead
+
+    def _drops_last(self, full: int) -> bool:
+        """Whether an incomplete last round is left out, where a complete one has `full` samples."""
+        return self.drop_last and self.dealer.num_samples >= full
 
     def take(self) -> list[Lease] | None:
         """The next round, to be settled before another is taken; None at the end of the epoch."""
@@ -84,7 +87,7 @@ class StepPartition:
         """
         self.dealer.restore(state["dealer"], tuple(range(state["workers"])))
         left, full = sum(count for _, count in self.dealer.left()), state["workers"] * state["batch_size"]
-        is_over = left < state["workers"] or (self.drop_last and left < full)
+        is_over = left < state["workers"] or (self._drops_last(full) and left < full)
         between = is_over or left == self.dealer.num_samples
         check_batch_size(state["batch_size"], self.batch_size, self.dealer.epoch, between)
         if (state["workers"], state["batch_size"]) != (self.num_workers, self.batch_size):
