@@ -10,9 +10,9 @@ import re
 
 import mpitrain.inject  # noqa: F401 - registers stragglers and faults
 from docs.markdown import cell, table
+from mpitrain.codecs.base import Feedback
 from mpitrain.strategies import registry
 from mpitrain.strategies.base import ServerStrategy
-from mpitrain.strategies.compression import Feedback
 from mpitrain.values import Value, registered
 
 

@@ -6,7 +6,7 @@ ceil(len(v) * w / 8) bytes.
 
 from __future__ import annotations
 
-import numpy as np
+from mpitrain.codecs.lazy import np
 
 
 def num_packed_bytes(count: int, width: int) -> int:

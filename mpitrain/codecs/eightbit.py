@@ -9,12 +9,18 @@ Invariants: blocks start anew with every parameter (and every chunk of one), the
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from dataclasses import dataclass
+from typing import ClassVar
 
 from mpitrain.codecs import message_format
+from mpitrain.codecs.base import Feedback
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import CHUNK, Part, Plan
+from mpitrain.codecs.lazy import torch
+from mpitrain.codecs.message_format import Decoder
+from mpitrain.values import register
+
+EIGHTBIT = 4  # kinds on the wire
 
 BLOCK = 256
 
@@ -34,7 +40,7 @@ class EightBitEncoder(Encoder):
         counts = [-(-(run.stop - run.start) // BLOCK) for run in pieces]
         dense = message_format.dense_numbers(parts, plan, alpha)
         sheet = message_format.Sheet(
-            self._header(plan, message_format.EIGHTBIT),
+            self._header(plan, EIGHTBIT),
             dense,
             (sum(counts), torch.float32),
             (plan.num_coded, torch.int8),
@@ -56,14 +62,9 @@ class EightBitEncoder(Encoder):
         return sheet.message
 
 
-def add(
-    reader: message_format.Reader,
-    header: message_format.Header,
-    parts: Sequence[Part],
-    plan: Plan,
-    weight: float,
-) -> None:
+def add(received: message_format.Received) -> None:
     """parts += weight * scale * code."""
+    _, reader, parts, plan, weight = received
     scales = [
         torch.from_numpy(reader.take(-(-(stop - start) // BLOCK), "<f4").copy())
         for _, (_, start, stop, _) in plan.field_chunks()
@@ -73,3 +74,16 @@ def add(
         code = blocks(reader.tensor(stop - start, "|i1", flat.device).float(), BLOCK)
         sent = (code * scale.to(flat.device).view(-1, 1)).view(-1)[: stop - start]
         flat[start:stop].add_(sent, alpha=weight)
+
+
+@register("codec", "eightbit")
+@dataclass(frozen=True, repr=False)
+class EightBit(Feedback):
+    """A quarter of the bytes: int8 with a float32 scale for 256 numbers.
+
+    Dettmers et al., ICLR 2022.
+    """
+
+    encoder: ClassVar = EightBitEncoder
+    decoders: ClassVar = {EIGHTBIT: Decoder(add)}
+    sends_all: ClassVar[bool] = True

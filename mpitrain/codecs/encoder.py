@@ -13,14 +13,13 @@ messages are a function of its state, seed and gradients alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-
-import torch
 
 from mpitrain.codecs import message_format
 from mpitrain.codecs.error_feedback import Memory
 from mpitrain.codecs.layout import Part, Plan, plan_of
+from mpitrain.codecs.lazy import torch
 
 
 class Encoder:
@@ -119,6 +118,11 @@ class Encoder:
 
     def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
         """The compressed message; changes the memory."""
+        raise NotImplementedError
+
+    def reduce(self, parts: Sequence[Part], mean: Callable[[torch.Tensor], None]) -> None:
+        """Replace `parts` by their compressed mean over workers; `mean` averages a tensor in place over all. Only for
+        codecs that say `averages`."""
         raise NotImplementedError
 
     def _numbers(self) -> dict[str, float]:

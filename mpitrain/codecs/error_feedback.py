@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from mpitrain.codecs.layout import Layout, Part
+from mpitrain.codecs.lazy import torch
 
 
 class Memory:

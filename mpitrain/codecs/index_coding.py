@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from mpitrain.codecs.bits import num_packed_bytes, pack, unpack
+from mpitrain.codecs.lazy import np
 from mpitrain.errors import UsageError, WireError
 
 MAX_SPACE = 2**32

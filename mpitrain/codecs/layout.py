@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-
+from mpitrain.codecs.lazy import torch
 from mpitrain.errors import UsageError
 
 # So many float32 stay in a core's cache while several passes go over them.

@@ -7,24 +7,24 @@ is exactly what the sections take: the byte count of a message is `message.numel
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
 from mpitrain.codecs.layout import Part, Plan
+from mpitrain.codecs.lazy import np, torch
 from mpitrain.errors import WireError
 
 _HEADER = struct.Struct("<2sBBIQQfI")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"mc"
 
-DENSE, POISON, FLOAT16, BFLOAT16, EIGHTBIT, THRESHOLD, SPARSE, ONEBIT, POWER, QSGD, SPARSE16 = range(11)
+# The kinds that any codec sends: everything in full, and a gradient that was not finite. Those from 2 on stand in the
+# codecs' files.
+DENSE, POISON = 0, 1
 
 
 class Header(NamedTuple):
-    """kind: one of the constants above; coder, scale, extra: the kind's own; num_sent: of those where the kind
+    """kind: which codec wrote it, and how; coder, scale, extra: the kind's own; num_sent: of those where the kind
     sends some only; num_coded: size of the coded space; dense_below: makes the plan.
     """
 
@@ -79,18 +79,9 @@ def read_header(message: torch.Tensor) -> Header:
     magic, kind, coder, below, coded, count, scale, extra = _HEADER.unpack(
         message[:HEADER_BYTES].numpy().tobytes()
     )
-    if magic != _MAGIC or kind > SPARSE16:
+    if magic != _MAGIC:
         raise WireError(f"not a compressed message: it starts with {magic!r}, kind {kind}")
     return Header(kind, coded, below, coder, count, scale, extra)
-
-
-def message_statistics(message: torch.Tensor) -> dict[str, float]:
-    """What a message says of itself: bytes, density (share of the coded numbers that it holds) and tau."""
-    header = read_header(message)
-    sparse = header.kind in (THRESHOLD, SPARSE, SPARSE16)
-    share = header.num_sent / max(1, header.num_coded) if sparse else float(header.kind != POISON)
-    tau = {"tau": header.scale} if header.kind == THRESHOLD else {}
-    return {"density": share, "bytes": float(message.numel()), **tau}
 
 
 class Reader:
@@ -127,8 +118,34 @@ def dense_numbers(parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tens
     return torch.cat(pieces).mul(alpha) if pieces else torch.zeros(0)
 
 
-def add_dense(reader: Reader, parts: Sequence[Part], plan: Plan, weight: float) -> None:
+class Received(NamedTuple):
+    """A message on its way into tensors.
+
+    header: its own; reader: stands behind the dense numbers; parts, plan: what it is added to; weight: what it is
+    multiplied by.
+    """
+
+    header: Header
+    reader: Reader
+    parts: Sequence[Part]
+    plan: Plan
+    weight: float
+
+
+class Decoder(NamedTuple):
+    """How messages of one kind are read: `add` adds what one says to its parts.
+
+    is_sparse: it holds `num_sent` of the coded numbers, not all; scale: the name of the header's scale in statistics.
+    """
+
+    add: Callable[[Received], None]
+    is_sparse: bool = False
+    scale: str = ""
+
+
+def add_dense(received: Received) -> None:
     """Add what `dense_numbers` sent."""
+    _, reader, parts, plan, weight = received
     numbers = torch.from_numpy(reader.take(plan.num_dense, "<f4"))
     for part, start, stop, offset in plan.dense:
         flat = parts[part].flat

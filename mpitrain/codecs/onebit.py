@@ -9,13 +9,18 @@ first dimension of any other tensor. Within a column the residuals of each sign 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
-import torch
+from dataclasses import dataclass
+from typing import ClassVar
 
 from mpitrain.codecs import message_format
+from mpitrain.codecs.base import Feedback
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import CHUNK, Field, Part, Plan
+from mpitrain.codecs.lazy import np, torch
+from mpitrain.codecs.message_format import Decoder
+from mpitrain.values import register
+
+ONEBIT = 7  # kinds on the wire
 
 
 def columns(flat: torch.Tensor, field: Field) -> torch.Tensor:
@@ -42,7 +47,7 @@ class OneBitEncoder(Encoder):
         packed = np.packbits(signs, bitorder="little")
         self.last["density"] = 1.0
         dense = message_format.dense_numbers(parts, plan, alpha)
-        return message_format.assemble(self._header(plan, message_format.ONEBIT), [dense, *means, packed])
+        return message_format.assemble(self._header(plan, ONEBIT), [dense, *means, packed])
 
 
 def _quantise(u: torch.Tensor) -> torch.Tensor:
@@ -64,14 +69,9 @@ def _spread(positive: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
     return positive.mul_(above - below).add_(below)
 
 
-def add(
-    reader: message_format.Reader,
-    header: message_format.Header,
-    parts: Sequence[Part],
-    plan: Plan,
-    weight: float,
-) -> None:
+def add(received: message_format.Received) -> None:
     """parts += weight * the mean that the sign names."""
+    _, reader, parts, plan, weight = received
     means = []
     for part, field, _ in plan.fields:
         num_columns = columns(parts[part].flat, field).shape[0]
@@ -86,3 +86,15 @@ def add(
         rows = max(1, CHUNK // flat.shape[1])
         for mine, signs, both in zip(flat.split(rows), positive.split(rows), pair.split(rows), strict=True):
             mine.add_(_spread(signs.to(flat.device, torch.float32), both), alpha=weight)
+
+
+@register("codec", "onebit")
+@dataclass(frozen=True, repr=False)
+class OneBit(Feedback):
+    """Signs, and two means for what flows into each output: 32 times fewer bytes.
+
+    Seide et al., Interspeech 2014.
+    """
+
+    encoder: ClassVar = OneBitEncoder
+    decoders: ClassVar = {ONEBIT: Decoder(add)}

@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
-
-import torch
+from typing import Any, ClassVar
 
 from mpitrain.codecs import message_format
+from mpitrain.codecs.base import Feedback
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Field, Part, Plan, plan_of
+from mpitrain.codecs.lazy import torch
+from mpitrain.codecs.message_format import Decoder
 from mpitrain.codecs.onebit import columns
+from mpitrain.errors import UsageError
+from mpitrain.values import register
+
+POWER = 8  # kinds on the wire
 
 LEAST_RATE = 2
 
@@ -47,9 +53,7 @@ class PowerSgdEncoder(Encoder):
             piece.zero_()
         self.last["density"] = 1.0
         dense = message_format.dense_numbers(parts, plan, alpha)
-        return message_format.assemble(
-            self._header(plan, message_format.POWER, extra=self.rank), [dense, *sections]
-        )
+        return message_format.assemble(self._header(plan, POWER, extra=self.rank), [dense, *sections])
 
     def reduce(self, parts: Sequence[Part], mean: Callable[[torch.Tensor], None]) -> None:
         """Replace `parts` by their compressed mean over workers; `mean` averages a tensor in place over all.
@@ -158,14 +162,9 @@ def _mean_of(tensors: list[torch.Tensor], mean: Callable[[torch.Tensor], None]) 
         at += tensor.numel()
 
 
-def add(
-    reader: message_format.Reader,
-    header: message_format.Header,
-    parts: Sequence[Part],
-    plan: Plan,
-    weight: float,
-) -> None:
+def add(received: message_format.Received) -> None:
     """parts += weight * P Q^T."""
+    header, reader, parts, plan, weight = received
     rank = header.extra
     for part, field, _ in plan.fields:
         if fits(field, rank):
@@ -178,3 +177,23 @@ def add(
         if not fits(field, rank):
             flat = parts[part].flat[field.start : field.start + field.numel]
             flat.add_(reader.tensor(field.numel, "<f4", flat.device), alpha=weight)
+
+
+@register("codec", "powersgd")
+@dataclass(frozen=True, repr=False)
+class PowerSGD(Feedback):
+    """Each n x m matrix travels as rank (n + m) numbers.
+
+    Vogels et al., NeurIPS 2019. The two thin matrices are averaged themselves, so nothing decodes N messages.
+    """
+
+    encoder: ClassVar = PowerSgdEncoder
+    decoders: ClassVar = {POWER: Decoder(add)}
+    averages: ClassVar[bool] = True
+
+    rank: int = 2
+
+    def check(self) -> None:
+        super().check()
+        if self.rank < 1:
+            raise UsageError(f"powersgd: rank must be at least 1, got {self.rank}")

@@ -11,17 +11,22 @@ The randomness is keyed by (seed, worker, message, parameter), so a message can 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from zlib import crc32
 
-import numpy as np
-import torch
-
 from mpitrain.codecs import message_format
+from mpitrain.codecs.base import Feedback
 from mpitrain.codecs.bits import num_packed_bytes, pack, unpack_bytes
 from mpitrain.codecs.eightbit import blocks
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Part, Plan
+from mpitrain.codecs.lazy import np, torch
+from mpitrain.codecs.message_format import Decoder
+from mpitrain.errors import UsageError
+from mpitrain.values import register
+
+LEVELS = 9  # kinds on the wire
 
 BUCKET = 512
 
@@ -51,7 +56,7 @@ class QsgdEncoder(Encoder):
         self.last["density"] = 1.0
         dense = message_format.dense_numbers(parts, plan, alpha)
         return message_format.assemble(
-            self._header(plan, message_format.QSGD, extra=self.levels), [dense, *largest, *codes]
+            self._header(plan, LEVELS, extra=self.levels), [dense, *largest, *codes]
         )
 
     def _add_noise(self, level: torch.Tensor, name: str) -> None:
@@ -68,14 +73,9 @@ class QsgdEncoder(Encoder):
         level.add_(draws, alpha=2.0**-16).add_(self.levels + 0.5 + 2.0**-17)
 
 
-def add(
-    reader: message_format.Reader,
-    header: message_format.Header,
-    parts: Sequence[Part],
-    plan: Plan,
-    weight: float,
-) -> None:
+def add(received: message_format.Received) -> None:
     """parts += weight * m * level / s."""
+    header, reader, parts, plan, weight = received
     largest = [
         torch.from_numpy(reader.take(-(-(stop - start) // BUCKET), "<f4").copy())
         for _, (_, start, stop, _) in plan.field_chunks()
@@ -90,3 +90,23 @@ def add(
         )
         sent = blocks(code, BUCKET) * (most.to(flat.device).view(-1, 1) / levels)
         flat[start:stop].add_(sent.view(-1)[: stop - start], alpha=weight)
+
+
+@register("codec", "qsgd")
+@dataclass(frozen=True, repr=False)
+class QSGD(Feedback):
+    """Unbiased stochastic levels -s..s of the largest of 512 numbers: 4 bits a number for s = 7.
+
+    Alistarh et al., NeurIPS 2017.
+    """
+
+    encoder: ClassVar = QsgdEncoder
+    decoders: ClassVar = {LEVELS: Decoder(add)}
+    has_residual: ClassVar[bool] = False
+
+    levels: int = 7
+
+    def check(self) -> None:
+        super().check()
+        if not 1 <= self.levels <= 127:
+            raise UsageError(f"qsgd: levels must be 1 to 127, got {self.levels}")

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-
 from mpitrain.codecs.layout import CHUNK, Part, Plan, Run
+from mpitrain.codecs.lazy import np, torch
 
 
 class Search:

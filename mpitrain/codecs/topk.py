@@ -12,22 +12,26 @@ at most ten times. A dense message (warm-up) sends r + v and masks nothing: with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-import torch
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from mpitrain.codecs import index_coding, message_format
+from mpitrain.codecs.base import Feedback
 from mpitrain.codecs.encoder import Encoder
 from mpitrain.codecs.layout import Field, Part, Plan
+from mpitrain.codecs.lazy import np, torch
+from mpitrain.codecs.message_format import Decoder
 from mpitrain.codecs.sparse import Search, scatter
+from mpitrain.errors import UsageError
+from mpitrain.values import register
+
+SPARSE, SPARSE16 = 6, 10  # kinds on the wire
 
 SAMPLED = 0.01
 LEAST_SAMPLE = 1024
 MANY, FEW = 1.3, 0.8
 MAX_TRIES = 10
-TINY = torch.finfo(torch.float32).tiny
-_DTYPES = {"float32": ("<f4", torch.float32), "float16": ("<f2", torch.float16)}
+TINY = 2.0**-126  # the smallest normal float32
 
 
 class TopKEncoder(Encoder):
@@ -63,7 +67,7 @@ class TopKEncoder(Encoder):
         chosen = np.concatenate(indices) if indices else np.zeros(0, np.int64)
         coder, coded = index_coding.encode(chosen, plan.num_coded, self.coding)
         self.last["density"] = len(chosen) / max(1, plan.num_coded)
-        kind = message_format.SPARSE16 if self.values == "float16" else message_format.SPARSE
+        kind = SPARSE16 if self.values == "float16" else SPARSE
         header = self._header(plan, kind, coder=coder, num_sent=len(chosen), extra=len(coded))
         return message_format.assemble(
             header, [dense, torch.cat(values) if values else torch.zeros(0), coded]
@@ -73,7 +77,7 @@ class TopKEncoder(Encoder):
         """Indices in the field of what is sent and the values; takes them out of the memory."""
         u = kept[field.start : field.start + field.numel]
         where = self._choose(u)
-        sent = u[where].to(_DTYPES[self.values][1])
+        sent = u[where].to(torch.float16 if self.values == "float16" else torch.float32)
         u[where] -= sent.to(u.dtype)
         if self.momentum:
             self._velocity[part][field.start : field.start + field.numel][where] = 0
@@ -119,17 +123,47 @@ class TopKEncoder(Encoder):
         return sent
 
 
-def add(
-    reader: message_format.Reader,
-    header: message_format.Header,
-    parts: Sequence[Part],
-    plan: Plan,
-    weight: float,
-) -> None:
+def add(received: message_format.Received) -> None:
     """parts += weight * the sent values."""
-    name = "float16" if header.kind == message_format.SPARSE16 else "float32"
-    values = torch.from_numpy(reader.take(header.num_sent, _DTYPES[name][0]).copy()).float()
+    header, reader, parts, plan, weight = received
+    dtype = "<f2" if header.kind == SPARSE16 else "<f4"
+    values = torch.from_numpy(reader.take(header.num_sent, dtype).copy()).float()
     indices = index_coding.decode(
         header.coder, reader.take(header.extra, "|u1"), header.num_sent, plan.num_coded
     )
     scatter(parts, plan, indices, values.mul_(weight))
+
+
+@register("codec", "topk")
+@dataclass(frozen=True, repr=False)
+class TopK(Feedback):
+    """The largest numbers of each parameter, by a sampled threshold.
+
+    Lin et al., "Deep Gradient Compression", ICLR 2018.
+
+    Args:
+        density: share of each parameter's numbers to send.
+        momentum: of the worker's own momentum, which is compressed in place of the gradient and masked where it was
+            sent; the optimizer must then have none.
+        nesterov: Nesterov's form of it.
+        values: "float32" or "float16" on the wire.
+        coding: of the indices, as in `threshold`.
+    """
+
+    encoder: ClassVar = TopKEncoder
+    decoders: ClassVar = {SPARSE: Decoder(add, is_sparse=True), SPARSE16: Decoder(add, is_sparse=True)}
+
+    density: float = 1e-3
+    momentum: float = 0.0
+    nesterov: bool = False
+    values: str = "float32"
+    coding: str = "auto"
+
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"topk: momentum must be in [0, 1), got {self.momentum}")
+        if self.nesterov and not self.momentum:
+            raise UsageError("topk: nesterov needs a momentum")
+        if self.values not in ("float32", "float16"):
+            raise UsageError(f"topk: values must be float32 or float16, got {self.values!r}")

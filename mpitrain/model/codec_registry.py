@@ -6,23 +6,20 @@ Invariants: a codec's fields are its encoder's arguments; nothing is translated.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from mpitrain.codecs import Encoder, Field, Layout
+from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
-from mpitrain.strategies.compression import Codec
 
 
 def make_encoder(codec: Codec, num_workers: int = 1, worker: int = 0, seed: int = 0) -> Encoder:
     """An encoder for one stream of messages of one of `num_workers` workers. `none` has no encoder."""
     options = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}
-    module, _, name = codec.encoder.partition(".")
-    encoder: type[Encoder] = getattr(importlib.import_module(f"mpitrain.codecs.{module}"), name)
-    return encoder(**options, num_workers=num_workers, worker=worker, seed=seed)
+    return codec.encoder(**options, num_workers=num_workers, worker=worker, seed=seed)
 
 
 def merge_states(first: dict[str, Any], states: Sequence[dict[str, Any]], factor: float) -> dict[str, Any]:

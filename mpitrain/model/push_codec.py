@@ -19,10 +19,10 @@ import torch
 
 from mpitrain.codecs import Encoder, Field, Part, add_message
 from mpitrain.codecs import Layout as Fields
+from mpitrain.codecs.base import Codec
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.codec_registry import make_encoder, make_layout_of, merge_states
 from mpitrain.model.flat import Layout
-from mpitrain.strategies.compression import Codec
 
 _PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]")
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from mpitrain.codecs import Encoder, Part, add_message
+from mpitrain.codecs.base import Codec
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.codec_registry import make_encoder
 from mpitrain.model.flat import Layout
 from mpitrain.model.push_codec import fields_of
-from mpitrain.strategies.compression import Codec
 
 
 class ReplyCoder:

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mpitrain.codecs.base import Codec
+from mpitrain.codecs.none import Uncompressed
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 from mpitrain.model.flat import Layout
 from mpitrain.model.group_options import FollowedOptions
@@ -26,7 +28,6 @@ from mpitrain.model.push_codec import PushDecoder
 from mpitrain.model.reply_codec import ReplyCoder
 from mpitrain.model.stale_correction import make_correction
 from mpitrain.model.step_hooks import without_global_hooks
-from mpitrain.strategies.compression import Codec, Uncompressed
 from mpitrain.strategies.damping.base import Damping
 from mpitrain.strategies.damping.keep import Keep
 

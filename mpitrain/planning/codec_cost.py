@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from mpitrain.codecs import Encoder, Part, add_message
+from mpitrain.codecs.base import Codec
 from mpitrain.codecs.message_format import HEADER_BYTES
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
-from mpitrain.strategies.compression import Codec
 
 TRIED = 1 << 21  # numbers
 REPEATS = 3

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.codecs.base import Codec
 from mpitrain.planning.units import break_even, size_text
 from mpitrain.strategies.base import ServerStrategy
-from mpitrain.strategies.compression import Codec
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,8 +20,10 @@ def describe_local_sgd(
     strategy: LocalSGD, module: nn.Module, num_bytes: int, numbers: int, num_workers: int, step_samples: int
 ) -> list[str]:
     """What local SGD sends, what that costs here, and where allreduce would have hidden it."""
+    from mpitrain.codecs.base import Codec
+    from mpitrain.codecs.eightbit import EightBit
+    from mpitrain.codecs.floats import BFloat16, Float16
     from mpitrain.planning.codec_cost import copy_s, measure_codec
-    from mpitrain.strategies.compression import BFloat16, Codec, EightBit, Float16
 
     wide = {"full": num_bytes, "float16": 2 * numbers, "bfloat16": 2 * numbers, "int8": 65 * numbers / 64}
     share = 2 * (num_workers - 1) / num_workers

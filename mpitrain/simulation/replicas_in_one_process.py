@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.codecs import EightBitEncoder, add_message, whole, write_message
+from mpitrain.codecs import add_message, whole, write_message
+from mpitrain.codecs.eightbit import EightBitEncoder
 from mpitrain.job import Job
 from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.local_sgd import LocalSGD

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mpitrain.codecs.base import Codec
+from mpitrain.codecs.none import Uncompressed
 from mpitrain.strategies.base import Strategy
-from mpitrain.strategies.compression import Codec, Uncompressed
 from mpitrain.values import register
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from mpitrain.codecs.base import Codec
+from mpitrain.codecs.none import Uncompressed
 from mpitrain.errors import UsageError
-from mpitrain.strategies.compression import Codec, Uncompressed
 from mpitrain.strategies.damping.base import Damping
 from mpitrain.strategies.damping.delay_compensated import DelayCompensated
 from mpitrain.strategies.damping.keep import Keep

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mpitrain.codecs.base import Codec
+from mpitrain.codecs.none import Uncompressed
 from mpitrain.errors import UsageError
 from mpitrain.strategies import topology
 from mpitrain.strategies.base import Strategy
-from mpitrain.strategies.compression import Codec, Uncompressed
 from mpitrain.strategies.warmup import Warmup
 from mpitrain.values import register
 

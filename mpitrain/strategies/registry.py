@@ -1,9 +1,9 @@
 """The one table of everything that can stand in the text of a strategy.
 
-A row is a public name and the module below `mpitrain/strategies/` that defines it. From these rows are made the public
+A row is a public name and the module below `mpitrain/` that defines it. From these rows are made the public
 names of `mpitrain` and of `mpitrain.strategies`, what the text parser knows, the help of the command line and the
 tables of the documentation. So a new strategy, damping, codec or schedule is one file, in which `register` gives it
-its kind and its name in texts, and one row here.
+its kind and its name in texts, and one row here. The decoders of all kinds of messages come from these rows, too.
 
 Invariants: importing this module imports no value; a value's module is imported when its name is used, and all of
 them before the first text is read.
@@ -22,49 +22,49 @@ if TYPE_CHECKING:
 # In the order in which help and tables list them.
 MODULES = {
     # strategies
-    "AllReduce": "allreduce",
-    "LocalSGD": "local_sgd",
-    "Decentralized": "decentralized",
-    "Sync": "parameter_server.sync",
-    "Backup": "parameter_server.sync",
-    "Async": "parameter_server.asynchronous",
-    "SoftSync": "parameter_server.softsync",
-    "StaleSync": "parameter_server.ssp",
-    "Bounded": "parameter_server.bounded",
-    "Elastic": "parameter_server.elastic",
-    "Pipeline": "model_parallel.pipeline",
-    "TensorParallel": "model_parallel.tensor",
-    "Sharded": "model_parallel.sharded",
+    "AllReduce": "strategies.allreduce",
+    "LocalSGD": "strategies.local_sgd",
+    "Decentralized": "strategies.decentralized",
+    "Sync": "strategies.parameter_server.sync",
+    "Backup": "strategies.parameter_server.sync",
+    "Async": "strategies.parameter_server.asynchronous",
+    "SoftSync": "strategies.parameter_server.softsync",
+    "StaleSync": "strategies.parameter_server.ssp",
+    "Bounded": "strategies.parameter_server.bounded",
+    "Elastic": "strategies.parameter_server.elastic",
+    "Pipeline": "strategies.model_parallel.pipeline",
+    "TensorParallel": "strategies.model_parallel.tensor",
+    "Sharded": "strategies.model_parallel.sharded",
     # dampings
-    "Keep": "damping.keep",
-    "Inverse": "damping.inverse",
-    "Drop": "damping.drop",
-    "Power": "damping.power",
-    "DelayCompensated": "damping.delay_compensated",
-    "GapAware": "damping.gap_aware",
+    "Keep": "strategies.damping.keep",
+    "Inverse": "strategies.damping.inverse",
+    "Drop": "strategies.damping.drop",
+    "Power": "strategies.damping.power",
+    "DelayCompensated": "strategies.damping.delay_compensated",
+    "GapAware": "strategies.damping.gap_aware",
     # codecs
-    "Uncompressed": "compression",
-    "Float16": "compression",
-    "BFloat16": "compression",
-    "EightBit": "compression",
-    "OneBit": "compression",
-    "Threshold": "compression",
-    "TopK": "compression",
-    "PowerSGD": "compression",
-    "QSGD": "compression",
+    "Uncompressed": "codecs.none",
+    "Float16": "codecs.floats",
+    "BFloat16": "codecs.floats",
+    "EightBit": "codecs.eightbit",
+    "OneBit": "codecs.onebit",
+    "Threshold": "codecs.threshold",
+    "TopK": "codecs.topk",
+    "PowerSGD": "codecs.powersgd",
+    "QSGD": "codecs.qsgd",
     # learning-rate schedules
-    "ConstantRate": "schedules",
-    "Cosine": "schedules",
-    "Decay": "schedules",
-    "Gradual": "schedules",
+    "ConstantRate": "strategies.schedules",
+    "Cosine": "strategies.schedules",
+    "Decay": "strategies.schedules",
+    "Gradual": "strategies.schedules",
     # warm-up, batch sizes of workers, and outer optimizers of local SGD
-    "Warmup": "warmup",
-    "PerWorker": "parameter_server.batch_size",
-    "PerRound": "parameter_server.batch_size",
-    "BySpeed": "parameter_server.batch_size",
-    "Average": "local_sgd",
-    "SlowMo": "local_sgd",
-    "DiLoCo": "local_sgd",
+    "Warmup": "strategies.warmup",
+    "PerWorker": "strategies.parameter_server.batch_size",
+    "PerRound": "strategies.parameter_server.batch_size",
+    "BySpeed": "strategies.parameter_server.batch_size",
+    "Average": "strategies.local_sgd",
+    "SlowMo": "strategies.local_sgd",
+    "DiLoCo": "strategies.local_sgd",
 }
 
 
@@ -90,7 +90,7 @@ def find(public: str) -> type[Value]:
     Raises:
         KeyError: there is no such row.
     """
-    found: type[Value] = getattr(importlib.import_module(f"mpitrain.strategies.{MODULES[public]}"), public)
+    found: type[Value] = getattr(importlib.import_module(f"mpitrain.{MODULES[public]}"), public)
     return found
 
 

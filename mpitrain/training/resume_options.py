@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mpitrain.codecs.base import Codec
 from mpitrain.data import Catalogue
 from mpitrain.data.format.manifest import Manifest
 from mpitrain.errors import DataError, UsageError
 from mpitrain.strategies.base import ServerStrategy, Strategy
-from mpitrain.strategies.compression import Codec
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training.fingerprint import fingerprint, options
 from mpitrain.values import parse

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from mpitrain import strategies
-from mpitrain.codecs import ThresholdEncoder, TopKEncoder, add_message, whole
+from mpitrain.codecs import add_message, whole
+from mpitrain.codecs.threshold import ThresholdEncoder
+from mpitrain.codecs.topk import TopKEncoder
 from mpitrain.model.codec_registry import make_encoder
 from tests.codecs.course import LAYOUT, NUMEL, decoded, gradients, part, residual
 

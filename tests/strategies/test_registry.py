@@ -77,6 +77,63 @@ class EverySecond(ServerStrategy):
         return Verdict(weight, flush=weight > 0, release=(push.worker,))
 '''
 
+SIGNS = '''\
+"""The codec `signs`: the sign of each number, times the mean magnitude of its parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpitrain.codecs import message_format
+from mpitrain.codecs.base import Feedback
+from mpitrain.codecs.encoder import Encoder
+from mpitrain.codecs.layout import Part, Plan
+from mpitrain.codecs.lazy import np, torch
+from mpitrain.codecs.message_format import Decoder, Received
+from mpitrain.codecs.sparse import pack_signs, unpack_signs
+from mpitrain.values import register
+
+SIGNS = 11
+
+
+class SignsEncoder(Encoder):
+    """Signs and one mean a parameter, with error feedback."""
+
+    def _encode(self, parts: Sequence[Part], plan: Plan, alpha: float) -> torch.Tensor:
+        kept = self.memory.slot("residual", parts)
+        means, negative = [], []
+        for part, field, _ in plan.fields:
+            u = kept[part][field.start : field.start + field.numel]
+            u.add_(parts[part].flat[field.start : field.start + field.numel], alpha=alpha)
+            means.append(u.abs().mean().view(1))
+            negative.append((u < 0).numpy())
+            u.sub_(torch.where(u < 0, -means[-1], means[-1]))
+        dense = message_format.dense_numbers(parts, plan, alpha)
+        signs = pack_signs(np.concatenate(negative))
+        return message_format.assemble(self._header(plan, SIGNS), [dense, *means, signs])
+
+
+def add(received: Received) -> None:
+    """parts += weight * (+-mean)."""
+    _, reader, parts, plan, weight = received
+    means = [float(reader.take(1, "<f4")[0]) for _ in plan.fields]
+    signs = unpack_signs(reader.take((plan.num_coded + 7) // 8, "|u1"), plan.num_coded)
+    for (part, field, offset), mean in zip(plan.fields, means, strict=True):
+        into = parts[part].flat[field.start : field.start + field.numel]
+        into.add_(signs[offset : offset + field.numel], alpha=weight * mean)
+
+
+@register("codec", "signs")
+@dataclass(frozen=True, repr=False)
+class Signs(Feedback):
+    """Signs, and the mean magnitude of each parameter: 32 times fewer bytes."""
+
+    encoder: ClassVar = SignsEncoder
+    decoders: ClassVar = {SIGNS: Decoder(add)}
+'''
+
 
 @pytest.fixture
 def copy(tmp_path):
@@ -85,7 +142,7 @@ def copy(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "mpitrain", ignore=shutil.ignore_patterns("__pycache__"))
 
     def add(path, text, public):
-        (tmp_path / "mpitrain" / "strategies" / path).write_text(text)
+        (tmp_path / "mpitrain" / path).write_text(text)
         table = tmp_path / "mpitrain" / "strategies" / "registry.py"
         module = path.removesuffix(".py").replace("/", ".")
         first, rest = table.read_text().split("MODULES = {\n", 1)
@@ -130,7 +187,7 @@ def test_importing_the_package_imports_no_value(copy):
 
 
 def test_a_new_damping_is_one_file_and_one_row(copy):
-    copy.add("damping/exponential.py", EXPONENTIAL, "Exponential")
+    copy.add("strategies/damping/exponential.py", EXPONENTIAL, "Exponential")
     made = copy(
         """
 import contextlib, io, json
@@ -168,7 +225,7 @@ print(json.dumps({
 
 def test_a_new_server_strategy_is_one_file_and_one_row(copy):
     """It runs in virtual time, on one server and on two, as any other."""
-    copy.add("parameter_server/every_second.py", EVERY_SECOND, "EverySecond")
+    copy.add("strategies/parameter_server/every_second.py", EVERY_SECOND, "EverySecond")
     made = copy(
         """
 import json
@@ -194,3 +251,87 @@ print(json.dumps({
     assert made["public"]
     assert made["one"] == [[12, 12, 12, 24]], "24 pushes of 2 samples"
     assert made["two"] == [[12, 12, 12, 24]] * 2
+
+
+def test_a_new_codec_is_one_file_and_one_row(copy):
+    """It is encoded, decoded by its kind, listed in help, and trains in virtual time on both wires of a server."""
+    copy.add("codecs/signs.py", SIGNS, "Signs")
+    made = copy(
+        """
+import contextlib, io, json, sys
+import mpitrain as mt
+from mpitrain.cli.main import main
+from mpitrain.strategies import registry
+from mpitrain.values import parse
+said = io.StringIO()
+with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    main(["train", "--help"])
+light = [name for name in ("torch", "numpy") if name in sys.modules]
+import torch
+from mpitrain.codecs import add_message, message_statistics, whole
+from mpitrain.model.codec_registry import make_encoder
+from mpitrain.virtual import Constant, Ideal
+codec = parse("signs(dense_below=0)", "codec")
+encoder = make_encoder(codec)
+numbers = torch.tensor([1.0, -2.0, 3.0, -6.0])
+message, sums = encoder.encode(whole(numbers)), torch.ones(4)
+add_message(message, whole(sums), 2.0)
+data = mt.Synthetic(64, x=((8,), "float32"), y=((1,), "float32"))
+def loss(model, batch):
+    return ((model(batch["x"]) - batch["x"].sum(1, keepdim=True)) ** 2).mean()
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 1)
+def run(text, name):
+    job = mt.Job(
+        model=model, loss=loss, data=data, batch_size=8, epochs=10,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    )
+    result = mt.simulate(job, parse(text, "strategy"), 2, Constant(), Ideal(), run_dir=name, quiet=True)
+    trained = model()
+    from safetensors.torch import load_file
+    trained.load_state_dict(load_file(name + "/model.safetensors"))
+    batch = {"x": torch.randn(64, 8, generator=torch.Generator().manual_seed(1))}
+    return float(loss(trained, batch)) / float(loss(model(), batch))
+print(json.dumps({
+    "public": mt.Signs().name, "light": light, "help": "  signs()" in said.getvalue(),
+    "row": registry.rows("codec")[0],
+    "bytes": message.numel(), "statistics": message_statistics(message),
+    "decoded": sums.tolist(), "kept": encoder.memory.state()["residual/flat"].tolist(),
+    "push": run("async(push_wire=signs(dense_below=0))", "push"),
+    "both": run("async(servers=2,push_wire=signs(dense_below=0),reply_wire=signs(dense_below=0))", "both"),
+}))
+"""
+    )
+    assert made["public"] == "signs" and made["help"] and made["light"] == []
+    assert made["row"][:4] == ["codec", "signs", "Signs", "signs()"]
+    assert made["bytes"] == 32 + 4 + 1, "header, one mean, four signs"
+    assert made["statistics"] == {"density": 1.0, "bytes": 37.0}
+    assert made["decoded"] == [7.0, -5.0, 7.0, -5.0], "1 + 2 * (+-3)"
+    assert made["kept"] == [-2.0, 1.0, 0.0, -3.0]
+    assert made["push"] < 0.2 and made["both"] < 0.2
+
+
+def test_two_codecs_cannot_share_a_kind_of_message(copy):
+    copy.add("codecs/signs.py", SIGNS.replace("SIGNS = 11", "SIGNS = 7"), "Signs")
+    said = copy(
+        """
+import json
+from mpitrain.codecs.decode import decoders
+try:
+    said = decoders() and ""
+except AssertionError as error:
+    said = str(error)
+print(json.dumps(said))
+"""
+    )
+    assert said == "signs and onebit both have messages of kind 7"
+
+
+def test_the_kinds_of_messages_keep_their_numbers():
+    """Checkpoints hold messages and residuals of these; a number is never given to another codec."""
+    kinds = {cls.name: sorted(cls.decoders) for cls in registered("codec")}
+    assert kinds == {
+        "none": [], "float16": [2], "bfloat16": [3], "eightbit": [4], "threshold": [5], "topk": [6, 10], "onebit": [7],
+        "powersgd": [8], "qsgd": [9],
+    }  # fmt: skip

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpitrain.codecs import EightBitEncoder, add_message, whole, write_message
+from mpitrain.codecs import add_message, whole, write_message
+from mpitrain.codecs.eightbit import EightBitEncoder
 
 CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 

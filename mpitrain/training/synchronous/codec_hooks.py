@@ -21,14 +21,13 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from mpitrain.codecs import Encoder, Field, Layout, Part, PowerSgdEncoder, add_message
+from mpitrain.codecs import Encoder, Field, Layout, Part, add_message
+from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
 from mpitrain.model.codec_registry import make_encoder, merge_states
-from mpitrain.strategies.compression import Codec
 
 # torch 2.13 renamed it and warns at the old name
 _allgather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class CodecHook:
@@ -51,7 +50,7 @@ class CodecHook:
         self.codec, self.group = codec, group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = {id(parameter): name for name, parameter in parameters}
-        self._cast = _CASTS.get(codec.name)
+        self._cast: torch.dtype | None = getattr(torch, codec.cast) if codec.cast else None
         self.encoder: Encoder | None = None if self._cast else make_encoder(codec, self.size, self.rank, seed)
         self._waiting: list[tuple[Part, Future[Any]]] = []
         self._layouts: dict[tuple[int, ...], Layout] = {}
@@ -135,7 +134,7 @@ class CodecHook:
             encoder.accumulate(parts)
             for part in parts:
                 self._mean(part.flat)
-        elif isinstance(encoder, PowerSgdEncoder):
+        elif self.codec.averages:
             exchanged_s = [0.0]
 
             def mean(tensor: torch.Tensor) -> None:
@@ -188,7 +187,7 @@ def attach_codec(
     """
     named = [(name, p) for name, p in parallel.module.named_parameters() if p.requires_grad]
     odd = [name for name, parameter in named if parameter.dtype != torch.float32]
-    if odd and codec.name not in _CASTS:
+    if odd and not codec.cast:
         raise UsageError(
             f"{codec}: gradients must be float32; {odd[0]} is not. float16() and bfloat16() take any"
         )

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mpitrain.codecs.base import Codec
+from mpitrain.codecs.none import Uncompressed
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.user_code import unused_parameters
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
-from mpitrain.strategies.compression import Codec, Uncompressed
 from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec, reattach
 from mpitrain.training.watchdog.emergency import KeptBuffers
 
