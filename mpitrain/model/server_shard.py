@@ -26,7 +26,6 @@ from mpitrain.model.group_options import FollowedOptions
 from mpitrain.model.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
 from mpitrain.model.push_codec import PushDecoder
 from mpitrain.model.reply_codec import ReplyCoder
-from mpitrain.model.stale_correction import make_correction
 from mpitrain.model.step_hooks import without_global_hooks
 from mpitrain.strategies.damping.base import Damping
 from mpitrain.strategies.damping.keep import Keep
@@ -74,7 +73,7 @@ class ShardStore:
         self._rates = Rates(self.optimizer)
         self._options = FollowedOptions(self.optimizer, groups)
         self._factor: float | None = None  # of the job's schedule, where there is one
-        self.correction = make_correction(damping)
+        self.correction = damping.make_correction()
         self._reads: dict[
             int, deque[FixedBuffer]
         ] = {}  # for a correction: what each worker read, the oldest first

@@ -20,7 +20,6 @@ from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
 from mpitrain.errors import UsageError
 from mpitrain.strategies.damping.base import Damping
-from mpitrain.strategies.damping.delay_compensated import DelayCompensated
 from mpitrain.strategies.damping.keep import Keep
 from mpitrain.strategies.parameter_server.batch_size import Batching, PerWorker
 from mpitrain.strategies.placement import PLACEMENTS
@@ -172,14 +171,14 @@ class ServerStrategy(Strategy):
                 f"{self.name}: inflight=2 computes while the answer to a push is under way, so every push must be "
                 f"answered with parameters: leave pull_every out (it is {self.pull_every})"
             )
-        if self.optimizer == "worker" and isinstance(self.damping, DelayCompensated):
+        if self.optimizer == "worker" and self.damping.one_gradient:
             raise UsageError(
-                f'{self.name}: delay_compensated corrects gradients, and with optimizer="worker" finished updates '
+                f'{self.name}: {self.damping.name} corrects gradients, and with optimizer="worker" finished updates '
                 'are pushed: use optimizer="server", or another damping'
             )
-        if self.moves and isinstance(self.damping, DelayCompensated):
+        if self.moves and self.damping.one_gradient:
             raise UsageError(
-                f"{self.name}: delay_compensated takes the square of one gradient, computed on parameters as they were "
+                f"{self.name}: {self.damping.name} {self.damping.one_gradient}, computed on parameters as they were "
                 f"read; with push_every={self.push_every} and pull_every={self.pulls} workers move their parameters "
                 "between reads: leave both at 1, or use another damping, such as inverse() or gap_aware()"
             )

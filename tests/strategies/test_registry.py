@@ -49,6 +49,47 @@ class Exponential(Damping):
         return math.exp(-self.beta * staleness)
 '''
 
+TRUST = '''\
+"""The damping `trust`: numbers whose parameters have moved far are left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mpitrain.strategies.damping.base import Correction, Damping, Numbers
+from mpitrain.values import register
+
+
+class TrustRegion(Correction):
+    """g <- g where |w_now - w_read| <= radius, else 0."""
+
+    watches_updates: ClassVar[bool] = True
+
+    def __init__(self, radius: float):
+        self.radius, self.num_updates = radius, 0
+
+    def apply(self, gradient: Numbers, now: Numbers, read: Numbers) -> None:
+        gradient.mul_((now - read).abs() <= self.radius)
+
+    def on_update(self, before: Numbers, after: Numbers) -> None:
+        self.num_updates += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"num_updates": self.num_updates}
+
+
+@register("damping", "trust")
+@dataclass(frozen=True, repr=False)
+class Trust(Damping):
+    """A number of the gradient counts while its parameter is near to where it was read."""
+
+    correction: ClassVar = TrustRegion
+    one_gradient: ClassVar[str] = "trusts one gradient"
+
+    radius: float = 1.0
+'''
+
 EVERY_SECOND = '''\
 """Asynchronous SGD that takes every second push of each worker."""
 
@@ -221,6 +262,46 @@ print(json.dumps({
         *("damping", "exponential", "Exponential", "exponential(beta=0.1)", ""),
         "A gradient counts by an exponential of its staleness: c(tau) = exp(-beta tau).",
     ]
+
+
+def test_a_damping_brings_its_correction_in_the_same_file(copy):
+    """The server's store applies it, and saves its memory; what makes no sense for it is refused in its name."""
+    copy.add("strategies/damping/trust.py", TRUST, "Trust")
+    made = copy(
+        """
+import json
+import torch
+import mpitrain as mt
+from mpitrain.errors import UsageError
+from mpitrain.values import parse
+from mpitrain.virtual import Constant, Ideal
+from safetensors.torch import load_file
+data = mt.Synthetic(64, x=((1,), "float32"))
+def run(text):
+    job = mt.Job(
+        model=lambda: torch.nn.Linear(1, 1, bias=False), loss=lambda model, batch: model.weight.sum(), data=data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0), batch_size=8, epochs=1, seed=3,
+    )
+    mt.simulate(job, parse(text, "strategy"), 4, Constant(), Ideal(), run_dir="run", quiet=True)
+    return float(load_file("run/model.safetensors")["weight"])
+text = "async(damping=trust(radius={}))"
+first = run(text.format(-1.0))
+try:
+    refused = str(parse("async(push_every=2,damping=trust())", "strategy"))
+except UsageError as error:
+    refused = str(error)
+print(json.dumps({
+    "moved": [first - run(text.format(radius)) for radius in (0.0, 1.5, 10.0)], "refused": refused,
+}))
+"""
+    )
+    assert made["refused"].startswith(
+        "async: trust trusts one gradient, computed on parameters as they were read"
+    )
+    # Every gradient is 1, so each that counts moves the parameter by 1; 4 workers push in turn, twice. Without
+    # staleness nothing is corrected: of radius -1 the first push counts, of radius 0 each round's first, of 1.5 each
+    # round's first two, of 10 all.
+    assert made["moved"] == pytest.approx([1.0, 3.0, 7.0], rel=1e-5), "less the first"
 
 
 def test_a_new_server_strategy_is_one_file_and_one_row(copy):

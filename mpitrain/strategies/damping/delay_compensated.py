@@ -6,8 +6,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies.damping.base import Damping
+from mpitrain.strategies.damping.base import Correction, Damping, Numbers
 from mpitrain.values import register
+
+
+class DelayCompensation(Correction):
+    """g <- g + lam * g * g * (w_now - w_read)."""
+
+    def __init__(self, lam: float):
+        self.lam = lam
+
+    def apply(self, gradient: Numbers, now: Numbers, read: Numbers) -> None:
+        gradient.addcmul_(gradient * gradient, now - read, value=self.lam)
 
 
 @register("damping", "delay_compensated")
@@ -19,7 +29,8 @@ class DelayCompensated(Damping):
     keeps, for every worker, the version that it read. `lam` = 0 or tau = 0 is plain async.
     """
 
-    corrects: ClassVar[bool] = True
+    correction: ClassVar = DelayCompensation
+    one_gradient: ClassVar[str] = "takes the square of one gradient"
 
     lam: float = 0.04
 
