@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpitrain import inject as injection
 from mpitrain.errors import UsageError
@@ -28,8 +28,8 @@ from mpitrain.values import nearest, parse
 if TYPE_CHECKING:
     import torch
 
-    from mpitrain.data import Catalogue
-    from mpitrain.data.read.reader import Reader
+    from mpitrain.data.read.reader import Source
+
 
 METRICS_REDUCTION = "mean over batches"  # said in results, where a job has metrics of its own
 ON_NONFINITE = ("stop", "skip")
@@ -51,16 +51,6 @@ EXAMPLES = {
     "optimizer": "lambda parameters: SGD(parameters, lr=0.1)",
     "metrics": 'lambda model, batch: {"accuracy": accuracy(model(batch["x"]), batch["y"])}',
 }
-
-
-class DataSource(Protocol):
-    """Where samples come from: `Shards`, `Synthetic`."""
-
-    def scan(self) -> Catalogue:
-        """What there is."""
-
-    def reader(self, catalogue: Catalogue, seed: int) -> Reader:
-        """A reader of what `scan` found, here or on another rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +99,8 @@ class Job:
     model: Callable[[], Any] | torch.nn.Module
     loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor | tuple[torch.Tensor, Any]]
     optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer]
-    data: DataSource
-    validate: DataSource | None = None
+    data: Source
+    validate: Source | None = None
     metrics: Callable[[Any, dict[str, torch.Tensor]], Mapping[str, Any]] | None = None
     epochs: int = 1
     batch_size: int = 32
@@ -123,7 +113,7 @@ class Job:
     checkpoint_every: str = "auto"
     keep_checkpoints: int = 2
     mtbf_s: float = 86400.0
-    synthetic: DataSource | None = None
+    synthetic: Source | None = None
     stages: Callable[[Any, int], Sequence[Any]] | Sequence[str] | None = None
     tensor_plan: Mapping[str, str] = dataclasses.field(default_factory=dict)
     find_unused_parameters: bool | None = None

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError, printable
 from mpitrain.mpi import json_collectives, json_messages
@@ -30,9 +30,6 @@ from mpitrain.mpi.node_map import name_ranks, node_indices
 from mpitrain.system import processes, rank_status
 from mpitrain.system.launch_variables import node_key
 from mpitrain.system.tracebacks import own_part
-
-if TYPE_CHECKING:
-    from mpitrain.mpi.process_group.base import GroupBase
 
 # Where MPI reports no deaths: the longest wait for others at a collective, and of rank 0 for the last counts of a rank.
 PATIENCE_S, LIVING_S = 900.0, 120.0
@@ -51,6 +48,14 @@ def start() -> Runtime:
         runtime.connect()
         _runtime = runtime
     return _runtime
+
+
+class Group(Protocol):
+    """A process group, as this file and whoever settles on algorithms see it."""
+
+    def size(self) -> int: ...
+    def transport(self) -> dict[str, Any]: ...
+    def shutdown(self) -> None: ...
 
 
 class Runtime:
@@ -83,7 +88,7 @@ class Runtime:
         self.hosts, self.processes = [""] * self.size, [""] * self.size
         self.launched = list(range(self.size))
         self.torch_ranks: tuple[int, ...] = ()  # torch's ranks as MPI's, once there is a process group
-        self.groups: list[GroupBase] = []  # process groups that this rank has not left
+        self.groups: list[Group] = []  # process groups that this rank has not left
         self.allreduce_plan = Plan(self.nodes)
         # What this MPI and this launch can do.
         self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]

@@ -1,4 +1,4 @@
-"""The options that must be equal on all ranks, as JSON values that can be compared.
+"""The options that must be equal on all ranks, and the contents of the data, as JSON values that can be compared.
 
 Invariants: values are given in full, functions by their name and a digest of their code, so two versions of a job file
 differ, and the same file is equal on all ranks.
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from mpitrain.data import Catalogue
+from mpitrain.data.format.manifest import Manifest
+from mpitrain.errors import DataError
 from mpitrain.job import Job
 from mpitrain.model.user_code import unwrapped
 
@@ -40,3 +44,17 @@ def fingerprint(value: Any) -> Any:
 def _code_text(code: CodeType) -> str:
     constants = [_code_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def contents_of(catalogue: Catalogue) -> dict[str, str]:
+    """SHA-256 of the shards by name, of those that `mpitrain data pack` has written."""
+    found: dict[str, str] = {}
+    for folder in {Path(file.path).parent for file in catalogue.files}:
+        try:
+            manifest = Manifest.read(folder)
+        except DataError:
+            continue
+        names = {Path(file.path).name for file in catalogue.files}
+        if manifest is not None and manifest.complete:
+            found |= {name: sha for name, sha in manifest.sha256.items() if name in names}
+    return found

@@ -22,7 +22,7 @@ from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import Identity, adopt, make_room, new_attempt_id, new_run_id, run_of
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training.agree import attempt
-from mpitrain.training.resume import find, identify
+from mpitrain.training.find_checkpoint import find, identify
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime

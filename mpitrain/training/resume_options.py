@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from mpitrain.codecs.base import Codec
-from mpitrain.data import Catalogue
-from mpitrain.data.format.manifest import Manifest
-from mpitrain.errors import DataError, UsageError
+from mpitrain.errors import UsageError
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training.fingerprint import fingerprint, options
+from mpitrain.training.session import Session
 from mpitrain.values import parse
-
-if TYPE_CHECKING:
-    from mpitrain.training.session import Session
 
 ACTS, CONVERTED, REFUSED = "acts", "converted", "refused"
 
@@ -75,20 +71,6 @@ def describe_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> l
         for group in optimizer.param_groups
     ]
     return [type(optimizer).__name__, *groups]
-
-
-def contents_of(catalogue: Catalogue) -> dict[str, str]:
-    """SHA-256 of the shards by name, of those that `mpitrain data pack` has written."""
-    found: dict[str, str] = {}
-    for folder in {Path(file.path).parent for file in catalogue.files}:
-        try:
-            manifest = Manifest.read(folder)
-        except DataError:
-            continue
-        names = {Path(file.path).name for file in catalogue.files}
-        if manifest is not None and manifest.complete:
-            found |= {name: sha for name, sha in manifest.sha256.items() if name in names}
-    return found
 
 
 def chosen(session: Session) -> dict[str, Any]:

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.checkpoint import Checkpoint
 from mpitrain.data import Catalogue
+from mpitrain.data.read.reader import Source
 from mpitrain.errors import EXIT_REQUEUE, AgreedError, UsageError
 from mpitrain.inject import Straggler
-from mpitrain.job import DataSource, Job, Overrides, apply_overrides
+from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.reporting.environment import code_versions, collect
 from mpitrain.reporting.report import NullReport, Report, explained, write_json, writing
 from mpitrain.strategies.base import ServerStrategy, Strategy
@@ -31,11 +33,9 @@ from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.fault_tolerance import level, survives, warning
-from mpitrain.training.fingerprint import options
+from mpitrain.training.fingerprint import contents_of, options
 from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.open_run import open_run
-from mpitrain.training.resume import Resume
-from mpitrain.training.resume_options import contents_of
 from mpitrain.training.validate import validate_run
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Session:
     Attributes:
         place: this rank's number when the run began; should other ranks die, it may get another.
         report: of rank 0; the other ranks report nothing. lock: of the run directory, on rank 0.
-        contents: see `resume_options.contents_of`.
+        contents: see `fingerprint.contents_of`.
         emergency: what this rank would write if the run stood still, or why it cannot.
     """
 
@@ -67,7 +67,7 @@ class Session:
     started_s: float
     place: int
     identity: Identity
-    resume: Resume | None = None
+    resume: Checkpoint | None = None
     lock: RunLock | None = None
     contents: dict[str, str] = dataclasses.field(default_factory=dict)
     emergency: Emergency | str = "the run had not begun"
@@ -210,7 +210,7 @@ def begin(runtime: Runtime) -> None:
         raise AgreedError("the launch was told to end before the first step of this run", EXIT_REQUEUE)
 
 
-def _scan(runtime: Runtime, source: DataSource) -> Catalogue:
+def _scan(runtime: Runtime, source: Source) -> Catalogue:
     """The source's catalogue: rank 0 scans and broadcasts it, so the file system is read once for all ranks."""
     catalogue: Catalogue | None = attempt(runtime, lambda: source.scan() if runtime.rank == 0 else None)
     text = runtime.broadcast(catalogue.to_json() if catalogue is not None else None)

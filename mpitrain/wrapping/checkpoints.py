@@ -32,7 +32,7 @@ from mpitrain.system.run_directory import (
 )
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training.agree import attempt
-from mpitrain.training.resume import find, identify
+from mpitrain.training.find_checkpoint import find, identify
 from mpitrain.training.synchronous.checkpoints import copied, own_part
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mpitrain import Decentralized, EightBit, Threshold, TopK, Warmup, simulate
+from mpitrain.checkpoint import Checkpoint
 from mpitrain.checkpoint.parts import write_part
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
 from mpitrain.model.flat import FlatModel
@@ -17,7 +18,6 @@ from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.decentralized.checkpoints import restore
 from mpitrain.training.measure import build
-from mpitrain.training.resume import Resume
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests import toy
 
@@ -229,7 +229,7 @@ def test_another_number_of_peers_goes_on_from_the_mean(tmp_path, topology):
         name = f"own-{peer.rank}" if peer.rank else "shard-0"
         write_part(tmp_path, name, {"role": peer.state(), "replica": replica.state()}, ours)
     about = {"strategy": str(strategy)}
-    resume = Resume(tmp_path, 96, ("shard-0", "own-1", "own-2"), about, ours)
+    resume = Checkpoint(tmp_path, 96, ("shard-0", "own-1", "own-2"), about, ours)
     mean = sum(replica.x for _, replica in wrote) / 3
     residual = sum(kept(replica) for _, replica in wrote) / 3
     for number in (2, 3, 5):

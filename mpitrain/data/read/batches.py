@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -18,10 +18,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.read.prefetch import Batch
 from mpitrain.data.read.ragged import samples_of
+from mpitrain.data.read.reader import Source
 from mpitrain.errors import UsageError
-
-if TYPE_CHECKING:
-    from mpitrain.data.read.shards import Shards
 
 Share = tuple[int, int]  # index, number
 Run = tuple[int, int]  # start, count
@@ -44,7 +42,7 @@ class ShardBatches(IterableDataset[Batch]):
 
     def __init__(
         self,
-        source: Shards,
+        source: Source,
         batch_size: int,
         seed: int = 0,
         drop_last: bool = False,
@@ -100,7 +98,7 @@ class ShardBatches(IterableDataset[Batch]):
         return [(a, b - a) for a, b in zip([start, *ends], ends)]
 
 
-def iterate_samples(source: Shards, seed: int, epoch: int, sent_by: Share | None) -> Iterator[Batch]:
+def iterate_samples(source: Source, seed: int, epoch: int, sent_by: Share | None) -> Iterator[Batch]:
     """The samples of this rank and loader's worker one by one, views of what was read together.
 
     Every rank gives equally many: of n samples over r ranks n % r are left out, others in every epoch.
@@ -119,7 +117,7 @@ def iterate_samples(source: Shards, seed: int, epoch: int, sent_by: Share | None
 
 
 def read_runs(
-    source: Shards, catalogue: Catalogue, seed: int, epoch: int, runs: list[Run]
+    source: Source, catalogue: Catalogue, seed: int, epoch: int, runs: list[Run]
 ) -> Iterator[Batch]:
     """One batch for every run, the next one being read meanwhile."""
     with source.reader(catalogue, seed) as reader:

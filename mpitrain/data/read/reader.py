@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator
 from types import TracebackType
+from typing import Protocol
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.read.order import IntArray, Order, chunk_sizes
@@ -18,7 +19,7 @@ from mpitrain.errors import UsageError
 
 Run = tuple[int | None, int, int]  # epoch (None: the order of the files), start, count
 
-__all__ = ["Batch", "Reader", "Store"]
+__all__ = ["Batch", "Reader", "Source", "Store"]
 
 
 class Reader:
@@ -127,3 +128,13 @@ class Reader:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Source(Protocol):
+    """Where samples come from: `Shards`, `Synthetic`."""
+
+    def scan(self) -> Catalogue:
+        """What there is."""
+
+    def reader(self, catalogue: Catalogue, seed: int) -> Reader:
+        """A reader of what `scan` found, here or on another rank."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.checkpoint import Keeper
+from mpitrain.checkpoint import Checkpoint, Keeper
 from mpitrain.errors import UsageError
 from mpitrain.model.codec_registry import merge_states
 from mpitrain.model.peer_replica import PeerReplica
@@ -20,7 +20,7 @@ from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training import signals
-from mpitrain.training.resume import Resume, check, make_keeper, read_own_part
+from mpitrain.training.resume import check, make_keeper, read_own_part
 from mpitrain.training.resume_options import same_codec
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.checkpoints import own_part
@@ -60,7 +60,7 @@ def make_checkpoints(
     return PeerCheckpoints(keeper, parts, Cadence(keeper.policy, samples), strategy.asynchronous), keeper
 
 
-def restore(resume: Resume | None, peer: Peer, replica: PeerReplica) -> None:
+def restore(resume: Checkpoint | None, peer: Peer, replica: PeerReplica) -> None:
     """This peer's state, or what falls to it of another number's."""
     if resume is None:
         return
@@ -83,7 +83,7 @@ def restore(resume: Resume | None, peer: Peer, replica: PeerReplica) -> None:
     replica.restore(state)
 
 
-def _of_others(resume: Resume, peer: Peer, number: int, mine: dict[str, Any]) -> dict[str, Any]:
+def _of_others(resume: Checkpoint, peer: Peer, number: int, mine: dict[str, Any]) -> dict[str, Any]:
     states = [read_own_part(resume, own_part(rank))["replica"] for rank in range(number)]
     mean = torch.zeros_like(states[0]["parameters"])
     for state in states:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from mpitrain.checkpoint import Checkpoint
 from mpitrain.model import LocalSteps, Replica, check_optimizer, flat_model, reshard
 from mpitrain.model.flat import Layout, make_layout
 from mpitrain.model.step_hooks import StepHooks
@@ -31,7 +32,7 @@ from mpitrain.training.measure import (
 from mpitrain.training.parameter_server.builder import AnyStore, RoleBuilder
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
 from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
-from mpitrain.training.resume import Resume, about_run, check, make_keeper, read_own_part
+from mpitrain.training.resume import about_run, check, make_keeper, read_own_part
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.validation import make_measure
@@ -127,7 +128,9 @@ def _serve(
     return outcome
 
 
-def restore_shard(resume: Resume | None, server: Server, store: AnyStore, layout: Layout, shard: int) -> None:
+def restore_shard(
+    resume: Checkpoint | None, server: Server, store: AnyStore, layout: Layout, shard: int
+) -> None:
     """This shard's part, or, with another number of servers, all parts cut anew; counts then are those of the first.
     The dealing server looks at all parts, for shards are cut at pushes of their own."""
     if resume is None:
@@ -199,7 +202,7 @@ def attempt_restore(session: Session, worker: Worker, replica: Replica, index: i
 
 
 def restore_worker(
-    resume: Resume | None, worker: Worker, replica: Replica, index: int, num_workers: int,
+    resume: Checkpoint | None, worker: Worker, replica: Replica, index: int, num_workers: int,
     strategy: ServerStrategy,
 ) -> None:  # fmt: skip
     """What worker number `index` goes on from."""
@@ -216,7 +219,7 @@ def restore_worker(
 
 
 def _kept_by_workers(
-    resume: Resume, index: int, num_workers: int
+    resume: Checkpoint, index: int, num_workers: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """The residuals of the workers' codecs: those that fall to this worker (of the workers that wrote, the index-th,
     the one `num_workers` after it, and so on), and the first worker's state, which holds what all share."""

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpitrain.checkpoint import Keeper
+from mpitrain.checkpoint import Checkpoint, Keeper
 from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training import signals
-from mpitrain.training.resume import Resume, about_run, check, make_keeper, read_own_part
+from mpitrain.training.resume import about_run, check, make_keeper, read_own_part
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
 
@@ -79,20 +79,20 @@ class StepCheckpoints:
 
     def restored(self, session: Session) -> Any:
         """The saved tree on every rank, or None for a run from the beginning."""
-        resume: Resume | None = session.resume
+        resume: Checkpoint | None = session.resume
         part = attempt(session.runtime, lambda: read_own_part(resume, "shard-0"))
         return part["state"] if part else None
 
     def restored_part(self, session: Session, part: int) -> Any:
         """What the rank that held this part of a split model wrote, or None for a run from the beginning."""
-        resume: Resume | None = session.resume
+        resume: Checkpoint | None = session.resume
         saved = attempt(session.runtime, lambda: read_own_part(resume, own_part(part)))
         return saved["own"] if saved else None
 
     def restored_own(self, session: Session) -> tuple[Any, list[Any], int]:
         """(what rank 0 wrote as its own or None, what falls to this rank, how many ranks wrote): of what ranks wrote,
         rank r takes r, r + size, ...; the same state on every rank while their number is the same."""
-        resume: Resume | None = session.resume
+        resume: Checkpoint | None = session.resume
         named = (
             [int(name.split("-")[1]) for name in resume.parts if name.startswith("own-")] if resume else []
         )
