@@ -6,7 +6,6 @@ import json
 import runpy
 import shutil
 import sys
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -15,86 +14,53 @@ import torch
 from safetensors.torch import load_file
 
 from mpitrain.data.write.shard_file import write_shard
-from tests.mpi.cases import launch_program
+from tests.mpi.cases import PROGRAMS, launch_program
 from tests.ranks import run_ranks
 
 MPITRAIN = [sys.executable, "-m", "mpitrain"]
 
-JOB = """
-import os
-import torch
-from tests import toy
 
-rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-{top}
-
-calls = []  # every worker is dealt two batches before anybody is dealt a third
-
-def loss(model, batch):
-    calls.append(1)
-    if rank == {bad_worker} and len(calls) == 2:
-        raise RuntimeError("planted in the loss")
-    return toy.square_loss(model, batch)
-
-class Planted(torch.optim.SGD):
-    elementwise = True
-    steps = 0
-
-    def step(self, closure=None):
-        self.steps += 1
-        if rank == {bad_server} and self.steps == 4:
-            raise RuntimeError("planted in the server")
-        super().step()
-
-job = toy.make_job(loss=loss, optimizer=lambda p: Planted(p, lr=0.1))
-"""
+def job(name):
+    return str(PROGRAMS / f"{name}.py")
 
 
-def write_job(tmp_path, top="", bad_worker=-1, bad_server=-1):
-    path = tmp_path / "job.py"
-    path.write_text(JOB.format(top=top, bad_worker=bad_worker, bad_server=bad_server))
-    return str(path)
-
-
-def train(n, job, tmp_path, *options, mpirun_args=()):
+def train(n, job, tmp_path, *options, **launch):
     argv = [*MPITRAIN, "train", job, "--run-dir", str(tmp_path / "run"), "--quiet", *options]
-    return run_ranks(n, argv, mpirun_args=mpirun_args)
+    return run_ranks(n, argv, **launch)
 
 
 def test_an_exception_in_the_job_file_on_one_rank(tmp_path):
-    job = write_job(tmp_path, top='if rank == 1: raise KeyError("planted in the job file")')
-    run = train(3, job, tmp_path)
+    run = train(3, job("failing_job"), tmp_path, env={"JOB_RANK": "1"})
     assert run.code == 1, str(run)
-    assert "rank 1: KeyError: 'planted in the job file'" in run.stderr and "job.py" in run.stderr
+    assert "rank 1: KeyError: 'planted in the job file'" in run.stderr and "failing_job.py" in run.stderr
     assert "FOM" not in run.stdout
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("allreduce", 3), ("async", 3), ("allreduce", 1)])
 def test_an_exception_in_the_loss_on_one_rank(tmp_path, strategy, ranks):
     bad = ranks - 1
-    run = train(ranks, write_job(tmp_path, bad_worker=bad), tmp_path, "--strategy", strategy)
+    run = train(ranks, job("failing_job"), tmp_path, "--strategy", strategy, env={"LOSS_RANK": str(bad)})
     assert run.code == 1, str(run)
     assert f"rank {bad} (worker, step 1): RuntimeError: planted in the loss" in run.stderr
     assert json.loads((tmp_path / "run" / "errors" / f"rank-{bad}.json").read_text())["step"] == 1
 
 
 def test_an_exception_inside_a_server(tmp_path):
-    run = train(4, write_job(tmp_path, bad_server=1), tmp_path, "--strategy", "async(servers=2)")
+    run = train(4, job("failing_job"), tmp_path, "--strategy", "async(servers=2)", env={"SERVER_RANK": "1"})
     assert run.code == 1, str(run)
     assert "rank 1 (server, step 3): RuntimeError: planted in the server" in run.stderr
 
 
 def test_an_exception_on_a_worker_under_ulfm_is_its_own_end_and_the_others_go_on(tmp_path):
-    ulfm = ("--with-ft", "ulfm")
-    run = train(4, write_job(tmp_path, bad_worker=2), tmp_path, "--strategy", "async", mpirun_args=ulfm)
+    launch = {"mpirun_args": ("--with-ft", "ulfm"), "env": {"LOSS_RANK": "2"}}
+    run = train(4, job("failing_job"), tmp_path, "--strategy", "async", **launch)
     assert "rank 2 (worker, step 1): RuntimeError: planted in the loss" in run.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["status"] == "ok" and result["lost"] == {"2": "died"}
 
 
 def test_ranks_started_with_different_options(tmp_path):
-    job, run_dir = write_job(tmp_path), str(tmp_path / "run")
-    common = [*MPITRAIN, "train", job, "--run-dir", run_dir, "--quiet"]
+    common = [*MPITRAIN, "train", job("failing_job"), "--run-dir", str(tmp_path / "run"), "--quiet"]
     run = run_ranks(1, [*common, "--lr", "0.5", ":", "-n", "2", *common, "--lr", "0.25", "--epochs", "3"])
     assert run.code == 2, str(run)
     assert run.stderr.count("the ranks were started differently") == 1
@@ -111,70 +77,34 @@ def test_a_job_file_without_a_job_and_a_missing_one(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["allreduce()", "async()", "localsgd(period=2)", "decentralized()"])
 def test_a_batch_key_that_does_not_exist_is_told_once(tmp_path, strategy):
-    job = tmp_path / "job.py"
-    job.write_text(
-        "from tests import toy\n"
-        "def loss(model, batch):\n"
-        "    return model(batch['image']).mean()\n"
-        "job = toy.make_job(loss=loss)\n"
-    )
     for _ in range(2):  # in the same run directory: it is news again
-        run = train(3, str(job), tmp_path, "--strategy", strategy)
+        run = train(3, job("asks_for_a_wrong_key"), tmp_path, "--strategy", strategy)
         assert run.code == 2, str(run)
         assert run.stderr.count("loss asks for 'image'") == 1 and "Traceback" not in run.stderr, str(run)
-        assert f"({job}, line 3), and a batch holds 'x', 'y'" in run.stderr
-
-
-LEAVING_OUT = """
-import torch
-from torch import nn
-import mpitrain as mt
-from tests import toy
-
-class Wide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
-        self.head, self.other = nn.Linear(4, 1), nn.Linear(4, 1)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += self.training
-        hidden = self.norm(self.body(x))
-        uses_other = {both} and (self.calls < 3 or mt.mpi.runtime.start().rank == 0)
-        return self.head(hidden) + (self.other(hidden) if uses_other else 0.0)
-
-import mpitrain.mpi.runtime
-job = toy.make_job(model=Wide, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), {more})
-"""
+        assert f"({job('asks_for_a_wrong_key')}, line 7), and a batch holds 'x', 'y'" in run.stderr
 
 
 def test_parameters_that_the_loss_leaves_out_are_found_and_left_alone(tmp_path):
     """As in plain torch: no gradient, so no weight decay either. BatchNorm sees the first batch once."""
-    job = tmp_path / "job.py"
     models = {}
-    for name, more in {"found": "", "told": "find_unused_parameters=True"}.items():
-        job.write_text(LEAVING_OUT.format(both=False, more=more))
-        train(2, str(job), tmp_path).check()
+    for name, env in {"found": {}, "announced": {"FIND": "yes"}}.items():
+        train(2, job("leaves_parameters_out"), tmp_path, env=env).check()
         models[name] = load_file(tmp_path / "run" / "model.safetensors")
         shutil.rmtree(tmp_path / "run")
-    assert all(torch.equal(tensor, models["told"][name]) for name, tensor in models["found"].items())
+    assert all(torch.equal(tensor, models["announced"][name]) for name, tensor in models["found"].items())
     torch.manual_seed(0)
-    initial = runpy.run_path(str(job))["job"].model().state_dict()
+    initial = runpy.run_path(job("leaves_parameters_out"))["job"].model().state_dict()
     assert torch.equal(models["found"]["other.weight"], initial["other.weight"])
     assert not torch.equal(models["found"]["head.weight"], initial["head.weight"])
     assert models["found"]["norm.num_batches_tracked"] == 2 * 48 / 12
 
 
 def test_a_step_that_leaves_out_more_than_the_first_is_told_at_once(tmp_path):
-    job = tmp_path / "job.py"
-    job.write_text(LEAVING_OUT.format(both=True, more=""))
-    run = train(2, str(job), tmp_path)
+    run = train(2, job("leaves_parameters_out"), tmp_path, env={"SOMETIMES": "yes"})
     assert run.code == 2 and run.stderr.count("does not depend on other.weight") == 1, str(run)
     assert "rank 1 (worker, step 2): UsageError" in run.stderr and "Traceback" not in run.stderr
     assert "Job(find_unused_parameters=True)" in run.stderr
-    job.write_text(LEAVING_OUT.format(both=True, more="find_unused_parameters=True"))
-    train(2, str(job), tmp_path).check()
+    train(2, job("leaves_parameters_out"), tmp_path, env={"SOMETIMES": "yes", "FIND": "yes"}).check()
 
 
 SAID = {
@@ -243,10 +173,7 @@ def test_wrong_input_is_said_once_and_all_ranks_leave_together(tmp_path, mpi, en
 def test_a_missed_target_is_status_fail_and_exit_code_3_and_one_of_a_wrong_name_2(
     tmp_path, strategy, metric, code
 ):
-    job = Path(write_job(tmp_path))
-    given = f'validate=toy.Memory(), target={{"{metric}": 0.5}}, epochs=3, metrics=lambda m, b: {{"accuracy": 0.25}}, '
-    job.write_text(job.read_text().replace("make_job(", "make_job(" + given))
-    run = train(2, str(job), tmp_path, "--strategy", strategy)
+    run = train(2, job("misses_its_target"), tmp_path, "--strategy", strategy, env={"METRIC": metric})
     assert run.code == code, str(run)
     if code == 3:
         assert "status=fail" in run.stdout.strip().splitlines()[-1]
