@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from mpitrain.checkpoint.state_tree import join, split
 from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.strategies.checkpoint_policy import CheckpointPolicy, read_policy
 from mpitrain.system.run_directory import Identity, progress
+
+WRITER = Path(__file__).parent / "programs" / "writes_for_ever.py"
 
 OURS = Identity("run", "attempt")
 LEAVES = st.one_of(
@@ -292,25 +295,11 @@ def test_old_ones_go_the_last_complete_ones_stay(tmp_path):
     assert [int(path.name) for path in listed(tmp_path)] == [400, 300, 200]
 
 
-WRITER = """
-import sys, torch
-from pathlib import Path
-from mpitrain.checkpoint.parts import folder_of, write_part
-from mpitrain.system.run_directory import Identity, progress
-run_dir, ours = Path(sys.argv[1]), Identity("run", "attempt")
-print("ready", flush=True)
-for mark in range(1, 10**6):
-    state = {"x": torch.full((20000,), float(mark))}
-    write_part(folder_of(run_dir, mark), "shard-1", state, ours)
-    write_part(folder_of(run_dir, mark), "shard-0", state, ours, ["shard-0", "shard-1"])
-"""
-
-
 def test_killed_at_any_instant_of_writing_a_complete_one_is_there(tmp_path):
     draw = random.Random(5)
     for number in range(6):
         run_dir = tmp_path / str(number)
-        child = subprocess.Popen([sys.executable, "-c", WRITER, str(run_dir)], stdout=subprocess.PIPE)
+        child = subprocess.Popen([sys.executable, str(WRITER), str(run_dir)], stdout=subprocess.PIPE)
         assert child.stdout.readline() == b"ready\n"
         while len(listed(run_dir)) < 3:
             pass

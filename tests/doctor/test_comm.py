@@ -13,6 +13,8 @@ import pytest
 from mpitrain.system.launch_variables import node_name
 from tests.ranks import find_mpi, run_plain, run_ranks
 
+PROGRAMS = Path(__file__).parent / "programs"
+
 RATES = ("400mbit", "400mbit", "20mbit")
 _HOST = """\
 ip netns add drh{i}
@@ -83,42 +85,8 @@ def test_a_node_behind_a_slow_link_is_named(hosts: list[str], tmp_path: Path) ->
     assert failing.read_text() == "drh2\n"
 
 
-# The canary on a stand-in device, the processor, over an MPI that does as told: the k-th message of a rank is sent from
-# the wrong place (its bytes are read elsewhere), or the k-th sum is taken of something else; both report success.
-CANARY = """
-import torch
-from mpitrain.mpi.memory import buffers
-
-def canaries():
-    whole, waits = buffers.message_of, []
-    for wrong in ({}, {1: 1}, {2: 4}, {0: 3, 2: 1}):
-        calls = []
-        def message_of(tensor, wrong=wrong, calls=calls, **options):
-            calls.append(tensor)
-            # a size makes four: received, sent, summed, the sum
-            changed = wrong.get(runtime.rank) == len(calls) - 1
-            return whole(torch.zeros_like(tensor) if changed else tensor, **options)
-        buffers.message_of = message_of
-        code = canary.examine(runtime, torch.device("cpu"), lambda: waits.append(1))
-        print(f"canary {code} of {len(calls)}, waited {len(waits)}")
-    buffers.message_of = whole
-
-canaries()
-"""
-
-
 def test_on_one_node_nobody_is_slow_and_no_gpu_is_no_canary(tmp_path: Path) -> None:
-    program = "\n".join(
-        [
-            "from mpitrain.doctor import canary, pairs",
-            "from mpitrain.mpi.runtime import start",
-            "runtime = start()",
-            "comm, gpu = pairs.run_comm(runtime, None), canary.run_canary(runtime)",
-            "print(f'codes {comm} {gpu}')",
-            CANARY,
-        ]
-    )
-    run = run_ranks(3, program).check()
+    run = run_ranks(3, PROGRAMS / "wrong_sums.py").check()
     import torch
 
     assert "ranks 0, 2" in run.ranks_out[0] and "MB/s" in run.ranks_out[0]

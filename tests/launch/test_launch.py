@@ -19,6 +19,8 @@ from mpitrain.launch.command import completed, launch_command, relaunch, result_
 from mpitrain.launch.discover import Launcher, find_launcher, installed_library, launcher_flavour
 from mpitrain.launch.supervision import Outcome, Requests
 
+PROGRAMS = Path(__file__).parent / "programs"
+
 OPENMPI = Launcher("openmpi", "/v/bin/mpirun", "openmpi", "/v")
 MPICH = Launcher("mpich", "/v/bin/mpirun", "mpich")
 SRUN = Launcher("srun", "/usr/bin/srun", "openmpi", "/v")
@@ -369,18 +371,10 @@ def have_mpi() -> None:
         pytest.skip(str(error))
 
 
-HELLO = """
-import os, sys
-from mpi4py import MPI
-rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-cores = len(os.sched_getaffinity(0))
-sys.stdout.write(f"{rank}/{size} {os.environ['OMP_NUM_THREADS']} {cores} {sys.argv[1:]}\\n")
-"""
-
-
 def test_a_script_runs_on_every_rank(tmp_path: Path, have_mpi: None) -> None:
-    (tmp_path / "hello.py").write_text(HELLO)
-    run = mpitrain("launch", "-n", "3", "hello.py", "--flag", "a b", cwd=tmp_path, OMP_NUM_THREADS="1")
+    run = mpitrain(
+        "launch", "-n", "3", str(PROGRAMS / "hello.py"), "--flag", "a b", cwd=tmp_path, OMP_NUM_THREADS="1"
+    )
     cores = len(os.sched_getaffinity(0))
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == [f"{rank}/3 1 {cores} ['--flag', 'a b']" for rank in range(3)]

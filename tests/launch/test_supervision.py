@@ -18,6 +18,8 @@ from mpitrain.system import rank_status
 from mpitrain.system.processes import identity
 from mpitrain.system.rank_status import ENDED, IMPORTING, READY, STARTED, STARTING_MPI, RankStatus
 
+PROGRAMS = Path(__file__).parent / "programs"
+
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
 
@@ -365,27 +367,6 @@ def test_a_run_directory_that_nobody_has_used_does_not_stay(tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
 
 
-CHILD = """
-import signal, sys
-def report(number, _):
-    print(signal.Signals(number).name, flush=True)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, report)
-print("ready", flush=True)
-while True:
-    signal.pause()
-"""
-LAUNCH = """
-import sys
-from mpitrain.launch import supervision
-from mpitrain.launch.supervision import Requests, Supervisor
-supervision.END_GRACE_S = float(sys.argv[1])
-with Requests() as requests:
-    outcome = Supervisor("openmpi", requests).run([sys.executable, "-c", sys.argv[2]], {})
-sys.exit(outcome.code)
-"""
-
-
 @pytest.mark.parametrize(
     ("numbers", "heard", "code"),
     [
@@ -400,7 +381,7 @@ def test_a_script_gets_usr1_and_is_ended_by_the_others(
 ) -> None:
     grace = "600" if numbers == [INT, INT] else "0.5"
     launch = subprocess.Popen(  # a session of its own has no terminal, so SIGINT is not the terminal's
-        [sys.executable, "-c", LAUNCH, grace, CHILD],
+        [sys.executable, PROGRAMS / "supervises.py", grace, PROGRAMS / "reports_signals.py"],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

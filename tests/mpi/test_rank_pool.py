@@ -13,24 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.mpi.cases import PROGRAMS
 from tests.rank_pool.pool import Pool, may_be_warm
 from tests.ranks import ROOT, find_mpi, run_ranks
 
-ABOUT = """
-import json, os, sys
-print(json.dumps({
-    "argv": sys.argv[1:], "name": __name__, "file": __file__, "main": sys.modules["__main__"].__file__,
-    "cwd": os.getcwd(), "path": sys.path, "mask": os.umask(0o27), "cores": sorted(os.sched_getaffinity(0)),
-    "files": sorted(os.listdir("/proc/self/fd")),
-    "environ": {k: v for k, v in os.environ.items() if not k.startswith(("PMIX", "OMPI", "PRTE")) and k != "_"},
-}))
-"""
-
 
 def about(tmp_path, **options):
-    script = tmp_path / "about.py"
-    script.write_text(ABOUT)
-    command = [str(find_mpi()[0]), str(script), "one", "two words"]
+    command = [str(find_mpi()[0]), str(PROGRAMS / "about_itself.py"), "one", "two words"]
     run = run_ranks(1, command, cwd=tmp_path, env={"SOME_VALUE": "of the test"}, **options).check()
     return json.loads(run.stdout)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.cases import case_names, is_passed, launch
+from tests.mpi.cases import case_names, is_passed, launch, launch_program
 from tests.ranks import RanksHung, run_ranks
 
 RANK = "import os, sys, time, subprocess\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
@@ -41,21 +41,10 @@ def test_exit_code_is_the_jobs(tmp_path):
 def test_a_hang_is_killed_with_stacks_and_nothing_is_left(tmp_path):
     """Every rank sleeps for ever in a function; rank 1 also ignores SIGTERM and has a child of its own."""
     pids = tmp_path / "pids"
-    code = f"""
-import signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen(["sleep", "1000"]) if rank == 1 else None
-with open({str(pids)!r}, "a") as file:
-    file.write(f"{{os.getpid()}}\\n" + (f"{{child.pid}}\\n" if child else ""))
-def sleeps_for_ever():
-    time.sleep(1000)
-print("before the hang")
-sleeps_for_ever()
-"""
     for timeout_s in (3, 20, 60):  # a deadline that comes before the ranks do shows nothing
         pids.write_text("")
         with pytest.raises(RanksHung) as caught:
-            run_ranks(2, RANK + code, timeout_s=timeout_s)
+            launch_program(2, "hangs", str(pids), timeout_s=timeout_s)
         text = str(caught.value)
         if len(pids.read_text().split()) == 3 and text.count("before the hang") == 2:
             break
@@ -68,12 +57,8 @@ sleeps_for_ever()
 def test_a_process_left_behind_is_killed_and_told(tmp_path):
     """The launch ends well, but a rank's child lives on: that fails the test that caused it."""
     pids = tmp_path / "pids"
-    code = f"""
-child = subprocess.Popen(["sleep", "1000"], stdin=-3, stdout=-3, stderr=-3)
-open({str(pids)!r}, "a").write(f"{{child.pid}}\\n")
-"""
     with pytest.raises(RanksHung, match="processes were left.*sleep"):
-        run_ranks(1, RANK + code)
+        launch_program(1, "leaves_a_child", str(pids))
     assert living(pids) == []
 
 

@@ -1,0 +1,24 @@
+"""Prints what a rank has from its launcher."""
+
+import json
+import os
+import sys
+
+LAUNCHERS = ("PMIX", "OMPI", "PRTE")
+
+print(
+    json.dumps(
+        {
+            "argv": sys.argv[1:],
+            "name": __name__,
+            "file": __file__,
+            "main": sys.modules["__main__"].__file__,
+            "cwd": os.getcwd(),
+            "path": sys.path,
+            "mask": os.umask(0o27),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "files": sorted(os.listdir("/proc/self/fd")),
+            "environ": {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k != "_"},
+        }
+    )
+)
