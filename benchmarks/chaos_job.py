@@ -54,7 +54,7 @@ lose = FaultTolerantServer._lose
 
 
 def lose_noted(self, worker, how):
-    if worker not in self.tracker.lost:
+    if worker not in self.table.lost:
         note(NOTES, "lost", lost=worker, how=how, at_s=time.monotonic())
     yield from lose(self, worker, how)
 

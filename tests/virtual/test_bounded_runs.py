@@ -29,7 +29,7 @@ def watch(bound, num_workers, all_stay=True):
     seen = {"oldest": 0, "waited": 0}
 
     def look(trace):
-        lost = trace.server.tracker.lost
+        lost = trace.server.table.lost
         reading = {worker: reads for worker, reads in trace.reading.items() if worker not in lost}
         ages = [trace.version - read for reads in reading.values() for read in reads]
         assert max(ages, default=0) <= bound
@@ -43,7 +43,7 @@ def watch(bound, num_workers, all_stay=True):
                 for reads in reading.values()
                 for place, read in enumerate(reads)
             ]
-            unread = set(trace.server.active) - trace.server.blocked - set(reading)
+            unread = set(trace.server.table.active) - trace.server.table.blocked - set(reading)
             assert max(places, default=0) > bound or (unread and bound == 0), "it waits for nothing"
 
     return look, seen

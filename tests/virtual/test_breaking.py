@@ -67,7 +67,7 @@ def test_any_fault_of_any_worker_at_any_step_costs_no_sample_and_no_model(
         assert trace.server.processed.num_samples() == 120
         left, right = counts["staleness_identity"]
         assert left == right
-        for rank, how in trace.server.tracker.lost.items():
+        for rank, how in trace.server.table.lost.items():
             assert how == ("died" if isinstance(hit[rank], DEADLY) else "silent")
     for rank, fault in hit.items():
         if seen.returned[rank].get("broken"):

@@ -42,7 +42,7 @@ def check_all_is_accounted_for(seen, leases):
     assert samples_of(seen.leases()) == samples_of(leases)
     for trace in seen.traces:
         counts = trace.server.summary()
-        assert trace.left == set(seen.workers) and not trace.server.blocked
+        assert trace.left == set(seen.workers) and not trace.server.table.blocked
         assert sorted(push.lease for push in trace.pushes) == sorted(seen.leases())
         applied = sum(map(len, trace.store.updates))
         assert applied == counts["accepted"] and trace.version == counts["version"]

@@ -238,10 +238,10 @@ def test_who_is_given_up_by_one_server_and_not_by_another_leaves_no_push_half_ju
             for index in (0, 1):  # the first one delivers, if the dealing server has not given it up
                 ended = run(strategy, naps=((index, at),), patient=(patient,), seed=at)
                 check(row, ended)
-                given_up += len(ended.servers[1 - patient].tracker.lost)
-                assert not ended.servers[patient].tracker.lost
+                given_up += len(ended.servers[1 - patient].table.lost)
+                assert not ended.servers[patient].table.lost
                 dealing = ended.servers[0]
-                living = [i for i, rank in enumerate(dealing.workers) if rank not in dealing.tracker.lost]
+                living = [i for i, rank in enumerate(dealing.workers) if rank not in dealing.table.lost]
                 assert dealing.delivered == {"by": living[0]}
     assert given_up > 4
 

@@ -34,7 +34,7 @@ def test_who_is_silent_for_too_long_is_given_up_and_its_batches_are_done_by_othe
     )
     assert slow.ended_s < 1000
     for trace in slow.traces:
-        assert list(trace.server.tracker.lost.values()) == ["silent"]
+        assert list(trace.server.table.lost.values()) == ["silent"]
     assert samples_of(slow.leases()) == samples_of(all_leases(60, 2, 2))
     assert slow.counts["samples_accepted"] + slow.counts["samples_dropped"] == 120
     left, right = slow.counts["staleness_identity"]
@@ -44,7 +44,7 @@ def test_who_is_silent_for_too_long_is_given_up_and_its_batches_are_done_by_othe
 def test_slow_is_not_silent():
     """Thirty times slower than the others from the start: its usual is known, and nobody gives it up."""
     seen = play(Async(), 4, slow={1: 30.0}, least_silence_s=3.0, num_samples=200, batch_size=1)
-    assert seen.trace.server.tracker.lost == {}
+    assert seen.trace.server.table.lost == {}
     assert samples_of(seen.leases()) == samples_of(all_leases(200, 1))
 
 
@@ -64,7 +64,7 @@ def listening(victim, seen):
         num_pushes = trace.clock[victim]
         if num_pushes != seen.get("num_pushes"):
             seen.update(num_pushes=num_pushes, last_s=trace.world.now_s)
-        if victim in trace.server.tracker.lost:
+        if victim in trace.server.table.lost:
             seen.setdefault("lost_s", trace.world.now_s)
             seen["after"] = sum(count for worker, count in trace.clock.items() if worker != victim)
         else:
@@ -87,7 +87,7 @@ def test_a_death_nobody_tells_of_is_seen_at_the_timeout_while_the_others_go_on(v
     )
     assert timeout_s < seen["lost_s"] - seen["last_s"] <= timeout_s + 2 * LOOK_EVERY_S
     assert seen["before"] > 100 and seen["after"] > seen["before"] + 100, "nobody has waited for it"
-    assert ended.trace.server.tracker.lost == {victim + 1: "silent"}
+    assert ended.trace.server.table.lost == {victim + 1: "silent"}
     assert samples_of(ended.leases()) == samples_of(all_leases(400, 1, 2))
 
 
@@ -107,7 +107,7 @@ def test_whatever_the_rule_the_dead_alone_are_given_up_and_no_sample_is_lost(str
         **sizes,
     )
     for trace in ended.traces:
-        assert trace.server.tracker.lost == {trace.server.workers[1]: "silent"}
+        assert trace.server.table.lost == {trace.server.workers[1]: "silent"}
     assert samples_of(ended.leases()) == samples_of(all_leases(120, 2, 2))
     left, right = ended.counts["staleness_identity"]
     assert left == right and not ended.counts["failure"]
@@ -118,7 +118,7 @@ def test_long_batches_are_no_silence(strategy):
     """Batches of 30 s, and others of one second, against a floor of 5 s; the first is given a minute."""
     sizes = {"num_samples": 60, "batch_size": 1}
     ended = play(strategy, 4, heartbeat_s=5.0, slow={2: 30.0}, **sizes)
-    assert [trace.server.tracker.lost for trace in ended.traces] == [{}] * len(ended.traces)
+    assert [trace.server.table.lost for trace in ended.traces] == [{}] * len(ended.traces)
 
 
 @pytest.mark.parametrize("strategy", RULES, ids=str)
@@ -127,7 +127,7 @@ def test_one_that_was_given_up_and_wakes_leaves_alone(strategy):
     sizes = {"num_samples": 400, "batch_size": 1, "epochs": 2}
     ended = play(strategy, 4, heartbeat_s=15.0, freeze=(1, 9, 60.0), **sizes)
     for trace in ended.traces:
-        assert trace.server.tracker.lost == {trace.server.workers[1]: "silent"}
+        assert trace.server.table.lost == {trace.server.workers[1]: "silent"}
     assert samples_of(ended.leases()) == samples_of(all_leases(400, 1, 2))
 
 
@@ -151,12 +151,12 @@ def test_one_that_wakes_after_the_end_knows_that_it_was_given_up(strategy):
 def test_who_dies_when_there_is_nothing_left_to_do_is_missed_too(victim):
     """Those who wait to be let go say so; the last batch of the run is the victim's second last word."""
     seen = play(Sync(), 3, 30, heartbeat_s=15.0, faults=(Stop(victim, 9),), delivers=True)
-    (lost,) = seen.trace.server.tracker.lost.items()
+    (lost,) = seen.trace.server.table.lost.items()
     assert lost == (victim + 1, "silent") and seen.trace.server.delivered
 
 
 def test_a_validation_is_given_the_time_it_takes():
-    tracker = SilenceTracker((1, 2), floor_s=5.0)
+    tracker = SilenceTracker(floor_s=5.0)
 
     def overdue(now_s):
         return tracker.is_overdue(1, now_s, away_s=math.inf)
@@ -192,7 +192,7 @@ def overhear(workers, arrivals):
 
 def test_a_pause_of_the_servers_own_is_nobodys_silence():
     heard = overhear((1, 2), [((1, Message(Kind.AWAY)), 0.0)] + [(None, 0.5)] * 4 + [(None, 1000.0)] * 2)
-    assert heard.tracker.lost == {} and heard.detector.now_s == 4.0
+    assert heard.table.lost == {} and heard.detector.now_s == 4.0
 
 
 def test_without_the_rank_that_writes_the_result_the_job_ends():

@@ -244,7 +244,7 @@ class Trace:
         elif message.kind in (Kind.PULL, Kind.IDLE):
             self._unused(source)
             self.left.update([source] if message.kind == Kind.IDLE else [])
-        elif message.kind == Kind.PUSH and source not in self.server.tracker.lost:
+        elif message.kind == Kind.PUSH and source not in self.server.table.lost:
             staleness = self.version - self.reading[source][0]
             if message.pull:
                 self.reading[source].pop(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 from mpitrain.effects import Effect, Kind, Message, Now, Recv, Send
@@ -24,12 +24,13 @@ class FailureDetector:
 
     Args:
         tracker: the server's.
+        is_lost: whether a worker is lost; its silence is nothing new.
         by_heartbeat: nobody else tells of a death: whoever is overdue is lost, although nobody waits for it. Its
             workers then say that they wait (`ServerProbe`), so every one of them owes signs of life at all times.
     """
 
-    def __init__(self, tracker: SilenceTracker, by_heartbeat: bool):
-        self.tracker, self.by_heartbeat = tracker, by_heartbeat
+    def __init__(self, tracker: SilenceTracker, is_lost: Callable[[int], bool], by_heartbeat: bool):
+        self.tracker, self.is_lost, self.by_heartbeat = tracker, is_lost, by_heartbeat
         self.now_s = self._next_look_s = 0.0
         self._last_s: float | None = None
         self._overdue: deque[int] = deque()
@@ -48,11 +49,11 @@ class FailureDetector:
         if arrived is None:
             return None
         source, message = arrived
-        if message.kind == Kind.ALIVE and source not in self.tracker.lost:
+        if message.kind == Kind.ALIVE and not self.is_lost(source):
             self.tracker.reports_waiting(source, self.now_s)
             yield Send(source, Message(Kind.ALIVE))
             return None
-        if message.kind != Kind.LOST and source not in self.tracker.lost:
+        if message.kind != Kind.LOST and not self.is_lost(source):
             self.tracker.heard(source, self.now_s)
         if message.kind == Kind.AWAY:
             self.tracker.goes_away(source)

@@ -1,4 +1,4 @@
-"""Who has been heard of, and who is lost.
+"""Who has been heard of, and who is silent.
 
 Invariants: arithmetic on times that it is handed. Who has not been answered owes nothing, so silence begins with
 the last word of either side. A worker counts as silent when it has been so for longer than `PATIENCE` times its longest
@@ -20,11 +20,9 @@ SIGNS_S = 1.0  # how often a worker says that it waits, where one server may hol
 class SilenceTracker:
     """What a server knows of its workers besides their pushes; `floor_s` replaces both of the floors above."""
 
-    def __init__(self, workers: tuple[int, ...], floor_s: float | None = None):
+    def __init__(self, floor_s: float | None = None):
         self.least_silence_s = LEAST_SILENCE_S if floor_s is None else floor_s
         self.mid_silence_s = MID_SILENCE_S if floor_s is None else floor_s
-        self.lost: dict[int, str] = {}  # rank: "died" or "silent"
-        self.validator = min(workers)
         self._heard_s: dict[int, float] = {}
         self._answered_s: dict[int, float] = {}
         self._longest_s: dict[int, float] = {}
@@ -85,9 +83,3 @@ class SilenceTracker:
         if worker in self._longest_s:
             return (PATIENCE * self._longest_s[worker],)
         return FIRST_SILENCE_S, PATIENCE * max(self._longest_s.values(), default=0.0)
-
-    def lose(self, worker: int, present: set[int], how: str) -> None:
-        """`worker` will push no more; if it was the validator, the lowest that remains takes over."""
-        self.lost[worker] = how
-        if worker == self.validator and present:
-            self.validator = min(present)

@@ -26,6 +26,7 @@ from mpitrain.roles.failure_detector.server_side import SILENT, FailureDetector
 from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, SilenceTracker
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.server.server import Server, Steps
+from mpitrain.roles.server.worker_state import STANDING_BY, STAYING, WANTING_FINAL, Event, WorkerState
 
 REPORTER = 0
 RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up
@@ -53,22 +54,16 @@ class FaultTolerantServer(Server):
     ):
         super().__init__(*args, **options)
         self.delivers = delivers
-        self.delivered: dict[str, Any] = {}  # what the worker that delivered has told
-        self.named: set[int] = set()  # who was to deliver
-        self.left: set[int] = set()  # have been let go
-        self.tracker = SilenceTracker(self.workers, floor_s)
-        self.detector = FailureDetector(self.tracker, by_heartbeat)
+        self.delivered: dict[str, Any] = {}  # what the worker that delivered has reported
+        self.validator = min(self.workers)
+        self.tracker = SilenceTracker(floor_s)
+        self.detector = FailureDetector(self.tracker, self.table.is_lost, by_heartbeat)
         self._answers |= {
             Kind.IDLE: self._on_idle,
             Kind.FINAL: self._on_final,
             Kind.LEAVE: self._on_leave,
         }
-        self._woken: set[int] = set()  # told to join again, and not here yet
-        self._nonfinite: dict[int, int] = {}  # pushes in a row that were not finite
-        self._leaving: set[int] = set()  # given up for that, and not gone yet
-        self._reporter_left = False
         self._alone_since_s: float | None = None
-        self._owed: dict[int, Message] = {}  # to those who were given up while they waited
 
     def run(self) -> Role:
         """Serve until every worker has left, or is lost; returns the shard's counts."""
@@ -79,71 +74,80 @@ class FaultTolerantServer(Server):
                 "start again with --resume auto, and with a larger --heartbeat-s where workers may be silent for long"
             )
         if self.delivers:
-            self.named.update(self._want_final)
+            for worker in self.table.who(*WANTING_FINAL):
+                self.table[worker].named = True
             yield from self._see_off()
-        for worker, how in self.tracker.lost.items():
-            if how != NOT_FINITE and (self.delivers or worker not in self._want_final):
+        for worker, how in self.table.lost.items():
+            if how != NOT_FINITE and (self.delivers or worker not in self.table.who(*WANTING_FINAL)):
                 yield Forget(worker)
         return self.summary()
 
     def _next(self) -> Generator[Any, Any, tuple[int, Message] | None]:
-        while self.present or self._lingers():
+        while self.table.present or self._lingers():
             arrived = yield from self.detector.listen(self._owing())
             if arrived is None:
                 yield from self._look_for_silence(self.detector.now_s)
+            elif arrived[0] not in self.workers:
+                return arrived
             elif arrived[1].kind == Kind.LOST:
-                self._leaving.discard(arrived[0])
                 yield from self._lose(arrived[0], arrived[1].text or "died")
-            elif arrived[0] in self.tracker.lost:
+            elif self.table.is_lost(arrived[0]):
                 yield from self.turn_away(*arrived)
             else:
                 return arrived
-        self.tracker.lost |= dict.fromkeys(self._leaving, SILENT)
+        for worker in self.table.who(WorkerState.LOST):
+            if self.table[worker].lost == NOT_FINITE:
+                self.table.lose(worker, SILENT)
         return None
 
     def _owing(self) -> set[int]:
         """Who owes signs of life: those who wait to be let go do too."""
-        staying = set(self.workers) - self.left - set(self.tracker.lost) if self.delivers else set()
-        return self.present | set(self._want_final) | staying
+        staying = self.table.who(*STAYING) if self.delivers else set()
+        return self.table.present | self.table.who(*WANTING_FINAL) | staying
 
     def _lingers(self) -> bool:
         """Whether to stay a while for those who may yet leave in order, when nobody else is there."""
-        silent = self.tracker.lost.get(REPORTER) == SILENT and not self._reporter_left
-        if not silent and not self._leaving:
+        lost = {worker: self.table[worker].lost for worker in self.table.who(WorkerState.LOST)}
+        if lost.get(REPORTER) != SILENT and NOT_FINITE not in lost.values():
             return False
         self._alone_since_s = self.detector.now_s if self._alone_since_s is None else self._alone_since_s
         return self.detector.now_s - self._alone_since_s < RETURN_S
 
     def _see_off(self) -> Steps:
         """When no worker will push any more: wait until the final model is delivered and all have left."""
-        staying = set(self.workers) - set(self.tracker.lost) - self.left
+        staying = self.table.who(*STAYING)
+        left = self.table.who(WorkerState.LEFT, WorkerState.LOST_LEFT)
         yield from self._name_deliverer(staying)
         while staying:
             arrived = yield from self.detector.listen(staying, AWAY_SILENCE_S)
             if arrived is None:
                 continue
             source, message = arrived
+            if source not in self.workers:
+                raise out_of_turn(source, message, f"a server of workers {self.workers}")
             if message.kind == Kind.LOST:
                 staying.discard(source)
                 how = message.text or "died"
-                if source not in self.left:
-                    self.tracker.lost[source] = how
+                if source not in left:
+                    self.table.lose(source, how)
                     self.report.event("worker lost", rank=source, how=how, version=self.ledger.version)
                 if how == SILENT:
                     yield from self.dismiss(source)
                 yield from self._name_deliverer(staying)
             elif message.kind == Kind.LEAVE:
                 staying.discard(source)
-            elif message.kind == Kind.FINAL or (
-                source in self.tracker.lost and self.owes_final(source, message)
-            ):
+                yield from self._on_leave(source, message)
+            elif message.kind == Kind.FINAL or (self.table.is_lost(source) and self.owes_final(source, message)):
+                if message.kind == Kind.DONE:
+                    self._enter(source, Event.DONE, message)
+                self._enter(source, Event.ASK_FINAL, message)
                 yield from self.send_final(source)
             elif message.kind == Kind.DELIVERED:
                 self.delivered = json.loads(message.text)
                 for worker in sorted(staying):
                     yield Send(worker, Message(Kind.WAKE, stop=True))
             else:
-                if source not in self.tracker.lost:
+                if not self.table.is_lost(source):
                     raise out_of_turn(source, message, "a server whose workers have all pushed their last")
                 yield from self.turn_away(source, message)
 
@@ -151,23 +155,23 @@ class FaultTolerantServer(Server):
         """Who delivers from here on, where the one that was to has not and will not (the dealing server)."""
         if self.leases.dealer is None or self.delivered or not staying:
             return
-        tracker = self.tracker
-        if tracker.validator not in staying:
-            tracker.validator = min(staying)
-        if tracker.validator not in self.named:  # the validator itself has asked for the final model
-            self.named.add(tracker.validator)
-            yield Send(tracker.validator, Message(Kind.WAKE, promoted=True))
+        if self.validator not in staying:
+            self.validator = min(staying)
+        if not self.table[self.validator].named:  # the validator itself has asked for the final model
+            self.table[self.validator].named = True
+            yield Send(self.validator, Message(Kind.WAKE, promoted=True))
 
     def turn_away(self, worker: int, message: Message) -> Steps:
         """A worker that was given up has woken: its leases are others' now."""
         if message.payload is not None:
             message.payload.release()
-        self._reporter_left |= worker == REPORTER and message.kind == Kind.DONE
-        self._leaving -= {worker} if message.kind == Kind.DONE else set()
+        if message.kind == Kind.DONE:
+            self._enter(worker, Event.DONE, message)
         if message.kind == Kind.ALIVE:
             yield Send(worker, Message(Kind.ALIVE))
-            if worker in self._owed:
-                yield Send(worker, self._owed.pop(worker))
+            owed, self.table[worker].owed = self.table[worker].owed, None
+            if owed is not None:
+                yield Send(worker, owed)
         elif message.kind == Kind.IDLE and self.leases.dealer is not None:
             yield Send(worker, Message(Kind.WAKE, stop=True))
         elif message.kind in (Kind.PUSH, Kind.JOIN, Kind.PULL):
@@ -176,7 +180,7 @@ class FaultTolerantServer(Server):
         elif message.kind == Kind.DONE and self.delivers and self.leases.dealer is not None:
             yield Send(worker, Message(Kind.WAKE, stop=True))
         elif self.owes_final(worker, message):
-            self._want_final.append(worker)
+            self._enter(worker, Event.ASK_FINAL, message)
         elif message.kind == Kind.LEAVE:
             yield from self._on_leave(worker, message)
 
@@ -185,27 +189,25 @@ class FaultTolerantServer(Server):
         only whom the dealing server has given up does not deliver."""
         if message.kind != Kind.DONE:
             return message.kind == Kind.FINAL
-        lets_go = self.delivers and (self.leases.dealer is not None or self.tracker.lost[worker] != SILENT)
+        lets_go = self.delivers and (self.leases.dealer is not None or self.table[worker].lost != SILENT)
         return message.stop and not lets_go
 
     def _take(self, source: int, message: Message) -> Steps:
         yield from super()._take(source, message)
         if message.kind == Kind.PUSH:
-            self._nonfinite[source] = 0 if message.finite else self._nonfinite.get(source, 0) + 1
-            leased = self.leases.batch_size > 0
-            if self._nonfinite[source] == MOST_NONFINITE and leased and not self._over:
-                self._leaving.add(source)
+            record, leased = self.table[source], self.leases.batch_size > 0
+            record.num_nonfinite = 0 if message.finite else record.num_nonfinite + 1
+            if record.num_nonfinite == MOST_NONFINITE and leased and not self._over:
                 yield from self._lose(source, NOT_FINITE)
         yield from self._wake()
 
     def _on_final(self, worker: int, message: Message) -> Steps:
         """It delivers, and this shard has not seen everybody's last push yet."""
-        self._want_final.append(worker)
+        self._enter(worker, Event.ASK_FINAL, message)
         yield from ()
 
     def _on_leave(self, worker: int, message: Message) -> Steps:
-        self.left.add(worker)
-        self._want_final = [other for other in self._want_final if other != worker]
+        self._enter(worker, Event.LEAVE, message)
         yield from ()
 
     def send_final(self, worker: int) -> Steps:
@@ -215,24 +217,23 @@ class FaultTolerantServer(Server):
 
     def _on_idle(self, worker: int, message: Message) -> Steps:
         """It has been answered, has nothing to compute on, and waits to be woken."""
-        self.standby.add(worker)
-        self.active.discard(worker)
+        self._enter(worker, Event.IDLE, message)
         self.ledger.leave(worker)
         yield from self._go_on_without(worker)
 
     def _on_join(self, worker: int, message: Message) -> Steps:
-        if worker not in self.standby:
+        if worker not in self.table.standby:
             yield from super()._on_join(worker, message)
             return
-        self.standby.discard(worker)
-        self._next_step[worker] = message.step
-        self.strategy.on_join(self.memory, worker, self.active)
-        self.active.add(worker)
-        self.leases.top_up(worker, 1, self.active)
+        self._enter(worker, Event.JOIN, message)
+        self.table[worker].next_step = message.step
+        self.strategy.on_join(self.memory, worker, self.table.active)
+        self.table.take_part(worker)
+        self.leases.top_up(worker, 1, self.table.active)
         yield from self._welcome(worker)
 
-    def _release(self, worker: int, num_leases: int, uses: int = 1) -> Steps:
-        yield from super()._release(worker, num_leases, uses)
+    def _release(self, worker: int, num_leases: int, uses: int = 1, event: Event = Event.ANSWER) -> Steps:
+        yield from super()._release(worker, num_leases, uses, event)
         self.tracker.answered(worker, self.detector.now_s)
 
     def _wake(self) -> Steps:
@@ -240,12 +241,11 @@ class FaultTolerantServer(Server):
         if self.leases.dealer is None:
             return
         over = self._over or not self.leases.outstanding()
-        for worker in sorted(self.standby - self._woken):
-            if over or self.leases.waiting() > len(self._woken & self.standby):
-                self._woken.add(worker)
+        for worker in sorted(self.table.who(WorkerState.STANDBY)):
+            if over or self.leases.waiting() > len(self.table.who(WorkerState.WOKEN)):
+                self.table.move(worker, Event.WAKE)
                 yield Send(worker, Message(Kind.WAKE, stop=over))
                 self.tracker.answered(worker, self.detector.now_s)
-        self._woken &= self.standby
 
     @property
     def _over(self) -> bool:
@@ -253,14 +253,15 @@ class FaultTolerantServer(Server):
 
     def _look_for_silence(self, now_s: float) -> Steps:
         """Whoever still works while all others wait, or have left, and has been silent for too long is given up."""
-        waiting = self.standby | self.blocked | self._joining
-        waiting |= {worker for worker in self.present if self.tracker.waits(worker, now_s)}
-        working = self.present - waiting
-        others = waiting or len(self.present) + len(self.tracker.lost) < len(self.workers)
+        present, blocked = self.table.present, self.table.blocked
+        waiting = self.table.standby | blocked | self.table.joining
+        waiting |= {worker for worker in present if self.tracker.waits(worker, now_s)}
+        working = present - waiting
+        others = waiting or len(present) + len(self.table.lost) < len(self.workers)
         if (
             others
             and working
-            and all(self.tracker.is_silent(worker, now_s, bool(self.blocked)) for worker in working)
+            and all(self.tracker.is_silent(worker, now_s, bool(blocked)) for worker in working)
         ):
             for worker in sorted(working):
                 yield from self._lose(worker, SILENT)
@@ -268,17 +269,18 @@ class FaultTolerantServer(Server):
     def dismiss(self, worker: int) -> Steps:
         """Of one that is given up as silent nothing is awaited, and nothing is sent to it: over TCP that crashes UCX.
         Should it live, it says so, and gets then what it waits for."""
-        if worker in self.blocked | self._joining:
-            self._owed[worker] = Message(
-                Kind.REPLY, version=self.ledger.version, step=self._next_step.get(worker, 0), stop=True
+        record = self.table[worker]
+        if record.state in (WorkerState.BLOCKED, WorkerState.JOINING):
+            record.owed = Message(
+                Kind.REPLY, version=self.ledger.version, step=record.next_step or 0, stop=True
             )
-        elif worker in self.standby and self.leases.dealer is not None:  # which alone wakes
-            self._owed[worker] = Message(Kind.WAKE, stop=True)
+        elif record.state in STANDING_BY and self.leases.dealer is not None:  # which alone wakes
+            record.owed = Message(Kind.WAKE, stop=True)
         yield Forget(worker, listen=True)
 
     def _lose(self, worker: int, how: str) -> Steps:
-        if worker in self.tracker.lost:  # given up as silent, and now known to be dead
-            self.tracker.lost[worker] = how
+        if self.table.is_lost(worker):  # given up as silent, and now known to be dead
+            self.table.lose(worker, how)
             return
         silence_s = self.tracker.silence_s(worker, self.detector.now_s)
         if worker == REPORTER and self.detector.by_heartbeat and how != NOT_FINITE:
@@ -288,38 +290,30 @@ class FaultTolerantServer(Server):
             )
         if how == SILENT:
             yield from self.dismiss(worker)
-        was_active = worker in self.active
-        for group in (
-            self.present,
-            self.active,
-            self.blocked,
-            self.standby,
-            self._joining,
-            self._no_pull,
-            self._pending_difference,
-        ):
-            group.discard(worker)
-        self._want_final = [other for other in self._want_final if other != worker]
-        self.tracker.lose(worker, self.present, how)
+        was_active = worker in self.table.active
+        self.table.lose(worker, how)
+        present = self.table.present
+        if worker == self.validator and present:  # the lowest that remains takes over
+            self.validator = min(present)
         self.ledger.leave(worker)
         self.leases.take_back(worker)
         silence = {"silence_s": round(silence_s, 3)} if how == SILENT else {}
         self.report.event("worker lost", rank=worker, how=how, version=self.ledger.version, **silence)
         if was_active:
             yield from self._go_on_without(worker)
-        if not self.present and len(self.tracker.lost) == len(self.workers):
+        if not present and len(self.table.lost) == len(self.workers):
             cause = f"has sent {MOST_NONFINITE} gradients in a row that are not finite"
             cause = cause if how == NOT_FINITE else how
             self.failure = self.failure or f"rank {worker} (worker) {cause}, and no other worker is left"
-        if not self.active and not self.standby:
+        if not self.table.active and not self.table.standby:
             yield from self._admit_joining()
         yield from self._wake()
 
     def _about(self, worker: int) -> dict[str, Any]:
-        promoted = worker == self.tracker.validator != min(self.workers)
+        promoted = worker == self.validator != min(self.workers)
         stays = not self._over and self.leases.has_nothing(worker) and self.leases.outstanding(but_for=worker)
         return {**super()._about(worker), "promoted": promoted, "standby": stays}
 
     def summary(self) -> dict[str, Any]:
         """`Server.summary`, with the ranks that were lost, and how."""
-        return {**super().summary(), "lost": {str(rank): how for rank, how in self.tracker.lost.items()}}
+        return {**super().summary(), "lost": {str(rank): how for rank, how in self.table.lost.items()}}

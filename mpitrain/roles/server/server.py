@@ -1,6 +1,6 @@
 """The server: owns one shard of the model, asks the strategy about every push, carries out its verdict.
 
-Invariants: the role owns who takes part (`active`), who waits for an answer (`blocked`) and which
+Invariants: the role owns what every worker does (`WorkerTable`: who takes part, who waits for an answer) and which
 gradients wait to be added, and hands them to the strategy; the strategy owns nothing. Gradients of one update are
 added in rank order, never in order of arrival, so the bits depend on the set of gradients alone. Every read
 it sends out and every push it takes in goes through the ledger, so the counts add up by construction. The
@@ -29,6 +29,7 @@ from mpitrain.roles.server.checkpoint_schedule import CheckpointSchedule
 from mpitrain.roles.server.gathering import Gathering
 from mpitrain.roles.server.leases import Leases
 from mpitrain.roles.server.resharding import processed_by
+from mpitrain.roles.server.worker_state import WANTING_FINAL, Event, WorkerTable
 from mpitrain.strategies.base import Push, ServerStrategy, Verdict
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any
 from mpitrain.strategies.parameter_server.staleness import Ledger
@@ -74,26 +75,17 @@ class Server:
             tuple[int, int, ProcessedSamples]
         ] = []  # [start, end) of a shard cut anew, with what it had processed
         self.gathering = Gathering(store)
-        self.present = set(workers)  # will push, or wait for the warm-up to end
-        self.active = set(strategy.warmup.first(workers))  # take part now
-        self.memory = strategy.start(tuple(sorted(self.active)))
-        self.blocked: set[int] = set()
+        self.table = WorkerTable(workers, strategy.warmup.first(workers))
+        self.memory = strategy.start(tuple(sorted(self.table.active)))
         self.failure = ""
-        self.standby: set[int] = set()  # has nothing to do, and waits in case there is more (`tolerant.py`)
-        self._joining: set[int] = set()  # joined during the warm-up
         self._answers: dict[Kind, Callable[[int, Message], Steps]] = {
             Kind.JOIN: self._on_join, Kind.PUSH: self._on_push, Kind.DONE: self._on_done,
             Kind.NOTE: self._on_note, Kind.PULL: self._on_pull,
         }  # fmt: skip
-        self._next_step: dict[int, int] = {}  # of each worker: names the push that a reply answers
-        self._num_batches: dict[int, int] = {}  # each worker's, pushed: keys the randomness of its next one
-        self._want_final: list[int] = []
-        self._no_pull: set[int] = set()  # pushed and want no parameters: they go on with what they have
-        self._pending_difference: set[int] = set()  # pushed parameters, to be answered with the difference
 
     def run(self) -> Role:
         """Serve until every worker has left; returns the shard's counts."""
-        self.leases.first(sorted(self.active), self.active)
+        self.leases.first(sorted(self.table.active), self.table.active)
         self.checkpoints.look(self.ledger.samples_accepted)
         while (arrived := (yield from self._next())) is not None:
             yield from self._take(*arrived)
@@ -101,14 +93,14 @@ class Server:
             self.checkpoints.final and not self.checkpoints.ended
         ):  # everybody has left before this shard came to that point
             yield from self._write_checkpoint()
-        for worker in self._want_final:
+        for worker in self.table.in_turn(*WANTING_FINAL):
             payload = self.store.read(worker, full=True)
             yield Send(worker, Message(Kind.FINAL, version=self.ledger.version, payload=payload))
         return self.summary()
 
     def _next(self) -> Generator[Effect, Any, tuple[int, Message] | None]:
         """The next message; None when every worker has left."""
-        return (yield Recv()) if self.present else None
+        return (yield Recv()) if self.table.present else None
 
     def _take(self, source: int, message: Message) -> Steps:
         if message.kind not in self._answers or source not in self.workers:
@@ -117,12 +109,23 @@ class Server:
             self.leases.confirm(source)
         yield from self._answers[message.kind](source, message)
 
+    def _enter(self, worker: int, event: Event, message: Message) -> None:
+        """The message of a worker changes what it does.
+
+        Raises:
+            WireError: not from what it does now.
+        """
+        if not self.table.may(worker, event):
+            state = self.table[worker].state.name
+            raise out_of_turn(worker, message, f"a server to which that worker is {state}")
+        self.table.move(worker, event)
+
     def _on_join(self, worker: int, message: Message) -> Steps:
-        self._next_step.setdefault(worker, message.step)
-        if worker in self.active or not self.active:
+        self._enter(worker, Event.JOIN, message)
+        record = self.table[worker]
+        record.next_step = message.step if record.next_step is None else record.next_step
+        if worker in self.table.active or not self.table.active:  # or else it waits for the warm-up to end
             yield from self._welcome(worker)
-        else:
-            self._joining.add(worker)
 
     def _welcome(self, worker: int) -> Steps:
         """The first read: with two pushes in flight the first two gradients are computed on it."""
@@ -130,7 +133,8 @@ class Server:
 
     def _on_pull(self, worker: int, message: Message) -> Steps:
         """The model without a gradient: what was read before goes unused from here on."""
-        self._next_step[worker] = message.step  # after a restart this shard may have been cut at another
+        self._enter(worker, Event.PULL, message)
+        self.table[worker].next_step = message.step  # after a restart this shard may have been cut at another
         self.ledger.leave(worker)
         yield from self._release(worker, 0)
 
@@ -138,12 +142,11 @@ class Server:
         payload = message.payload
         if payload is None:
             raise out_of_turn(worker, message, "a server, without a gradient")
-        self.blocked.add(worker)
-        self._next_step[worker] = message.step + 1
-        self._num_batches[worker] = self._num_batches.get(worker, 0) + (message.batches or 1)
+        self._enter(worker, Event.PUSH, message)
+        record = self.table[worker]
+        record.next_step, record.no_pull = message.step + 1, not message.pull
+        record.num_batches += message.batches or 1
         self.checkpoints.hear(message, self.ledger.samples_accepted)
-        if not message.pull:
-            self._no_pull.add(worker)
         lease = self._lease_of(worker, message)
         again = lease is not None and not self.processed.add(lease)
         now_s = yield Now()
@@ -153,7 +156,7 @@ class Server:
             yield from self._end_warmup()
             return
         push = Push(
-            worker, message.step, message.version, self.ledger.version, now_s, self.blocked, self.active,
+            worker, message.step, message.version, self.ledger.version, now_s, self.table.blocked, self.table.active,
             self.ledger.reads,
         )  # fmt: skip
         verdict = self.strategy.on_push(self.memory, push)
@@ -172,8 +175,8 @@ class Server:
             weight = verdict.weight * self.leases.weight(message.samples)
             share = self.leases.share(message.share)
             self.gathering.take(worker, message.step, payload, weight, share, message.text)
-            self._pending_difference.update([worker] if self.strategy.elastic else [])
-            self.gathering.add_in_turn(self.strategy.contributors(self.active))
+            record.pending_difference = self.strategy.elastic
+            self.gathering.add_in_turn(self.strategy.contributors(self.table.active))
         else:
             payload.release()
             if verdict.weight > 0:
@@ -219,12 +222,12 @@ class Server:
         for worker in verdict.restart:
             if worker in self.ledger.reads:  # or else it has not joined yet
                 self.ledger.abort(worker)
-                yield from self._release(worker, 0)
+                yield from self._release(worker, 0, event=Event.RESTART)
         for worker in verdict.release:
             yield from self._release(worker, 1)
 
     def _write_checkpoint(self) -> Steps:
-        shards, present = self.strategy.servers, self.present
+        shards, present = self.strategy.servers, self.table.present
         yield Compute(
             lambda: self.checkpoints.save(self.state(), shards, present, self.workers), "checkpoint"
         )
@@ -240,7 +243,7 @@ class Server:
             yield from self._release(worker, 1)
             yield from self._reconsider()
             return
-        keep = worker in self._no_pull
+        keep = self.table[worker].no_pull
         if again:
             self.ledger.repeat(worker, payload.num_bytes, keep)
         else:
@@ -261,51 +264,50 @@ class Server:
 
     def _send_off(self) -> Steps:
         """After a failure nobody is blocked: what they wait for may never come."""
-        for worker in sorted(self.blocked):
+        for worker in sorted(self.table.blocked):
             yield from self._release(worker, 0)
 
     def _end_warmup(self) -> Steps:
         """When its samples are in, everybody who is present takes part."""
-        if self.active | self.standby == self.present:
+        newcomers = sorted(self.table.present - self.table.active - self.table.standby)
+        if not newcomers:
             return
         pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
         if self.strategy.warmup.is_over(pushed, self.epoch_samples):
-            newcomers = sorted(self.present - self.active - self.standby)
             for worker in newcomers:
-                self.strategy.on_join(self.memory, worker, self.active)
-                self.active.add(worker)
-            self.leases.first(newcomers, self.active)
+                self.strategy.on_join(self.memory, worker, self.table.active)
+                self.table.take_part(worker)
+            self.leases.first(newcomers, self.table.active)
             yield from self._admit_joining()
 
     def _admit_joining(self) -> Steps:
-        for worker in sorted(self._joining):
-            self._joining.discard(worker)
+        for worker in sorted(self.table.joining):
             yield from self._welcome(worker)
 
-    def _release(self, worker: int, num_leases: int, uses: int = 1) -> Steps:
+    def _release(self, worker: int, num_leases: int, uses: int = 1, event: Event = Event.ANSWER) -> Steps:
         """Answer a worker: parameters (or the difference of an elastic exchange), unless its push wants none."""
-        self.blocked.discard(worker)
-        leases = self.leases.take(worker, num_leases, self.active)
+        self.table.move(worker, event)
+        record = self.table[worker]
+        assert record.next_step is not None, "it has joined"
+        leases = self.leases.take(worker, num_leases, self.table.active)
         payload = None
-        if worker in self._no_pull:
-            self._no_pull.discard(worker)
-        else:
+        if not record.no_pull:
             payload = self.store.read(worker, uses=uses)
             self.ledger.read(worker, payload.num_bytes, uses)
         if self.strategy.batching.measures:
             self.leases.answered(worker, (yield Now()))
         message = Message(
-            Kind.DIFFERENCE if worker in self._pending_difference else Kind.REPLY,
+            Kind.DIFFERENCE if record.pending_difference else Kind.REPLY,
             version=self.ledger.version,
-            step=self._next_step[worker],
+            step=record.next_step,
             samples=self.ledger.samples_accepted,
             stop=bool(self.failure) or self.checkpoints.ended,
             leases=tuple(leases),
             payload=payload,
-            batches=self._num_batches.get(worker, 0),
+            batches=record.num_batches,
             **self._about(worker),
         )
-        self._pending_difference.discard(worker)
+        record.no_pull = record.pending_difference = False
         yield Send(worker, message)
 
     def _about(self, worker: int) -> dict[str, Any]:
@@ -313,32 +315,35 @@ class Server:
         return self.checkpoints.on_answer(worker)
 
     def _on_done(self, worker: int, message: Message) -> Steps:
+        self._enter(worker, Event.DONE, message)
         self.checkpoints.hear(message, self.ledger.samples_accepted)
         if (
             not message.finite
         ):  # told to stop, perhaps by a server that has given it up and processes nothing of it any more
             self.leases.take_back(worker)
-        for group in (self.present, self.active, self.blocked, self.standby):
-            group.discard(worker)
         self.ledger.leave(worker)
         if message.stop:
-            self._want_final.append(worker)
+            self._enter(worker, Event.ASK_FINAL, message)
         yield from self._go_on_without(worker)
-        if not self.active:
+        if not self.table.active:
             if not self.gathering.empty:  # too few for an update of their own, but nothing is lost
                 yield from self._carry_out(Verdict(0.0, True, ()))
             yield from self._admit_joining()  # the data ended before the warm-up did
 
     def _go_on_without(self, worker: int) -> Steps:
         """`worker` takes part no more: who waits for it waits no longer."""
-        self.gathering.add_in_turn(self.strategy.contributors(self.active))
-        yield from self._carry_out(self.strategy.on_leave(self.memory, worker, self.blocked, self.active))
+        self.gathering.add_in_turn(self.strategy.contributors(self.table.active))
+        yield from self._carry_out(
+            self.strategy.on_leave(self.memory, worker, self.table.blocked, self.table.active)
+        )
         yield from self._reconsider()
 
     def _reconsider(self) -> Steps:
         """A read has ended without a push that counts."""
         now = self.ledger.version, self.ledger.reads
-        yield from self._carry_out(self.strategy.on_read_ended(self.memory, *now, self.blocked, self.active))
+        yield from self._carry_out(
+            self.strategy.on_read_ended(self.memory, *now, self.table.blocked, self.table.active)
+        )
 
     def _on_note(self, worker: int, message: Message) -> Steps:
         self.report.event(**json.loads(message.text))
@@ -354,12 +359,13 @@ class Server:
         """Counts and data position, JSON-able; the store saves its tensors itself, and right after an update a strategy
         remembers nothing that matters."""
         assert self.gathering.empty, "state is taken when no update is being gathered"
+        workers = self.table.items()
         return {
             "workers": sorted(self.workers),
             "ledger": self.ledger.state(),
             "leases": self.leases.state(self.workers),
-            "next_step": {str(worker): step for worker, step in self._next_step.items()},
-            "num_batches": {str(worker): count for worker, count in self._num_batches.items()},
+            "next_step": {str(w): one.next_step for w, one in workers if one.next_step is not None},
+            "num_batches": {str(w): one.num_batches for w, one in workers if one.num_batches},
             "failure": self.failure,
             "applied_samples": self.applied_samples,
             "processed": self.processed.state(),
@@ -382,14 +388,16 @@ class Server:
         self.leases.restore(state["leases"], self.workers)
         pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
         if self.strategy.warmup.is_over(pushed, self.epoch_samples):
-            self.active = set(self.present)
+            for worker in self.workers:
+                self.table.take_part(worker)
         same = sorted(self.workers) == state["workers"]
         self.ledger.begin_anew(forget=not same)
         # a fresh memory: clocks that two shards were cut at differently would hold back each other's workers for ever
-        self.memory = self.strategy.start(tuple(sorted(self.active)))
+        self.memory = self.strategy.start(tuple(sorted(self.table.active)))
         if same:
-            self._next_step = {int(worker): step for worker, step in state["next_step"].items()}
-            self._num_batches = {int(worker): count for worker, count in state["num_batches"].items()}
+            for worker, record in self.table.items():
+                record.next_step = state["next_step"].get(str(worker))
+                record.num_batches = state["num_batches"].get(str(worker), 0)
 
     def rejoin(self, states: Sequence[dict[str, Any]]) -> None:
         """After `restore`: what the shards were cut at, this dealing server's own first; they may differ."""

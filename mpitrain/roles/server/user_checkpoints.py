@@ -15,6 +15,7 @@ from mpitrain.effects import Compute, Effect, Kind, Message
 from mpitrain.errors import UsageError
 from mpitrain.roles.save_request import SaveRequest
 from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
+from mpitrain.roles.server.worker_state import Event, WorkerState
 from mpitrain.strategies.base import Verdict
 
 Steps = Generator[Effect, Any, None]
@@ -32,11 +33,11 @@ class SavingServer(FaultTolerantServer):
     ):
         super().__init__(*args, **options)
         self._write = write
-        self._saving: dict[int, SaveRequest] = {}
         self._answers[Kind.SAVE] = self._on_save
 
     def _on_save(self, worker: int, message: Message) -> Steps:
-        self._saving[worker] = SaveRequest(message.checkpoint_at, message.text)
+        self._enter(worker, Event.SAVE, message)
+        self.table[worker].save = SaveRequest(message.checkpoint_at, message.text)
         yield from ()
 
     def _take(self, source: int, message: Message) -> Steps:
@@ -44,35 +45,32 @@ class SavingServer(FaultTolerantServer):
         yield from self._look_who_has_come()
 
     def _lose(self, worker: int, how: str) -> Steps:
-        self._saving.pop(worker, None)
         yield from super()._lose(worker, how)
         yield from self._look_who_has_come()
 
     def _look_who_has_come(self) -> Steps:
-        coming = self.present - set(self._saving)
-        if not self._saving or coming - self.blocked:
+        saving = {worker: self.table[worker].save for worker in sorted(self.table.who(WorkerState.SAVING))}
+        coming = self.table.present - set(saving)
+        if not saving or coming - self.table.blocked:
             return
         if not self.gathering.empty:
             yield from self._carry_out(Verdict(0.0, True, ()))
-        self.memory = self.strategy.start(tuple(sorted(self.active)))
+        self.memory = self.strategy.start(tuple(sorted(self.table.active)))
         if coming:
             for worker in sorted(coming):
                 yield from self._release(worker, 0)
             return
-        orders = set(self._saving.values())
+        orders = set(saving.values())
         if len(orders) > 1:
-            points = ", ".join(
-                f"rank {worker} at {order.checkpoint_at}" for worker, order in sorted(self._saving.items())
-            )
+            points = ", ".join(f"rank {worker} at {order.checkpoint_at}" for worker, order in saving.items())
             raise UsageError(
                 f"workers save different checkpoints: {points}; call save at the same step on all of them"
             )
-        workers, self._saving = sorted(self._saving), {}
-        state = self.state()
+        workers, state = list(saving), self.state()
         yield Compute(lambda: self._write(orders.pop(), state, workers), "checkpoint")
         for worker in workers:
             if self.strategy.elastic:
-                self._no_pull.add(worker)
+                self.table[worker].no_pull = True
             else:
                 self.ledger.leave(worker)
             yield from self._release(worker, 0, uses=self.strategy.inflight)

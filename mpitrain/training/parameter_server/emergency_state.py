@@ -95,7 +95,7 @@ def shard_writer(
 
     def parts() -> list[str]:
         shards = [f"shard-{shard}" for shard in range(strategy.servers)]
-        return shards + [f"worker-{workers.index(server.tracker.validator)}"] * has_buffers
+        return shards + [f"worker-{workers.index(server.validator)}"] * has_buffers
 
     in_flight = len(workers) * strategy.inflight * strategy.push_every * session.job.batch_size
 
