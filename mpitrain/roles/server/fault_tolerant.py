@@ -137,7 +137,9 @@ class FaultTolerantServer(Server):
             elif message.kind == Kind.LEAVE:
                 staying.discard(source)
                 yield from self._on_leave(source, message)
-            elif message.kind == Kind.FINAL or (self.table.is_lost(source) and self.owes_final(source, message)):
+            elif message.kind == Kind.FINAL or (
+                self.table.is_lost(source) and self.owes_final(source, message)
+            ):
                 if message.kind == Kind.DONE:
                     self._enter(source, Event.DONE, message)
                 self._enter(source, Event.ASK_FINAL, message)

@@ -22,7 +22,7 @@ worker can take no part, it is taken out by the move itself.
     WOKEN                 JOIN -> JOINING, DONE -> DONE, LOSE -> LOST
     DONE                  ASK_FINAL -> AWAITING_FINAL, LEAVE -> LEFT, LOSE -> LOST
     AWAITING_FINAL        LEAVE -> LEFT, LOSE -> LOST
-    LEFT                  LOSE -> LOST
+    LEFT                  LOSE -> LOST_LEFT
     LOST                  DONE -> LOST_DONE, ASK_FINAL -> LOST_AWAITING_FINAL, LEAVE -> LOST_LEFT
     LOST_DONE             ASK_FINAL -> LOST_AWAITING_FINAL, LEAVE -> LOST_LEFT
     LOST_AWAITING_FINAL   LEAVE -> LOST_LEFT
@@ -56,7 +56,7 @@ class WorkerState(enum.Enum):
     LOST = "has died or was given up; should it speak, it is turned away"
     LOST_DONE = "was given up, and has said since that it pushes no more"
     LOST_AWAITING_FINAL = "was given up, and has asked for the final model"
-    LOST_LEFT = "was given up, and has said since that it leaves"
+    LOST_LEFT = "has left, and is lost, whichever was first"
 
 
 class Event(enum.Enum):
@@ -106,7 +106,7 @@ TRANSITIONS: dict[tuple[WorkerState, Event], WorkerState] = {
     (_S.DONE, _E.LOSE): _S.LOST,
     (_S.AWAITING_FINAL, _E.LEAVE): _S.LEFT,
     (_S.AWAITING_FINAL, _E.LOSE): _S.LOST,
-    (_S.LEFT, _E.LOSE): _S.LOST,
+    (_S.LEFT, _E.LOSE): _S.LOST_LEFT,
     (_S.LOST, _E.DONE): _S.LOST_DONE,
     (_S.LOST, _E.ASK_FINAL): _S.LOST_AWAITING_FINAL,
     (_S.LOST, _E.LEAVE): _S.LOST_LEFT,
