@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.effects import Role
 from mpitrain.errors import UsageError
@@ -19,7 +22,8 @@ from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import Report, default_run_dir
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.training.judge import judge
-from mpitrain.training.measure import MODEL_FILE
+from mpitrain.training.measure import MODEL_FILE, save_model
+from mpitrain.training.validation import Measure, make_measure
 from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
 from mpitrain.virtual.ring import Reduce
 
@@ -71,6 +75,17 @@ class VirtualRun:
     def start_alike(self) -> None:
         """`start`, for ranks that are all alike and report once a step of all."""
         self.start(self.job.batch_size * self.number, VirtualWorld(self.compute, self.network, self.job.seed))
+
+    def measure(self, module: nn.Module) -> Measure | None:
+        """What validates `module`, where the job has something to validate on."""
+        validation = self.job.validate.scan() if self.job.validate else None
+        return make_measure(self.job, module, validation, torch.device("cpu"))
+
+    def save(self, module: nn.Module) -> Path:
+        """Write the trained module; returns the file."""
+        path = self.run_dir / MODEL_FILE
+        save_model(module, path, {"strategy": str(self.job.strategy)})
+        return path
 
     def run(self, roles: Sequence[Role], reduce: Reduce | None = None) -> list[Any]:
         """What each rank's role returns; `reduce` carries out the collectives of roles that all-reduce."""

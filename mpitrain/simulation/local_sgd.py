@@ -10,34 +10,23 @@ from typing import Any
 
 import torch
 
-from mpitrain.job import Job, Overrides
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.replicas_in_one_process import MeansInOneProcess, make_replicas
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
 from mpitrain.training.local_sgd.replica import LocalReplica
-from mpitrain.training.measure import MODEL_FILE, build, save_model
-from mpitrain.training.validation import make_measure
-from mpitrain.virtual import ComputeLaw, NetworkLaw
+from mpitrain.training.measure import build
 
 
-def simulate_local_sgd(
-    job: Job, options: Overrides, number: int, compute: ComputeLaw, network: NetworkLaw
-) -> dict[str, Any]:
-    """Simulate a job under `localsgd` with `number` workers; returns what `result.json` holds.
-
-    Raises:
-        UsageError: a wrong option, or more workers than samples.
-    """
-    strategy = job.strategy
+def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
+    """Simulate a job under `localsgd`; returns what `result.json` holds."""
+    job, options, number, strategy = virtual.job, virtual.options, virtual.number, virtual.job.strategy
     assert isinstance(strategy, LocalSGD)
-    virtual = VirtualRun(job, options, number, compute, network)
     virtual.start_alike()
     log, num_samples = virtual.log, virtual.catalogue.num_samples
     module, _ = build(job, options.lr, torch.device("cpu"))
-    validation = job.validate.scan() if job.validate else None
-    measure = make_measure(job, module, validation, torch.device("cpu"))
+    measure = virtual.measure(module)
     means = MeansInOneProcess(strategy.wire, number)
     with job.data.reader(virtual.catalogue, job.seed) as reader:
         replicas = make_replicas(job, options.lr, module, means, reader.batch, num_samples, measure)
@@ -48,7 +37,7 @@ def simulate_local_sgd(
         workers = [LocalSGDWorker(*each, log) for each in zip(range(number), courses, replicas, strict=True)]
         returned = virtual.run([worker.run() for worker in workers], means.reduce)
         metrics = measure() if measure is not None else {}
-    save_model(module, virtual.run_dir / MODEL_FILE, {"strategy": str(strategy)})
+    virtual.save(module)
     failures = sorted((one.failure for one in replicas), key=lambda text: (text[:4] != "rank", not text))
     result = virtual.result(replicas[0].samples, metrics, failures[0]) | _counted(replicas, courses[0])
     result["ranks"] = [

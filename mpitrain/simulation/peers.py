@@ -10,37 +10,26 @@ from typing import Any
 
 import torch
 
-from mpitrain.job import Job, Overrides
 from mpitrain.model.flat import FlatModel
 from mpitrain.reporting.report import NullReport
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.run import summary
-from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, save_model
-from mpitrain.training.validation import make_measure
-from mpitrain.virtual import ComputeLaw, NetworkLaw
+from mpitrain.training.measure import build, build_optimizer
 
 
-def simulate_peers(
-    job: Job, options: Overrides, number: int, compute: ComputeLaw, network: NetworkLaw
-) -> dict[str, Any]:
-    """Simulate a decentralised job with `number` peers; returns what `result.json` holds.
-
-    Raises:
-        UsageError: a wrong option, or more peers than samples.
-    """
-    strategy = job.strategy
+def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
+    """Simulate a decentralised job; returns what `result.json` holds."""
+    job, options, number, strategy = virtual.job, virtual.options, virtual.number, virtual.job.strategy
     assert isinstance(strategy, Decentralized)
-    virtual = VirtualRun(job, options, number, compute, network)
     virtual.start_alike()
     log = virtual.log
     builder = PeerBuilder(strategy, number, job, virtual.catalogue.num_samples, options.steps)
     module, optimizer = build(job, options.lr, torch.device("cpu"))
     model = FlatModel(module, optimizer, 1)
     with job.data.reader(virtual.catalogue, job.seed) as reader:
-        validation = job.validate.scan() if job.validate else None
-        measure = make_measure(job, module, validation, torch.device("cpu"))
+        measure = virtual.measure(module)
         replicas = [
             builder.replica(
                 rank,
@@ -57,7 +46,7 @@ def simulate_peers(
             for rank, replica in enumerate(replicas)
         ]
         returned = virtual.run([peer.run() for peer in peers])
-        save_model(replicas[0].take_module(), virtual.run_dir / MODEL_FILE, {"strategy": str(strategy)})
+        virtual.save(replicas[0].take_module())
         metrics = replicas[0].validate()
     everybody = [one | replica.statistics(with_norm=True) for one, replica in zip(returned, replicas)]
     result = {

@@ -30,10 +30,9 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
 from mpitrain.training.judge import NOBODY_LEFT
-from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, same_model, save_model
+from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, same_model
 from mpitrain.training.parameter_server.builder import RoleBuilder
 from mpitrain.training.validate import validate_simulation
-from mpitrain.training.validation import make_measure
 from mpitrain.values import names, parse, registered
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
@@ -87,9 +86,9 @@ def _simulate(
 ) -> dict[str, Any]:
     validate_simulation(job, options)
     if isinstance(job.strategy, Decentralized):
-        return simulate_peers(job, options, num_workers, compute, network)
+        return simulate_peers(VirtualRun(job, options, num_workers, compute, network))
     if isinstance(job.strategy, LocalSGD):
-        return simulate_local_sgd(job, options, num_workers, compute, network)
+        return simulate_local_sgd(VirtualRun(job, options, num_workers, compute, network))
     return _Simulation(job, options, num_workers, compute, network).simulate()
 
 
@@ -162,7 +161,7 @@ class _Simulation(VirtualRun):
         num_batches = None if self.options.steps is None else self.options.steps * self.number
         builder = RoleBuilder(self.strategy, self.roles, model, job, self.catalogue, num_batches)
         with job.data.reader(self.catalogue, job.seed) as reader:
-            measure = make_measure(job, module, job.validate.scan() if job.validate else None, device)
+            measure = self.measure(module)
             # virtual seconds have no scale: nobody is too late, unless somebody is to fall silent
             floor_s = None if self.silence else math.inf
             servers = [
@@ -190,9 +189,8 @@ class _Simulation(VirtualRun):
         return result
 
     def _deliver(self, replica: Replica) -> dict[str, Any]:
-        metrics, path = replica.validate(), self.run_dir / MODEL_FILE
-        save_model(replica.take_module(), path, {"strategy": str(self.strategy)})
-        return {"metrics": metrics, "model": str(path)}
+        metrics = replica.validate()
+        return {"metrics": metrics, "model": str(self.save(replica.take_module()))}
 
     def _in_order(self, shard: int, role: Role) -> Role:
         return role if self.replay is None else repeat(role, load_order(self.replay, shard))
