@@ -116,7 +116,9 @@ class FaultTolerantServer(Server):
     def _see_off(self) -> Steps:
         """When no worker will push any more: wait until the final model is delivered and all have left."""
         staying = self.table.who(*STAYING)
-        left = self.table.who(WorkerState.LEFT, WorkerState.LOST_LEFT)
+        left = self.table.who(
+            WorkerState.LEFT, WorkerState.LOST_LEFT
+        )  # whoever leaves from here on may yet be lost
         yield from self._name_deliverer(staying)
         while staying:
             arrived = yield from self.detector.listen(staying, AWAY_SILENCE_S)

@@ -1,11 +1,12 @@
 """What every worker is doing, as one server sees it: one state for each, and each change of it.
 
-Invariants: a worker is in one state at a time, and changes it by `WorkerTable.move` alone, along a row of
-`TRANSITIONS`. Who is blocked, idle or lost is a question to the states, kept nowhere else. The events of the first line
-are the worker's own messages: one for which its state has no row is refused as out of turn. Those of the second are
-what the server does, or learns: there a missing row is a mistake of ours. Whether a worker takes part in updates
-(`active`) is no state: the warm-up decides it, for workers that have not joined as for those that have. From where a
-worker can take no part, it is taken out by the move itself.
+Invariants: a worker is in exactly one state, and `WorkerTable.move` alone changes it, along a row of `TRANSITIONS`. Who
+is blocked, stands by or is lost is asked of the states and stored nowhere else. The events in the first line below are
+messages of the worker: a server refuses one for which the worker's state has no row as out of turn. The events in the
+second line are what the server does or learns: there a missing row is a mistake in this package. PULLING has no row for
+LOSE because the server answers before it takes in another message. Whether a worker takes part in updates (`active`) is
+no state, because the warm-up decides it, also for workers that have not joined; a move to a state in which nobody can
+take part ends it.
 
     JOIN, PUSH, PULL, SAVE, IDLE, DONE, ASK_FINAL, LEAVE
     ANSWER, RESTART, WAKE, LOSE
@@ -49,7 +50,7 @@ class WorkerState(enum.Enum):
     BLOCKED = "has pushed, and awaits the answer"
     SAVING = "has asked for a checkpoint, and awaits that all others do"
     STANDBY = "has nothing to compute on, and waits in case there is more"
-    WOKEN = "has been told to join again, or to leave, and is not here yet"
+    WOKEN = "has been told to join again, or to leave, and has not done so yet"
     DONE = "has pushed its last"
     AWAITING_FINAL = "has pushed its last, and asked for the final model"
     LEFT = "has stayed for as long as it was wanted"
