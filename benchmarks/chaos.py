@@ -16,8 +16,8 @@ writing   20 jobs without ULFM, `allreduce()` and `async(servers=1)` in turn, of
           checkpoint is written: each must be relaunched from a complete one and end as if nothing had happened
           (`chaos_relaunch.py`).
 server    4 jobs whose server is killed, with and without ULFM: how soon all ranks are gone, and the same.
-signal    4 jobs told to end by SIGUSR1 to the launcher: how soon they have, with exit code 75, and that the next launch
-          goes on from there exactly.
+signal    4 jobs asked to end by SIGUSR1 to the launcher: how soon they have, with exit code 75, and that the next
+          launch goes on from there exactly.
 stop      one of four workers is stopped (SIGSTOP) for 10 s: the others' rate of batches meanwhile over before.
 counting  launches of every strategy, with and without ULFM, of which one to three ranks, servers included, are killed
           from outside at any moment, start-up included: every sample counted (`chaos_counting.py`).

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 JOB = HERE / "relaunch_job.py"
 NUM_SAMPLES, EPOCHS, BATCH_SIZE, RATE = 512, 4, 8, 2.0**-10  # relaunch_job.py's
-LONG_EPOCHS = 40  # so that there is a middle to be told to end in
+LONG_EPOCHS = 40  # so that there is a middle to be asked to end in
 RANKS = {"allreduce()": 2, "async(servers=1)": 3}
 WRITERS = {"allreduce()": {"shard-0": 0}, "async(servers=1)": {"shard-0": 0, "worker-0": 1}}
 LONGEST_WRITE_S = 0.06  # of the job's 4 MB, about
@@ -187,7 +187,7 @@ def one_signal(folder: Path, strategy: str) -> dict[str, Any]:
 
 
 def run_signal(num_jobs: int) -> None:
-    """`num_jobs` jobs told to end by SIGUSR1, strategies in turn."""
+    """`num_jobs` jobs asked to end by SIGUSR1, strategies in turn."""
     strategies, rows = sorted(RANKS), []
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(num_jobs):
@@ -200,7 +200,7 @@ def run_signal(num_jobs: int) -> None:
         "right": sum(row["right"] for row in rows),
         "longest_to_end_s": max(row["ended_after_s"] for row in rows),
     }
-    print("told to end by SIGUSR1:\n" + table([tuple(counts), tuple(map(str, counts.values()))]), flush=True)
+    print("asked to end by SIGUSR1:\n" + table([tuple(counts), tuple(map(str, counts.values()))]), flush=True)
     write_row("chaos", {"part": "signal", **counts, "rows": rows})
 
 

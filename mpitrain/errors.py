@@ -9,7 +9,7 @@
     |- DeadlockError         exit 1   virtual world: everybody waits and nothing is under way
     |- LostRankError         exit 1   a rank is dead that the others cannot do without
     |- EvictedError          exit 1   this rank was silent for too long, and the others have gone on
-    |- AgreedError           exit n   some rank failed at start-up; already told once, all ranks leave together
+    |- AgreedError           exit n   some rank failed at start-up; already reported once, all ranks leave together
     `- UsageError            exit 2   the user's input is wrong (also a ValueError)
        `- DataError          exit 2   a shard is missing, truncated or disagrees with the others
 

@@ -80,7 +80,7 @@ class Job:
             parameter servers a worker with ten such pushes in a row is then done without.
         drop_last: leave an incomplete last batch of an epoch out, unless an epoch has no complete one.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
-            `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is told
+            `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is asked
             to end (SIGUSR1, SIGTERM) writes one in any case. keep_checkpoints: how many complete ones stay.
         synthetic: samples for `--synthetic`, which needs no files.
         stages: how `pipeline(stages=K)` splits the model by layers: names of submodules which, called one after
@@ -182,10 +182,10 @@ def _check_function(key: str, function: Any, arguments: tuple[str, ...]) -> None
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        told = f"called with ({', '.join(arguments)})" if arguments else "called without arguments"
+        call = f"called with ({', '.join(arguments)})" if arguments else "called without arguments"
         name = getattr(function, "__name__", type(function).__name__)
         raise UsageError(
-            f"Job: {key} is {told}, which {name}{signature} does not allow ({error}); it is a function such as "
+            f"Job: {key} is {call}, which {name}{signature} does not allow ({error}); it is a function such as "
             f"`{example}`"
         ) from None
 
@@ -292,8 +292,8 @@ def _explain_fields(path: str, error: TypeError) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     text = str(error).removeprefix("Job.__init__() ")
     unknown = text.split("'")[1] if text.startswith("got an unexpected keyword argument") else ""
-    told = f"Job has no field {unknown!r}{nearest(unknown, known)}" if unknown else f"Job(...) {text}"
-    return f"{path}, line {lines[-1] if lines else '?'}: {told}"
+    reason = f"Job has no field {unknown!r}{nearest(unknown, known)}" if unknown else f"Job(...) {text}"
+    return f"{path}, line {lines[-1] if lines else '?'}: {reason}"
 
 
 def load_job(path: str) -> Job:

@@ -400,8 +400,8 @@ def nothing_verifies(run_dir: Path, refused: Sequence[CheckpointError]) -> None:
         CheckpointError: with every reason.
     """
     if not all(isinstance(error, UnfinishedError) for error in refused):
-        told = "; ".join(map(str, refused))
-        raise CheckpointError(f"no checkpoint under {run_dir / FOLDER} verifies: {told}")
+        reasons = "; ".join(map(str, refused))
+        raise CheckpointError(f"no checkpoint under {run_dir / FOLDER} verifies: {reasons}")
 
 
 def newest(run_dir: Path) -> Checkpoint | None:

@@ -313,9 +313,9 @@ def _check(arguments: argparse.Namespace, ranks: Any) -> int:
     if ranks.rank == 0:
         for advice in found.advice:
             print(printable(f"advice: {advice}"))
-        told = "every shard is what was packed" if found.indexed else "every chunk can be read"
+        checked = "every shard is what was packed" if found.indexed else "every chunk can be read"
         size = f"{found.num_shards} shards, {found.num_samples} samples"
-        print(printable(f"{arguments.target}: {size}: {told}, every value is finite"), flush=True)
+        print(printable(f"{arguments.target}: {size}: {checked}, every value is finite"), flush=True)
     return EXIT_OK
 
 

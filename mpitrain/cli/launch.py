@@ -255,8 +255,8 @@ def _program(words: list[str]) -> list[str]:
     first = words[0]
     for alone in _ALONE:
         if words[: len(alone.split())] == alone.split():
-            told = f"`{alone}` runs in one process and needs no ranks"
-            raise UsageError(f"{told}: mpitrain {shlex.join(words)}")
+            reason = f"`{alone}` runs in one process and needs no ranks"
+            raise UsageError(f"{reason}: mpitrain {shlex.join(words)}")
     if first in _RANKED:
         return [sys.executable, *_safe_path(), "-m", "mpitrain", *words]
     if first in ("python", "python3"):
@@ -272,7 +272,7 @@ def _program(words: list[str]) -> list[str]:
 
 
 def _terminal() -> dict[str, str]:
-    """Tells rank 0 that its progress line ends on a terminal: mpirun's pipe hides it."""
+    """Informs rank 0 that its progress line ends on a terminal: mpirun's pipe hides it."""
     if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return {"MPITRAIN_TERMINAL": str(os.get_terminal_size(sys.stderr.fileno()).columns)}
     return {}

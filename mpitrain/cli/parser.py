@@ -1,8 +1,8 @@
 """The argument parser of every subcommand: 80 columns, nearest-word answers, one copy of each message.
 
 Invariants: it is imported by `mpitrain --help`, so it imports only what answers that. Under `mpirun`
-every rank fails on the same command line in the same way before MPI has started; only rank 0, as the
-launcher's environment tells, prints.
+every rank fails on the same command line in the same way before MPI has started; only the rank that
+is 0 in the launcher's environment prints.
 """
 
 from __future__ import annotations

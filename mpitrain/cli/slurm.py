@@ -92,7 +92,7 @@ def add_parser(commands: Any) -> None:
     again = actions.add_parser(
         "may-requeue",
         help="for batch scripts: may this run be started again?",
-        description="Exit code 0 if a run that was told to stop may be started again, else 1,\nwith the reason.",
+        description="Exit code 0 if a run that was asked to stop may be started again, else 1,\nwith the reason.",
         epilog="examples:\n  mpitrain slurm may-requeue runs/mpitrain-1 --max-restarts 20",
     )
     again.add_argument("run_dir", metavar="RUN_DIR", help="the run's directory")

@@ -9,10 +9,10 @@ server stay as they are. A slow worker sleeps, it does not spin: it must not tak
 gradients are hit is a function of (seed, worker, step), never of timing. Off unless asked for.
 
     fault                 over MPI                                in virtual time
-    kill, segv, raise     the process dies so, and under ULFM     its servers are told that it is lost
-    kill_at_end           its servers are told
+    kill, segv, raise     the process dies so, and under ULFM     its servers learn that it is lost
+    kill_at_end           its servers learn of it
     exit, stop, wedge     code 3 without a word; SIGSTOP; it      it never does anything again
-                          never computes again: nobody is told
+                          never computes again: nobody is informed
     nan                   its next push says that it is not finite: refused, and the run ends or goes on
     torn                  the stamps of its next payload differ: the server that gets it ends the run
     disk_full, corrupt_file    of checkpoints; virtual runs write none, and refuse the order

@@ -1,6 +1,6 @@
 """What is ordered for one worker, carried out between its role and its world.
 
-Invariants: every effect of the role passes through unchanged, and the role cannot tell.
+Invariants: every effect of the role passes through unchanged, and the role does not notice.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Straggler:
         if any(isinstance(one, Nan) and one.at_step == step for one in self.faults):
             answer = answer._replace(loss=math.nan, finite=False)
         if seconds > 0 and (broken_off := (yield Sleep(seconds, effect.interruptible))) is not None:
-            return broken_off  # the gradient was not finished yet, as far as its role can tell
+            return broken_off  # the gradient was not finished yet, as far as its role knows
         return answer
 
     def counts(self) -> list[dict[str, Any]]:

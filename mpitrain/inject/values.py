@@ -134,7 +134,7 @@ class Segv(Fault):
 @register("inject", "exit")
 @dataclass(frozen=True, repr=False)
 class Exit(Fault):
-    """The process exits with code 3 without ending MPI: the one death that ULFM does not tell of."""
+    """The process exits with code 3 without ending MPI: the one death that ULFM does not report."""
 
 
 @register("inject", "raise")
@@ -195,7 +195,7 @@ class CorruptFile(FileFault):
     """A bit of its tensors flips when it has been written."""
 
 
-SILENT = (Exit, Stop, Wedge)  # nobody is told, in virtual time
+SILENT = (Exit, Stop, Wedge)  # nobody is informed, in virtual time
 
 
 def _check_seconds(name: str, seconds: float) -> None:

@@ -332,7 +332,7 @@ class Supervisor:
                 if requests.num_terms:
                     return self._end(child, EXIT_ENDED_AT_ONCE, "", True)
             if asked_s is not None and now_s - asked_s > UNHEARD_S and not _any_began(statuses):
-                return self._end(child, EXIT_REQUEUE, "it was told to end before its first step", True)
+                return self._end(child, EXIT_REQUEUE, "it was asked to end before its first step", True)
             if reason := self._why_give_up(now_s):
                 assert self.watch is not None
                 outcome = self._end(child, EXIT_ERROR, reason, not (self.watch.silent or self.watch.died))

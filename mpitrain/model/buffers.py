@@ -40,7 +40,7 @@ class FixedBuffer:
         return num_bytes == self.num_bytes
 
     def statistics(self) -> dict[str, float]:
-        """What there is to tell of the numbers."""
+        """What there is to report of the numbers."""
         return {}
 
     def hold(self) -> FixedBuffer:

@@ -85,7 +85,7 @@ class ElasticStore:
         """Workers hold the rates."""
 
     def statistics(self) -> dict[str, float]:
-        """Nothing to tell: no codecs here."""
+        """Empty: no codecs here."""
         return {}
 
     def read(self, worker: int, full: bool = False, uses: int = 1) -> FixedBuffer:

@@ -25,7 +25,7 @@ def state_slices(
     """What the optimizer remembers of each slice of a shard; empty where it has not stepped yet.
 
     Args:
-        parameters: in the order of the layout; pieces, slices: of the shard, as `Layout` tells them.
+        parameters: in the order of the layout; pieces, slices: of the shard, as `Layout` gives them.
 
     Raises:
         UsageError: parameters of one group that have taken different numbers of steps, or state that is neither of

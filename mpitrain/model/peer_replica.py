@@ -1,4 +1,4 @@
-"""A peer's replica: its parameters as one flat vector, its own optimizer, and what it tells and hears.
+"""A peer's replica: its parameters as one flat vector, its own optimizer, and what it sends and receives.
 
 Invariants: `x` is the peer's parameters, and nothing but the methods below changes it; replicas that take in the
 same messages in the same order hold the same bits. An encoder works on updates with its residual (full topology), or
@@ -35,7 +35,7 @@ class PeerReplica:
 
     Args:
         model: the flat model, of one shard; optimizer: over its parameters, this peer's own.
-        strategy: what is told; number: of peers, rank: this one's.
+        strategy: what is sent; number: of peers, rank: this one's.
         loss, fetch, prefetch, seed, measure, shared: as for `Replica`.
         schedule: factor on the rates, by samples of all peers; epoch_samples: in an epoch.
 
@@ -129,11 +129,11 @@ class PeerReplica:
         if not self.strategy.mixes:
             before = self._delta.clone()
             self._delta.sub_(now)
-            now.copy_(before)  # x changes by what is told of the step, not by the step
+            now.copy_(before)  # x changes by what is sent of the step, not by the step
 
     @torch.no_grad()
     def update(self) -> FixedBuffer | VariableBuffer:
-        """What the others are told of the step."""
+        """What is sent to the others of the step."""
         if self.encoder is None:
             wire_buffer = self._pool.take()
             wire_buffer.body.copy_(self.x if self.strategy.mixes else self._delta)

@@ -37,7 +37,7 @@ def split_stages(module: nn.Module, count: int, how: Any = None) -> list[Stage]:
             `(module, count) -> modules`, or None for the layers of an `nn.Sequential`.
 
     Raises:
-        UsageError: the layers are not told, are too few, or a parameter is in no stage or in two.
+        UsageError: the layers are not named, are too few, or a parameter is in no stage or in two.
     """
     modules = _modules(module, count, how)
     saved = module.state_dict(keep_vars=True)
@@ -67,7 +67,7 @@ def _modules(module: nn.Module, count: int, how: Any) -> list[nn.Module]:
         return modules
     if how is None and not isinstance(module, nn.Sequential):
         raise UsageError(
-            f"cannot tell the layers of {type(module).__name__}: only nn.Sequential is split by itself; give the job "
+            f"cannot name the layers of {type(module).__name__}: only nn.Sequential is split by itself; give the job "
             'stages=("embed", "layers.0", ...), or a function stages(model, count) that returns the modules'
         )
     layers = (

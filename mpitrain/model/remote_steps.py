@@ -38,7 +38,7 @@ class RemoteSteps:
         return self._rates.state() if self.hooks or self.options.text() else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Continue from what `state` returned; the servers are told again."""
+        """Continue from what `state` returned; the servers are sent the options again."""
         if state is not None:
             self._rates.restore(state)
             self.options.always()

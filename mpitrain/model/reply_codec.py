@@ -61,7 +61,7 @@ class ReplyCoder:
         return message
 
     def held(self, worker: int) -> torch.Tensor:
-        """The parameters that `worker` computes on after its last message: its copy, not the version it was told of."""
+        """The parameters that `worker` computes on after its last message: its copy, not the version itself."""
         return self._copies[worker]
 
     def statistics(self) -> dict[str, float]:
@@ -79,7 +79,7 @@ class ReplyCoder:
         return {"copies": copies, "encoders": encoders}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned; all workers are new, and are told their copies in full."""
+        """Continue from what `state` returned; all workers are new, and are sent their copies in full."""
         self._met.clear()
         self._copies = {int(worker): copy.clone() for worker, copy in state["copies"].items()}
         self._encoders = {}

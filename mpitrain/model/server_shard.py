@@ -273,6 +273,8 @@ class ShardStore:
             self.correction.restore(state["correction"])
         if self._coder is not None:
             replies = state.get("replies", {})
-            if replies.get("codec") != self._coder.codec.name:  # another codec's: all are told in full
+            if (
+                replies.get("codec") != self._coder.codec.name
+            ):  # another codec's: all are sent their copies in full
                 replies = {"copies": {}, "encoders": {}}
             self._coder.restore(replies)

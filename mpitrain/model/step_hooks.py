@@ -74,7 +74,7 @@ class StepHooks:
 
     @contextlib.contextmanager
     def _watched(self, when: str, hooks: list[Callable[..., Any]]) -> Iterator[list[Callable[..., Any]]]:
-        """The hooks; a copy of the parameters tells afterwards whether one has changed them."""
+        """The hooks; a copy of the parameters shows afterwards whether one has changed them."""
         if not hooks:
             yield hooks
             return

@@ -1,4 +1,4 @@
-"""What a job's own functions make, looked at where it is made: a mistake is told in the job's words, not torch's.
+"""What a job's own functions make, looked at where it is made: a mistake is reported in the job's words, not torch's.
 
 Invariants: nothing here changes what the functions return, and a mistake is a `UsageError`, which every rank that makes
 it raises and one of them prints.
@@ -134,8 +134,8 @@ def check_made_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def unused_parameters(module: nn.Module, loss: torch.Tensor) -> list[str]:
-    """Names of the trainable parameters that `loss` does not depend on, by its graph. Empty where the graph cannot
-    tell, since a reentrant checkpoint hides what is inside it."""
+    """Names of the trainable parameters that `loss` does not depend on, by its graph. Empty where the graph does
+    not show it, since a reentrant checkpoint hides what is inside it."""
     used, seen, todo = set(), set(), [loss.grad_fn]
     while todo:
         node = todo.pop()

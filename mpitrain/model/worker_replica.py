@@ -27,7 +27,7 @@ Batch = dict[str, torch.Tensor]
 
 class Gradient(NamedTuple):
     """What one batch gave: its mean loss, its samples; `finite` covers the loss and every element of the gradient;
-    `share`: what it is the mean of, samples as a rule; `options`: what the servers are told of the optimizer's."""
+    `share`: what it is the mean of, samples as a rule; `options`: what the servers are informed of the optimizer's."""
 
     loss: float
     samples: int
@@ -190,7 +190,7 @@ class Replica:
         return wire_buffers if self.coder is None else self.coder.encode(wire_buffers, finite)
 
     def statistics(self) -> dict[str, float]:
-        """What the codec has to tell of its messages; empty without one."""
+        """What the codec has to report of its messages; empty without one."""
         return self.coder.statistics() if self.coder else {}
 
     def validate(self) -> dict[str, float]:

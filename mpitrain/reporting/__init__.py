@@ -1,1 +1,1 @@
-"""What a run tells its user: console, report, result, environment."""
+"""What a run reports to its user: console, report, result, environment."""

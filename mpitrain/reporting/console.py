@@ -19,10 +19,10 @@ class Console:
 
     def __init__(self, stream: TextIO, quiet: bool) -> None:
         self._stream, self._quiet, self._drawn = stream, quiet, False
-        # mpirun puts a pipe between rank 0 and the terminal; `mpitrain launch` tells how wide its own is.
-        told = os.environ.get("MPITRAIN_TERMINAL", "") if stream is sys.stderr else ""
-        self.is_terminal = told.isdigit() or (stream.isatty() and os.environ.get("TERM", "dumb") != "dumb")
-        self._columns = int(told) if told.isdigit() else None
+        # mpirun puts a pipe between rank 0 and the terminal; `mpitrain launch` says how wide its own is.
+        width = os.environ.get("MPITRAIN_TERMINAL", "") if stream is sys.stderr else ""
+        self.is_terminal = width.isdigit() or (stream.isatty() and os.environ.get("TERM", "dumb") != "dumb")
+        self._columns = int(width) if width.isdigit() else None
 
     def progress(self, text: str, share: float | None, left_s: float | None) -> None:
         """Redraw the line, or print a dated one; `share` of the run done and seconds left, where known."""
@@ -50,7 +50,7 @@ class Console:
         self._say(f"{text}\n" if self.is_terminal else f"{date()} {text}\n")
 
     def insist(self, text: str) -> None:
-        """What must be told even if `quiet`; otherwise a line has told it before."""
+        """What must be reported even if `quiet`; otherwise a line has reported it before."""
         if self._quiet:
             self._say(f"{printable(text)}\n")
 

@@ -142,10 +142,10 @@ def _transport(runtime: Runtime) -> dict[str, Any]:
 
     init_default_group(runtime)
     group: Any = dist.group.WORLD
-    told: dict[str, Any] = group.transport()
+    found: dict[str, Any] = group.transport()
     dist.destroy_process_group()
     runtime.engine.stop()
-    return told
+    return found
 
 
 def git_revision(folder: Path) -> str | None:
@@ -190,7 +190,7 @@ def _package_versions() -> dict[str, str | None]:
 
 
 def _launcher() -> str | None:
-    """Who started this rank, as far as the environment tells."""
+    """Who started this rank, as far as the environment shows."""
     marks = {
         "OMPI_COMM_WORLD_RANK": "Open MPI",
         "PMI_RANK": "PMI (MPICH's Hydra or srun)",

@@ -49,7 +49,7 @@ def simulate(
     """Train `job` with `workers` virtual workers (servers come on top) and return what `result.json` holds.
 
     With `replay`, the directory of a real run of this job over parameter servers, its updates are repeated in
-    their recorded order, and `replay_identical` tells whether the parameters came out the same to the bit.
+    their recorded order, and `replay_identical` says whether the parameters came out the same to the bit.
 
     Raises:
         UsageError: a strategy that has no roles to run in virtual time, or a wrong option.

@@ -1,4 +1,4 @@
-"""What a strategy is told and what it answers.
+"""What a strategy is asked and what it answers.
 
 Invariants: a strategy decides and does nothing else. It is a frozen value; its memory is a plain
 JSON-able dict that the role owns and hands in; it never touches a tensor, a clock, a message or the network,
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 
     weight of the gradient (0 drops it); flush: apply what was gathered, a new version; release:
     who reads the model and goes on; late: it was dropped because its version is over, not for its staleness;
-    restart: who is told to drop what it computes and to read the model (virtual time only).
+    restart: who is ordered to drop what it computes and to read the model (virtual time only).
     """
 
     weight: float

@@ -43,7 +43,7 @@ class CheckpointPolicy(NamedTuple):
 class Cadence:
     """When ranks that take the same steps write a checkpoint together.
 
-    A number of samples is known to every rank without a message. What one rank alone knows (it was told to end, the
+    A number of samples is known to every rank without a message. What one rank alone knows (it was asked to end, the
     time is up) the ranks have to ask one another, which they do about twice a second, counted in steps.
 
     Args:

@@ -1,4 +1,4 @@
-"""Peers without a server: each trains on its own replica and tells the others what has become of it.
+"""Peers without a server: each trains on its own replica and sends the others what has become of it.
 
     full topology       z_i = what the peer's optimizer would change, q_i = C(r_i + z_i), r_i the residual;
                         every peer takes x <- x - (1/N) sum over i of q_i

@@ -133,7 +133,7 @@ def begin() -> Reporter | None:
 
 
 def reach(state: str, code: int | None = None) -> None:
-    """Tell the launch, if there is one, how far this rank has come."""
+    """Report to the launch, if there is one, how far this rank has come."""
     if _reporter is not None:
         _reporter.reach(state, code)
 
@@ -146,7 +146,7 @@ def know_dead(ranks: list[int]) -> None:
 
 
 def listen(listens: bool) -> None:
-    """Tell the launch whether this rank heeds requests."""
+    """Report to the launch whether this rank heeds requests."""
     if _reporter is not None and _reporter.status.listens != listens:
         _reporter.status.listens = listens
         _reporter.reach(_reporter.status.state)

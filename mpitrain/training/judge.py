@@ -31,7 +31,7 @@ def judge(
     Args:
         metrics: of the final model; failures: why the run has failed, the one to name first; none is none.
         injections: that were ordered.
-        requeue: the run was told to end, and wants to be started again.
+        requeue: the run was asked to end, and wants to be started again.
     """
     requeue = requeue and not failures
     missed = {} if requeue else missed_targets(job.target, metrics)

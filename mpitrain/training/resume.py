@@ -23,7 +23,7 @@ def about_run(session: Session, parameters: list[str], kind: str, optimizer: lis
     """What a checkpoint says of its run.
 
     Args:
-        parameters: names and shapes, and how a split model is cut; optimizer: as `describe_optimizer` tells it.
+        parameters: names and shapes, and how a split model is cut; optimizer: as `describe_optimizer` gives it.
         kind: what can go on from it.
     """
     job, catalogue = session.job, session.catalogue

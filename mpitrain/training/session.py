@@ -207,7 +207,7 @@ def begin(runtime: Runtime) -> None:
     """
     rank_status.reach(rank_status.READY)
     if runtime.broadcast(rank_status.stop_requested(now=runtime.rank == 0)):
-        raise AgreedError("the launch was told to end before the first step of this run", EXIT_REQUEUE)
+        raise AgreedError("the launch was asked to end before the first step of this run", EXIT_REQUEUE)
 
 
 def _scan(runtime: Runtime, source: Source) -> Catalogue:

@@ -136,7 +136,7 @@ class VirtualWorld:
         heapq.heappush(self._heap, (time_s, self._serial, process, event))
 
     def _break(self, process: _Process, how: str) -> None:
-        """The rank is no more, or does nothing any more; the death of one is told to those who can do without it."""
+        """The rank is no more, or does nothing any more; those who can do without one that is dead are informed."""
         if process.finished:
             return
         self.broken[process.rank] = how

@@ -77,7 +77,7 @@ def wrap(
             are not scaled.
         strategy: `AllReduce()` if None; server strategies take their server ranks out of the world.
         resume: a directory given to `save`: go on from the newest checkpoint there that verifies, or from the
-            beginning where there is none; `resumed()` tells which.
+            beginning where there is none; `resumed()` says which.
         watchdog_s: end the job when a rank neither steps nor waits for others for so long, with the stacks of all
             ranks under `resume`, or else under `runs/`; it must exceed the longest time between two steps, a
             validation of your own included. 0 is never; `finish()` ends the watch.

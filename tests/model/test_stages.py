@@ -67,7 +67,7 @@ def test_a_function_may_split_as_it_likes():
 @pytest.mark.parametrize(
     ("model", "count", "how", "said"),
     [
-        (Named(), 2, None, "cannot tell the layers of Named"),
+        (Named(), 2, None, "cannot name the layers of Named"),
         (Named(), 2, ("embed", "body"), "no submodule 'body'; its children are embed, layers, head"),
         (Named(), 5, LAYERS, "4 layer"),
         (Named(), 2, ("embed", "head"), "parameter layers.0.weight is in no stage"),

@@ -105,7 +105,7 @@ def test_term_to_a_launch_whose_ranks_start_ends_it_with_75_before_the_first_ste
     run.wait_until_at(1)
     run.process.send_signal(TERM)
     assert run.code() == 75 and run.checkpoint_at() == 0 and run.result() == {}, run.told()
-    assert "told to end before its first step" in run.told()
+    assert "asked to end before its first step" in run.told()
 
 
 def test_term_to_a_launch_that_validates_for_the_last_time_lets_it_end(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_a_nan_loss_can_be_skipped_and_is_counted(two):
     [
         ("three-stages", "2 rank(s) cannot be divided into models of 3"),
         ("uneven-batch", "a batch of 12 samples cannot be cut into 5"),
-        ("no-stages", "cannot tell the layers of Deep"),
+        ("no-stages", "cannot name the layers of Deep"),
         ("no-plan", "tensor() needs the job to say which layers are sliced"),
         ("wrong-plan", "'layers.*' matches none of first, last, body"),
         ("odd-plan", "first has 5 numbers to slice as 'row', no multiple of 2"),

@@ -2,7 +2,7 @@
 
 Invariants: as many peers as wrote go on bit for bit where they are synchronous. Any other number goes on from
 the mean of the parameters; optimizer states and buffers are dealt out in turn, and what codecs had kept back is added
-up, so that the mean over peers of what is still to be told stays what it was.
+up, so that the mean over peers of what is still to be sent stays what it was.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from mpitrain.training.session import Session
 
 
 def heartbeat_s(session: Session) -> float:
-    """How long anybody may be silent where MPI tells of no death; 0 where it does, or the launcher ends the job."""
+    """How long anybody may be silent where MPI reports no death; 0 where it does, or the launcher ends the job."""
     if session.runtime.fault_tolerance != "heartbeat":
         return 0.0
     return session.overrides.heartbeat_s or MID_SILENCE_S
