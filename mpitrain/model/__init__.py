@@ -2,7 +2,7 @@
 
 from mpitrain.model.buffers import BufferPool, FixedBuffer
 from mpitrain.model.elastic_shard import ElasticStore
-from mpitrain.model.factory import check_optimizer, flat_model, push_coder, remote_steps, shard_store
+from mpitrain.model.factory import check_optimizer, flat_model, push_coder, server_steps, shard_store
 from mpitrain.model.flat import FlatModel, Layout
 from mpitrain.model.local_steps import LocalSteps, local_steps
 from mpitrain.model.optimizer import check_elementwise, rebuild
@@ -14,5 +14,5 @@ from mpitrain.model.worker_replica import Gradient, Replica
 __all__ = [
     "ElasticStore", "FlatModel", "FixedBuffer", "BufferPool", "Gradient", "Layout", "LocalSteps", "PushCoder",
     "Replica", "ShardStore", "check_elementwise", "check_optimizer", "flat_model", "local_steps", "push_coder",
-    "rebuild", "remote_steps", "reshard", "shard_store",
+    "rebuild", "reshard", "server_steps", "shard_store",
 ]  # fmt: skip

@@ -15,8 +15,8 @@ from mpitrain.model.flat import FlatModel
 from mpitrain.model.optimizer import check_closure, check_elementwise, check_weighable
 from mpitrain.model.optimizer_state import state_slices
 from mpitrain.model.push_codec import PushCoder
-from mpitrain.model.remote_steps import RemoteSteps
 from mpitrain.model.server_shard import ShardStore
+from mpitrain.model.server_steps import ServerSteps
 from mpitrain.model.step_hooks import check_step
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.elastic import Elastic
@@ -51,9 +51,9 @@ def check_optimizer(optimizer: Optimizer, strategy: ServerStrategy) -> None:
     check_momentum(strategy.push_codec, optimizer)
 
 
-def remote_steps(model: FlatModel, optimizer: Optimizer, strategy: ServerStrategy) -> RemoteSteps | None:
+def server_steps(model: FlatModel, optimizer: Optimizer, strategy: ServerStrategy) -> ServerSteps | None:
     """What stays on a worker of an optimizer that servers run; None where workers run it."""
-    return RemoteSteps(optimizer, model.parameters) if strategy.optimizer == "server" else None
+    return ServerSteps(optimizer, model.parameters) if strategy.optimizer == "server" else None
 
 
 def push_coder(

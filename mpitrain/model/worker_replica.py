@@ -19,8 +19,8 @@ from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.local_steps import LocalSteps
 from mpitrain.model.loss import read_loss
 from mpitrain.model.push_codec import PushCoder
-from mpitrain.model.remote_steps import RemoteSteps
 from mpitrain.model.reply_codec import ReplyReader
+from mpitrain.model.server_steps import ServerSteps
 
 Batch = dict[str, torch.Tensor]
 
@@ -53,7 +53,7 @@ class Replica:
         shared: other replicas use the same module in between.
         local: steps of its own between reads, where the strategy asks for them.
         coder: makes messages of what is pushed.
-        remote: the job's optimizer, where servers take its steps: its hooks act here, its options travel.
+        server_steps: the job's optimizer, where servers take its steps: its hooks act here, its options travel.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Replica:
         shared: bool = False,
         local: LocalSteps | None = None,
         coder: PushCoder | None = None,
-        remote: RemoteSteps | None = None,
+        server_steps: ServerSteps | None = None,
     ):
         self.model, self.loss, self.fetch, self._prefetch = model, loss, fetch, prefetch
         self.seed, self.worker, self.measure, self.shared = seed, worker, measure, shared
-        self.local, self.coder, self.remote = local, coder, remote
+        self.local, self.coder, self.server_steps = local, coder, server_steps
         self._reader = ReplyReader(model.layout) if model.replies_coded else None
         self._finite = True  # all that the next push is made of
         self._stepped = False  # hooks have run before a step, and not yet after it
@@ -138,8 +138,8 @@ class Replica:
         loss = read_loss(self.loss(self.model.module, batch))
         (mean := loss.mean).backward()
         value = float(mean.detach())
-        if self.remote is not None and self.remote.hooks and self._may_step(value):
-            self.remote.hooks.before()
+        if self.server_steps is not None and self.server_steps.hooks and self._may_step(value):
+            self.server_steps.hooks.before()
             self._stepped = True
         gradient = self.collect(value, lease.num_samples, loss.weight)
         self._leave()
@@ -153,8 +153,8 @@ class Replica:
     def _after_step(self, broken_off: bool = False) -> None:
         """The hooks after the step before, once its answer is here."""
         stepped, self._stepped = self._stepped, False
-        if stepped and not broken_off and self.remote is not None:
-            self.remote.hooks.after()
+        if stepped and not broken_off and self.server_steps is not None:
+            self.server_steps.hooks.after()
 
     def finish(self) -> None:
         """The hooks after a step whose answer is here, where nothing is computed next, or the state is saved first."""
@@ -174,7 +174,9 @@ class Replica:
             self._wire_buffers = self.model.push_buffers()
             finite = self._finite = self.model.gather_gradients(self._wire_buffers) and loss - loss == 0.0
         options = (
-            self.remote.text(self.local.rates if self.local else None) if self.remote is not None else ""
+            self.server_steps.text(self.local.rates if self.local else None)
+            if self.server_steps is not None
+            else ""
         )
         return Gradient(loss, num_samples, finite, num_samples if share is None else share, options)
 
@@ -230,7 +232,7 @@ class Replica:
             "buffers": [buffer.detach().clone() for buffer in buffers],
             "local": _copied(self.local.state()) if self.local else None,
             "coder": self.coder.state() if self.coder else None,
-            "remote": _copied(self.remote.state()) if self.remote else None,
+            "remote": _copied(self.server_steps.state()) if self.server_steps else None,
         }
 
     @torch.no_grad()
@@ -241,8 +243,8 @@ class Replica:
             buffer.copy_(saved)
         if self.local is not None and state["local"] is not None:
             self.local.restore(state["local"])
-        if self.remote is not None:
-            self.remote.restore(state.get("remote"))
+        if self.server_steps is not None:
+            self.server_steps.restore(state.get("remote"))
 
 
 def _copied(tree: Any) -> Any:

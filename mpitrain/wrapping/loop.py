@@ -222,7 +222,7 @@ def _join(
     from mpitrain.training.parameter_server.run import restore_worker
     from mpitrain.training.session import assign_roles, attempt
     from mpitrain.wrapping.checkpoints import Saver, about_loop, find_run, loop_state
-    from mpitrain.wrapping.server_optimizer import RemoteOptimizer
+    from mpitrain.wrapping.server_optimizer import ServerOptimizer
 
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy, own_loop=True))
     assert isinstance(strategy, ServerStrategy), strategy
@@ -255,14 +255,14 @@ def _join(
     replica = builder.replica(runtime.rank, optimizer, local)
     worker = builder.worker(runtime.rank, replica, NullReport())
     attempt(runtime, lambda: restore_worker(found, worker, replica, index, len(roles.workers), strategy))
-    remote = RemoteOptimizer(runtime, optimizer, strategy, replica, worker, world)
-    remote.start()
+    wrapped = ServerOptimizer(runtime, optimizer, strategy, replica, worker, world)
+    wrapped.start()
 
     def take(step: int, run_dir: Path, keep: int) -> dict[str, Any]:
-        return remote.save(SaveRequest(step, json.dumps({"run_dir": str(run_dir), "keep": keep})))
+        return wrapped.save(SaveRequest(step, json.dumps({"run_dir": str(run_dir), "keep": keep})))
 
     saver = Saver(run, about, f"worker-{index}", [], take)
-    return remote, saver, loop_state(found, saver.part, "worker-0")
+    return wrapped, saver, loop_state(found, saver.part, "worker-0")
 
 
 def _start_of(strategy: ServerStrategy, flat: FlatModel, optimizer: Optimizer) -> dict[str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpitrain.roles import Worker
 
 
-class RemoteOptimizer(DelegatingOptimizer):
+class ServerOptimizer(DelegatingOptimizer):
     """An optimizer whose state lives on the servers: `step()` pushes gradients, with the options of the groups where
     they have changed, and brings back parameters.
     """
@@ -63,14 +63,14 @@ class RemoteOptimizer(DelegatingOptimizer):
                 "step() after finish(): this worker has left the servers; call finish() after the last step"
             )
         self._runtime.stamp()  # between two pushes, too
-        remote = self._replica.remote
-        if remote is not None:
-            remote.hooks.before(closure)
+        steps = self._replica.server_steps
+        if steps is not None:
+            steps.hooks.before(closure)
         loss = _evaluate(closure)
         gradient = self._replica.collect(float(loss) if loss is not None else 0.0, 1)
         self._go_on(gradient)
-        if remote is not None:
-            remote.hooks.after(closure)
+        if steps is not None:
+            steps.hooks.after(closure)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class RemoteOptimizer(DelegatingOptimizer):
         Raises:
             UsageError: it lives on the servers.
         """
-        if self._replica.remote is not None:
+        if self._replica.server_steps is not None:
             raise UsageError(
                 f"state_dict(): under {self.strategy} the optimizer's state is on the servers; mpitrain.save writes "
                 "it, and mpitrain.wrap(..., resume=...) brings it back"
@@ -92,7 +92,7 @@ class RemoteOptimizer(DelegatingOptimizer):
         Raises:
             UsageError: it lives on the servers.
         """
-        if self._replica.remote is not None:
+        if self._replica.server_steps is not None:
             raise UsageError(
                 f"load_state_dict(): under {self.strategy} the optimizer's state is on the servers; load it before "
                 "mpitrain.wrap, which takes it along, or resume what mpitrain.save wrote"

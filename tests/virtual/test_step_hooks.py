@@ -9,7 +9,7 @@ import torch
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
-from mpitrain.model import Replica, flat_model, local_steps, remote_steps, shard_store
+from mpitrain.model import Replica, flat_model, local_steps, server_steps, shard_store
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import FaultTolerantServer, Worker
 from mpitrain.strategies.placement import assign
@@ -107,9 +107,9 @@ def served(job, strategy, parts=None):
             server.restore(parts[f"shard-{shard}"]["role"])
         processes[shard] = server.run()
     reader, (rank,) = job.data.reader(None, job.seed), roles.workers
-    remote = remote_steps(model, optimizer, strategy)
+    steps = server_steps(model, optimizer, strategy)
     replica = Replica(
-        model, job.loss, reader.batch, reader.prefetch, job.seed, 0, shared=True, remote=remote,
+        model, job.loss, reader.batch, reader.prefetch, job.seed, 0, shared=True, server_steps=steps,
         local=local_steps(model, optimizer, strategy),
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def served(job, strategy, parts=None):
     processes[rank] = worker.run()
     world.run(processes)
     replica.finish()
-    return final, disk, [group["lr"] for group in remote.hooks.optimizer.param_groups]
+    return final, disk, [group["lr"] for group in steps.hooks.optimizer.param_groups]
 
 
 @pytest.mark.parametrize(

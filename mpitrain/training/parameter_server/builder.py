@@ -24,7 +24,7 @@ from mpitrain.model import (
     ShardStore,
     local_steps,
     push_coder,
-    remote_steps,
+    server_steps,
     shard_store,
 )
 from mpitrain.roles import FaultTolerantServer, SaveRequest, SavingServer, Worker
@@ -134,7 +134,7 @@ class RoleBuilder:
             shared=shared,
             local=local,
             coder=push_coder(self.model, self.strategy, self.num_workers, index, seed),
-            remote=remote_steps(self.model, optimizer, self.strategy),
+            server_steps=server_steps(self.model, optimizer, self.strategy),
         )
 
     def worker(

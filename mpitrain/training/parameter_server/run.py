@@ -212,8 +212,8 @@ def restore_worker(
     if mine is not None:
         worker.restore(mine["role"])
         replica.restore(mine["replica"])
-    elif replica.remote is not None and (first := read_own_part(resume, "worker-0")) is not None:
-        replica.remote.restore(first["replica"].get("remote"))  # a worker that was not there before
+    elif replica.server_steps is not None and (first := read_own_part(resume, "worker-0")) is not None:
+        replica.server_steps.restore(first["replica"].get("remote"))  # a worker that was not there before
     if replica.coder is not None and same_codec(resume.about, strategy, "push_wire"):
         replica.coder.restore(*_kept_by_workers(resume, index, num_workers))
 

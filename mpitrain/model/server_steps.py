@@ -18,7 +18,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.step_hooks import StepHooks
 
 
-class RemoteSteps:
+class ServerSteps:
     """Of one worker.
 
     Args:

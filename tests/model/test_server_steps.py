@@ -5,7 +5,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpitrain.errors import UsageError
-from mpitrain.model import FlatModel, ShardStore, check_optimizer, local_steps, remote_steps, shard_store
+from mpitrain.model import FlatModel, ShardStore, check_optimizer, local_steps, server_steps, shard_store
 from mpitrain.model.group_options import mean_option
 from mpitrain.model.step_hooks import StepHooks, check_whole
 from mpitrain.strategies import Async
@@ -17,7 +17,7 @@ def served(optimizer, module, num_shards):
     strategy = Async(servers=num_shards)
     flat = FlatModel(module, optimizer, num_shards)
     stores = [shard_store(flat, shard, optimizer, strategy, 1) for shard in range(num_shards)]
-    return flat, stores, remote_steps(flat, optimizer, strategy)
+    return flat, stores, server_steps(flat, optimizer, strategy)
 
 
 def draw(step, *modules):
@@ -28,10 +28,10 @@ def draw(step, *modules):
             parameter.grad = gradient.clone()
 
 
-def step(flat, stores, remote, *times):
+def step(flat, stores, steps, *times):
     """One update on the servers: the gradients at hand, once for each worker."""
     wire_buffers = [flat.push_buffers() for _ in times or (0,)]
-    text = remote.text()
+    text = steps.text()
     for worker, own in enumerate(wire_buffers):
         assert flat.gather_gradients(own)
         for store, wire_buffer in zip(stores, own, strict=True):
@@ -63,13 +63,13 @@ def change(optimizer, number):
 def test_changed_options_reach_every_shard_bit_for_bit(name, num_shards):
     reference, module = make_model(), make_model()
     optimizer, prototype = OPTIMIZERS[name](reference), OPTIMIZERS[name](module)
-    flat, stores, remote = served(prototype, module, num_shards)
+    flat, stores, steps = served(prototype, module, num_shards)
     for number in range(4):
         draw(number, reference, module)
         change(optimizer, number)
         change(prototype, number)
         optimizer.step()
-        step(flat, stores, remote)
+        step(flat, stores, steps)
         for theirs, ours in zip(reference.parameters(), module.parameters(), strict=True):
             assert torch.equal(theirs, ours), (number, theirs.shape)
 
@@ -77,14 +77,14 @@ def test_changed_options_reach_every_shard_bit_for_bit(name, num_shards):
 def test_nothing_is_said_before_something_has_changed_and_everything_after():
     module = make_model()
     optimizer = in_two_groups(torch.optim.SGD, module, momentum=0.9)
-    _, _, remote = served(optimizer, module, 1)
-    assert remote.text() == ""
+    _, _, steps = served(optimizer, module, 1)
+    assert steps.text() == ""
     torch.optim.lr_scheduler.StepLR(optimizer, 5)  # adds an option of its own, which no server needs
-    assert remote.text() == ""
+    assert steps.text() == ""
     optimizer.param_groups[1]["lr"] = 0.5
-    assert remote.text() == '{"1": {"lr": 0.5}}'
+    assert steps.text() == '{"1": {"lr": 0.5}}'
     optimizer.param_groups[1]["lr"] = 0.004
-    assert remote.text() == "{}"  # back where it began: the servers have to be told
+    assert steps.text() == "{}"  # back where it began: the servers have to be told
 
 
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"fused"}))
@@ -95,11 +95,11 @@ def test_state_from_before_goes_along(name):
         draw(number, reference, module)
         optimizer.step()
         prototype.step()
-    flat, stores, remote = served(prototype, module, 3)
+    flat, stores, steps = served(prototype, module, 3)
     for number in range(2, 4):
         draw(number, reference, module)
         optimizer.step()
-        step(flat, stores, remote)
+        step(flat, stores, steps)
         for theirs, ours in zip(reference.parameters(), module.parameters(), strict=True):
             assert torch.equal(theirs, ours), (number, theirs.shape)
 
@@ -184,9 +184,9 @@ def test_a_server_runs_no_hooks():
     try:
         module = make_model()
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        flat, stores, remote = served(optimizer, module, 2)
+        flat, stores, steps = served(optimizer, module, 2)
         draw(0, module)
-        step(flat, stores, remote)
+        step(flat, stores, steps)
         assert seen == []
         optimizer.step()
         assert seen == [1]
@@ -201,7 +201,7 @@ def test_pushes_of_several_batches_carry_what_each_was_worth():
     strategy = Async(push_every=4)
     flat = FlatModel(module, optimizer, 1)
     store = shard_store(flat, 0, optimizer, strategy, 1)
-    local, remote = local_steps(flat, optimizer, strategy), remote_steps(flat, optimizer, strategy)
+    local, steps = local_steps(flat, optimizer, strategy), server_steps(flat, optimizer, strategy)
     for first in (0, 1, 2, 3):  # the first batch of a push at a rate of 0, too
         for number in range(4):
             draw(number, module)
@@ -211,7 +211,7 @@ def test_pushes_of_several_batches_carry_what_each_was_worth():
                 group["lr"] = rates[(first + number) % 4]
             assert local.step()
         expected = flat.current()[0].body.clone()
-        store.hear_options(remote.text(local.rates))
+        store.hear_options(steps.text(local.rates))
         store.add(0, local.take()[0], 1.0)
         store.apply()
         torch.testing.assert_close(store.live.body, expected, rtol=1e-12, atol=1e-12)
