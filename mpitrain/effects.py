@@ -4,103 +4,23 @@ A role is a generator. It yields what it wants and is sent the answer; it never 
 so the same role runs under `mpirun` and in virtual time. A worker, in full, would be:
 
     def worker(server, replica):
-        yield Send(server, Message(Kind.JOIN))                       # never blocks
+        yield Send(server, Join(step=0))                             # never blocks
         while True:
             source, reply = yield Recv()                              # next message from anyone, in order per source
             replica.load(reply.payload)
             gradient = yield Compute(replica.gradient)                # real work; virtual time charges for it
-            yield Send(server, Message(Kind.PUSH, version=reply.version, payload=gradient))
+            yield Send(server, Push(reply.version, reply.step, samples=1, payload=gradient))
 
 `Now()` answers the world's clock in seconds. `AllReduce` is answered when all ranks have come to it: over MPI by
-collectives, in virtual time by messages round a ring. Payloads are opaque here. A world keeps a payload until it has
-been sent, then calls its `release()`; what a role receives it must release itself when it is done with it.
+collectives, in virtual time by messages round a ring. The messages stand in `messages.py`.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
-
-class Kind(enum.IntEnum):
-    """What a message is. Numbers travel on the wire: append, never renumber."""
-
-    JOIN = 1  # worker -> server: I am here, send me the model
-    REPLY = 2  # server -> worker: the model's present version, and leases from the dealer
-    PUSH = 3  # worker -> server: a gradient
-    DONE = 4  # worker -> server: I will not push again; `stop` set: send me the final model
-    FINAL = 5  # server -> worker: the model after the last update; worker -> server: send me that
-    NOTE = 6  # worker -> server: something for the run's report, as JSON text
-    PULL = 7  # worker -> server: send me the model; no gradient
-    DIFFERENCE = 8  # server -> worker: what both sides of an elastic exchange move by
-    LOST = 9  # world -> server: this worker is dead; worker -> server: I fail now
-    IDLE = 10  # worker -> server: I have nothing to compute on, and stay in case there is more
-    WAKE = 11  # server -> idle worker: join again, or, with `stop`, leave, or, with `promoted`, deliver the model
-    UPDATE = 12  # peer -> peer: what this step has changed, or the parameters
-    SUM = 13  # peer -> its parent at a meeting: the sum of the parameters below
-    MEAN = 14  # peer -> its children at a meeting: the mean of all
-    ASK = 15  # peer -> its parent: whether one of those below was told to end
-    AGREED = 16  # peer -> its children: whether all write a checkpoint now, and end
-    DELIVERED = 17  # worker -> dealing server: the final model is saved, and `text` is what was measured
-    LEAVE = 18  # worker -> server: I stayed for as long as I was wanted
-    SAVE = 19  # worker -> server: when all are here, write the checkpoint `checkpoint_at`, then send me the model
-    ALIVE = 20  # worker -> server: I wait for an answer; are you there? server -> worker: I am
-    AWAY = 21  # worker -> server: I validate before my next push, for as long as it takes
-    LAST = 22  # peer -> peers: I have taken my last step; `step` is how many I took
-
-
-REQUESTED = (
-    -1
-)  # in place of a message's `checkpoint_at`: its sender was told to end, and asks for a checkpoint
-
-
-class Payload(Protocol):
-    """Bytes that a message carries beside its header."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the wire."""
-
-    def statistics(self) -> dict[str, float]:
-        """What there is to tell of them in the run's progress."""
-
-    def release(self) -> None:
-        """The holder no longer needs the bytes."""
-
-
-class Message(NamedTuple):
-    """One message. `version` of the model read or sent, `step` of the worker (its pushes, from 0), `samples` in the
-    batch or accepted in all, `share` that a push has in the mean of its update, `loss` of the batch, `finite` of the
-    whole gradient (a DONE is not, when a server said stop: not every shard need have processed what was pushed), `stop`
-    no more work, `pull` a push that is to be answered with parameters, `leases` as (epoch, start, count, batch size)
-    dealt with an answer, or the one that a push was made of; `text` a note, or, of a push, the options of the optimizer
-    that came with the gradient.
-
-    Checkpoints: `checkpoint_at` is the accepted samples at which every shard writes the next one (or `REQUESTED`),
-    `final` that the run ends with it, `checkpoint` the one that this answer belongs to, `batches` how many a worker
-    that joins has done before. Losses: `promoted` is the worker that validates from now on, for the one that did is
-    gone; `standby`: it should stay although it has nothing to do.
-    """
-
-    kind: Kind
-    version: int = 0
-    step: int = 0
-    samples: int = 0
-    loss: float = 0.0
-    finite: bool = True
-    stop: bool = False
-    pull: bool = True
-    leases: tuple[tuple[int, int, int, int], ...] = ()
-    text: str = ""
-    payload: Payload | None = None
-    checkpoint_at: int = 0
-    final: bool = False
-    checkpoint: int = 0
-    batches: int = 0
-    promoted: bool = False
-    standby: bool = False
-    share: float = 1.0
+from mpitrain.messages import Message
 
 
 class Send(NamedTuple):

@@ -24,7 +24,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 # The floors, the lowest first. A place (a folder or a module directly under `mpitrain/`) imports from lower floors
 # only, never from another place of its own floor; what third parties it may import stands beside it.
 FLOORS: tuple[dict[str, set[str]], ...] = (
-    {"errors": set()},
+    {"errors": set(), "messages": set()},
     {"values": set(), "effects": set(), "system": set()},
     {"codecs": {"torch", "numpy"}},
     {
@@ -78,7 +78,7 @@ WORLDLY = {
     "queue",
     "select",
 }
-UNWORLDLY_PLACES = {"strategies", "roles", "effects", "inject", "codecs", "values", "errors"}
+UNWORLDLY_PLACES = {"strategies", "roles", "effects", "messages", "inject", "codecs", "values", "errors"}
 # What turns bytes into running code, however it is spelt.
 UNPICKLERS = {
     "pickle",

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.errors import UsageError
+from mpitrain.messages import Lease
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer
 from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
 from mpitrain.model.flat import FlatModel, all_finite
@@ -25,7 +26,6 @@ from mpitrain.model.loss import read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.worker_replica import Batch, Gradient, seed_step
 from mpitrain.strategies.decentralized import Decentralized
-from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.strategies.schedules import Schedule
 

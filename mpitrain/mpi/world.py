@@ -22,8 +22,6 @@ from mpitrain.effects import (
     Compute,
     Effect,
     Forget,
-    Kind,
-    Message,
     Now,
     Recv,
     Role,
@@ -32,12 +30,13 @@ from mpitrain.effects import (
     drive,
 )
 from mpitrain.errors import WireError
+from mpitrain.messages import Alive, Answer, Final, Kind, Lost, Message, Note, Push, Wake, payload_of
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import LONG_SLEEP_S, SHORT_SLEEP_S, yield_core
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.faults.errors import is_dead_peer
 from mpitrain.mpi.faults.self_destruct import self_destruct
-from mpitrain.mpi.message_header import HEADER_BYTES, decode, encode
+from mpitrain.mpi.message_header import HEADER_BYTES, Incoming, decode, encode
 from mpitrain.mpi.operation import Op
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
@@ -63,7 +62,7 @@ class MpiWorld:
         peers: ranks this role exchanges messages with.
         buffer_for: `buffer_for(source, kind) -> wire_buffer` to receive the payload of that rank's next message into.
         on_step: called with the role's step as it changes, for error messages.
-        may_die: peers whose death is a message (`Kind.LOST`), not an error.
+        may_die: peers whose death is a message (`Lost`), not an error.
         leave_s: how long to wait, in the end, for what was sent to leave; the engine sends the rest all the same.
         computer: computes gradients on a thread of its own; the thread that owns MPI drives messages meanwhile.
         reduce: one collective of an all-reduce: answers what this rank brings with what has come of it.
@@ -89,6 +88,7 @@ class MpiWorld:
         self._tear_next = False  # as injected: the stamps of the next payload are to differ
         self._start_s = time.monotonic()
         self._started = False
+        self._step = 0  # of the role, as its messages tell
 
     def start(self) -> None:
         """Listen to every peer; `advance` calls it first where nobody has."""
@@ -187,21 +187,20 @@ class MpiWorld:
 
     def _send(self, peer: _Peer, message: Message) -> None:
         if peer.lost:
-            if message.payload is not None:
-                message.payload.release()
+            if (unsent := payload_of(message)) is not None:
+                unsent.release()
             return
-        if message.kind != Kind.ALIVE:  # that is no progress
-            self.on_step(
-                message.version if message.kind == Kind.REPLY else message.step + (message.kind == Kind.PUSH)
-            )
-        header = encode(message, peer.num_sent)
+        if not isinstance(message, Alive):  # that is no progress
+            self._step = _step_after(message, self._step)
+            self.on_step(self._step)
+        outgoing = encode(message, peer.num_sent)
         peer.num_sent += 1
-        self._isend(header, peer.rank, HEADER_TAG)
-        if message.text:
-            self._isend(bytearray(message.text.encode()), peer.rank, PAYLOAD_TAG)
-        payload: Any = message.payload
+        self._isend(outgoing.header, peer.rank, HEADER_TAG)
+        if outgoing.text:
+            self._isend(bytearray(outgoing.text), peer.rank, PAYLOAD_TAG)
+        payload: Any = outgoing.payload
         if payload is not None:
-            payload.stamp(_stamp(message))
+            payload.stamp(outgoing.stamp)
             if self._tear_next:
                 payload.raw[:8].zero_().sub_(1)
                 self._tear_next = False
@@ -231,33 +230,33 @@ class MpiWorld:
             self._fail(peer, op.error)
             return
         try:
-            message, payload_bytes, text_bytes = decode(peer.header, peer.num_received, peer.rank)
+            incoming = decode(peer.header, peer.num_received, peer.rank)
             peer.num_received += 1
-            if text_bytes:
-                self._receive_text(peer, message, text_bytes, payload_bytes)
-            elif payload_bytes:
-                self._receive_payload(peer, message, payload_bytes)
+            if incoming.text_bytes:
+                self._receive_text(peer, incoming)
+            elif incoming.payload_bytes:
+                self._receive_payload(peer, incoming)
             else:
-                self._arrived(peer, message)
+                self._arrived(peer, incoming.message())
         except WireError as error:
             self._error = self._error or error
 
-    def _receive_text(self, peer: _Peer, message: Message, num_bytes: int, payload_bytes: int) -> None:
+    def _receive_text(self, peer: _Peer, incoming: Incoming) -> None:
         """The text, and then the payload, where there is one too."""
-        text = bytearray(num_bytes)
+        text = bytearray(incoming.text_bytes)
 
         def unpack() -> Message | None:
-            whole = message._replace(text=text.decode())
-            if not payload_bytes:
-                return whole
-            self._receive_payload(peer, whole, payload_bytes)
+            if not incoming.payload_bytes:
+                return incoming.message(text.decode())
+            self._receive_payload(peer, incoming, text.decode())
             return None
 
         op = self.engine.irecv(text, peer.rank, PAYLOAD_TAG)
-        op.then(lambda op: self._checked(peer, op, num_bytes, unpack))
+        op.then(lambda op: self._checked(peer, op, incoming.text_bytes, unpack))
 
-    def _receive_payload(self, peer: _Peer, message: Message, num_bytes: int) -> None:
-        wire_buffer = self.buffer_for(peer.rank, message.kind)
+    def _receive_payload(self, peer: _Peer, incoming: Incoming, text: str = "") -> None:
+        num_bytes, stamp = incoming.payload_bytes, incoming.stamp
+        wire_buffer = self.buffer_for(peer.rank, incoming.kind)
         if not wire_buffer.fit(num_bytes):
             raise WireError(
                 f"rank {peer.rank} announces {num_bytes} bytes for a shard of {wire_buffer.num_bytes}: "
@@ -265,13 +264,12 @@ class MpiWorld:
             )
 
         def unpack() -> Message:
-            stamp = _stamp(message)
             if wire_buffer.stamps() != (stamp, stamp):
                 raise WireError(
                     f"payload of rank {peer.rank} is torn: stamps {wire_buffer.stamps()}, expected "
                     f"{stamp} at both ends"
                 )
-            return message._replace(payload=wire_buffer)
+            return incoming.message(text, wire_buffer)
 
         self.engine.irecv(wire_buffer.raw, peer.rank, PAYLOAD_TAG).then(
             lambda op: self._checked(peer, op, num_bytes, unpack)
@@ -297,7 +295,7 @@ class MpiWorld:
             return
         if peer.rank in self._may_die and is_dead_peer(error):
             peer.lost = True
-            self._inbox.append((peer.rank, Message(Kind.LOST)))
+            self._inbox.append((peer.rank, Lost()))
         else:
             self._error = self._error or error
 
@@ -313,8 +311,8 @@ class MpiWorld:
         if not peer.lost:
             self._inbox.append((peer.rank, message))
             self._listen(peer)
-        elif message.payload is not None:
-            message.payload.release()
+        elif (payload := payload_of(message)) is not None:
+            payload.release()
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -336,5 +334,10 @@ class MpiWorld:
             self.engine.wait_any(lambda: all(op.done for op in listening), self._leave_s)
 
 
-def _stamp(message: Message) -> int:
-    return message.step if message.kind == Kind.PUSH else message.version
+def _step_after(message: Message, before: int) -> int:
+    """The step, or a server's version, that its sender has come to."""
+    if isinstance(message, Push):
+        return message.step + 1
+    if isinstance(message, Answer | Final):
+        return message.version
+    return before if isinstance(message, Note | Wake | Lost | Alive) else message.step

@@ -11,10 +11,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeVar
 
-from mpitrain.effects import REQUESTED, Compute, Effect, Kind, Message, Now, Recv, Role, Send
+from mpitrain.effects import Compute, Effect, Now, Recv, Role, Send
 from mpitrain.errors import LostRankError, NonFiniteError
+from mpitrain.messages import (
+    Agreed,
+    Ask,
+    CheckpointRequest,
+    Last,
+    Mean,
+    Message,
+    Sum,
+    Update,
+    payload_of,
+)
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import PeerReplica, Report
 from mpitrain.strategies import topology
@@ -22,6 +33,7 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition, Turn
 
 Answers = Generator[Effect, Any, Any]
+Awaited = TypeVar("Awaited", Update, Sum, Mean, Ask, Agreed)
 _COUNTS = (
     "batches", "samples", "nonfinite", "num_active", "sent_bytes", "num_sent", "num_meetings", "drift", "drift_max",
 )  # fmt: skip
@@ -114,21 +126,19 @@ class Peer:
         if checkpoints.is_due(turn.samples_before + turn.num_samples, met):
             yield Compute(lambda: checkpoints.save(self.state()), "checkpoint")
 
-    def _agree(self, checkpoints: PeerCheckpoints, turn: Turn) -> Generator[Effect, Any, Message]:
+    def _agree(self, checkpoints: PeerCheckpoints, turn: Turn) -> Generator[Effect, Any, Agreed]:
         """What any peer was told goes up the tree of all, what the first decides comes down."""
         asked, step = checkpoints.asked(), turn.step
         for child in topology.children(self.rank, self.number):
-            message = yield from self._expect(child, Kind.ASK, step)
-            asked = asked or message.checkpoint_at == REQUESTED
+            message = yield from self._expect(child, Ask, step)
+            asked = asked or message.checkpoint is not None
         parent = topology.parent(self.rank)
         if parent is None:
             samples = turn.samples_before + turn.num_samples
             decided = checkpoints.decide(asked, step, samples, (yield Now()))
         else:
-            yield Send(
-                parent, Message(Kind.ASK, version=step, step=step, checkpoint_at=REQUESTED if asked else 0)
-            )
-            decided = yield from self._expect(parent, Kind.AGREED, step)
+            yield Send(parent, Ask(step, CheckpointRequest() if asked else None))
+            decided = yield from self._expect(parent, Agreed, step)
         for child in topology.children(self.rank, self.number):
             yield Send(child, decided)
         return decided
@@ -153,7 +163,7 @@ class Peer:
         self.batches, self.samples = self.batches + 1, self.samples + turn.lease.num_samples
         own = self.replica.update()
         for peer in self.strategy.receivers(self.rank, turn.num_active, turn.step):
-            yield Send(peer, Message(Kind.UPDATE, version=turn.step, step=turn.step, payload=own.hold()))
+            yield Send(peer, Update(turn.step, own.hold()))
             self.sent_bytes, self.num_sent = self.sent_bytes + own.num_bytes, self.num_sent + 1
         self._since_meeting += 1
         if self.strategy.asynchronous:
@@ -170,7 +180,7 @@ class Peer:
     def _leave(self) -> Answers:
         """Tell whoever may wait for this peer that it takes no further step; all are to have taken equally many."""
         for peer in self.strategy.contacts(self.rank, self.number):
-            yield Send(peer, Message(Kind.LAST, step=self.step))
+            yield Send(peer, Last(self.step))
         self._has_left = True
         self._compare_steps()
 
@@ -206,12 +216,12 @@ class Peer:
         while (arrived := (yield Recv(timeout_s=0))) is not None:
             ready.append(self._noted(arrived))
         for source, message in ready:
-            if message.kind == Kind.UPDATE:
+            if isinstance(message, Update):
                 self._took(source, message)
             else:  # of a meeting that the sender has reached already
                 self._waiting.append((source, message))
 
-    def _took(self, source: int, message: Message) -> None:
+    def _took(self, source: int, message: Update) -> None:
         self._heard[source] = self._heard.get(source, 0) + 1
         self._take_in(source, message.payload)
 
@@ -219,29 +229,29 @@ class Peer:
         """The messages of this step from all senders, taken in in rank order: the same bits on every replica."""
         arrived = {self.rank: own}
         for peer in self.strategy.senders(self.rank, turn.num_active, turn.step):
-            message = yield from self._expect(peer, Kind.UPDATE, turn.step)
+            message = yield from self._expect(peer, Update, turn.step)
             arrived[peer] = message.payload
         for source in sorted(arrived):
             self._take_in(source, arrived[source])
 
-    def _expect(self, source: int, kind: Kind, version: int) -> Generator[Effect, Any, Message]:
-        """Wait for one message (an update's version is its step, a meeting's its number); others wait."""
+    def _expect(self, source: int, awaited: type[Awaited], number: int) -> Generator[Effect, Any, Awaited]:
+        """Wait for the message of this class and number (of the step, or of the meeting); others wait."""
         for index, (sender, message) in enumerate(self._waiting):
-            if (sender, message.kind, message.version) == (source, kind, version):
+            if sender == source and isinstance(message, awaited) and _number(message) == number:
                 del self._waiting[index]
                 return message
         while True:
             sender, message = self._noted((yield Recv()))
-            if (sender, message.kind, message.version) == (source, kind, version):
+            if sender == source and isinstance(message, awaited) and _number(message) == number:
                 return message
             self._waiting.append((sender, message))
 
     def _noted(self, arrived: tuple[int, Message]) -> tuple[int, Message]:
         """How far the sender was ahead when its message came: the proof that it did not wait."""
         source, message = arrived
-        if message.kind == Kind.UPDATE:
+        if isinstance(message, Update):
             self.lead_max = max(self.lead_max, message.step - self.step)
-        elif message.kind == Kind.LAST:
+        elif isinstance(message, Last):
             self._left[source] = message.step
             self._compare_steps()
         return source, message
@@ -257,22 +267,18 @@ class Peer:
         total, count = (self.replica.total(), 1) if self.rank < self.num_active else (None, 0)
         number = self.num_meetings
         for child in topology.children(self.rank, self.number):
-            message = yield from self._expect(child, Kind.SUM, number)
+            message = yield from self._expect(child, Sum, number)
             if message.payload is not None:
                 total = message.payload if total is None else self.replica.add(total, message.payload)
-            count += message.samples
+            count += message.count
         parent = topology.parent(self.rank)
         if parent is None:
             mean = self.replica.divide(total, count)
         else:
-            yield from self._send(
-                parent, Message(Kind.SUM, version=number, step=self.step, samples=count, payload=total)
-            )
-            mean = (yield from self._expect(parent, Kind.MEAN, number)).payload
+            yield from self._send(parent, Sum(number, self.step, count, total))
+            mean = (yield from self._expect(parent, Mean, number)).payload
         for child in topology.children(self.rank, self.number):
-            yield from self._send(
-                child, Message(Kind.MEAN, version=number, step=self.step, payload=mean.hold())
-            )
+            yield from self._send(child, Mean(number, self.step, mean.hold()))
         self.drift = self.replica.settle(mean)
         self.drift_max = max(self.drift_max, self.drift if self.rank < self.num_active else 0.0)
         self.num_meetings, self._since_meeting = self.num_meetings + 1, 0
@@ -280,21 +286,23 @@ class Peer:
         self.wait_s += (yield Now()) - began_s
 
     def _send(self, to: int, message: Message) -> Answers:
-        self.sent_bytes += message.payload.num_bytes if message.payload is not None else 0
+        payload = payload_of(message)
+        self.sent_bytes += payload.num_bytes if payload is not None else 0
         yield Send(to, message)
 
     def _catch_up(self) -> Answers:
         """Take in all that the senders have said since the last meeting: as many messages as this peer has sent, for
         all take the same steps. Those of sums and of steps after the meeting wait."""
         senders = set(self.strategy.senders(self.rank, self.num_active, self.step))
-        early = deque(pair for pair in self._waiting if pair[1].kind != Kind.UPDATE)
-        updates = [pair for pair in self._waiting if pair[1].kind == Kind.UPDATE]
-        self._waiting = early
-        for source, message in updates:
-            self._took(source, message)
+        waiting, self._waiting = self._waiting, deque()
+        for source, message in waiting:
+            if isinstance(message, Update):
+                self._took(source, message)
+            else:
+                self._waiting.append((source, message))
         while any(self._heard.get(peer, 0) < self._since_meeting for peer in senders):
             source, message = self._noted((yield Recv()))
-            if message.kind == Kind.UPDATE:
+            if isinstance(message, Update):
                 self._took(source, message)
             else:
                 self._waiting.append((source, message))
@@ -314,3 +322,8 @@ class Peer:
             "messages": self.num_sent, "meetings": self.num_meetings, "lead_max": self.lead_max,
             "drift": self.drift, "drift_max": self.drift_max, "digest": self.digest, **self.replica.statistics(),
         }  # fmt: skip
+
+
+def _number(message: Update | Sum | Mean | Ask | Agreed) -> int:
+    """Which step or meeting it belongs to."""
+    return message.meeting if isinstance(message, Sum | Mean) else message.step

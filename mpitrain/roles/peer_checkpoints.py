@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.effects import Kind, Message
+from mpitrain.messages import Agreed
 from mpitrain.roles.protocols import Keeper
 from mpitrain.strategies.checkpoint_policy import Cadence
 
@@ -37,23 +37,16 @@ class PeerCheckpoints:
         """Whether all peers ask one another after this step."""
         return met if self.asynchronous else step >= self.cadence.ask_at
 
-    def decide(self, asked: bool, step: int, samples: int, now_s: float) -> Message:
+    def decide(self, asked: bool, step: int, samples: int, now_s: float) -> Agreed:
         """The first peer's answer for all: whether to write now, whether to end, and when to ask again."""
         steps = self.cadence.steps_to_next_question(step, self._asked_s, now_s)
         self._asked_s = now_s
         timed = self.keeper.time_is_up()
-        return Message(
-            Kind.AGREED,
-            version=step,
-            step=step,
-            final=asked,
-            checkpoint=int(asked or timed),
-            batches=step + steps,
-        )
+        return Agreed(step, writes=asked or timed, ends=asked, ask_at=step + steps)
 
-    def take(self, decided: Message) -> None:
+    def take(self, decided: Agreed) -> None:
         """What was decided."""
-        self._now, self.ended, self.cadence.ask_at = bool(decided.checkpoint), decided.final, decided.batches
+        self._now, self.ended, self.cadence.ask_at = decided.writes, decided.ends, decided.ask_at
 
     def is_due(self, samples: int, met: bool) -> bool:
         """Whether to write now, after so many samples of all peers."""

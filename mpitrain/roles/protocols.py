@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from mpitrain.effects import Payload
-from mpitrain.strategies.sampling.dealer import Lease
+from mpitrain.messages import Lease, Payload
 from mpitrain.strategies.sampling.peer_partition import Turn
 
 

@@ -14,19 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.effects import Effect, Kind, Message, Recv, Role, replaced, watched
+from mpitrain.effects import Effect, Recv, Role, replaced, watched
 from mpitrain.errors import UsageError
+from mpitrain.messages import Alive, Away, Message, Note
 from mpitrain.reporting.report import writing
 from mpitrain.system.run_directory import RUN_FILE
 
-UNRECORDED = (Kind.NOTE, Kind.ALIVE, Kind.AWAY)
+UNRECORDED = (Note, Alive, Away)
 
 
 def record(role: Role, order: list[int]) -> Role:
     """`role`, with the sender of every message it receives appended to `order`."""
 
     def after(effect: Effect, answer: Any) -> None:
-        if isinstance(effect, Recv) and answer is not None and answer[1].kind not in UNRECORDED:
+        if isinstance(effect, Recv) and answer is not None and not isinstance(answer[1], UNRECORDED):
             order.append(answer[0])
 
     return watched(role, after=after)
@@ -48,7 +49,7 @@ def repeat(role: Role, order: Sequence[int]) -> Role:
             )
         while not early.get(source):
             arrived = yield effect
-            if arrived is not None and arrived[1].kind not in UNRECORDED:
+            if arrived is not None and not isinstance(arrived[1], UNRECORDED):
                 early.setdefault(arrived[0], deque()).append(arrived)
         return early[source].popleft()
 

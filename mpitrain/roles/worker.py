@@ -15,13 +15,33 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-from mpitrain.effects import REQUESTED, Compute, Effect, Interrupted, Kind, Message, Now, Role, Send
+from mpitrain.effects import Compute, Effect, Interrupted, Now, Role, Send
+from mpitrain.messages import (
+    Answer,
+    Away,
+    CheckpointRequest,
+    Delivered,
+    Difference,
+    Done,
+    Final,
+    FinalRequest,
+    Idle,
+    Join,
+    Lease,
+    Leave,
+    Note,
+    Pull,
+    Push,
+    Reply,
+    Save,
+    ToServer,
+    Wake,
+)
 from mpitrain.roles.failure_detector.worker_side import ServerProbe
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.protocols import Gradient, Keeper, Replica, Report
 from mpitrain.roles.save_request import SaveRequest
 from mpitrain.strategies.placement import Roles
-from mpitrain.strategies.sampling.dealer import Lease
 
 Deliver = Callable[[], dict[str, Any]]
 PREFETCH = 2  # batches to read ahead
@@ -67,8 +87,8 @@ class Worker:
         self.validates = rank == roles.validator
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
         self.batch_size, self.keeper, self.deliver = batch_size, keeper, deliver
-        self.checkpoint_at = self._checkpoint = 0
-        self.final = False
+        self.next_checkpoint: CheckpointRequest | None = None  # as far as the dealing server has told
+        self._part_of = 0  # the checkpoint that this worker is to write its part of; 0: none
         self.batches: deque[tuple[Lease, Lease | None]] = deque()  # with its lease, if it is the last of that
         self.versions = [0] * len(roles.servers)
         self.step = self.samples = self.num_batches = self.progress = 0
@@ -81,8 +101,8 @@ class Worker:
 
     def run(self) -> Role:
         """Work until no lease is left or a server says stop; returns this worker's counts."""
-        yield from self._broadcast(Kind.JOIN)
-        yield from self.collect(Kind.REPLY)
+        yield from self._broadcast(Join(self.step))
+        yield from self.collect()
         self._joined = True
         epoch = self.batches[0][0].epoch if self.batches else 0
         while not self.stopped and (self.batches or not self.leased):
@@ -98,12 +118,12 @@ class Worker:
         yield from self.settle()
         if info := self.replica.statistics():
             note = {"name": "codec", "worker": self.rank, **info}
-            yield Send(self.roles.dealer, Message(Kind.NOTE, text=json.dumps(note)))
-        yield from self._broadcast(Kind.DONE, stop=self.wants_final, finite=not self.stopped)
+            yield Send(self.roles.dealer, Note(json.dumps(note)))
+        yield from self._broadcast(Done(self.step, self.wants_final, not self.stopped, self.next_checkpoint))
         if self.deliver is not None:
             yield from self._stay(self.deliver)
         elif self.wants_final:
-            yield from self.collect(Kind.FINAL)
+            yield from self.collect(Final)
         return {
             "rank": self.rank,
             "steps": self.step,
@@ -141,17 +161,17 @@ class Worker:
         """Stay for as long as the dealing server wants, in case somebody's leases come back."""
         while self._standby and not self.batches and not self.stopped:
             self._standby = False
-            yield from self._broadcast(Kind.IDLE)
+            yield from self._broadcast(Idle(self.step))
             source, message = yield from self.probe.receive((self.roles.dealer,))
-            while message.kind == Kind.REPLY:  # a restart that crossed it (virtual time only)
+            while isinstance(message, Reply):  # a restart that crossed it (virtual time only)
                 self.take_in(source, message)
                 source, message = yield from self.probe.receive((self.roles.dealer,))
-            if message.kind != Kind.WAKE:
+            if not isinstance(message, Wake):
                 raise out_of_turn(source, message, f"rank {self.rank} (worker, idle)")
             if message.stop:
                 return
-            yield from self._broadcast(Kind.JOIN)
-            yield from self.collect(Kind.REPLY)
+            yield from self._broadcast(Join(self.step))
+            yield from self.collect()
 
     def _one_batch(self, lease: Lease | None, last: Lease | None, epoch: int) -> Generator[Effect, Any, bool]:
         started_s = yield Now()
@@ -171,7 +191,7 @@ class Worker:
             assert lease is not None
             self.batches.appendleft((lease, last))
             self._num_prefetched += 1
-            yield from self.collect(Kind.REPLY)
+            yield from self.collect()
             return True
         computed_s = yield Now()
         self._unpushed.append(gradient)
@@ -181,8 +201,8 @@ class Worker:
             yield from self._push(last)
         elif self._since_pull >= self.pull_every != self.push_every:
             self._since_pull = 0
-            yield from self._broadcast(Kind.PULL)
-            yield from self.collect(Kind.REPLY)
+            yield from self._broadcast(Pull(self.step))
+            yield from self.collect()
         self.compute_s += computed_s - started_s
         self.wait_s += (yield Now()) - computed_s
         self.report.progress(self.progress, self.versions[0], epoch + 1, gradient.loss)
@@ -201,24 +221,23 @@ class Worker:
         samples = sum(gradient.samples for gradient in self._unpushed)
         loss = sum(gradient.loss * gradient.samples for gradient in self._unpushed) / samples
         # the last lease of an epoch may be short: where pulls go with pushes, they do then too
-        asks = not self.final and (self._requested or (self.keeper is not None and self.keeper.asked()))
+        ends = self.next_checkpoint is not None and self.next_checkpoint.final
+        asks = not ends and (self._requested or (self.keeper is not None and self.keeper.asked()))
         pull = self._since_pull >= self.pull_every or self.pull_every == self.push_every
         for shard, server in enumerate(self.roles.servers):
-            message = Message(
-                Kind.PUSH,
+            message = Push(
                 version=versions[shard],
                 step=self.step,
                 samples=samples,
+                payload=payloads[shard],
                 share=sum(gradient.share for gradient in self._unpushed),
                 loss=loss,
                 finite=all(gradient.finite for gradient in self._unpushed),
                 pull=pull,
-                payload=payloads[shard],
-                checkpoint_at=REQUESTED if asks else self.checkpoint_at,
-                final=self.final,
-                batches=len(self._unpushed),
-                leases=(lease,) if lease else (),
-                text=self._unpushed[-1].options,
+                lease=lease,
+                num_batches=len(self._unpushed),
+                checkpoint=CheckpointRequest() if asks else self.next_checkpoint,
+                options=self._unpushed[-1].options,
             )
             yield Send(server, message)
         self._unpushed.clear()
@@ -235,26 +254,30 @@ class Worker:
 
     def _await_answer(self) -> Generator[Effect, Any, None]:
         while self._num_awaited:
-            yield from self.collect(Kind.REPLY)
+            yield from self.collect()
             self._num_awaited -= 1
 
-    def collect(self, kind: Kind) -> Generator[Effect, Any, None]:
+    def collect(self, awaited: type[Answer] | type[Final] = Answer) -> Generator[Effect, Any, None]:
         """Wait until every shard has answered. A restart that crossed this worker's last message is no answer: a
         reply names the push that it answers by the next one's step."""
         missing = set(self.roles.servers)
         while missing:
-            source, message = yield from self.probe.receive(missing, served=kind != Kind.FINAL)
-            reply = message.kind in (Kind.REPLY, Kind.DIFFERENCE)
+            source, message = yield from self.probe.receive(missing, served=awaited is not Final)
             # shards that a checkpoint cut at different pushes may name different ones when a worker joins
-            crossed = reply and self._joined and (kind != Kind.REPLY or message.step < self.step)
-            awaited = reply if kind == Kind.REPLY else message.kind == kind or crossed
-            if not awaited or source not in missing:
-                raise out_of_turn(source, message, f"rank {self.rank} (worker, awaits {kind.name})")
+            crossed = (
+                isinstance(message, Answer)
+                and self._joined
+                and (awaited is not Answer or message.step < self.step)
+            )
+            expected = isinstance(message, awaited) or crossed
+            if not isinstance(message, Answer | Final) or not expected or source not in missing:
+                kind = "FINAL" if awaited is Final else "REPLY"
+                raise out_of_turn(source, message, f"rank {self.rank} (worker, awaits {kind})")
             if not crossed:
                 missing.discard(source)
             self.take_in(source, message)
-        if self._checkpoint and self.keeper is not None:
-            keeper, checkpoint_at, self._checkpoint = self.keeper, self._checkpoint, 0
+        if self._part_of and self.keeper is not None:
+            keeper, checkpoint_at, self._part_of = self.keeper, self._part_of, 0
             yield Compute(lambda: self._keep(keeper, checkpoint_at), "checkpoint")
 
     def _keep(self, keeper: Keeper, checkpoint_at: int) -> None:
@@ -265,10 +288,8 @@ class Worker:
     def _save(self, request: SaveRequest) -> Generator[Effect, Any, None]:
         """Ask for a checkpoint; returns when all shards have written."""
         yield from self.settle()
-        order = Message(Kind.SAVE, step=self.step, checkpoint_at=request.checkpoint_at, text=request.text)
-        for server in self.roles.servers:
-            yield Send(server, order)
-        yield from self.collect(Kind.REPLY)
+        yield from self._broadcast(Save(self.step, request.checkpoint_at, request.text))
+        yield from self.collect()
 
     def _stay(self, deliver: Deliver) -> Generator[Effect, Any, None]:
         """After this worker has reported that it is done it stays until the final model is delivered, by itself if it
@@ -277,48 +298,30 @@ class Worker:
         missing = set(servers) if self.wants_final else set()
         while True:
             source, message = yield from self.probe.receive(servers)
-            if message.kind == Kind.WAKE and message.stop:
-                break
-            if message.kind == Kind.WAKE:
+            if isinstance(message, Wake):
+                if message.stop:
+                    break
                 self.validates = self.wants_final = True
                 missing = set(servers)
-                for server in servers:
-                    yield Send(server, Message(Kind.FINAL, step=self.step))
+                yield from self._broadcast(FinalRequest(self.step))
                 continue
+            if not isinstance(message, Answer | Final):
+                raise out_of_turn(source, message, f"rank {self.rank} (worker, has pushed its last)")
             self.take_in(source, message)
-            if message.kind == Kind.FINAL:
+            if isinstance(message, Final):
                 missing.discard(source)
                 if not missing:
                     yield from self.report_away()
                     measured = yield Compute(deliver, "deliver", interruptible=False)
-                    yield Send(dealer, Message(Kind.DELIVERED, step=self.step, text=json.dumps(measured)))
-        for server in servers:
-            yield Send(server, Message(Kind.LEAVE, step=self.step))
+                    yield Send(dealer, Delivered(self.step, json.dumps(measured)))
+        yield from self._broadcast(Leave(self.step))
 
-    def take_in(self, source: int, message: Message) -> None:
+    def take_in(self, source: int, message: Answer | Final) -> None:
         """What a server's answer says and brings."""
         shard = self.roles.servers.index(source)
-        self.stopped = self.stopped or message.stop
-        if source == self.roles.dealer:
-            self.progress = message.samples
-            self.replica.progress(self.progress)
-            if message.promoted:
-                self.validates = self.wants_final = True
-            self._standby = message.standby
-            self.checkpoint_at, self.final, self._checkpoint = (
-                message.checkpoint_at,
-                message.final,
-                message.checkpoint or self._checkpoint,
-            )
-            if not self._joined:
-                self.step, self.num_batches = message.step, message.batches
-        elif message.checkpoint_at == REQUESTED:
-            self._requested = True
-        for lease in map(Lease._make, message.leases):
-            pieces = lease.batches()
-            self.batches.extend((piece, lease if piece is pieces[-1] else None) for piece in pieces)
-        self._look_ahead()
-        if message.kind == Kind.DIFFERENCE:
+        if isinstance(message, Answer):
+            self._take_answer(source, message)
+        if isinstance(message, Difference):
             if message.payload is None:
                 raise out_of_turn(source, message, f"rank {self.rank} (worker, awaits a difference)")
             self.replica.subtract(shard, message.payload)
@@ -327,17 +330,32 @@ class Worker:
         if message.payload is not None:
             self.versions[shard] = message.version
 
-    def _broadcast(self, kind: Kind, stop: bool = False, finite: bool = True) -> Generator[Effect, Any, None]:
-        message = Message(
-            kind, step=self.step, stop=stop, finite=finite, checkpoint_at=self.checkpoint_at, final=self.final
-        )
+    def _take_answer(self, source: int, message: Answer) -> None:
+        self.stopped = self.stopped or message.stop
+        if source == self.roles.dealer:
+            self.progress = message.samples
+            self.replica.progress(self.progress)
+            if message.promoted:
+                self.validates = self.wants_final = True
+            self._standby = message.standby
+            self.next_checkpoint, self._part_of = message.checkpoint, message.part_of or self._part_of
+            if not self._joined:
+                self.step, self.num_batches = message.step, message.num_batches
+        elif message.checkpoint is not None and message.checkpoint.at is None:
+            self._requested = True
+        for lease in message.leases:
+            pieces = lease.batches()
+            self.batches.extend((piece, lease if piece is pieces[-1] else None) for piece in pieces)
+        self._look_ahead()
+
+    def _broadcast(self, message: ToServer) -> Generator[Effect, Any, None]:
         for server in self.roles.servers:
             yield Send(server, message)
 
     def report_away(self) -> Generator[Effect, Any, None]:
         """To servers that listen for signs of life, before something that may take as long as it likes."""
         if self.probe.timeout_s:
-            yield from self._broadcast(Kind.AWAY)
+            yield from self._broadcast(Away(self.step))
 
     def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
         """The validator measures the parameters it holds when the first batch of the next epoch reaches
@@ -350,4 +368,4 @@ class Worker:
         if metrics:
             note = {"name": "validation", "epoch": epoch + 1, "samples": self.progress, **metrics}
             self.report.event(**note)
-            yield Send(self.roles.dealer, Message(Kind.NOTE, text=json.dumps(note)))
+            yield Send(self.roles.dealer, Note(json.dumps(note)))

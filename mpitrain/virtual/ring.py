@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from mpitrain.effects import AllReduce, Effect, Kind, Message, Recv, Reduction, Role, Send, replaced
+from mpitrain.effects import AllReduce, Effect, Recv, Reduction, Role, Send, replaced
+from mpitrain.messages import Update
 
 # What all ranks bring to one collective, in the order of ranks; answers what each of them is sent.
 Reduce = Callable[[list[Any]], list[Any]]
@@ -42,7 +43,7 @@ class Ring:
         self.ranks, self.reduce = sorted(ranks), reduce
         self._num_begun = dict.fromkeys(self.ranks, 0)
         self._num_rounds = dict.fromkeys(self.ranks, 0)
-        self._waiting: dict[int, deque[Message]] = {rank: deque() for rank in self.ranks}
+        self._waiting: dict[int, deque[Update]] = {rank: deque() for rank in self.ranks}
         self._brought: dict[int, dict[int, Reduction]] = {}
         self._results: dict[int, dict[int, Any]] = {}
 
@@ -56,16 +57,16 @@ class Ring:
         number = self._bring(rank, effect.reduction)
         chunk = Chunk(-(-int(effect.reduction.num_bytes()) // len(self.ranks)))
         for _ in range(2 * (len(self.ranks) - 1)):
-            version = self._num_rounds[rank]
-            yield Send(self._neighbour(rank), Message(Kind.MEAN, version=version, payload=chunk))
-            yield from self._expect(rank, version)
+            round_number = self._num_rounds[rank]
+            yield Send(self._neighbour(rank), Update(round_number, chunk))
+            yield from self._expect(rank, round_number)
             self._num_rounds[rank] += 1
         return self._result(rank, number)
 
-    def _expect(self, rank: int, version: int) -> Role:
+    def _expect(self, rank: int, round_number: int) -> Role:
         """The neighbour's message of this round; the neighbour may be a round ahead."""
         waiting = self._waiting[rank]
-        while not (waiting and waiting[0].version == version):
+        while not (waiting and waiting[0].step == round_number):
             _, message = yield Recv()
             waiting.append(message)
         waiting.popleft()

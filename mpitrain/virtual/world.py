@@ -22,8 +22,6 @@ from mpitrain.effects import (
     Effect,
     Forget,
     Interrupted,
-    Kind,
-    Message,
     Now,
     Recv,
     Role,
@@ -31,6 +29,7 @@ from mpitrain.effects import (
     Sleep,
 )
 from mpitrain.errors import DeadlockError, LostRankError, WireError
+from mpitrain.messages import Alive, Lost, payload_of
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.network import Links, NetworkLaw
 from mpitrain.virtual.ring import Reduce, Ring
@@ -60,7 +59,7 @@ class VirtualWorld:
         compute: law of the time one gradient of the usual size takes; applying and validating take none.
         network: law of the time a message takes.
         seed: key of every draw.
-        may_die: ranks whose death is a message to the others (`Kind.LOST`), not an error.
+        may_die: ranks whose death is a message to the others (`Lost`), not an error.
         workers: ranks of the workers in order, where ranks are not their numbers.
     """
 
@@ -151,7 +150,7 @@ class VirtualWorld:
             )
         for other in self._processes.values():
             if other.rank not in self._may_die and not other.finished:
-                self._send(process.rank, Send(other.rank, Message(Kind.LOST)))
+                self._send(process.rank, Send(other.rank, Lost()))
 
     def _waits_for_silent(self) -> bool:
         """Whether somebody may yet be given up: then time passes although nothing is under way."""
@@ -162,7 +161,7 @@ class VirtualWorld:
         if isinstance(message[1], _Torn):
             raise WireError(f"payload of rank {message[0]} is torn: its stamps differ")
         process.inbox.append(message)
-        breaks_off = message[1].kind != Kind.ALIVE  # a sign of life changes nothing
+        breaks_off = not isinstance(message[1], Alive)  # a sign of life changes nothing
         if process.computing is not None and process.computing.interruptible and breaks_off:
             process.computing.broken_off, process.computing = True, None
             self._advance(process, Interrupted())
@@ -221,7 +220,7 @@ class VirtualWorld:
                 raise AssertionError(f"rank {process.rank} yielded {effect!r}, which is no effect")
 
     def _send(self, source: int, effect: Send) -> None:
-        payload = effect.message.payload
+        payload = payload_of(effect.message)
         num_bytes = HEADER_BYTES + (payload.num_bytes if payload is not None else 0)
         arrival_s = self.network.arrival_s(self._links, self.now_s, source, effect.to, num_bytes)
         sender = self._processes[source]
@@ -240,8 +239,8 @@ class VirtualWorld:
 
 def _throw_away(event: Any) -> None:
     """Nobody is there to receive it."""
-    if isinstance(event, tuple) and getattr(event[1], "payload", None) is not None:
-        event[1].payload.release()
+    if isinstance(event, tuple) and (payload := payload_of(event[1])) is not None:
+        payload.release()
 
 
 class _Torn:

@@ -85,7 +85,7 @@ def join_peers(
         UsageError (AgreedError under MPI): a warm-up, which only `train` can count; an optimizer or dtype that does
         not fit the codec; a checkpoint of another run or number of peers.
     """
-    from mpitrain.effects import Kind
+    from mpitrain.messages import Kind
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.reporting.report import NullReport
     from mpitrain.training.decentralized.builder import PeerBuilder

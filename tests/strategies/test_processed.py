@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpitrain.messages import Lease
 from mpitrain.roles.server.leases import Leases
 from mpitrain.strategies import Async, Sync
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_all, in_any, torn
-from mpitrain.strategies.sampling.dealer import BatchDealer, Lease
+from mpitrain.strategies.sampling.dealer import BatchDealer
 
 SAMPLES, EPOCHS = 12, 3
 

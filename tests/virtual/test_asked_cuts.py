@@ -12,11 +12,11 @@ from mpitrain import strategies
 from mpitrain.effects import Compute
 from mpitrain.errors import UsageError
 from mpitrain.inject import Kill, Straggler
+from mpitrain.messages import Lease
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import SaveRequest, SavingServer, Worker
 from mpitrain.strategies import Elastic
 from mpitrain.strategies.placement import assign
-from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
 from tests.virtual.course import COURSE, on_servers
 from tests.virtual.worlds import NumberReplica, NumberStore, Shuffled, by_batch

@@ -40,7 +40,8 @@ def test_staleness_identity_is_exact_for_any_speeds(tmp_path, compute, workers):
 
 def test_with_everybody_reading_all_the_time_the_sum_is_updates_times_workers_less_one(tmp_path):
     """While leases last every worker has a read in flight: T updates leave T(N-1) reads waiting, exactly."""
-    from mpitrain.effects import Kind, Message, Recv, Send
+    from mpitrain.effects import Recv, Send
+    from mpitrain.messages import Join, Push
     from mpitrain.roles import Server
     from mpitrain.strategies import Async
 
@@ -59,10 +60,10 @@ def test_with_everybody_reading_all_the_time_the_sum_is_updates_times_workers_le
                 effect = role.send(effect.task() if hasattr(effect, "task") else 0.0)
 
     for worker in (1, 2, 3, 4):
-        feed(worker, Message(Kind.JOIN))
+        feed(worker, Join(0))
     order = [1, 1, 2, 4, 1, 3, 3, 3, 2, 4, 4, 1, 2, 3, 1, 1]
     for worker in order:
-        feed(worker, Message(Kind.PUSH, version=answers[worker], samples=1, payload=_Number()))
+        feed(worker, Push(answers[worker], 0, 1, _Number()))
     assert server.ledger.identity() == (len(order) * 3, len(order) * 3)
 
 

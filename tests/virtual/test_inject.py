@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from mpitrain.cli import main as cli
-from mpitrain.effects import Compute, Interrupted, Kind, Message, Now, Recv, Send, Sleep
+from mpitrain.effects import Compute, Interrupted, Now, Recv, Send, Sleep
 from mpitrain.errors import UsageError
 from mpitrain.inject import (
     CorruptFile,
@@ -29,6 +29,7 @@ from mpitrain.inject import (
     read,
     texts,
 )  # fmt: skip
+from mpitrain.messages import Join
 from mpitrain.values import parse, registered
 from mpitrain.virtual import Constant
 from tests import toy
@@ -136,7 +137,7 @@ def answers_of(role, replies):
 
 def test_every_effect_passes_through_and_only_a_gradient_is_followed_by_a_sleep():
     effects = [
-        Send(0, Message(Kind.JOIN)), Recv(), Now(), Compute(int, "validate"), Compute(int, "apply"),
+        Send(0, Join(0)), Recv(), Now(), Compute(int, "validate"), Compute(int, "apply"),
         Compute(int, "gradient"), Recv(),
     ]  # fmt: skip
     heard = []

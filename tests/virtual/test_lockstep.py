@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import mpitrain as mt
-from mpitrain.effects import Kind, Message
+from mpitrain.messages import Push
 from mpitrain.strategies import Backup, SoftSync, Sync
 from mpitrain.virtual import Constant, Exponential, LogNormal, ShiftedExponential
 from tests import toy
@@ -78,7 +78,7 @@ def test_softsync_takes_the_mean_over_samples_of_what_makes_its_update():
     desk = Desk(SoftSync(updates=2), store, (1, 2))
     for worker, samples, value in ((1, 6, 1.0), (2, 2, 5.0)):
         payload = Number(value, 0)
-        desk.feed(worker, Message(Kind.PUSH, 0, 0, samples=samples, share=samples, payload=payload))
+        desk.feed(worker, Push(0, 0, samples, payload, share=samples))
     assert store.path == [1.0, 1.0 - 0.25 * (6 * 1.0 + 2 * 5.0) / 8]
 
 

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from mpitrain.effects import Kind, Message, Now, Recv, Send
+from mpitrain.effects import Now, Recv, Send
 from mpitrain.errors import EvictedError, LostRankError
 from mpitrain.inject import Stop
+from mpitrain.messages import Alive, Away
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import FaultTolerantServer
 from mpitrain.roles.failure_detector.server_side import LOOK_EVERY_S
@@ -191,14 +192,14 @@ def overhear(workers, arrivals):
 
 
 def test_a_pause_of_the_servers_own_is_nobodys_silence():
-    heard = overhear((1, 2), [((1, Message(Kind.AWAY)), 0.0)] + [(None, 0.5)] * 4 + [(None, 1000.0)] * 2)
+    heard = overhear((1, 2), [((1, Away(0)), 0.0)] + [(None, 0.5)] * 4 + [(None, 1000.0)] * 2)
     assert heard.table.lost == {} and heard.detector.now_s == 4.0
 
 
 def test_without_the_rank_that_writes_the_result_the_job_ends():
     """By an error, which takes all along: nobody could tell of the rest of the run."""
     with pytest.raises(LostRankError, match="rank 0, which writes the result, silent: .* for 60.5 s"):
-        overhear((0, 2), [((2, Message(Kind.AWAY)), 0.0)] + [(None, 0.5)] * 122)
+        overhear((0, 2), [((2, Away(0)), 0.0)] + [(None, 0.5)] * 122)
 
 
 def questions(probe, answers, paused_s=0.0):
@@ -211,7 +212,7 @@ def questions(probe, answers, paused_s=0.0):
         assert isinstance(effect, Now)
         effect, now = steps.send(now_s), []
         while isinstance(effect, Send):
-            assert effect.message.kind == Kind.ALIVE
+            assert effect.message == Alive()
             now.append(effect.to)
             effect = steps.send(None)
         asked.append(now)
@@ -221,7 +222,7 @@ def questions(probe, answers, paused_s=0.0):
 
 
 def test_a_server_that_holds_is_told_from_one_that_is_dead():
-    alive, other = (0, Message(Kind.ALIVE)), (1, Message(Kind.ALIVE))
+    alive, other = (0, Alive()), (1, Alive())
     probe = ServerProbe(5, (0, 1), 8.0)
     silence = [None, other] * QUESTIONS + [None]
     assert questions(probe, [None, alive, other] * 20) == [[0, 1], [], []] * 20

@@ -9,8 +9,9 @@ import re
 import pytest
 
 import mpitrain as mt
-from mpitrain.effects import Compute, Kind, Message, Now, Recv, Send
+from mpitrain.effects import Compute, Now, Recv, Send
 from mpitrain.errors import WireError
+from mpitrain.messages import Done, FinalRequest, Idle, Join, Leave, Lost, Pull, Push, Reply, Save
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import FaultTolerantServer, SavingServer
 from mpitrain.roles.server import worker_state
@@ -29,7 +30,7 @@ from tests.virtual.worlds import Number, NumberStore
 
 WORKERS = (1, 2)
 LENGTH = 3  # of sequences of messages, from the start and from where all workers have joined
-JOINED = tuple((worker, Kind.JOIN, {}) for worker in WORKERS)
+JOINED = tuple((worker, Join, {"step": 0}) for worker in WORKERS)
 
 
 def documented():
@@ -174,13 +175,13 @@ SERVERS = {
     "saves": saves,
 }
 MESSAGES = [
-    *(
-        (Kind[name], {})
-        for name in ("JOIN", "PUSH", "PULL", "SAVE", "IDLE", "DONE", "FINAL", "LEAVE", "LOST")
-    ),
-    (Kind.DONE, {"stop": True}),
-    (Kind.LOST, {"text": "silent"}),
-    (Kind.PUSH, {"pull": False}),
+    *((kind, {"step": 0}) for kind in (Join, Pull, Idle, Done, FinalRequest, Leave)),
+    (Done, {"step": 0, "wants_final": True}),
+    (Save, {"step": 0, "at": 0, "text": ""}),
+    (Lost, {}),
+    (Lost, {"how": "silent"}),
+    (Push, {}),
+    (Push, {"pull": False}),
 ]
 
 
@@ -197,14 +198,17 @@ class Fed:
         self._go_on()
 
     def feed(self, worker, kind, fields):
-        payload = Number(1.0, self.versions[worker]) if kind == Kind.PUSH else None
-        leases = tuple(self.leases[worker][:1])
-        self.leases[worker] = self.leases[worker][kind == Kind.PUSH :]
-        message = Message(
-            kind, version=self.versions[worker], samples=1, payload=payload,
-            **({"leases": leases} if kind == Kind.PUSH else {}), **fields,
-        )  # fmt: skip
-        self._answer((worker, message))
+        if kind is Push:
+            version, leases = self.versions[worker], self.leases[worker]
+            lease = leases.pop(0) if leases else None
+            fields = {
+                "version": version,
+                "step": 0,
+                "samples": 1,
+                "payload": Number(1.0, version),
+                "lease": lease,
+            } | fields
+        self._answer((worker, kind(**fields)))
         self._go_on()
 
     def has_work(self, worker):
@@ -218,7 +222,7 @@ class Fed:
                 answer = self._effect.task()
             elif isinstance(self._effect, Now):
                 answer = 0.0
-            elif isinstance(self._effect, Send) and self._effect.message.kind == Kind.REPLY:
+            elif isinstance(self._effect, Send) and isinstance(self._effect.message, Reply):
                 worker, message = self._effect
                 self.versions[worker] = message.version
                 self.leases[worker].extend(message.leases)
@@ -238,7 +242,7 @@ def replay(make, sequence):
         try:
             fed.feed(worker, kind, fields)
         except WireError as error:
-            assert f"rank {worker} sent {kind.name}" in str(error) and number == len(sequence)
+            assert f"rank {worker} sent {kind.kind.name}" in str(error) and number == len(sequence)
             return None
     return fed
 
@@ -252,7 +256,7 @@ def explore(make, sequence, length):
     assert not fed.server.table.who(WorkerState.PULLING), "it was answered"
     if length:
         for worker, (kind, fields) in itertools.product(WORKERS, MESSAGES):
-            if kind != Kind.PUSH or fed.has_work(worker):
+            if kind is not Push or fed.has_work(worker):
                 number += explore(make, (*sequence, (worker, kind, fields)), length - 1)
     return number
 

@@ -14,15 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mpitrain.effects import Compute, Kind, Message, Recv, Send
+from mpitrain.effects import Compute, Recv, Send
 from mpitrain.inject import Injection, Pause, Slow, Straggler
+from mpitrain.messages import Alive, Answer, Away, Done, Idle, Join, Lease, Lost, Message, Pull, Push
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import FaultTolerantServer, Server, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.strategies import Elastic
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.placement import assign
-from mpitrain.strategies.sampling.dealer import BatchDealer, Lease
+from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
 
@@ -208,7 +209,7 @@ class Trace:
                 return end.value
             if isinstance(effect, Recv):
                 self.look(self)
-            elif isinstance(effect, Send) and effect.message.kind in (Kind.REPLY, Kind.DIFFERENCE):
+            elif isinstance(effect, Send) and isinstance(effect.message, Answer):
                 self._on_answer(effect.to, effect.message)
             elif isinstance(effect, Compute):
                 self.update_s.append(self.world.now_s)
@@ -217,7 +218,7 @@ class Trace:
             if isinstance(effect, Recv) and answer is not None:
                 self._on_message(*answer)
 
-    def _on_answer(self, worker: int, message: Message) -> None:
+    def _on_answer(self, worker: int, message: Answer) -> None:
         if not self.due[worker]:  # nobody asked: it is to begin anew
             self._unused(worker)
         self.due[worker] = 0
@@ -229,22 +230,22 @@ class Trace:
         self.replies.append((worker, message.version))
 
     def _on_message(self, source: int, message: Message) -> None:
-        if message.kind in (Kind.ALIVE, Kind.AWAY):  # signs of life
+        if isinstance(message, Alive | Away):  # signs of life
             return
-        self.due[source] += message.kind in (Kind.JOIN, Kind.PUSH, Kind.PULL)
-        if message.kind == Kind.LOST:
+        self.due[source] += isinstance(message, Join | Push | Pull)
+        if isinstance(message, Lost):
             self.left.add(source)
             self._unused(source)
-        elif message.kind == Kind.JOIN:
+        elif isinstance(message, Join):
             self.joined.add(source)
             self.left.discard(source)
-        elif message.kind == Kind.DONE:
+        elif isinstance(message, Done):
             self.left.add(source)
             self._unused(source)
-        elif message.kind in (Kind.PULL, Kind.IDLE):
+        elif isinstance(message, Pull | Idle):
             self._unused(source)
-            self.left.update([source] if message.kind == Kind.IDLE else [])
-        elif message.kind == Kind.PUSH and source not in self.server.table.lost:
+            self.left.update([source] if isinstance(message, Idle) else [])
+        elif isinstance(message, Push) and source not in self.server.table.lost:
             staleness = self.version - self.reading[source][0]
             if message.pull:
                 self.reading[source].pop(0)
@@ -389,12 +390,12 @@ class Desk:
         self._role = self.server.run()
         self._role.send(None)
         for worker in workers:
-            self.feed(worker, Message(Kind.JOIN))
+            self.feed(worker, Join(0))
 
     def push(self, worker: int, payload: Any, version: int | None = None) -> None:
         """A gradient computed on what `worker` read last, or on that `version`."""
         step, version = self.server.ledger.accepted, self.answers[worker] if version is None else version
-        self.feed(worker, Message(Kind.PUSH, version, step, samples=1, payload=payload))
+        self.feed(worker, Push(version, step, 1, payload))
 
     def feed(self, source: int, message: Message) -> None:
         effect = self._role.send((source, message))

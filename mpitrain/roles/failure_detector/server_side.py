@@ -1,7 +1,7 @@
 """What a server hears: messages, and the silence of those who owe it a sign of life.
 
 Invariants: signs of life are taken in here and go no further; a silence that has lasted for too long comes out as
-the message that the worker is lost, with `SILENT` as its text. Time is measured on a clock that stands while this
+the message that the worker is lost, whose `how` is `SILENT`. Time is measured on a clock that stands while this
 server does, so after a pause of its own nobody is late.
 """
 
@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator
 from typing import Any
 
-from mpitrain.effects import Effect, Kind, Message, Now, Recv, Send
+from mpitrain.effects import Effect, Now, Recv, Send
+from mpitrain.messages import Alive, Away, Lost, Message
 from mpitrain.roles.failure_detector.silence import SilenceTracker
 
 LOOK_EVERY_S = 0.5
@@ -43,19 +44,19 @@ class FailureDetector:
         self._look(owing, away_s)
         while self._overdue:
             if (worker := self._overdue.popleft()) in owing:
-                return worker, Message(Kind.LOST, text=SILENT)
+                return worker, Lost(SILENT)
         arrived = yield Recv(LOOK_EVERY_S)
         self._tick((yield Now()))
         if arrived is None:
             return None
         source, message = arrived
-        if message.kind == Kind.ALIVE and not self.is_lost(source):
+        if isinstance(message, Alive) and not self.is_lost(source):
             self.tracker.reports_waiting(source, self.now_s)
-            yield Send(source, Message(Kind.ALIVE))
+            yield Send(source, Alive())
             return None
-        if message.kind != Kind.LOST and not self.is_lost(source):
+        if not isinstance(message, Lost) and not self.is_lost(source):
             self.tracker.heard(source, self.now_s)
-        if message.kind == Kind.AWAY:
+        if isinstance(message, Away):
             self.tracker.goes_away(source)
             return None
         return source, message

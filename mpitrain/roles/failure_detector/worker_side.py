@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Generator
 from typing import Any
 
-from mpitrain.effects import Effect, Kind, Message, Now, Recv, Role, Send
+from mpitrain.effects import Effect, Now, Recv, Role, Send
 from mpitrain.errors import EvictedError, LostRankError
+from mpitrain.messages import Alive, Lost, Message
 
 QUESTIONS = 4
 
@@ -58,8 +59,8 @@ class ServerProbe:
                 self._judge(unanswered)
                 for server in self.servers if served else awaited:
                     unanswered[server] = unanswered.get(server, 0) + 1
-                    yield Send(server, Message(Kind.ALIVE))
-            elif arrived[1].kind == Kind.ALIVE:
+                    yield Send(server, Alive())
+            elif isinstance(arrived[1], Alive):
                 unanswered[arrived[0]] = 0
             else:
                 self._late = False
@@ -90,4 +91,4 @@ class ServerProbe:
 def report_failure(servers: tuple[int, ...]) -> Role:
     """The role of a worker that has failed and can still say so: nobody has to find out by its silence."""
     for server in servers:
-        yield Send(server, Message(Kind.LOST))
+        yield Send(server, Lost())

@@ -20,8 +20,25 @@ import json
 from collections.abc import Generator
 from typing import Any
 
-from mpitrain.effects import Forget, Kind, Message, Role, Send
+from mpitrain.effects import Forget, Role, Send
 from mpitrain.errors import LostRankError
+from mpitrain.messages import (
+    Alive,
+    Delivered,
+    Done,
+    Final,
+    FinalRequest,
+    Idle,
+    Join,
+    Leave,
+    Lost,
+    Message,
+    Pull,
+    Push,
+    Reply,
+    Wake,
+    payload_of,
+)
 from mpitrain.roles.failure_detector.server_side import SILENT, FailureDetector
 from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, SilenceTracker
 from mpitrain.roles.out_of_turn import out_of_turn
@@ -59,9 +76,9 @@ class FaultTolerantServer(Server):
         self.tracker = SilenceTracker(floor_s)
         self.detector = FailureDetector(self.tracker, self.table.is_lost, by_heartbeat)
         self._answers |= {
-            Kind.IDLE: self._on_idle,
-            Kind.FINAL: self._on_final,
-            Kind.LEAVE: self._on_leave,
+            Idle: self._on_idle,
+            FinalRequest: self._on_final,
+            Leave: self._on_leave,
         }
         self._alone_since_s: float | None = None
 
@@ -89,8 +106,8 @@ class FaultTolerantServer(Server):
                 yield from self._look_for_silence(self.detector.now_s)
             elif arrived[0] not in self.workers:
                 return arrived
-            elif arrived[1].kind == Kind.LOST:
-                yield from self._lose(arrived[0], arrived[1].text or "died")
+            elif isinstance(arrived[1], Lost):
+                yield from self._lose(arrived[0], arrived[1].how or "died")
             elif self.table.is_lost(arrived[0]):
                 yield from self.turn_away(*arrived)
             else:
@@ -127,29 +144,29 @@ class FaultTolerantServer(Server):
             source, message = arrived
             if source not in self.workers:
                 raise out_of_turn(source, message, f"a server of workers {self.workers}")
-            if message.kind == Kind.LOST:
+            if isinstance(message, Lost):
                 staying.discard(source)
-                how = message.text or "died"
+                how = message.how or "died"
                 if source not in left:
                     self.table.lose(source, how)
                     self.report.event("worker lost", rank=source, how=how, version=self.ledger.version)
                 if how == SILENT:
                     yield from self.dismiss(source)
                 yield from self._name_deliverer(staying)
-            elif message.kind == Kind.LEAVE:
+            elif isinstance(message, Leave):
                 staying.discard(source)
                 yield from self._on_leave(source, message)
-            elif message.kind == Kind.FINAL or (
+            elif isinstance(message, FinalRequest) or (
                 self.table.is_lost(source) and self.owes_final(source, message)
             ):
-                if message.kind == Kind.DONE:
+                if isinstance(message, Done):
                     self._enter(source, Event.DONE, message)
                 self._enter(source, Event.ASK_FINAL, message)
                 yield from self.send_final(source)
-            elif message.kind == Kind.DELIVERED:
+            elif isinstance(message, Delivered):
                 self.delivered = json.loads(message.text)
                 for worker in sorted(staying):
-                    yield Send(worker, Message(Kind.WAKE, stop=True))
+                    yield Send(worker, Wake(stop=True))
             else:
                 if not self.table.is_lost(source):
                     raise out_of_turn(source, message, "a server whose workers have all pushed their last")
@@ -163,69 +180,69 @@ class FaultTolerantServer(Server):
             self.validator = min(staying)
         if not self.table[self.validator].named:  # the validator itself has asked for the final model
             self.table[self.validator].named = True
-            yield Send(self.validator, Message(Kind.WAKE, promoted=True))
+            yield Send(self.validator, Wake(promoted=True))
 
     def turn_away(self, worker: int, message: Message) -> Steps:
         """A worker that was given up has woken: its leases are others' now."""
-        if message.payload is not None:
-            message.payload.release()
-        if message.kind == Kind.DONE:
+        if (payload := payload_of(message)) is not None:
+            payload.release()
+        if isinstance(message, Done):
             self._enter(worker, Event.DONE, message)
-        if message.kind == Kind.ALIVE:
-            yield Send(worker, Message(Kind.ALIVE))
+        if isinstance(message, Alive):
+            yield Send(worker, Alive())
             owed, self.table[worker].owed = self.table[worker].owed, None
             if owed is not None:
                 yield Send(worker, owed)
-        elif message.kind == Kind.IDLE and self.leases.dealer is not None:
-            yield Send(worker, Message(Kind.WAKE, stop=True))
-        elif message.kind in (Kind.PUSH, Kind.JOIN, Kind.PULL):
-            step = message.step + (message.kind == Kind.PUSH)
-            yield Send(worker, Message(Kind.REPLY, version=self.ledger.version, step=step, stop=True))
-        elif message.kind == Kind.DONE and self.delivers and self.leases.dealer is not None:
-            yield Send(worker, Message(Kind.WAKE, stop=True))
+        elif isinstance(message, Idle) and self.leases.dealer is not None:
+            yield Send(worker, Wake(stop=True))
+        elif isinstance(message, Push | Join | Pull):
+            step = message.step + isinstance(message, Push)
+            yield Send(worker, Reply(self.ledger.version, step, stop=True))
+        elif isinstance(message, Done) and self.delivers and self.leases.dealer is not None:
+            yield Send(worker, Wake(stop=True))
         elif self.owes_final(worker, message):
             self._enter(worker, Event.ASK_FINAL, message)
-        elif message.kind == Kind.LEAVE:
+        elif isinstance(message, Leave):
             yield from self._on_leave(worker, message)
 
     def owes_final(self, worker: int, message: Message) -> bool:
         """Whether one that was given up as silent asks for the final model. Another server may not have given it up;
         only whom the dealing server has given up does not deliver."""
-        if message.kind != Kind.DONE:
-            return message.kind == Kind.FINAL
+        if not isinstance(message, Done):
+            return isinstance(message, FinalRequest)
         lets_go = self.delivers and (self.leases.dealer is not None or self.table[worker].lost != SILENT)
-        return message.stop and not lets_go
+        return message.wants_final and not lets_go
 
     def _take(self, source: int, message: Message) -> Steps:
         yield from super()._take(source, message)
-        if message.kind == Kind.PUSH:
+        if isinstance(message, Push):
             record, leased = self.table[source], self.leases.batch_size > 0
             record.num_nonfinite = 0 if message.finite else record.num_nonfinite + 1
             if record.num_nonfinite == MOST_NONFINITE and leased and not self._over:
                 yield from self._lose(source, NOT_FINITE)
         yield from self._wake()
 
-    def _on_final(self, worker: int, message: Message) -> Steps:
+    def _on_final(self, worker: int, message: FinalRequest) -> Steps:
         """It delivers, and this shard has not seen everybody's last push yet."""
         self._enter(worker, Event.ASK_FINAL, message)
         yield from ()
 
-    def _on_leave(self, worker: int, message: Message) -> Steps:
+    def _on_leave(self, worker: int, message: Leave) -> Steps:
         self._enter(worker, Event.LEAVE, message)
         yield from ()
 
     def send_final(self, worker: int) -> Steps:
         """The model after the last update."""
         payload = self.store.read(worker, full=True)
-        yield Send(worker, Message(Kind.FINAL, version=self.ledger.version, payload=payload))
+        yield Send(worker, Final(self.ledger.version, payload))
 
-    def _on_idle(self, worker: int, message: Message) -> Steps:
+    def _on_idle(self, worker: int, message: Idle) -> Steps:
         """It has been answered, has nothing to compute on, and waits to be woken."""
         self._enter(worker, Event.IDLE, message)
         self.ledger.leave(worker)
         yield from self._go_on_without(worker)
 
-    def _on_join(self, worker: int, message: Message) -> Steps:
+    def _on_join(self, worker: int, message: Join) -> Steps:
         if worker not in self.table.standby:
             yield from super()._on_join(worker, message)
             return
@@ -248,7 +265,7 @@ class FaultTolerantServer(Server):
         for worker in sorted(self.table.who(WorkerState.STANDBY)):
             if over or self.leases.waiting() > len(self.table.who(WorkerState.WOKEN)):
                 self.table.move(worker, Event.WAKE)
-                yield Send(worker, Message(Kind.WAKE, stop=over))
+                yield Send(worker, Wake(stop=over))
                 self.tracker.answered(worker, self.detector.now_s)
 
     @property
@@ -275,11 +292,9 @@ class FaultTolerantServer(Server):
         Should it live, it says so, and gets then what it waits for."""
         record = self.table[worker]
         if record.state in (WorkerState.BLOCKED, WorkerState.JOINING):
-            record.owed = Message(
-                Kind.REPLY, version=self.ledger.version, step=record.next_step or 0, stop=True
-            )
+            record.owed = Reply(self.ledger.version, record.next_step or 0, stop=True)
         elif record.state in STANDING_BY and self.leases.dealer is not None:  # which alone wakes
-            record.owed = Message(Kind.WAKE, stop=True)
+            record.owed = Wake(stop=True)
         yield Forget(worker, listen=True)
 
     def _lose(self, worker: int, how: str) -> Steps:
@@ -313,10 +328,11 @@ class FaultTolerantServer(Server):
             yield from self._admit_joining()
         yield from self._wake()
 
-    def _about(self, worker: int) -> dict[str, Any]:
-        promoted = worker == self.validator != min(self.workers)
-        stays = not self._over and self.leases.has_nothing(worker) and self.leases.outstanding(but_for=worker)
-        return {**super()._about(worker), "promoted": promoted, "standby": stays}
+    def _is_promoted(self, worker: int) -> bool:
+        return worker == self.validator != min(self.workers)
+
+    def _stands_by(self, worker: int) -> bool:
+        return not self._over and self.leases.has_nothing(worker) and self.leases.outstanding(but_for=worker)
 
     def summary(self) -> dict[str, Any]:
         """`Server.summary`, with the ranks that were lost, and how."""

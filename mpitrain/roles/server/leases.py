@@ -13,9 +13,10 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mpitrain.messages import Lease
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
-from mpitrain.strategies.sampling.dealer import BatchDealer, Lease, check_batch_size
+from mpitrain.strategies.sampling.dealer import BatchDealer, check_batch_size
 
 NOBODY = -1
 LEASES_AHEAD = 1  # to read while computing on another; one more for every push that may be in flight

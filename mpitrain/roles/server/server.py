@@ -21,8 +21,22 @@ import json
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Kind, Message, Now, Payload, Recv, Role, Send
+from mpitrain.effects import Compute, Effect, Now, Recv, Role, Send
 from mpitrain.errors import WireError
+from mpitrain.messages import (
+    Difference,
+    Done,
+    Final,
+    Idle,
+    Join,
+    Lease,
+    Message,
+    Note,
+    Payload,
+    Pull,
+    Push,
+    Reply,
+)
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.protocols import Keeper, Report, Store
 from mpitrain.roles.server.checkpoint_schedule import CheckpointSchedule
@@ -30,19 +44,14 @@ from mpitrain.roles.server.gathering import Gathering
 from mpitrain.roles.server.leases import Leases
 from mpitrain.roles.server.resharding import processed_by
 from mpitrain.roles.server.worker_state import WANTING_FINAL, Event, WorkerTable
-from mpitrain.strategies.base import Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import Push as Arrival
+from mpitrain.strategies.base import ServerStrategy, Verdict
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any
 from mpitrain.strategies.parameter_server.staleness import Ledger
-from mpitrain.strategies.sampling.dealer import BatchDealer, Lease
+from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.schedules import Schedule
 
 Steps = Generator[Effect, Any, None]
-CONFIRMING = (
-    Kind.PUSH,
-    Kind.PULL,
-    Kind.IDLE,
-    Kind.DONE,
-)  # sent when every shard has answered all pushes before
 
 
 class Server:
@@ -78,9 +87,8 @@ class Server:
         self.table = WorkerTable(workers, strategy.warmup.first(workers))
         self.memory = strategy.start(tuple(sorted(self.table.active)))
         self.failure = ""
-        self._answers: dict[Kind, Callable[[int, Message], Steps]] = {
-            Kind.JOIN: self._on_join, Kind.PUSH: self._on_push, Kind.DONE: self._on_done,
-            Kind.NOTE: self._on_note, Kind.PULL: self._on_pull,
+        self._answers: dict[type[Message], Callable[[int, Any], Steps]] = {
+            Join: self._on_join, Push: self._on_push, Done: self._on_done, Note: self._on_note, Pull: self._on_pull,
         }  # fmt: skip
 
     def run(self) -> Role:
@@ -95,7 +103,7 @@ class Server:
             yield from self._write_checkpoint()
         for worker in self.table.in_turn(*WANTING_FINAL):
             payload = self.store.read(worker, full=True)
-            yield Send(worker, Message(Kind.FINAL, version=self.ledger.version, payload=payload))
+            yield Send(worker, Final(self.ledger.version, payload))
         return self.summary()
 
     def _next(self) -> Generator[Effect, Any, tuple[int, Message] | None]:
@@ -103,11 +111,11 @@ class Server:
         return (yield Recv()) if self.table.present else None
 
     def _take(self, source: int, message: Message) -> Steps:
-        if message.kind not in self._answers or source not in self.workers:
+        if type(message) not in self._answers or source not in self.workers:
             raise out_of_turn(source, message, f"a server of workers {self.workers}")
-        if message.kind in CONFIRMING and (message.finite or message.kind != Kind.DONE):
+        if message.all_answered if isinstance(message, Done) else isinstance(message, Push | Pull | Idle):
             self.leases.confirm(source)
-        yield from self._answers[message.kind](source, message)
+        yield from self._answers[type(message)](source, message)
 
     def _enter(self, worker: int, event: Event, message: Message) -> None:
         """The message of a worker changes what it does.
@@ -120,7 +128,7 @@ class Server:
             raise out_of_turn(worker, message, f"a server to which that worker is {state}")
         self.table.move(worker, event)
 
-    def _on_join(self, worker: int, message: Message) -> Steps:
+    def _on_join(self, worker: int, message: Join) -> Steps:
         self._enter(worker, Event.JOIN, message)
         record = self.table[worker]
         record.next_step = message.step if record.next_step is None else record.next_step
@@ -131,22 +139,20 @@ class Server:
         """The first read: with two pushes in flight the first two gradients are computed on it."""
         yield from self._release(worker, 0, uses=self.strategy.inflight)
 
-    def _on_pull(self, worker: int, message: Message) -> Steps:
+    def _on_pull(self, worker: int, message: Pull) -> Steps:
         """The model without a gradient: what was read before goes unused from here on."""
         self._enter(worker, Event.PULL, message)
         self.table[worker].next_step = message.step  # after a restart this shard may have been cut at another
         self.ledger.leave(worker)
         yield from self._release(worker, 0)
 
-    def _on_push(self, worker: int, message: Message) -> Steps:
+    def _on_push(self, worker: int, message: Push) -> Steps:
         payload = message.payload
-        if payload is None:
-            raise out_of_turn(worker, message, "a server, without a gradient")
         self._enter(worker, Event.PUSH, message)
         record = self.table[worker]
         record.next_step, record.no_pull = message.step + 1, not message.pull
-        record.num_batches += message.batches or 1
-        self.checkpoints.hear(message, self.ledger.samples_accepted)
+        record.num_batches += message.num_batches
+        self.checkpoints.hear(message.checkpoint, self.ledger.samples_accepted)
         lease = self._lease_of(worker, message)
         again = lease is not None and not self.processed.add(lease)
         now_s = yield Now()
@@ -155,7 +161,7 @@ class Server:
             yield from self._refuse(worker, message, payload, again)
             yield from self._end_warmup()
             return
-        push = Push(
+        push = Arrival(
             worker, message.step, message.version, self.ledger.version, now_s, self.table.blocked, self.table.active,
             self.ledger.reads,
         )  # fmt: skip
@@ -174,7 +180,7 @@ class Server:
                 payload = self.store.correct(worker, payload, num_reads)
             weight = verdict.weight * self.leases.weight(message.samples)
             share = self.leases.share(message.share)
-            self.gathering.take(worker, message.step, payload, weight, share, message.text)
+            self.gathering.take(worker, message.step, payload, weight, share, message.options)
             record.pending_difference = self.strategy.elastic
             self.gathering.add_in_turn(self.strategy.contributors(self.table.active))
         else:
@@ -190,9 +196,9 @@ class Server:
             self.report.progress(samples, version, epoch, message.loss, worker=worker, **info)
         yield from self._end_warmup()
 
-    def _lease_of(self, worker: int, message: Message) -> Lease | None:
+    def _lease_of(self, worker: int, message: Push) -> Lease | None:
         """What a push was made of; None where workers bring their own data."""
-        lease = Lease._make(message.leases[0]) if message.leases else None
+        lease = message.lease
         settled = self.leases.settle(worker)
         if settled is not None and settled != lease:
             raise WireError(f"rank {worker} pushes {lease}, step {message.step}, where {settled} was due")
@@ -234,7 +240,7 @@ class Server:
         if self.checkpoints.ended:
             self.leases.close()
 
-    def _refuse(self, worker: int, message: Message, payload: Payload, again: bool) -> Steps:
+    def _refuse(self, worker: int, message: Push, payload: Payload, again: bool) -> Steps:
         """A gradient that was stopped when it was already under way, or a NaN or infinite one: that is never applied;
         counted, and under "stop" the end of the run."""
         if message.version < self.ledger.oldest_read(worker):
@@ -296,33 +302,41 @@ class Server:
             self.ledger.read(worker, payload.num_bytes, uses)
         if self.strategy.batching.measures:
             self.leases.answered(worker, (yield Now()))
-        message = Message(
-            Kind.DIFFERENCE if record.pending_difference else Kind.REPLY,
+        checkpoint, part_of = self.checkpoints.on_answer(worker)
+        answer = Difference if record.pending_difference else Reply
+        message = answer(
             version=self.ledger.version,
             step=record.next_step,
             samples=self.ledger.samples_accepted,
-            stop=bool(self.failure) or self.checkpoints.ended,
-            leases=tuple(leases),
             payload=payload,
-            batches=record.num_batches,
-            **self._about(worker),
+            leases=tuple(leases),
+            stop=bool(self.failure) or self.checkpoints.ended,
+            num_batches=record.num_batches,
+            checkpoint=checkpoint,
+            part_of=part_of,
+            promoted=self._is_promoted(worker),
+            standby=self._stands_by(worker),
         )
         record.no_pull = record.pending_difference = False
         yield Send(worker, message)
 
-    def _about(self, worker: int) -> dict[str, Any]:
-        """Further fields of an answer."""
-        return self.checkpoints.on_answer(worker)
+    def _is_promoted(self, worker: int) -> bool:
+        """Whether `worker` validates in place of one that is gone."""
+        return False
 
-    def _on_done(self, worker: int, message: Message) -> Steps:
+    def _stands_by(self, worker: int) -> bool:
+        """Whether `worker` is to stay although it has nothing to do."""
+        return False
+
+    def _on_done(self, worker: int, message: Done) -> Steps:
         self._enter(worker, Event.DONE, message)
-        self.checkpoints.hear(message, self.ledger.samples_accepted)
+        self.checkpoints.hear(message.checkpoint, self.ledger.samples_accepted)
         if (
-            not message.finite
+            not message.all_answered
         ):  # told to stop, perhaps by a server that has given it up and processes nothing of it any more
             self.leases.take_back(worker)
         self.ledger.leave(worker)
-        if message.stop:
+        if message.wants_final:
             self._enter(worker, Event.ASK_FINAL, message)
         yield from self._go_on_without(worker)
         if not self.table.active:
@@ -345,7 +359,7 @@ class Server:
             self.strategy.on_read_ended(self.memory, *now, self.table.blocked, self.table.active)
         )
 
-    def _on_note(self, worker: int, message: Message) -> Steps:
+    def _on_note(self, worker: int, message: Note) -> Steps:
         self.report.event(**json.loads(message.text))
         yield from ()
 

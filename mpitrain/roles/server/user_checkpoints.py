@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Kind, Message
+from mpitrain.effects import Compute, Effect
 from mpitrain.errors import UsageError
+from mpitrain.messages import Message, Save
 from mpitrain.roles.save_request import SaveRequest
 from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
 from mpitrain.roles.server.worker_state import Event, WorkerState
@@ -33,11 +34,11 @@ class SavingServer(FaultTolerantServer):
     ):
         super().__init__(*args, **options)
         self._write = write
-        self._answers[Kind.SAVE] = self._on_save
+        self._answers[Save] = self._on_save
 
-    def _on_save(self, worker: int, message: Message) -> Steps:
+    def _on_save(self, worker: int, message: Save) -> Steps:
         self._enter(worker, Event.SAVE, message)
-        self.table[worker].save = SaveRequest(message.checkpoint_at, message.text)
+        self.table[worker].save = SaveRequest(message.at, message.text)
         yield from ()
 
     def _take(self, source: int, message: Message) -> Steps:

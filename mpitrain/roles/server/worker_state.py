@@ -36,7 +36,7 @@ import enum
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
-from mpitrain.effects import Message
+from mpitrain.messages import ToWorker
 from mpitrain.roles.save_request import SaveRequest
 
 
@@ -137,7 +137,7 @@ class WorkerRecord:
     num_nonfinite: int = 0  # pushes in a row that were not finite
     lost: str = ""  # how: "died", "silent" or "not finite"
     lost_since: int = 0  # the number of that move
-    owed: Message | None = None  # to one that was given up while it waited
+    owed: ToWorker | None = None  # to one that was given up while it waited
     named: bool = False  # was to deliver the final model
 
 

@@ -9,20 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from mpitrain.messages import Lease
 
 Run = tuple[int, int, int]  # (epoch, start, end)
-
-
-class Stretch(Protocol):
-    """`num_samples` samples from position `start` of the order of `epoch`: a lease."""
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def num_samples(self) -> int: ...
 
 
 class ProcessedSamples:
@@ -60,7 +51,7 @@ class ProcessedSamples:
         epochs = [*range(self.num_complete), *sorted(self._runs)]
         return [(epoch, start, end) for epoch in epochs for start, end in self.runs(epoch)]
 
-    def has(self, lease: Stretch) -> bool:
+    def has(self, lease: Lease) -> bool:
         """Whether `lease` has been processed; never a part of it.
 
         Raises:
@@ -75,7 +66,7 @@ class ProcessedSamples:
         )
         return bool(found)
 
-    def add(self, lease: Stretch) -> bool:
+    def add(self, lease: Lease) -> bool:
         """`lease` is processed now; False if it was before."""
         if self.has(lease):
             return False

@@ -14,28 +14,13 @@ a single stretch the leases come in the order of asking.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.messages import Lease
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any, torn, without
 
 MAX_WINDOWS = 16  # of a stretch: neighbours share the window they meet in, so about 1/16 is read twice
-
-
-class Lease(NamedTuple):
-    """`num_samples` samples from position `start` of the global order of `epoch` (epochs count from 0): what one
-    push covers. `batch_size`: to be cut into batches of so many; 0: it is one batch.
-    """
-
-    epoch: int
-    start: int
-    num_samples: int
-    batch_size: int = 0
-
-    def batches(self) -> list[Lease]:
-        """The batches in it; the last one may be smaller."""
-        size, end = self.batch_size or self.num_samples, self.start + self.num_samples
-        return [Lease(self.epoch, at, min(size, end - at)) for at in range(self.start, end, size)]
 
 
 def share_out(start: int, count: int, num_workers: int, worker: int) -> tuple[int, int]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mpitrain.strategies.sampling.dealer import Lease, check_batch_size, share_out
+from mpitrain.messages import Lease
+from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
 from mpitrain.strategies.warmup import Warmup
 
 

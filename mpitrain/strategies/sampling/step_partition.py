@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.strategies.sampling.dealer import BatchDealer, Lease, check_batch_size
+from mpitrain.messages import Lease
+from mpitrain.strategies.sampling.dealer import BatchDealer, check_batch_size
 
 ENDLESS = 1 << 62
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.effects import Kind
+from mpitrain.messages import Kind
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer

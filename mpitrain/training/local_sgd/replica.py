@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from mpitrain.job import Job
+from mpitrain.messages import Lease
 from mpitrain.model.loss import BatchLoss
-from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Ask, Asking, Averager
 from mpitrain.training.synchronous.stepper import Batch, Stepper

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.effects import Kind
+from mpitrain.messages import Kind
 from mpitrain.mpi.world import MpiWorld
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.strategies.local_sgd import LocalSGD

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from mpitrain.checkpoint import Keeper
 from mpitrain.data import Catalogue
-from mpitrain.effects import Kind
 from mpitrain.job import Job
+from mpitrain.messages import Kind
 from mpitrain.model import (
     ElasticStore,
     FlatModel,

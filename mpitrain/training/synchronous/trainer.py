@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.messages import Lease
 from mpitrain.model.optimizer import Rates
-from mpitrain.strategies.sampling.dealer import Lease
 from mpitrain.strategies.sampling.step_partition import StepPartition
 from mpitrain.training.measure import (
     MODEL_FILE,

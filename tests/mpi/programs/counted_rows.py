@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.effects import Kind, Send, watched
+from mpitrain.effects import Send, watched
+from mpitrain.messages import Push
 from mpitrain.mpi.runtime import start
 from mpitrain.roles import Worker
 from mpitrain.values import parse
@@ -71,7 +72,7 @@ def between_two_shards(role):
     """The worker of this role dies when its push at step 5 has come to the first shard alone."""
 
     def before(effect):
-        pushes = isinstance(effect, Send) and effect.message.kind == Kind.PUSH and effect.message.step == 5
+        pushes = isinstance(effect, Send) and isinstance(effect.message, Push) and effect.message.step == 5
         if pushes and effect.to == 1:
             engine = runtime.engine
             engine.wait_any(

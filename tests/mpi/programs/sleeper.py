@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from mpitrain.effects import Kind, Message, Now, Recv, Send, Sleep
+from mpitrain.effects import Now, Recv, Send, Sleep
+from mpitrain.messages import Join, Push
 from mpitrain.model.buffers import FixedBuffer
 from mpitrain.mpi.runtime import start
 from mpitrain.mpi.world import MpiWorld
@@ -32,8 +33,8 @@ def sleeper():
 
 
 def sender():
-    yield Send(0, Message(Kind.JOIN))
-    yield Send(0, Message(Kind.PUSH, step=1, payload=frame))
+    yield Send(0, Join(0))
+    yield Send(0, Push(0, 1, 1, frame))
 
 
 if runtime.rank == 0:

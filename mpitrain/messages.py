@@ -1,0 +1,440 @@
+"""The messages between roles: one class for each kind, with only the fields that this kind carries.
+
+Invariants: a message never changes. How it travels is up to the world: `mpi/message_header.py` maps every class to the
+fields of one header, a virtual world hands over the object. A payload is opaque here: a world keeps it until it has
+been sent, then calls its `release()`; what a role receives it must release itself when it is done with it.
+
+Samples are counted as accepted by the dealing server, the server that deals the batches. A worker's `step` is how many
+pushes it has made, so it numbers its pushes from 0.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+
+class Kind(enum.IntEnum):
+    """What a message is on the wire. Append, never renumber."""
+
+    JOIN = 1
+    REPLY = 2
+    PUSH = 3
+    DONE = 4
+    FINAL = 5  # both the request and the model that answers it
+    NOTE = 6
+    PULL = 7
+    DIFFERENCE = 8
+    LOST = 9
+    IDLE = 10
+    WAKE = 11
+    UPDATE = 12
+    SUM = 13
+    MEAN = 14
+    ASK = 15
+    AGREED = 16
+    DELIVERED = 17
+    LEAVE = 18
+    SAVE = 19
+    ALIVE = 20
+    AWAY = 21
+    LAST = 22
+
+
+class Payload(Protocol):
+    """Bytes that a message carries beside its header."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire."""
+
+    def statistics(self) -> dict[str, float]:
+        """What there is to tell of them in the run's progress."""
+
+    def release(self) -> None:
+        """The holder no longer needs the bytes."""
+
+
+class Lease(NamedTuple):
+    """`num_samples` samples from position `start` of the global order of `epoch` (epochs count from 0): what one
+    push covers. `batch_size`: to be cut into batches of so many; 0: it is one batch.
+    """
+
+    epoch: int
+    start: int
+    num_samples: int
+    batch_size: int = 0
+
+    def batches(self) -> list[Lease]:
+        """The batches in it; the last one may be smaller."""
+        size, end = self.batch_size or self.num_samples, self.start + self.num_samples
+        return [Lease(self.epoch, at, min(size, end - at)) for at in range(self.start, end, size)]
+
+
+class CheckpointRequest(NamedTuple):
+    """When the next checkpoint is written.
+
+    at: samples at which every shard writes it; None: as soon as the dealing server can name that point, because the
+        sender was told to end.
+    final: the run ends with it; the dealing server decides so.
+    """
+
+    at: int | None = None
+    final: bool = False
+
+
+# ---- workers to servers
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A worker asks every server for the model, and the dealing server for its first leases, when it begins to work or
+    has been woken.
+
+    step: of its next push.
+    """
+
+    kind: ClassVar[Kind] = Kind.JOIN
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A worker hands a server its part of a gradient (or of its parameters, in an elastic exchange).
+
+    version: of this shard, which the gradient was computed on.
+    step: of this push.
+    samples: in the batches that it was made of.
+    payload: the gradient.
+    share: its share in the mean of an update: samples, or the weight that the loss tells of.
+    loss: the mean of the batches.
+    finite: neither the loss nor any number of the gradient, on any shard, is a NaN or infinite.
+    pull: the worker wants the parameters back; otherwise it goes on with what it has.
+    lease: what it was made of; None where workers bring their own data.
+    num_batches: how many it was made of.
+    checkpoint: the next one, as far as the worker knows; or the worker, or one of its servers, was told to end.
+    options: those of the server's optimizer that came with the gradient, as JSON text; empty where none has changed.
+    """
+
+    kind: ClassVar[Kind] = Kind.PUSH
+    version: int
+    step: int
+    samples: int
+    payload: Payload
+    share: float = 1.0
+    loss: float = 0.0
+    finite: bool = True
+    pull: bool = True
+    lease: Lease | None = None
+    num_batches: int = 1
+    checkpoint: CheckpointRequest | None = None
+    options: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A worker asks every server for the model, and hands in no gradient.
+
+    step: of its next push.
+    """
+
+    kind: ClassVar[Kind] = Kind.PULL
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A worker tells every server that it has nothing to compute on, and stays in case there is more.
+
+    step: of the push that it would make next.
+    """
+
+    kind: ClassVar[Kind] = Kind.IDLE
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A worker tells every server that it validates before its next message, for as long as it takes.
+
+    step: of its next push.
+    """
+
+    kind: ClassVar[Kind] = Kind.AWAY
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A worker asks every server to write a checkpoint as soon as all workers have asked for it, and then for the
+    model.
+
+    step: of its next push.
+    at: the step of the user's loop, which the checkpoint is named by.
+    text: what else those who write have to know, as JSON text.
+    """
+
+    kind: ClassVar[Kind] = Kind.SAVE
+    step: int
+    at: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A worker has something for the run's report, which the dealing server writes.
+
+    text: the event as JSON text.
+    """
+
+    kind: ClassVar[Kind] = Kind.NOTE
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A worker tells every server that it will not push again.
+
+    step: how many pushes it has made.
+    wants_final: it asks for the final model.
+    all_answered: every shard has answered all its pushes, and so has processed them; not known where a server told it
+        to stop.
+    checkpoint: as in `Push`.
+    """
+
+    kind: ClassVar[Kind] = Kind.DONE
+    step: int
+    wants_final: bool = False
+    all_answered: bool = True
+    checkpoint: CheckpointRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinalRequest:
+    """A worker that was told to deliver the final model asks every server for it.
+
+    step: how many pushes it has made.
+    """
+
+    kind: ClassVar[Kind] = Kind.FINAL
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The worker that was to deliver the final model tells the dealing server that it is saved.
+
+    step: how many pushes it has made.
+    text: what was measured, as JSON text.
+    """
+
+    kind: ClassVar[Kind] = Kind.DELIVERED
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A worker tells every server that it has stayed for as long as it was wanted.
+
+    step: how many pushes it has made.
+    """
+
+    kind: ClassVar[Kind] = Kind.LEAVE
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A worker is gone: its world tells those whom it may leave alone, or the worker says itself that it fails now, or
+    a server's failure detector has found that it is silent.
+
+    how: "silent"; empty where it has died.
+    """
+
+    kind: ClassVar[Kind] = Kind.LOST
+    how: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A worker that waits for an answer asks a server whether it is there; a server answers with the same."""
+
+    kind: ClassVar[Kind] = Kind.ALIVE
+
+
+# ---- servers to workers
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A server's answer to a `Join`, `Push`, `Pull` or `Save`; sent unasked, it tells a worker to begin its batch anew.
+    It is a `Reply` or a `Difference`.
+
+    version: of this shard now.
+    step: of the worker's next push: tells which push is answered.
+    samples: accepted so far; what follows that is a worker's schedule.
+    payload: what `Reply` and `Difference` say; None where the push wanted nothing.
+    leases: what to compute on after those that the worker has (the dealing server).
+    stop: there is no more work.
+    num_batches: how many batches the worker has pushed, in case it has just been started anew.
+    checkpoint: the next one (the dealing server), or this server was told to end (any other server).
+    part_of: what the worker holds with this answer belongs to the checkpoint at so many samples; 0: to none.
+    promoted: the worker validates from now on, because the one that did is gone.
+    standby: the worker should stay although it has nothing to do.
+    """
+
+    version: int
+    step: int
+    samples: int = 0
+    payload: Payload | None = None
+    leases: tuple[Lease, ...] = ()
+    stop: bool = False
+    num_batches: int = 0
+    checkpoint: CheckpointRequest | None = None
+    part_of: int = 0
+    promoted: bool = False
+    standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Answer):
+    """The answer whose payload is the model of this shard."""
+
+    kind: ClassVar[Kind] = Kind.REPLY
+
+
+@dataclass(frozen=True, slots=True)
+class Difference(Answer):
+    """The answer to an elastic push: its payload is what both sides move by."""
+
+    kind: ClassVar[Kind] = Kind.DIFFERENCE
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """A server hands the worker that asked for it the model of its shard after the last update.
+
+    version: of the shard.
+    payload: the model, unrounded.
+    """
+
+    kind: ClassVar[Kind] = Kind.FINAL
+    version: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """The dealing server tells a worker that is idle to join again, or one that has pushed its last what to do.
+
+    stop: the worker leaves.
+    promoted: the worker delivers the final model, for which it asks every server.
+    """
+
+    kind: ClassVar[Kind] = Kind.WAKE
+    stop: bool = False
+    promoted: bool = False
+
+
+# ---- among peers
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A peer tells another one what has become of it. (In virtual time it also stands for a round of an all-reduce.)
+
+    step: of the sender.
+    payload: what this step has changed, or the parameters.
+    """
+
+    kind: ClassVar[Kind] = Kind.UPDATE
+    step: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """At a meeting a peer tells its parent in the tree of all peers the sum of the parameters below.
+
+    meeting: its number, from 0.
+    step: of the sender.
+    count: how many peers the sum is of.
+    payload: the sum; None where nobody below takes part.
+    """
+
+    kind: ClassVar[Kind] = Kind.SUM
+    meeting: int
+    step: int
+    count: int
+    payload: Payload | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """At a meeting a peer tells its children in the tree the mean of all.
+
+    meeting: its number, from 0.
+    step: of the sender.
+    payload: the mean.
+    """
+
+    kind: ClassVar[Kind] = Kind.MEAN
+    meeting: int
+    step: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A peer tells its parent in the tree whether it, or one of those below, was told to end.
+
+    step: after which all peers ask.
+    checkpoint: a request where one was told to end; None where none was.
+    """
+
+    kind: ClassVar[Kind] = Kind.ASK
+    step: int
+    checkpoint: CheckpointRequest | None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The first peer answers `Ask` for all; every peer passes it on to its children.
+
+    step: after which all peers have asked.
+    writes: all write a checkpoint now.
+    ends: the run ends with it.
+    ask_at: the step after which all ask again.
+    """
+
+    kind: ClassVar[Kind] = Kind.AGREED
+    step: int
+    writes: bool
+    ends: bool
+    ask_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """A peer tells everybody who may wait for it that it has taken its last step.
+
+    step: how many steps it has taken.
+    """
+
+    kind: ClassVar[Kind] = Kind.LAST
+    step: int
+
+
+ToServer = (
+    Join | Push | Pull | Idle | Away | Save | Note | Done | FinalRequest | Delivered | Leave | Lost | Alive
+)
+ToWorker = Reply | Difference | Final | Wake | Alive
+AmongPeers = Update | Sum | Mean | Ask | Agreed | Last
+Message = ToServer | ToWorker | AmongPeers
+
+
+def payload_of(message: Message) -> Payload | None:
+    """The payload of a message that carries one."""
+    return message.payload if isinstance(message, Push | Answer | Final | Update | Sum | Mean) else None
