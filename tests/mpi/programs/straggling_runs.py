@@ -34,7 +34,7 @@ def counting_apply(self):
 
 
 def noting_carry_out(self, verdict):
-    active.append(len(self.active))
+    active.append(len(self.table.active))
     return carry_out(self, verdict)
 
 
