@@ -187,8 +187,9 @@ def _run(
         try:
             launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            hung = f"no end within {timeout_s} s"
-            _ask_for_stacks(_sessions(launcher.pid, warm_ranks))
+            sessions = _sessions(launcher.pid, warm_ranks)
+            hung = f"no end within {timeout_s} s; living: {members(*sessions)}"
+            _ask_for_stacks(sessions)
         finally:
             left = _kill_sessions(launcher.pid, warm_ranks, grace_s=0 if hung else 2)
             code = launcher.wait()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.mpi.cases import PROGRAMS
-from tests.rank_pool.pool import Pool, may_be_warm
+from tests.rank_pool.pool import HERE, Pool, may_be_warm
 from tests.ranks import ROOT, find_mpi, run_ranks
 
 
@@ -79,6 +80,26 @@ def test_a_pool_that_has_ended_is_started_again(pool, tmp_path):
     pool._process.wait()
     second = run_alone(pool, tmp_path / "ranks", "import os; print(os.getppid())")
     assert second.returncode == 0 and second.stdout != first.stdout
+
+
+def test_a_client_whose_server_cannot_fork_starts_the_program_itself(tmp_path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        server.listen()
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(HERE / "client.py"),
+            str(tmp_path / "socket"),
+            str(tmp_path),
+        ]
+        client = subprocess.Popen([*command, "-c", "import torch; print('up')"], stdout=subprocess.PIPE)
+        connection, _ = server.accept()
+        while connection.recv(1 << 16)[-1:] != b"}":  # all that it asks
+            pass
+        connection.close()
+        assert client.communicate(timeout=60)[0] == b"up\n" and client.returncode == 0
 
 
 def test_signals_reach_the_rank_and_its_end_is_the_clients(pool, tmp_path):

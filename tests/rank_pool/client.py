@@ -2,7 +2,8 @@
 
 It passes on everything a rank has from its launcher (arguments, environment, working directory, open files, signal
 mask, cores) and every signal it is sent. When it is killed, the server sees its connection close and kills the rank.
-Run by `python -I -S`, which takes some hundredths of a second; stdlib only.
+Where the server cannot fork, it becomes the program itself, as the launcher would have started it. Run by
+`python -I -S`, which takes some hundredths of a second; stdlib only.
 """
 
 import json
@@ -37,7 +38,13 @@ def main(address: str, folder: str, argv: list[str]) -> None:
     socket.send_fds(server, [len(text).to_bytes(8, "big")], files)
     server.sendall(text)
     answers = server.makefile("r")
-    rank = int(answers.readline() or _lost())
+    first = answers.readline()
+    if not first:  # the server could not fork
+        for kept in (server, answers):
+            kept.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.execv(sys.executable, [sys.executable, *argv])
+    rank = int(first)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: _forward(rank, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)

@@ -81,21 +81,32 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                 _forget_client(of_clients[number])
         if listener.fileno() in ready:
             client, _ = listener.accept()
-            with contextlib.suppress(OSError, ValueError):
+            files: list[int] = []
+            try:
                 request, files = _read(client)
                 pid = os.fork()
-                if pid == 0:
-                    for rank in ranks:
-                        rank.close()
-                    client.close()
-                    listener.close()
-                    _become(request, files)
-                    return request
-                open(f"{request['folder']}/{pid}", "w").close()
-                client.sendall(b"%d\n" % pid)
-                ranks.append(_Rank(pid, client))
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # no memory for one more, or a client that was killed as it asked
+                print(f"the rank pool cannot fork: {error}", file=sys.stderr, flush=True)
+                client.close()
                 for number in files:
                     os.close(number)
+                continue
+            if pid == 0:
+                for rank in ranks:
+                    rank.close()
+                client.close()
+                listener.close()
+                _become(request, files)
+                return request
+            ranks.append(_Rank(pid, client))
+            with contextlib.suppress(OSError):  # the client has been killed meanwhile, or the launch is over
+                open(f"{request['folder']}/{pid}", "w").close()
+                client.sendall(b"%d\n" % pid)
+            for number in files:
+                os.close(number)
 
 
 def _forget_client(rank: _Rank) -> None:

@@ -6,6 +6,7 @@ Arguments: a folder, and JSON of name -> (codec, ranks that are told).
 import gc
 import json
 import sys
+import time
 from pathlib import Path
 
 from torch.nn.parallel import DistributedDataParallel
@@ -22,15 +23,22 @@ runtime, path = start(), Path(sys.argv[1])
 update = Stepper.update
 alarmed: list[int] = []
 met: set[str] = set()
+lost: set[str] = set()
 
 
 def alarming(self, value, share, count):
-    # the allreduce is done everywhere: who is not alarmed takes the step, the others have lost it
-    if self.step == 5 and runtime.rank in alarmed and name not in met:
+    if self.step == 5 and name not in met:
         met.add(name)
-        raise process_failed()
+        (path / f"{name}.{runtime.rank}").touch()
+        # who is alarmed earlier breaks off the others' allreduce
+        while len(list(path.glob(f"{name}.*"))) < runtime.size:
+            time.sleep(0.001)
+        # it is done everywhere: who is not alarmed takes the step, the others have lost it
+        if runtime.rank in alarmed:
+            lost.add(name)
+            raise process_failed()
     loss = update(self, value, share, count)
-    if self.step == 7 and name in met:  # the trainers before this one are gone, and with them DDP's hooks
+    if self.step == 7 and name in lost:  # the trainers before this one are gone, and with them DDP's hooks
         gc.collect()
         assert sum(isinstance(one, DistributedDataParallel) for one in gc.get_objects()) == 1
     return loss
