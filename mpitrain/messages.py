@@ -50,7 +50,7 @@ class Payload(Protocol):
         """Bytes on the wire."""
 
     def statistics(self) -> dict[str, float]:
-        """What there is to tell of them in the run's progress."""
+        """What the run's progress reports of them."""
 
     def release(self) -> None:
         """The holder no longer needs the bytes."""
@@ -76,7 +76,7 @@ class CheckpointRequest(NamedTuple):
     """When the next checkpoint is written.
 
     at: samples at which every shard writes it; None: as soon as the dealing server can name that point, because the
-        sender was told to end.
+        sender has been asked to end.
     final: the run ends with it; the dealing server decides so.
     """
 
@@ -107,13 +107,14 @@ class Push:
     step: of this push.
     samples: in the batches that it was made of.
     payload: the gradient.
-    share: its share in the mean of an update: samples, or the weight that the loss tells of.
+    share: its share in the mean of an update: samples, or the weight that the loss reports.
     loss: the mean of the batches.
     finite: neither the loss nor any number of the gradient, on any shard, is a NaN or infinite.
     pull: the worker wants the parameters back; otherwise it goes on with what it has.
     lease: what it was made of; None where workers bring their own data.
     num_batches: how many it was made of.
-    checkpoint: the next one, as far as the worker knows; or the worker, or one of its servers, was told to end.
+    checkpoint: the next one that the worker knows of; or a request, because the worker or one of its servers has been
+        asked to end.
     options: those of the server's optimizer that came with the gradient, as JSON text; empty where none has changed.
     """
 
@@ -145,7 +146,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A worker tells every server that it has nothing to compute on, and stays in case there is more.
+    """A worker informs every server that it has nothing to compute on, and stays in case there is more.
 
     step: of the push that it would make next.
     """
@@ -156,7 +157,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """A worker tells every server that it validates before its next message, for as long as it takes.
+    """A worker informs every server that it validates before its next message, for as long as it takes.
 
     step: of its next push.
     """
@@ -194,12 +195,12 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A worker tells every server that it will not push again.
+    """A worker informs every server that it will not push again.
 
     step: how many pushes it has made.
     wants_final: it asks for the final model.
-    all_answered: every shard has answered all its pushes, and so has processed them; not known where a server told it
-        to stop.
+    all_answered: every shard has answered all its pushes, and so has processed them; False where that is not known,
+        because a server has stopped it.
     checkpoint: as in `Push`.
     """
 
@@ -212,7 +213,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class FinalRequest:
-    """A worker that was told to deliver the final model asks every server for it.
+    """A worker that is to deliver the final model in place of another one asks every server for it.
 
     step: how many pushes it has made.
     """
@@ -223,7 +224,7 @@ class FinalRequest:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The worker that was to deliver the final model tells the dealing server that it is saved.
+    """The worker that delivers the final model informs the dealing server that it is saved.
 
     step: how many pushes it has made.
     text: what was measured, as JSON text.
@@ -236,7 +237,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A worker tells every server that it has stayed for as long as it was wanted.
+    """A worker informs every server that it leaves, having stayed for as long as it was wanted.
 
     step: how many pushes it has made.
     """
@@ -247,8 +248,8 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker is gone: its world tells those whom it may leave alone, or the worker says itself that it fails now, or
-    a server's failure detector has found that it is silent.
+    """A worker is gone. The world informs the ranks that go on without it; or the worker informs its servers that it
+    fails now; or a server's own failure detector has found that it is silent.
 
     how: "silent"; empty where it has died.
     """
@@ -269,17 +270,17 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A server's answer to a `Join`, `Push`, `Pull` or `Save`; sent unasked, it tells a worker to begin its batch anew.
+    """A server's answer to a `Join`, `Push`, `Pull` or `Save`; sent unasked, it makes a worker begin its batch anew.
     It is a `Reply` or a `Difference`.
 
     version: of this shard now.
-    step: of the worker's next push: tells which push is answered.
-    samples: accepted so far; what follows that is a worker's schedule.
-    payload: what `Reply` and `Difference` say; None where the push wanted nothing.
+    step: of the worker's next push, which identifies the push that is answered.
+    samples: accepted so far, which a schedule on the worker follows.
+    payload: the model, or the difference; None where the push asked for nothing.
     leases: what to compute on after those that the worker has (the dealing server).
     stop: there is no more work.
     num_batches: how many batches the worker has pushed, in case it has just been started anew.
-    checkpoint: the next one (the dealing server), or this server was told to end (any other server).
+    checkpoint: the next one (the dealing server), or a request where this server has been asked to end (any other).
     part_of: what the worker holds with this answer belongs to the checkpoint at so many samples; 0: to none.
     promoted: the worker validates from now on, because the one that did is gone.
     standby: the worker should stay although it has nothing to do.
@@ -327,7 +328,7 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """The dealing server tells a worker that is idle to join again, or one that has pushed its last what to do.
+    """The dealing server asks a worker that is idle to join again, or directs one that has pushed its last.
 
     stop: the worker leaves.
     promoted: the worker delivers the final model, for which it asks every server.
@@ -343,7 +344,7 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A peer tells another one what has become of it. (In virtual time it also stands for a round of an all-reduce.)
+    """A peer sends another one what has become of its model. (In virtual time, also a part of an all-reduce.)
 
     step: of the sender.
     payload: what this step has changed, or the parameters.
@@ -356,7 +357,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """At a meeting a peer tells its parent in the tree of all peers the sum of the parameters below.
+    """At a meeting a peer sends its parent in the tree of all peers the sum of the parameters below.
 
     meeting: its number, from 0.
     step: of the sender.
@@ -373,7 +374,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """At a meeting a peer tells its children in the tree the mean of all.
+    """At a meeting a peer sends its children in the tree the mean of all.
 
     meeting: its number, from 0.
     step: of the sender.
@@ -388,10 +389,10 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A peer tells its parent in the tree whether it, or one of those below, was told to end.
+    """A peer informs its parent in the tree whether it, or one of those below, has been asked to end.
 
     step: after which all peers ask.
-    checkpoint: a request where one was told to end; None where none was.
+    checkpoint: a request where one has been asked to end; None where none has.
     """
 
     kind: ClassVar[Kind] = Kind.ASK
@@ -418,7 +419,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """A peer tells everybody who may wait for it that it has taken its last step.
+    """A peer informs everybody who may wait for it that it has taken its last step.
 
     step: how many steps it has taken.
     """

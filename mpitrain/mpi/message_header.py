@@ -56,14 +56,12 @@ _MAGIC = b"mpt4"
 _FIELDS = struct.Struct("<4sBBBxqqqqqqqddqq" + 3 * "IqII")
 _CHECKSUM = struct.Struct("<I")
 _MAX_LEASES = 3
-_REQUESTED = (
-    -1
-)  # in the header's `checkpoint_at`: a `CheckpointRequest` that leaves the point to the dealing server
+_UNNAMED = -1  # `checkpoint_at` of a request that leaves the point to the dealing server
 assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
 
-# What a header holds, in the terms of messages, and what stands there where a kind does not use it. Some of it is one
-# thing said in two ways: `request` is what `checkpoint_at` and `final` say together, `lease` the only one of `leases`,
-# and `flag` whether `checkpoint` is not 0.
+# What a header holds, and the value that stands there where a kind does not use it. The last three are not fields of
+# their own: `request` is `checkpoint_at` and `final` together, `lease` the only one of `leases`, and `flag` whether
+# `checkpoint` is not 0.
 _UNUSED: dict[str, Any] = {
     "version": 0, "step": 0, "samples": 0, "checkpoint_at": 0, "checkpoint": 0, "batches": 0, "loss": 0.0, "share": 1.0,
     "finite": True, "stop": False, "pull": True, "final": False, "promoted": False, "standby": False,
@@ -160,7 +158,7 @@ def encode(message: Message, sequence: int) -> Outgoing:
         standby, leases, text, payload, request, lease, flag,
     ) = values  # fmt: skip
     if request is not None:
-        checkpoint_at, final = (_REQUESTED if request.at is None else request.at), request.final
+        checkpoint_at, final = (_UNNAMED if request.at is None else request.at), request.final
     leases = (lease,) if lease is not None else leases
     assert len(leases) <= _MAX_LEASES, leases
     numbers = [number for lease in leases for number in lease]
@@ -212,7 +210,7 @@ def decode(header: bytearray, sequence: int, source: int) -> Incoming:
     leases = tuple([Lease(*rest[4 * i : 4 * i + 4]) for i in range(num_leases)]) if num_leases else ()
     final, request = bool(flags & 8), None
     if checkpoint_at or final:
-        request = CheckpointRequest(None if checkpoint_at == _REQUESTED else checkpoint_at, final)
+        request = CheckpointRequest(None if checkpoint_at == _UNNAMED else checkpoint_at, final)
     values = [
         version, step, samples, checkpoint_at, checkpoint, batches, loss, share, bool(flags & 1), bool(flags & 2),
         bool(flags & 4), final, bool(flags & 16), bool(flags & 32), leases, "", None, request,

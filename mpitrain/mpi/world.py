@@ -88,7 +88,7 @@ class MpiWorld:
         self._tear_next = False  # as injected: the stamps of the next payload are to differ
         self._start_s = time.monotonic()
         self._started = False
-        self._step = 0  # of the role, as its messages tell
+        self._step = 0  # of the role, by the messages that it has sent
 
     def start(self) -> None:
         """Listen to every peer; `advance` calls it first where nobody has."""

@@ -7,8 +7,8 @@ from mpitrain.messages import Message
 def out_of_turn(source: int, message: Message, here: str) -> WireError:
     """The error of a message that its receiver (`here`: who and in which state) does not expect now."""
     known = [f"{name} {getattr(message, name)}" for name in ("step", "version") if hasattr(message, name)]
-    told = f" ({', '.join(known)})" if known else ""
+    place = f" ({', '.join(known)})" if known else ""
     return WireError(
-        f"rank {source} sent {message.kind.name}{told} to {here}, which "
-        "does not expect it now; start all ranks with the same version of mpitrain"
+        f"rank {source} sent {message.kind.name}{place} to {here}, which does not expect it now; start all "
+        "ranks with the same version of mpitrain"
     )

@@ -87,7 +87,7 @@ class Worker:
         self.validates = rank == roles.validator
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
         self.batch_size, self.keeper, self.deliver = batch_size, keeper, deliver
-        self.next_checkpoint: CheckpointRequest | None = None  # as far as the dealing server has told
+        self.next_checkpoint: CheckpointRequest | None = None  # that the dealing server has named
         self._part_of = 0  # the checkpoint that this worker is to write its part of; 0: none
         self.batches: deque[tuple[Lease, Lease | None]] = deque()  # with its lease, if it is the last of that
         self.versions = [0] * len(roles.servers)

@@ -37,6 +37,7 @@ class CheckpointSchedule:
 
     @property
     def _next_at(self) -> int:
+        """Samples at which the next checkpoint is written; 0: none is due."""
         return self.request.at or 0 if self.request is not None else 0
 
     def look(self, samples: int) -> None:
@@ -50,7 +51,8 @@ class CheckpointSchedule:
             self.request = CheckpointRequest(at) if at else None
 
     def hear(self, request: CheckpointRequest | None, samples: int) -> None:
-        """Take over what a push brings: the next point from the dealing server, or that its sender was told to end."""
+        """Take over what a push brings: the next point from the dealing server, or that its sender has been asked to
+        end."""
         if self.keeper is None or self.final or request is None:
             return
         if request.at is None:
