@@ -273,8 +273,7 @@ class ShardStore:
             self.correction.restore(state["correction"])
         if self._coder is not None:
             replies = state.get("replies", {})
-            if (
-                replies.get("codec") != self._coder.codec.name
-            ):  # another codec's: all are sent their copies in full
+            # another codec's say nothing here: all workers are sent the parameters in full
+            if replies.get("codec") != self._coder.codec.name:
                 replies = {"copies": {}, "encoders": {}}
             self._coder.restore(replies)
