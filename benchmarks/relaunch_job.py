@@ -22,7 +22,7 @@ from indices import Indices
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.checkpoint import Keeper
+from mpitrain.checkpoint import CheckpointWriter
 from mpitrain.checkpoint.parts import listed, verify
 from mpitrain.errors import CheckpointError
 from mpitrain.system.launch_variables import launched_rank
@@ -62,7 +62,7 @@ def is_complete(folder):
         return False
 
 
-def noted_write(self, mark, state, parts, write=Keeper._write):
+def noted_write(self, mark, state, parts, write=CheckpointWriter._write):
     wanted = self.part == os.environ.get("CHAOS_PART") and self._num_begun >= int(os.environ["CHAOS_WRITE"])
     if wanted and not FIRED.exists() and any(is_complete(folder) for folder in listed(self.run_dir)):
         firing = NOTES / "firing"
@@ -82,7 +82,7 @@ def die_when_due():
 
 if (rank := launched_rank()) is not None:
     note(NOTES, "started", pid=os.getpid())
-    Keeper._write = noted_write
+    CheckpointWriter._write = noted_write
     if rank == int(os.environ.get("CHAOS_VICTIM", "-1")) and not FIRED.exists():
         threading.Thread(target=die_when_due, daemon=True).start()
 

@@ -22,7 +22,7 @@ from step_time import BATCH, MODELS, runtime
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.checkpoint import Keeper
+from mpitrain.checkpoint import CheckpointWriter
 from mpitrain.model.flat import all_finite
 from mpitrain.values import parse
 
@@ -119,7 +119,7 @@ def take_turns(options, strategy):
 
 def note_writes(options, strategy):
     times = {"steps": [], "saves": [], "written": []}
-    save, write = Keeper.save, Keeper._write
+    save, write = CheckpointWriter.save, CheckpointWriter._write
 
     def noted_save(self, *args):
         times["saves"].append(time.monotonic())
@@ -129,7 +129,7 @@ def note_writes(options, strategy):
         write(self, *args)
         times["written"].append(time.monotonic())
 
-    Keeper.save, Keeper._write = noted_save, noted_write
+    CheckpointWriter.save, CheckpointWriter._write = noted_save, noted_write
     train(
         options,
         options.models[0],

@@ -21,7 +21,7 @@ from mpitrain.system.run_directory import Identity
 MAX_FAILURES = 3
 
 
-class Keeper:
+class CheckpointWriter:
     """One rank's part of every checkpoint.
 
     Args:

@@ -26,7 +26,8 @@ from mpitrain.system.atomic import write_durable
 from mpitrain.system.folders import make_private
 
 FOM_SCHEMA = 1
-RESULT_SCHEMA = 2  # 1 said `metrics_are` for `metrics_reduction`
+# 2 said `meetings`, `lead_max` and `workers_detail`, 1 also `metrics_are` for `metrics_reduction`
+RESULT_SCHEMA = 3
 METRICS_FILE = "metrics.jsonl"
 FOM_KEYS = ("samples_per_second", "status", "strategy", "workers", "servers", "nodes", "steps")
 

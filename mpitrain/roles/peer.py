@@ -69,7 +69,7 @@ class Peer:
             self.num_meetings
         ) = 0
         self.num_active = partition.num_active()
-        self.lead_max = 0
+        self.max_steps_ahead = 0
         self.drift = self.drift_max = self.compute_s = self.wait_s = 0.0
         self.digest = ""
         self._is_stepping = self._has_left = False
@@ -250,7 +250,7 @@ class Peer:
         """How far the sender was ahead when its message came: the proof that it did not wait."""
         source, message = arrived
         if isinstance(message, Update):
-            self.lead_max = max(self.lead_max, message.step - self.step)
+            self.max_steps_ahead = max(self.max_steps_ahead, message.step - self.step)
         elif isinstance(message, Last):
             self._left[source] = message.step
             self._compare_steps()
@@ -319,7 +319,7 @@ class Peer:
             "rank": self.rank, "steps": self.partition.step, "batches": self.batches,
             "samples": self.samples, "nonfinite": self.nonfinite,
             "compute_s": self.compute_s, "wait_s": self.wait_s, "sent_bytes": self.sent_bytes,
-            "messages": self.num_sent, "meetings": self.num_meetings, "lead_max": self.lead_max,
+            "messages": self.num_sent, "averagings": self.num_meetings, "max_steps_ahead": self.max_steps_ahead,
             "drift": self.drift, "drift_max": self.drift_max, "digest": self.digest, **self.replica.statistics(),
         }  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.messages import Agreed
-from mpitrain.roles.protocols import Keeper
+from mpitrain.roles.protocols import CheckpointWriter
 from mpitrain.strategies.checkpoint_policy import Cadence
 
 
@@ -18,20 +18,22 @@ class PeerCheckpoints:
     """One peer's part in it.
 
     Args:
-        keeper: writes; parts: of a checkpoint, on the first peer.
+        writer: of this peer's parts; parts: all parts of a checkpoint, on the first peer.
         cadence: when; time, where that counts, is looked at by the first peer alone.
         asynchronous: peers do not wait for one another.
     """
 
-    def __init__(self, keeper: Keeper, parts: list[str], cadence: Cadence, asynchronous: bool = False):
-        self.keeper, self.parts, self.cadence, self.asynchronous = keeper, parts, cadence, asynchronous
+    def __init__(
+        self, writer: CheckpointWriter, parts: list[str], cadence: Cadence, asynchronous: bool = False
+    ):
+        self.writer, self.parts, self.cadence, self.asynchronous = writer, parts, cadence, asynchronous
         self.ended = False
         self._now = False  # decided by what a peer was told, or by time
         self._due_samples, self._asked_s = 0, 0.0
 
     def asked(self) -> bool:
         """Whether this peer was told to end."""
-        return self.keeper.asked()
+        return self.writer.asked()
 
     def agrees_after(self, step: int, met: bool) -> bool:
         """Whether all peers ask one another after this step."""
@@ -41,7 +43,7 @@ class PeerCheckpoints:
         """The first peer's answer for all: whether to write now, whether to end, and when to ask again."""
         steps = self.cadence.steps_to_next_question(step, self._asked_s, now_s)
         self._asked_s = now_s
-        timed = self.keeper.time_is_up()
+        timed = self.writer.time_is_up()
         return Agreed(step, writes=asked or timed, ends=asked, ask_at=step + steps)
 
     def take(self, decided: Agreed) -> None:
@@ -58,4 +60,4 @@ class PeerCheckpoints:
 
     def save(self, state: dict[str, Any]) -> None:
         """Write this peer's part."""
-        self.keeper.save(self._due_samples, state, self.parts)
+        self.writer.save(self._due_samples, state, self.parts)

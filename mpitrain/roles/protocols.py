@@ -95,7 +95,7 @@ class Replica(Protocol):
         """What a codec has to tell of the messages; empty without one."""
 
 
-class Keeper(Protocol):
+class CheckpointWriter(Protocol):
     """Writes this rank's part of a checkpoint, with the tensors that belong to it; `writers` are the worker ranks that
     write one too."""
 

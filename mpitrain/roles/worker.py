@@ -39,7 +39,7 @@ from mpitrain.messages import (
 )
 from mpitrain.roles.failure_detector.worker_side import ServerProbe
 from mpitrain.roles.out_of_turn import out_of_turn
-from mpitrain.roles.protocols import Gradient, Keeper, Replica, Report
+from mpitrain.roles.protocols import CheckpointWriter, Gradient, Replica, Report
 from mpitrain.roles.save_request import SaveRequest
 from mpitrain.strategies.placement import Roles
 
@@ -58,7 +58,7 @@ class Worker:
         wants_final: fetch the final model at the end, as the validator must.
         push_every, pull_every, inflight: as in `ServerStrategy`; a lease is one push whatever `push_every` says.
         batch_size: the usual one, where batches differ in size on purpose: virtual time charges by it.
-        keeper: writes this worker's part of a checkpoint.
+        writer: of this worker's part of a checkpoint.
         deliver: saves and measures the final model, if that falls to this worker, and returns what there is to tell;
             None where nobody is to.
         heartbeat_s, signs_s: as in `ServerProbe`.
@@ -76,7 +76,7 @@ class Worker:
         pull_every: int = 1,
         inflight: int = 1,
         batch_size: int = 0,
-        keeper: Keeper | None = None,
+        writer: CheckpointWriter | None = None,
         deliver: Deliver | None = None,
         heartbeat_s: float = 0.0,
         signs_s: float = 0.0,
@@ -86,7 +86,7 @@ class Worker:
         self.leased, self.wants_final = leased, wants_final
         self.validates = rank == roles.validator
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
-        self.batch_size, self.keeper, self.deliver = batch_size, keeper, deliver
+        self.batch_size, self.writer, self.deliver = batch_size, writer, deliver
         self.next_checkpoint: CheckpointRequest | None = None  # that the dealing server has named
         self._part_of = 0  # the checkpoint that this worker is to write its part of; 0: none
         self.batches: deque[tuple[Lease, Lease | None]] = deque()  # with its lease, if it is the last of that
@@ -222,7 +222,7 @@ class Worker:
         loss = sum(gradient.loss * gradient.samples for gradient in self._unpushed) / samples
         # the last lease of an epoch may be short: where pulls go with pushes, they do then too
         ends = self.next_checkpoint is not None and self.next_checkpoint.final
-        asks = not ends and (self._requested or (self.keeper is not None and self.keeper.asked()))
+        asks = not ends and (self._requested or (self.writer is not None and self.writer.asked()))
         pull = self._since_pull >= self.pull_every or self.pull_every == self.push_every
         for shard, server in enumerate(self.roles.servers):
             message = Push(
@@ -276,14 +276,14 @@ class Worker:
             if not crossed:
                 missing.discard(source)
             self.take_in(source, message)
-        if self._part_of and self.keeper is not None:
-            keeper, checkpoint_at, self._part_of = self.keeper, self._part_of, 0
-            yield Compute(lambda: self._keep(keeper, checkpoint_at), "checkpoint")
+        if self._part_of and self.writer is not None:
+            writer, checkpoint_at, self._part_of = self.writer, self._part_of, 0
+            yield Compute(lambda: self._keep(writer, checkpoint_at), "checkpoint")
 
-    def _keep(self, keeper: Keeper, checkpoint_at: int) -> None:
+    def _keep(self, writer: CheckpointWriter, checkpoint_at: int) -> None:
         if not self._unpushed:  # or else what a hook would count now is computed again by who resumes
             self.replica.finish()
-        keeper.save(checkpoint_at, self.state(), ())
+        writer.save(checkpoint_at, self.state(), ())
 
     def _save(self, request: SaveRequest) -> Generator[Effect, Any, None]:
         """Ask for a checkpoint; returns when all shards have written."""

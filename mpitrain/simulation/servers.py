@@ -223,6 +223,6 @@ class _Simulation(VirtualRun):
             "steps": counts["version"],
             "servers": len(self.roles.servers),
             "shards": [returned[rank] for rank in self.roles.servers],
-            "workers_detail": [returned[rank] for rank in self.roles.workers],
+            "per_worker": [returned[rank] for rank in self.roles.workers],
             "model": delivered.get("model"),
         }

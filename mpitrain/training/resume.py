@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpitrain.checkpoint import Checkpoint, Keeper
+from mpitrain.checkpoint import Checkpoint, CheckpointWriter
 from mpitrain.errors import CheckpointError
 from mpitrain.inject import FileFault
 from mpitrain.strategies.checkpoint_policy import read_policy
@@ -57,13 +57,13 @@ def check(session: Session, about: dict[str, Any]) -> None:
         session.report.event("other options", **changed)
 
 
-def make_keeper(
+def make_checkpoint_writer(
     session: Session,
     part: str,
     about: dict[str, Any],
     more: Callable[[], dict[str, Any]],
     writers: tuple[int, ...] = (),
-) -> Keeper:
+) -> CheckpointWriter:
     """This rank's part of the run's checkpoints."""
     job, orders = session.job, session.overrides.injections
     faults = {(one.name, one.at_write) for one in orders if isinstance(one, FileFault) and one.part == part}
@@ -71,7 +71,7 @@ def make_keeper(
     def warn(text: str) -> None:
         print(f"mpitrain: warning: {text}", flush=True)
 
-    return Keeper(
+    return CheckpointWriter(
         session.run_dir,
         part,
         session.identity.after_losing(len(session.runtime.lost)),

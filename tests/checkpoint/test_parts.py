@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.checkpoint import newest, read_part, write_part
-from mpitrain.checkpoint.background_writer import Keeper
+from mpitrain.checkpoint.background_writer import CheckpointWriter
 from mpitrain.checkpoint.parts import OtherSchemaError, _digest, folder_of, listed, position_of, prune, verify
 from mpitrain.checkpoint.state_tree import join, split
 from mpitrain.errors import CheckpointError, UsageError
@@ -317,16 +317,16 @@ def test_a_full_disk_leaves_the_one_before_and_says_so(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     said = []
-    keeper = Keeper(tmp_path, "shard-0", OURS, CheckpointPolicy(), warn=said.append)
-    keeper._more = lambda: {"store": torch.zeros(100_000)}
+    writer = CheckpointWriter(tmp_path, "shard-0", OURS, CheckpointPolicy(), warn=said.append)
+    writer._more = lambda: {"store": torch.zeros(100_000)}
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
         for mark in (200, 300):
-            keeper.save(mark, {}, ("shard-0",))
-            keeper._thread.join()
-        keeper.save(400, {}, ("shard-0",))
+            writer.save(mark, {}, ("shard-0",))
+            writer._thread.join()
+        writer.save(400, {}, ("shard-0",))
         with pytest.raises(CheckpointError, match="3 checkpoints in a row"):
-            keeper.wait()
+            writer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)

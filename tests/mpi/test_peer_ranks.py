@@ -34,5 +34,5 @@ def test_a_ring_is_the_same_to_the_bit_in_both_worlds(out, ranks, tmp_path, code
         run_dir=str(tmp_path), quiet=True,
     )  # fmt: skip
     assert same_model(out / f"twin-{codec.name}" / "model.safetensors", tmp_path / "model.safetensors")
-    for key in ("digest", "samples", "messages", "sent_bytes", "drift", "drift_max", "meetings"):
+    for key in ("digest", "samples", "messages", "sent_bytes", "drift", "drift_max", "averagings"):
         assert [one[key] for one in real["ranks"]] == [one[key] for one in virtual["ranks"]], key

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpitrain.checkpoint import Keeper, newest, read_part
+from mpitrain.checkpoint import CheckpointWriter, newest, read_part
 from mpitrain.errors import CheckpointError
 from mpitrain.reporting.report import METRICS_FILE
 from mpitrain.strategies.checkpoint_policy import read_policy
@@ -65,7 +65,7 @@ def test_who_raises_no_alarm(tmp_path, level, rank, may_die_alone, survives_shri
 
 def writer(tmp_path, part, guard, taken, **options):
     return Emergency(
-        Keeper(tmp_path, part, Identity("run", "attempt"), read_policy("never", None)),
+        CheckpointWriter(tmp_path, part, Identity("run", "attempt"), read_policy("never", None)),
         guard,
         lambda: taken,
         **options,

@@ -64,7 +64,7 @@ def test_with_everybody_reading_all_the_time_the_sum_is_updates_times_workers_le
     order = [1, 1, 2, 4, 1, 3, 3, 3, 2, 4, 4, 1, 2, 3, 1, 1]
     for worker in order:
         feed(worker, Push(answers[worker], 0, 1, _Number()))
-    assert server.ledger.identity() == (len(order) * 3, len(order) * 3)
+    assert server.counts.identity() == (len(order) * 3, len(order) * 3)
 
 
 class _Number:
@@ -134,9 +134,9 @@ def test_the_number_of_servers_changes_no_random_number(tmp_path):
     ]  # fmt: skip
     assert len({result["virtual_s"] for result in results}) == 1
     for result in results:
-        steps = [(worker["steps"], worker["compute_s"]) for worker in result["workers_detail"]]
+        steps = [(worker["steps"], worker["compute_s"]) for worker in result["per_worker"]]
         assert steps == [
-            (worker["steps"], worker["compute_s"]) for worker in results[0]["workers_detail"]
+            (worker["steps"], worker["compute_s"]) for worker in results[0]["per_worker"]
         ] and len(set(steps)) > 1  # fmt: skip
 
 

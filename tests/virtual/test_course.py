@@ -126,7 +126,7 @@ def test_gradients_that_are_not_finite_are_never_applied_and_end_or_pass(num_ser
     ended = play(strategy, 4, poisoned=poisoned, **sizes)
     for trace in passed.traces + ended.traces:
         bad = [push.lease for push in trace.pushes if not poisoned.isdisjoint(_samples(push.lease))]
-        assert 0 < len(bad) == trace.server.ledger.nonfinite
+        assert 0 < len(bad) == trace.server.counts.nonfinite
         assert not any(one.lease in bad for update in trace.store.updates for one in update)
     assert all("not finite" in trace.server.failure for trace in ended.traces)
     assert len(ended.trace.pushes) < len(passed.trace.pushes) and passed.counts["failure"] == ""

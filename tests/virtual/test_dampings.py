@@ -198,7 +198,7 @@ def test_with_two_in_flight_each_gradient_is_corrected_for_the_read_it_was_compu
         desk.push(1, wire_buffer(store, slope), version=max(0, number - 1))
         path.append(path[-1] - rate * (slope + 0.5 * slope**2 * (path[-1] - read)))
         assert values(store) == pytest.approx([path[-1]], rel=1e-14), number
-    assert desk.server.ledger.staleness == {0: 1, 1: 11}
+    assert desk.server.counts.staleness == {0: 1, 1: 11}
     assert store.pool.num_frames < 8, "what nobody computes on any more is let go"
 
 
@@ -340,7 +340,7 @@ def test_the_fixed_point_of_eight_workers_is_that_of_ridge_regression(strategy, 
         worker = workers[turn % 8]
         slope = hessian @ path[desk.answers[worker]] - target
         desk.push(worker, wire_buffer(store, *slope.tolist()))
-        if len(path) == desk.server.ledger.version:
+        if len(path) == desk.server.counts.version:
             path.append(store.live.body.clone())
     assert values(store) == pytest.approx(expected.tolist(), rel=1e-4)
 

@@ -51,7 +51,7 @@ class Disk:
         return [parts for parts in self.marks.values() if len(parts) == num_shards]
 
 
-class Keeper:
+class CheckpointWriter:
     """Writes in no time; `asked` from virtual second `ends_s` on."""
 
     writers = ()
@@ -133,9 +133,9 @@ def run(
     for shard in roles.servers:
         dealer = BatchDealer(SAMPLES, EPOCHS, batch, batches, drop_last, workers, 2) if shard == 0 else None
         store = CountingStore(strategy, workers)
-        keeper = Keeper(disk, shard, store, world, every, ends_s)
+        writer = CheckpointWriter(disk, shard, store, world, every, ends_s)
         server = FaultTolerantServer(
-            strategy, store, roles.workers, NullReport(), dealer, "stop", SAMPLES, batch_size=batch, keeper=keeper,
+            strategy, store, roles.workers, NullReport(), dealer, "stop", SAMPLES, batch_size=batch, writer=writer,
             delivers=True, floor_s=3.0 if patient and shard not in patient else float("inf"),
         )  # fmt: skip
         if resume is not None:

@@ -137,16 +137,16 @@ def adds_up(num_workers, spare, policy):
     full = []  # updates and fates so far, since the last worker has joined
 
     def look(trace):
-        ledger = trace.server.ledger
+        counts = trace.server.counts
         if not trace.complete(num_workers):
             return
         assert all(len(update) == num_workers - spare for update in trace.store.updates)
         assert all(one.read == at for at, update in enumerate(trace.store.updates) for one in update)
         accepted = (num_workers - spare) * trace.version
-        full.append((trace.version, accepted + ledger.late + ledger.versions_skipped + trace.in_flight()))
+        full.append((trace.version, accepted + counts.late + counts.versions_skipped + trace.in_flight()))
         assert full[-1][1] - full[0][1] == num_workers * (full[-1][0] - full[0][0])
         if policy == "abort":
-            assert (ledger.late, ledger.versions_skipped, trace.in_flight()) == (spare * trace.version, 0, 0)
+            assert (counts.late, counts.versions_skipped, trace.in_flight()) == (spare * trace.version, 0, 0)
 
     return look, full
 

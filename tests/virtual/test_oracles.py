@@ -25,7 +25,7 @@ def holds_identity(num_workers, left_by_update):
 
     def look(trace):
         assert trace.staleness + trace.in_flight() == trace.left_in_flight
-        left, right = trace.server.ledger.identity()
+        left, right = trace.server.counts.identity()
         assert left == right == trace.left_in_flight
         if trace.complete(num_workers):
             full.append((trace.version, trace.left_in_flight))

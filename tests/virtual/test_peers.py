@@ -99,7 +99,7 @@ def test_sixty_four_peers_agree_exactly_after_six_steps_of_one_message_each(tmp_
     result = run_virtually(
         tmp_path, Decentralized("ring", asynchronous=True), 64, data=toy.Memory(192), epochs=2
     )
-    assert result["accepted"] == 2 * 64 and result["samples"] == 2 * 192 and result["meetings"] == 1
+    assert result["accepted"] == 2 * 64 and result["samples"] == 2 * 192 and result["averagings"] == 1
     assert all(one["samples"] == 6 for one in result["ranks"])
 
 
@@ -128,7 +128,7 @@ def test_nobody_waits_for_a_paused_peer_where_asynchronous(tmp_path):
             tmp_path, Decentralized(topology, asynchronous=asynchronous), 4, compute=second, batch_size=1,
             inject=("pause(worker=1, at_step=2, seconds=6.5)",),
         )  # fmt: skip
-        lead = result["ranks"][1]["lead_max"]
+        lead = result["ranks"][1]["max_steps_ahead"]
         assert lead == (6 if asynchronous else 0)
         assert result["virtual_s"] == result["steps"] + 6.5
         waited = [one["wait_s"] for one in result["ranks"] if one["rank"] != 1]
@@ -137,7 +137,7 @@ def test_nobody_waits_for_a_paused_peer_where_asynchronous(tmp_path):
 
 def test_meetings_end_what_has_come_apart(tmp_path):
     result = run_virtually(tmp_path, Decentralized("ring", resync=3), 4, batch_size=2)
-    assert result["steps"] == 12 and result["meetings"] == 12 // 3 + 1
+    assert result["steps"] == 12 and result["averagings"] == 12 // 3 + 1
     assert result["drift_max"] > 1e-3 and result["drift"] < 1e-6  # nothing happened since the one before
 
 
@@ -147,7 +147,7 @@ def test_few_peers_warm_up_and_the_others_join_from_them(tmp_path, topology, asy
     rule = Decentralized(topology, asynchronous=asynchronous, warmup=Warmup(2, epochs=1), codec=EightBit())
     result = run_virtually(tmp_path, rule, 5, batch_size=2)
     assert [one["batches"] for one in result["ranks"]] == [12 + 5] * 2 + [5] * 3  # 48 = 12 x 4 = 4 x 10 + 8
-    assert result["meetings"] == 2 and result["accepted"] == 2 * 12 + 5 * 5
+    assert result["averagings"] == 2 and result["accepted"] == 2 * 12 + 5 * 5
     assert sum(one["samples"] for one in result["ranks"]) == result["samples"] == 2 * 48
 
 

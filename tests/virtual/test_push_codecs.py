@@ -44,7 +44,7 @@ def test_pushes_by_an_identity_change_no_bit(tmp_path, strategy):
     coded, trained = simulated(job, dataclasses.replace(strategy, push_wire=IDENTITY), tmp_path / "coded")
     assert all(torch.equal(trained[name], tensor) for name, tensor in expected.items())
     assert coded["staleness_histogram"] == plain["staleness_histogram"]
-    densities = [one["codec"]["density"] for one in coded["workers_detail"]]
+    densities = [one["codec"]["density"] for one in coded["per_worker"]]
     assert max(densities) == pytest.approx(1.0) and min(densities) > 0.0, (
         "less where a unit has been dropped out"
     )
@@ -174,8 +174,8 @@ def test_bytes_are_what_was_sent(tmp_path):
     codec = mt.Threshold(density=0.05, dense_below=0)
     wide = toy.make_job(model=lambda: torch.nn.Linear(5, 4000), loss=lambda m, b: m(b["x"]).square().mean())
     result, _ = simulated(wide, mt.Async(servers=2, push_wire=codec), tmp_path)
-    workers = [one["codec"] for one in result["workers_detail"]]
-    pushes = [one["steps"] for one in result["workers_detail"]]
+    workers = [one["codec"] for one in result["per_worker"]]
+    pushes = [one["steps"] for one in result["per_worker"]]
     told = sum(one["mean_bytes"] * count for one, count in zip(workers, pushes, strict=True))
     assert sum(shard["pushed_bytes"] for shard in result["shards"]) == pytest.approx(told)
     assert told < 0.1 * sum(pushes) * 4 * 24000

@@ -16,11 +16,11 @@ def cuts_of(num_shards):
 
 
 def fresh():
-    ledger = {"samples_accepted": 0, "samples_dropped": 0}
+    counts = {"samples_accepted": 0, "samples_dropped": 0}
     return {
         "processed": ProcessedSamples(SAMPLES).state(),
         "pieces": [],
-        "ledger": ledger,
+        "ledger": counts,
         "applied_samples": 0,
     }
 

@@ -92,5 +92,5 @@ def test_a_restored_run_is_the_uninterrupted_one_bit_for_bit():
             for name, tensor in whole.items():
                 assert torch.equal(trained[name], tensor), (cut, name)
             for server in resumed.servers:
-                left, right = server.ledger.identity()
-                assert left == right and server.ledger.accepted == 30
+                left, right = server.counts.identity()
+                assert left == right and server.counts.accepted == 30

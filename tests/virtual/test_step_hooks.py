@@ -119,7 +119,7 @@ def served(job, strategy, parts=None):
 
     worker = Worker(
         rank, roles, replica, NullReport(), wants_final=True, push_every=strategy.push_every, pull_every=strategy.pulls,
-        inflight=strategy.inflight, keeper=Kept(disk, "worker-0", replica.state), deliver=deliver,
+        inflight=strategy.inflight, writer=Kept(disk, "worker-0", replica.state), deliver=deliver,
     )  # fmt: skip
     if parts:
         worker.restore(parts["worker-0"]["role"])

@@ -298,7 +298,7 @@ class Play:
         """What the dealing server has processed; one that is pushed again is only answered."""
         leases = [push.lease for push in self.trace.pushes]
         first = list(dict.fromkeys(leases))
-        assert len(leases) - len(first) == self.trace.server.ledger.repeated
+        assert len(leases) - len(first) == self.trace.server.counts.repeated
         return first
 
 
@@ -394,7 +394,7 @@ class Desk:
 
     def push(self, worker: int, payload: Any, version: int | None = None) -> None:
         """A gradient computed on what `worker` read last, or on that `version`."""
-        step, version = self.server.ledger.accepted, self.answers[worker] if version is None else version
+        step, version = self.server.counts.accepted, self.answers[worker] if version is None else version
         self.feed(worker, Push(version, step, 1, payload))
 
     def feed(self, source: int, message: Message) -> None:

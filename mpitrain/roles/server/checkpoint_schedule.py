@@ -12,19 +12,19 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.messages import CheckpointRequest
-from mpitrain.roles.protocols import Keeper
+from mpitrain.roles.protocols import CheckpointWriter
 
 
 class CheckpointSchedule:
     """One server's part in it.
 
     Args:
-        keeper: writes; None where nothing is to be written.
+        writer: of this shard's parts; None where nothing is to be written.
         decides: whether this server names the points.
     """
 
-    def __init__(self, keeper: Keeper | None, decides: bool):
-        self.keeper, self.decides = keeper, decides
+    def __init__(self, writer: CheckpointWriter | None, decides: bool):
+        self.writer, self.decides = writer, decides
         self.request: CheckpointRequest | None = None  # the next one, or the last while no other is due
         self.last = 0
         self.ended = False
@@ -42,18 +42,18 @@ class CheckpointSchedule:
 
     def look(self, samples: int) -> None:
         """Name the point of the next checkpoint where one is due (the dealing server, after every update)."""
-        if self.keeper is None or not self.decides or self.final:
+        if self.writer is None or not self.decides or self.final:
             return
-        if self.keeper.asked():
+        if self.writer.asked():
             self.request = CheckpointRequest(samples + 1, final=True)
         elif self._next_at <= self.last:
-            at = self.keeper.next_checkpoint_at(samples)
+            at = self.writer.next_checkpoint_at(samples)
             self.request = CheckpointRequest(at) if at else None
 
     def hear(self, request: CheckpointRequest | None, samples: int) -> None:
         """Take over what a push brings: the next point from the dealing server, or that its sender has been asked to
         end."""
-        if self.keeper is None or self.final or request is None:
+        if self.writer is None or self.final or request is None:
             return
         if request.at is None:
             if self.decides:
@@ -63,24 +63,24 @@ class CheckpointSchedule:
 
     def due(self, samples: int) -> bool:
         """Whether this update is the one to write."""
-        return self.keeper is not None and self.last < self._next_at <= samples
+        return self.writer is not None and self.last < self._next_at <= samples
 
     def save(
         self, state: dict[str, Any], num_shards: int, present: set[int], workers: tuple[int, ...]
     ) -> None:
         """Write `state`; from now on the answers to the workers that have a part say that they belong to it."""
-        assert self.keeper is not None
-        writers = sorted(present.intersection(self.keeper.writers))
+        assert self.writer is not None
+        writers = sorted(present.intersection(self.writer.writers))
         parts = [f"shard-{i}" for i in range(num_shards)] + [f"worker-{workers.index(w)}" for w in writers]
-        self.keeper.save(self._next_at, state, parts if self.decides else ())
+        self.writer.save(self._next_at, state, parts if self.decides else ())
         self.last, self.ended = self._next_at, self.final
         if self.decides:
             self._to_report = dict.fromkeys(writers, self.last)
 
     def on_answer(self, worker: int) -> tuple[CheckpointRequest | None, int]:
         """What an answer to `worker` says: the next checkpoint, and the one that the answer belongs to, or 0."""
-        if self.keeper is None:
+        if self.writer is None:
             return None, 0
-        if not self.decides and self.keeper.asked() and not self.final:  # the workers pass it on
+        if not self.decides and self.writer.asked() and not self.final:  # the workers pass it on
             return CheckpointRequest(), 0
         return self.request, self._to_report.pop(worker, 0)

@@ -149,7 +149,7 @@ class FaultTolerantServer(Server):
                 how = message.how or "died"
                 if source not in left:
                     self.table.lose(source, how)
-                    self.report.event("worker lost", rank=source, how=how, version=self.ledger.version)
+                    self.report.event("worker lost", rank=source, how=how, version=self.counts.version)
                 if how == SILENT:
                     yield from self.dismiss(source)
                 yield from self._name_deliverer(staying)
@@ -197,7 +197,7 @@ class FaultTolerantServer(Server):
             yield Send(worker, Wake(stop=True))
         elif isinstance(message, Push | Join | Pull):
             step = message.step + isinstance(message, Push)
-            yield Send(worker, Reply(self.ledger.version, step, stop=True))
+            yield Send(worker, Reply(self.counts.version, step, stop=True))
         elif isinstance(message, Done) and self.delivers and self.leases.dealer is not None:
             yield Send(worker, Wake(stop=True))
         elif self.owes_final(worker, message):
@@ -234,12 +234,12 @@ class FaultTolerantServer(Server):
     def send_final(self, worker: int) -> Steps:
         """The model after the last update."""
         payload = self.store.read(worker, full=True)
-        yield Send(worker, Final(self.ledger.version, payload))
+        yield Send(worker, Final(self.counts.version, payload))
 
     def _on_idle(self, worker: int, message: Idle) -> Steps:
         """It has been answered, has nothing to compute on, and waits to be woken."""
         self._enter(worker, Event.IDLE, message)
-        self.ledger.leave(worker)
+        self.counts.leave(worker)
         yield from self._go_on_without(worker)
 
     def _on_join(self, worker: int, message: Join) -> Steps:
@@ -292,7 +292,7 @@ class FaultTolerantServer(Server):
         Should it live, it says so, and gets then what it waits for."""
         record = self.table[worker]
         if record.state in (WorkerState.BLOCKED, WorkerState.JOINING):
-            record.owed = Reply(self.ledger.version, record.next_step or 0, stop=True)
+            record.owed = Reply(self.counts.version, record.next_step or 0, stop=True)
         elif record.state in STANDING_BY and self.leases.dealer is not None:  # which alone wakes
             record.owed = Wake(stop=True)
         yield Forget(worker, listen=True)
@@ -314,10 +314,10 @@ class FaultTolerantServer(Server):
         present = self.table.present
         if worker == self.validator and present:  # the lowest that remains takes over
             self.validator = min(present)
-        self.ledger.leave(worker)
+        self.counts.leave(worker)
         self.leases.take_back(worker)
         silence = {"silence_s": round(silence_s, 3)} if how == SILENT else {}
-        self.report.event("worker lost", rank=worker, how=how, version=self.ledger.version, **silence)
+        self.report.event("worker lost", rank=worker, how=how, version=self.counts.version, **silence)
         if was_active:
             yield from self._go_on_without(worker)
         if not present and len(self.table.lost) == len(self.workers):

@@ -37,11 +37,11 @@ def reshard_role(
     counted = [ProcessedSamples.of(state["processed"], epoch_samples) for state in states]
     common = in_all(counted)
     made["processed"], made["pieces"] = common.state(), []
-    ledger, ahead = made["ledger"], counted[0].num_samples() - common.num_samples()
-    uncounted = min(ahead, ledger["samples_accepted"])
-    ledger["samples_accepted"] -= uncounted
-    ledger["samples_dropped"] -= ahead - uncounted
-    made["applied_samples"] = min(made["applied_samples"], ledger["samples_accepted"])
+    counts, ahead = made["ledger"], counted[0].num_samples() - common.num_samples()
+    uncounted = min(ahead, counts["samples_accepted"])
+    counts["samples_accepted"] -= uncounted
+    counts["samples_dropped"] -= ahead - uncounted
+    made["applied_samples"] = min(made["applied_samples"], counts["samples_accepted"])
     for state, start, end in zip(states, boundaries, boundaries[1:]):
         for piece_low, piece_high, processed in _pieces(state, end - start, epoch_samples):
             first, last = max(low, start + piece_low), min(high, start + piece_high)

@@ -3,7 +3,7 @@
 Invariants: the role owns what every worker does (`WorkerTable`: who takes part, who waits for an answer) and which
 gradients wait to be added, and hands them to the strategy; the strategy owns nothing. Gradients of one update are
 added in rank order, never in order of arrival, so the bits depend on the set of gradients alone. Every read
-it sends out and every push it takes in goes through the ledger, so the counts add up by construction. The
+it sends out and every push it takes in is counted, so the counts add up by construction. The
 lowest server also deals the batches.
 
 Exactly once: leases are dealt at least once, and processed idempotently. A push names its lease, every shard remembers
@@ -38,7 +38,7 @@ from mpitrain.messages import (
     Reply,
 )
 from mpitrain.roles.out_of_turn import out_of_turn
-from mpitrain.roles.protocols import Keeper, Report, Store
+from mpitrain.roles.protocols import CheckpointWriter, Report, Store
 from mpitrain.roles.server.checkpoint_schedule import CheckpointSchedule
 from mpitrain.roles.server.gathering import Gathering
 from mpitrain.roles.server.leases import Leases
@@ -47,7 +47,7 @@ from mpitrain.roles.server.worker_state import WANTING_FINAL, Event, WorkerTable
 from mpitrain.strategies.base import Push as Arrival
 from mpitrain.strategies.base import ServerStrategy, Verdict
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any
-from mpitrain.strategies.parameter_server.staleness import Ledger
+from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.schedules import Schedule
 
@@ -64,21 +64,21 @@ class Server:
         epoch_samples: samples of one epoch, the measure of warm-up and schedule; 0 when workers bring their own data.
         schedule: factor on the learning rate, by the samples that the shard's updates have consumed.
         batch_size: the job's; what the strategy's batching starts from; 0 when workers bring their own data.
-        keeper: writes this shard's part of a checkpoint.
+        writer: of this shard's part of a checkpoint.
     """
 
     def __init__(
         self, strategy: ServerStrategy, store: Store, workers: tuple[int, ...], report: Report,
         dealer: BatchDealer | None = None, on_nonfinite: str = "stop", epoch_samples: int = 0,
-        schedule: Schedule | None = None, batch_size: int = 0, keeper: Keeper | None = None,
+        schedule: Schedule | None = None, batch_size: int = 0, writer: CheckpointWriter | None = None,
     ):  # fmt: skip
         self.strategy, self.store, self.report = strategy, store, report
         self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
         self.workers = workers
         self.leases = Leases(strategy, dealer, len(workers), batch_size)
-        self.checkpoints = CheckpointSchedule(keeper, dealer is not None)
+        self.checkpoints = CheckpointSchedule(writer, dealer is not None)
         self.applied_samples = 0  # in updates so far: the progress that the schedule follows
-        self.ledger = Ledger()
+        self.counts = ShardCounts()
         self.processed = ProcessedSamples(epoch_samples)
         self.pieces: list[
             tuple[int, int, ProcessedSamples]
@@ -94,7 +94,7 @@ class Server:
     def run(self) -> Role:
         """Serve until every worker has left; returns the shard's counts."""
         self.leases.first(sorted(self.table.active), self.table.active)
-        self.checkpoints.look(self.ledger.samples_accepted)
+        self.checkpoints.look(self.counts.samples_accepted)
         while (arrived := (yield from self._next())) is not None:
             yield from self._take(*arrived)
         if (
@@ -103,7 +103,7 @@ class Server:
             yield from self._write_checkpoint()
         for worker in self.table.in_turn(*WANTING_FINAL):
             payload = self.store.read(worker, full=True)
-            yield Send(worker, Final(self.ledger.version, payload))
+            yield Send(worker, Final(self.counts.version, payload))
         return self.summary()
 
     def _next(self) -> Generator[Effect, Any, tuple[int, Message] | None]:
@@ -143,7 +143,7 @@ class Server:
         """The model without a gradient: what was read before goes unused from here on."""
         self._enter(worker, Event.PULL, message)
         self.table[worker].next_step = message.step  # after a restart this shard may have been cut at another
-        self.ledger.leave(worker)
+        self.counts.leave(worker)
         yield from self._release(worker, 0)
 
     def _on_push(self, worker: int, message: Push) -> Steps:
@@ -152,26 +152,26 @@ class Server:
         record = self.table[worker]
         record.next_step, record.no_pull = message.step + 1, not message.pull
         record.num_batches += message.num_batches
-        self.checkpoints.hear(message.checkpoint, self.ledger.samples_accepted)
+        self.checkpoints.hear(message.checkpoint, self.counts.samples_accepted)
         lease = self._lease_of(worker, message)
         again = lease is not None and not self.processed.add(lease)
         now_s = yield Now()
         self.leases.pushed(worker, message.samples, now_s)
-        if not message.finite or message.version < self.ledger.oldest_read(worker):
+        if not message.finite or message.version < self.counts.oldest_read(worker):
             yield from self._refuse(worker, message, payload, again)
             yield from self._end_warmup()
             return
         push = Arrival(
-            worker, message.step, message.version, self.ledger.version, now_s, self.table.blocked, self.table.active,
-            self.ledger.reads,
+            worker, message.step, message.version, self.counts.version, now_s, self.table.blocked, self.table.active,
+            self.counts.reads,
         )  # fmt: skip
         verdict = self.strategy.on_push(self.memory, push)
-        num_reads = len(self.ledger.reads[worker])
+        num_reads = len(self.counts.reads[worker])
         size, info, late, keep = payload.num_bytes, payload.statistics(), verdict.late, not message.pull
         if again:
-            self.ledger.repeat(worker, size, keep)
+            self.counts.repeat(worker, size, keep)
         else:
-            info["staleness"] = self.ledger.push(
+            info["staleness"] = self.counts.push(
                 worker, message.samples, size, verdict.weight, late=late, keep=keep
             )
         if verdict.weight > 0 and (self.strategy.elastic or not again):
@@ -192,7 +192,7 @@ class Server:
             yield from self._send_off()
         if not again:
             epoch = lease.epoch + 1 if lease else 1
-            samples, version = self.ledger.samples_accepted, self.ledger.version
+            samples, version = self.counts.samples_accepted, self.counts.version
             self.report.progress(samples, version, epoch, message.loss, worker=worker, **info)
         yield from self._end_warmup()
 
@@ -218,16 +218,16 @@ class Server:
                 if self.schedule is not None and self.epoch_samples:
                     progress = self.applied_samples / self.epoch_samples
                     self.store.set_rate(self.schedule.factor(progress, len(self.workers)))
-                self.applied_samples = self.ledger.samples_accepted
+                self.applied_samples = self.counts.samples_accepted
                 yield Compute(self.store.apply, "apply")
             self.gathering.clear()
-            self.ledger.update()
-            self.checkpoints.look(self.ledger.samples_accepted)
-            if self.checkpoints.due(self.ledger.samples_accepted):
+            self.counts.update()
+            self.checkpoints.look(self.counts.samples_accepted)
+            if self.checkpoints.due(self.counts.samples_accepted):
                 yield from self._write_checkpoint()
         for worker in verdict.restart:
-            if worker in self.ledger.reads:  # or else it has not joined yet
-                self.ledger.abort(worker)
+            if worker in self.counts.reads:  # or else it has not joined yet
+                self.counts.abort(worker)
                 yield from self._release(worker, 0, event=Event.RESTART)
         for worker in verdict.release:
             yield from self._release(worker, 1)
@@ -243,17 +243,17 @@ class Server:
     def _refuse(self, worker: int, message: Push, payload: Payload, again: bool) -> Steps:
         """A gradient that was stopped when it was already under way, or a NaN or infinite one: that is never applied;
         counted, and under "stop" the end of the run."""
-        if message.version < self.ledger.oldest_read(worker):
-            self.ledger.overtaken(worker, message.samples, payload.num_bytes)
+        if message.version < self.counts.oldest_read(worker):
+            self.counts.overtaken(worker, message.samples, payload.num_bytes)
             payload.release()
             yield from self._release(worker, 1)
             yield from self._reconsider()
             return
         keep = self.table[worker].no_pull
         if again:
-            self.ledger.repeat(worker, payload.num_bytes, keep)
+            self.counts.repeat(worker, payload.num_bytes, keep)
         else:
-            self.ledger.push(worker, message.samples, payload.num_bytes, weight=0.0, finite=False, keep=keep)
+            self.counts.push(worker, message.samples, payload.num_bytes, weight=0.0, finite=False, keep=keep)
         payload.release()
         if self.on_nonfinite != "stop":
             yield from self._release(worker, 1)
@@ -278,7 +278,7 @@ class Server:
         newcomers = sorted(self.table.present - self.table.active - self.table.standby)
         if not newcomers:
             return
-        pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
+        pushed = self.counts.samples_accepted + self.counts.samples_dropped
         if self.strategy.warmup.is_over(pushed, self.epoch_samples):
             for worker in newcomers:
                 self.strategy.on_join(self.memory, worker, self.table.active)
@@ -299,15 +299,15 @@ class Server:
         payload = None
         if not record.no_pull:
             payload = self.store.read(worker, uses=uses)
-            self.ledger.read(worker, payload.num_bytes, uses)
+            self.counts.read(worker, payload.num_bytes, uses)
         if self.strategy.batching.measures:
             self.leases.answered(worker, (yield Now()))
         checkpoint, part_of = self.checkpoints.on_answer(worker)
         answer = Difference if record.pending_difference else Reply
         message = answer(
-            version=self.ledger.version,
+            version=self.counts.version,
             step=record.next_step,
-            samples=self.ledger.samples_accepted,
+            samples=self.counts.samples_accepted,
             payload=payload,
             leases=tuple(leases),
             stop=bool(self.failure) or self.checkpoints.ended,
@@ -330,12 +330,12 @@ class Server:
 
     def _on_done(self, worker: int, message: Done) -> Steps:
         self._enter(worker, Event.DONE, message)
-        self.checkpoints.hear(message.checkpoint, self.ledger.samples_accepted)
+        self.checkpoints.hear(message.checkpoint, self.counts.samples_accepted)
         if (
             not message.all_answered
         ):  # told to stop, perhaps by a server that has given it up and processes nothing of it any more
             self.leases.take_back(worker)
-        self.ledger.leave(worker)
+        self.counts.leave(worker)
         if message.wants_final:
             self._enter(worker, Event.ASK_FINAL, message)
         yield from self._go_on_without(worker)
@@ -354,7 +354,7 @@ class Server:
 
     def _reconsider(self) -> Steps:
         """A read has ended without a push that counts."""
-        now = self.ledger.version, self.ledger.reads
+        now = self.counts.version, self.counts.reads
         yield from self._carry_out(
             self.strategy.on_read_ended(self.memory, *now, self.table.blocked, self.table.active)
         )
@@ -367,7 +367,7 @@ class Server:
         """Counts of this shard for `result.json`, with the failure that ended the run, if any."""
         waited, left_out = self.gathering.max_pending, self.leases.num_left_out()
         counts = {"samples_left_out": left_out, "max_pending": waited, "failure": self.failure}
-        return {**self.ledger.summary(), **counts}
+        return {**self.counts.summary(), **counts}
 
     def state(self) -> dict[str, Any]:
         """Counts and data position, JSON-able; the store saves its tensors itself, and right after an update a strategy
@@ -376,7 +376,7 @@ class Server:
         workers = self.table.items()
         return {
             "workers": sorted(self.workers),
-            "ledger": self.ledger.state(),
+            "ledger": self.counts.state(),
             "leases": self.leases.state(self.workers),
             "next_step": {str(w): one.next_step for w, one in workers if one.next_step is not None},
             "num_batches": {str(w): one.num_batches for w, one in workers if one.num_batches},
@@ -391,7 +391,7 @@ class Server:
         unused. The strategy begins anew, on the same parameters and counts, and other workers than before may go on.
         """
         self.failure, self.applied_samples = state["failure"], state["applied_samples"]
-        self.ledger.restore(state["ledger"])
+        self.counts.restore(state["ledger"])
         self.processed = ProcessedSamples.of(state["processed"], self.epoch_samples)
         pieces = [
             (low, high, ProcessedSamples.of(piece, self.epoch_samples))
@@ -400,12 +400,12 @@ class Server:
         more = any(in_any([self.processed, piece]) != self.processed for _, _, piece in pieces)
         self.pieces = pieces if more else []
         self.leases.restore(state["leases"], self.workers)
-        pushed = self.ledger.samples_accepted + self.ledger.samples_dropped
+        pushed = self.counts.samples_accepted + self.counts.samples_dropped
         if self.strategy.warmup.is_over(pushed, self.epoch_samples):
             for worker in self.workers:
                 self.table.take_part(worker)
         same = sorted(self.workers) == state["workers"]
-        self.ledger.begin_anew(forget=not same)
+        self.counts.begin_anew(forget=not same)
         # a fresh memory: clocks that two shards were cut at differently would hold back each other's workers for ever
         self.memory = self.strategy.start(tuple(sorted(self.table.active)))
         if same:

@@ -73,5 +73,5 @@ class SavingServer(FaultTolerantServer):
             if self.strategy.elastic:
                 self.table[worker].no_pull = True
             else:
-                self.ledger.leave(worker)
+                self.counts.leave(worker)
             yield from self._release(worker, 0, uses=self.strategy.inflight)

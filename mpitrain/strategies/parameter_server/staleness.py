@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class Ledger:
+class ShardCounts:
     """Counts pushes by fate, keeps the staleness histogram, and knows which versions are being computed
     on.
     """

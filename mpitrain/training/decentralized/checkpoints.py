@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.checkpoint import Checkpoint, Keeper
+from mpitrain.checkpoint import Checkpoint, CheckpointWriter
 from mpitrain.errors import UsageError
 from mpitrain.model.codec_registry import merge_states
 from mpitrain.model.peer_replica import PeerReplica
@@ -20,7 +20,7 @@ from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training import signals
-from mpitrain.training.resume import check, make_keeper, read_own_part
+from mpitrain.training.resume import check, make_checkpoint_writer, read_own_part
 from mpitrain.training.resume_options import same_codec
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.checkpoints import own_part
@@ -48,16 +48,18 @@ def _never_meets(strategy: Decentralized) -> bool:
 
 def make_checkpoints(
     session: Session, strategy: Decentralized, replica: PeerReplica, about: dict[str, Any]
-) -> tuple[PeerCheckpoints | None, Keeper]:
+) -> tuple[PeerCheckpoints | None, CheckpointWriter]:
     """When this peer writes, and who writes; never where peers do not meet: a signal then ends the run as it is."""
     runtime = session.runtime
-    keeper = make_keeper(session, own_part(runtime.rank), about, lambda: {"replica": replica.state()})
+    writer = make_checkpoint_writer(
+        session, own_part(runtime.rank), about, lambda: {"replica": replica.state()}
+    )
     if _never_meets(strategy):
         signals.end_at_once()
-        return None, keeper
+        return None, writer
     parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []
     samples = session.resume.checkpoint_at if session.resume else 0
-    return PeerCheckpoints(keeper, parts, Cadence(keeper.policy, samples), strategy.asynchronous), keeper
+    return PeerCheckpoints(writer, parts, Cadence(writer.policy, samples), strategy.asynchronous), writer
 
 
 def restore(resume: Checkpoint | None, peer: Peer, replica: PeerReplica) -> None:

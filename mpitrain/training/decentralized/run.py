@@ -64,21 +64,24 @@ def run_peers(session: Session) -> dict[str, Any]:
         resume = session.resume
         meter = Meter(session.report, num_warmup(num_steps), resume.checkpoint_at if resume else 0)
         session.in_emergency(f"{strategy}: a peer sends its update to the others in the middle of its step")
-        checkpoints, keeper = make_checkpoints(session, strategy, replica, about)
+        checkpoints, writer = make_checkpoints(session, strategy, replica, about)
         peer = builder.peer(runtime.rank, replica, meter, checkpoints)
         attempt(runtime, lambda: restore(resume, peer, replica))
         counts, injected = _run(session, strategy, peer, replica, device)
-    keeper.wait()
+    writer.wait()
     digests = runtime.allgather(counts["digest"])
     outcome: dict[str, Any] = {
         "detail": {
-            "role": "worker", **counts, **replica.statistics(with_norm=True), "checkpoints": keeper.summary(),
+            "role": "worker", **counts, **replica.statistics(with_norm=True), "checkpoints": writer.summary(),
         },
         "failure": "", "injected": injected, "requeue": checkpoints is not None and checkpoints.ended,
-        "unwritten": keeper.unwritten,
+        "unwritten": writer.unwritten,
     }  # fmt: skip
     everybody = runtime.allgather(
-        {key: counts[key] for key in ("batches", "drift", "drift_max", "lead_max", "nonfinite", "sent_bytes")}
+        {
+            key: counts[key]
+            for key in ("batches", "drift", "drift_max", "max_steps_ahead", "nonfinite", "sent_bytes")
+        }
     )
     if first:
         outcome["result"] = {
@@ -123,7 +126,7 @@ def summary(
         "drift": max(one["drift"] for one in everybody),
         "drift_max": max(one["drift_max"] for one in everybody),
         "replicas_identical": len(set(digests)) == 1,
-        "lead_max": max(one["lead_max"] for one in everybody),
-        "meetings": first["meetings"],
+        "max_steps_ahead": max(one["max_steps_ahead"] for one in everybody),
+        "averagings": first["averagings"],
         "sent_bytes_per_step": sum(one["sent_bytes"] for one in everybody) / len(everybody) / steps,
     }

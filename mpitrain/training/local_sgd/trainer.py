@@ -71,7 +71,7 @@ class LocalSGDTrainer(Trainer):
 
     def keep(self) -> RecoveryState:
         """Everything as after the last averaging: the local steps since then are done again, by those that are left."""
-        self.checkpoints.keeper.wait()
+        self.checkpoints.writer.wait()
         meter = self.meter if self.rank == 0 else None
         step = self._common["counts"]["step"]
         return RecoveryState(step, self.stepper.failure, self._common, delay=self.delay, meter=meter)

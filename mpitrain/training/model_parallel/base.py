@@ -206,7 +206,7 @@ class SplitRun(Stepper):
         return tally.means()
 
     def _outcome(self) -> dict[str, Any]:
-        self.checkpoints.keeper.wait()
+        self.checkpoints.writer.wait()
         tensors = self.gather()
         path = self.session.run_dir / MODEL_FILE
         if self.rank == 0:
@@ -219,10 +219,10 @@ class SplitRun(Stepper):
             "detail": {**detail, "steps": self.step, **self.describe()},
             "failure": self.failure,
             "requeue": self.checkpoints.ended,
-            "unwritten": self.checkpoints.keeper.unwritten,
+            "unwritten": self.checkpoints.writer.unwritten,
         }
         if self.checkpoint_grid.place(self.rank)[0] == 0:
-            outcome["detail"]["checkpoints"] = self.checkpoints.keeper.summary()
+            outcome["detail"]["checkpoints"] = self.checkpoints.writer.summary()
         if self.rank == 0:
             counts = {
                 "accepted": self.step - self.nonfinite,

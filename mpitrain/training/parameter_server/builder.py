@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mpitrain.checkpoint import Keeper
+from mpitrain.checkpoint import CheckpointWriter
 from mpitrain.data import Catalogue
 from mpitrain.job import Job
 from mpitrain.messages import Kind
@@ -70,7 +70,7 @@ class RoleBuilder:
         return shard_store(self.model, shard, optimizer, self.strategy, self.num_workers)
 
     def server(
-        self, shard: int, store: AnyStore, report: Report, keeper: Keeper | None = None,
+        self, shard: int, store: AnyStore, report: Report, writer: CheckpointWriter | None = None,
         floor_s: float | None = None, by_heartbeat: bool = False,
     ) -> FaultTolerantServer:  # fmt: skip
         """The server of one shard; the first one deals the batches. `floor_s`, `by_heartbeat`: as in
@@ -85,7 +85,7 @@ class RoleBuilder:
             )  # fmt: skip
         return FaultTolerantServer(
             self.strategy, store, self.roles.workers, report, dealer, job.on_nonfinite, self._epoch_samples,
-            job.schedule if self.strategy.optimizer == "server" else None, job.batch_size, keeper,
+            job.schedule if self.strategy.optimizer == "server" else None, job.batch_size, writer,
             delivers=True, floor_s=floor_s, by_heartbeat=by_heartbeat,
         )  # fmt: skip
 

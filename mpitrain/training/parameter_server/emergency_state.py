@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from mpitrain.checkpoint import Keeper
+from mpitrain.checkpoint import CheckpointWriter
 from mpitrain.effects import Compute, Effect, Recv, Role, watched
 from mpitrain.errors import CheckpointError
 from mpitrain.roles import FaultTolerantServer, Server, Worker
@@ -53,7 +53,7 @@ class StateAtLastUpdate:
         """The server is about to wait."""
         if not self.server.gathering.empty:
             self.gathers = True
-        elif self.gathers and (self._kept is None or self._kept[1] != self.server.ledger.version):
+        elif self.gathers and (self._kept is None or self._kept[1] != self.server.counts.version):
             self._kept = self._now()
 
     def take(self) -> tuple[int, int, dict[str, Any]]:
@@ -69,12 +69,16 @@ class StateAtLastUpdate:
         return self._kept
 
     def _now(self) -> tuple[int, int, dict[str, Any]]:
-        ledger = self.server.ledger
-        return ledger.samples_accepted, ledger.version, self.server.state()
+        counts = self.server.counts
+        return counts.samples_accepted, counts.version, self.server.state()
 
 
 def shard_writer(
-    session: Session, server: FaultTolerantServer, store: AnyStore, keeper: Keeper, module: nn.Module
+    session: Session,
+    server: FaultTolerantServer,
+    store: AnyStore,
+    writer: CheckpointWriter,
+    module: nn.Module,
 ) -> tuple[Emergency | str, Role]:
     """What this shard's server would write, or why it cannot; and its role, to be run in place of its own."""
     strategy, workers = server.strategy, server.workers
@@ -104,12 +108,12 @@ def shard_writer(
             return (checkpoint.checkpoint_at, checkpoint.step) == (taken.samples, taken.step)
         return abs(checkpoint.checkpoint_at - taken.samples) <= in_flight
 
-    writer = Emergency(keeper, guard, take, parts, fits)
-    return writer, with_whole_state(server.run(), guard, last_update.look)
+    emergency = Emergency(writer, guard, take, parts, fits)
+    return emergency, with_whole_state(server.run(), guard, last_update.look)
 
 
 def worker_writer(
-    keeper: Keeper, worker: Worker, module: nn.Module, on: bool
+    writer: CheckpointWriter, worker: Worker, module: nn.Module, on: bool
 ) -> tuple[Emergency | str, Role]:
     """What this worker would write, should it be the validator: buffers as they were before its present batch."""
     kept, guard = KeptBuffers(module, on), Guard()
@@ -120,7 +124,7 @@ def worker_writer(
         replica = {"buffers": kept.copies(), "local": None, "coder": None}
         return Taken(worker.samples, worker.step, {"role": worker.state(), "replica": replica})
 
-    return Emergency(keeper, guard, take, fits=lambda cut, taken: True), _keeping(worker.run(), guard, kept)
+    return Emergency(writer, guard, take, fits=lambda cut, taken: True), _keeping(worker.run(), guard, kept)
 
 
 def _keeping(role: Role, guard: Guard, kept: KeptBuffers) -> Role:

@@ -32,7 +32,7 @@ from mpitrain.training.measure import (
 from mpitrain.training.parameter_server.builder import AnyStore, RoleBuilder
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
 from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
-from mpitrain.training.resume import about_run, check, make_keeper, read_own_part
+from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.validation import make_measure
@@ -99,29 +99,31 @@ def _serve(
     # (or hooks, which may change its options)
     own = strategy.optimizer == "worker" or not strategy.push_codec.is_none or bool(StepHooks(optimizer, ()))
     writers = roles.workers if own else (roles.validator,)
-    keeper = make_keeper(session, f"shard-{shard}", about_this_run, lambda: {"store": store.state()}, writers)
+    writer = make_checkpoint_writer(
+        session, f"shard-{shard}", about_this_run, lambda: {"store": store.state()}, writers
+    )
     by_heartbeat = runtime.fault_tolerance == "heartbeat"
-    server = builder.server(shard, store, meter, keeper, session.overrides.heartbeat_s, by_heartbeat)
+    server = builder.server(shard, store, meter, writer, session.overrides.heartbeat_s, by_heartbeat)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
     order: list[int] = []
     may_die = roles.workers if runtime.fault_tolerance == "ulfm" else ()
-    writer, role = shard_writer(session, server, store, keeper, model.module)
-    session.in_emergency(writer)
+    emergency, role = shard_writer(session, server, store, writer, model.module)
+    session.in_emergency(emergency)
     role = record(role, order)
     counts = run_role(session, roles.workers, lambda source, kind: store.wire_buffer(), role, may_die=may_die)
     # one whose gradients were not finite has left in order
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}
     save_order(session.run_dir, shard, order)
-    keeper.wait()
-    counts["checkpoints"] = keeper.summary()
+    writer.wait()
+    counts["checkpoints"] = writer.summary()
     counts |= store.statistics()
     counts["peak_waiting_buffers"] = store.pool.num_frames
     outcome: dict[str, Any] = {
         "detail": {"rank": runtime.rank, "role": "server", "shard": shard, **counts},
         "failure": counts["failure"],
         "requeue": server.checkpoints.ended,
-        "unwritten": keeper.unwritten,
+        "unwritten": writer.unwritten,
     }
     if runtime.rank == roles.dealer:
         outcome["result"] = {**meter.result(), **{key: counts[key] for key in _SHOWN}, **server.delivered}
@@ -170,12 +172,14 @@ def _work(
             lambda: finish_model(session, replica),
             heartbeat_s(session),
         )
-        keeper = make_keeper(session, f"worker-{index}", about_this_run, lambda: {"replica": replica.state()})
-        worker.keeper = keeper
+        writer = make_checkpoint_writer(
+            session, f"worker-{index}", about_this_run, lambda: {"replica": replica.state()}
+        )
+        worker.writer = writer
         attempt_restore(session, worker, replica, index)
         watched = session.overrides.watchdog_s > 0
-        writer, role = worker_writer(keeper, worker, model.module, watched)
-        session.in_emergency(writer)
+        emergency, role = worker_writer(writer, worker, model.module, watched)
+        session.in_emergency(emergency)
         straggler = session.straggler()
         counts = run_role(
             session,
@@ -185,11 +189,11 @@ def _work(
             computer=compute_thread(device) if builder.strategy.inflight > 1 else None,
         )
     replica.finish()
-    keeper.wait()
+    writer.wait()
     codec = {"codec": replica.statistics()} if replica.coder else {}
-    detail = {"role": "worker", **counts, **codec, "checkpoints": keeper.summary()}
+    detail = {"role": "worker", **counts, **codec, "checkpoints": writer.summary()}
     outcome: dict[str, Any] = {
-        "detail": detail, "injected": straggler.counts(), "unwritten": keeper.unwritten
+        "detail": detail, "injected": straggler.counts(), "unwritten": writer.unwritten
     }  # fmt: skip
     return outcome
 

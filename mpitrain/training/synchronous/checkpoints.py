@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpitrain.checkpoint import Checkpoint, Keeper
+from mpitrain.checkpoint import Checkpoint, CheckpointWriter
 from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training import signals
-from mpitrain.training.resume import about_run, check, make_keeper, read_own_part
+from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
 
@@ -61,7 +61,7 @@ class StepCheckpoints:
             shared = {"state": copied(state())} if self.rank == 0 else {}
             return shared | ({"own": copied(own())} if own else {})
 
-        self.keeper: Keeper = make_keeper(session, own_part(place), about, saved)
+        self.writer: CheckpointWriter = make_checkpoint_writer(session, own_part(place), about, saved)
         asked_for = session.overrides.watchdog_s > 0 or session.runtime.survives_shrink
         self.guard, self.buffers = Guard(), KeptBuffers(module, asked_for)
         self._state, self._own = state, own
@@ -71,10 +71,10 @@ class StepCheckpoints:
         elif own is not None and grid is None:
             session.in_emergency(f"{session.strategy}: what the codec keeps back is in the middle of a step")
         else:
-            writer = Emergency(self.keeper, self.guard, self._take, lambda: list(self._parts))
-            session.in_emergency(writer if self._writes else "")
+            emergency = Emergency(self.writer, self.guard, self._take, lambda: list(self._parts))
+            session.in_emergency(emergency if self._writes else "")
         self.ended = False
-        self._cadence = Cadence(self.keeper.policy, session.resume.checkpoint_at if session.resume else 0)
+        self._cadence = Cadence(self.writer.policy, session.resume.checkpoint_at if session.resume else 0)
         self._asked_s = time.monotonic()
 
     def restored(self, session: Session) -> Any:
@@ -130,11 +130,11 @@ class StepCheckpoints:
         if due:
             self._cadence.go_on_from(samples)
             if self._writes:
-                self.keeper.save(samples, {}, self._parts if self.rank == 0 else ())
+                self.writer.save(samples, {}, self._parts if self.rank == 0 else ())
 
     def _agree(self, step: int) -> tuple[bool, bool]:
         wanted = self._cadence.steps_to_next_question(step, self._asked_s, time.monotonic())
-        timed = self.rank == 0 and self.keeper.time_is_up()
+        timed = self.rank == 0 and self.writer.time_is_up()
         wishes = torch.tensor([int(signals.asked()), int(timed), -wanted])
         if dist.get_world_size() > 1:
             dist.all_reduce(wishes, op=dist.ReduceOp.MAX)

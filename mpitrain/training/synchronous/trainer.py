@@ -137,7 +137,7 @@ class Trainer:
     def keep(self) -> RecoveryState:
         """What this rank goes on from should others have died in this step: everything as when all last held the same,
         here after the step before."""
-        self.checkpoints.keeper.wait()
+        self.checkpoints.writer.wait()
         own, before = self.hook.state() if self.hook else {}, self._own_before
         if own.get("step") == before.get("step"):  # or it has sent its share, which others may have used
             own = before
@@ -235,10 +235,10 @@ class Trainer:
         injected = self.delay.straggler.counts()
         outcome: dict[str, Any] = {"detail": detail, "failure": self.stepper.failure, "injected": injected}
         outcome["requeue"] = self.checkpoints.ended
-        self.checkpoints.keeper.wait()
-        outcome["unwritten"] = self.checkpoints.keeper.unwritten
+        self.checkpoints.writer.wait()
+        outcome["unwritten"] = self.checkpoints.writer.unwritten
         if self.rank == 0:
-            detail["checkpoints"] = self.checkpoints.keeper.summary()
+            detail["checkpoints"] = self.checkpoints.writer.summary()
             path = self.session.run_dir / MODEL_FILE
             metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
             save_model(self.module, path, metadata)

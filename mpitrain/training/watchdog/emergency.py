@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpitrain.checkpoint import Keeper
+from mpitrain.checkpoint import CheckpointWriter
 from mpitrain.checkpoint.parts import FIRST, folder_of, verify
 from mpitrain.errors import CheckpointError
 from mpitrain.training.watchdog.alarm_files import LOOK_EVERY_S, Alarm, EmergencyCheckpoint
@@ -83,7 +83,7 @@ class Emergency:
     """What this rank would write.
 
     Args:
-        keeper: of this rank's part; guard: of the state.
+        writer: of this rank's part; guard: of the state.
         take: copies the state; called while the guard is held. Raises CheckpointError where it cannot.
         parts: all parts of the checkpoint, on the rank that writes the first one.
         fits: whether what was taken belongs to the checkpoint that another rank has announced.
@@ -91,7 +91,7 @@ class Emergency:
 
     def __init__(
         self,
-        keeper: Keeper,
+        writer: CheckpointWriter,
         guard: Guard,
         take: Callable[[], Taken],
         parts: Callable[[], list[str]] = list,
@@ -99,7 +99,7 @@ class Emergency:
             announced[:2] == taken[:2]
         ),
     ):
-        self.keeper, self.guard, self.take, self.parts, self.fits = keeper, guard, take, parts, fits
+        self.writer, self.guard, self.take, self.parts, self.fits = writer, guard, take, parts, fits
 
     def write(self, alarm: Alarm) -> None:
         """Write this rank's part of the checkpoint, if it has one.
@@ -107,7 +107,7 @@ class Emergency:
         Raises:
             CheckpointError: why there can be none.
         """
-        if self.keeper.part != FIRST:
+        if self.writer.part != FIRST:
             self._write_further(alarm)
             return
         try:
@@ -121,13 +121,13 @@ class Emergency:
         with self.guard.held(HOLD_S) as whole:
             taken = self._taken(whole)
             checkpoint = EmergencyCheckpoint(taken.samples, taken.step, tuple(self.parts()))
-            folder = folder_of(self.keeper.run_dir, checkpoint.checkpoint_at)
+            folder = folder_of(self.writer.run_dir, checkpoint.checkpoint_at)
             with contextlib.suppress(CheckpointError):
                 verify(folder)  # the last one is of this very state
                 alarm.announce(checkpoint._replace(parts=()))
                 return
             alarm.announce(checkpoint)
-            self.keeper.write_now(checkpoint.checkpoint_at, taken.state, checkpoint.parts)
+            self.writer.write_now(checkpoint.checkpoint_at, taken.state, checkpoint.parts)
             deadline_s = time.monotonic() + OTHERS_S
             while time.monotonic() < deadline_s and not all(
                 (folder / f"{part}.json").exists() for part in checkpoint.parts
@@ -136,14 +136,14 @@ class Emergency:
 
     def _write_further(self, alarm: Alarm) -> None:
         checkpoint = alarm.announced(ANNOUNCED_S)
-        if checkpoint is None or self.keeper.part not in checkpoint.parts:
+        if checkpoint is None or self.writer.part not in checkpoint.parts:
             return
         deadline_s = time.monotonic() + HOLD_S
         while True:
             with self.guard.held(HOLD_S) as whole:
                 taken = self._taken(whole)
                 if self.fits(checkpoint, taken):
-                    self.keeper.write_now(checkpoint.checkpoint_at, taken.state)
+                    self.writer.write_now(checkpoint.checkpoint_at, taken.state)
                     return
             if time.monotonic() > deadline_s:
                 raise CheckpointError(

@@ -37,7 +37,7 @@ def case_asynchronous_peers_do_not_wait_for_one_that_sleeps(rt):
         rt.barrier()
         rule = mt.Decentralized(asynchronous=asynchronous)
         result = train(f"paused-{asynchronous}", rule, PAUSE, epochs=8, batch_size=1, loss=loss)
-        leads[asynchronous] = result["ranks"][1]["lead_max"]
+        leads[asynchronous] = result["ranks"][1]["max_steps_ahead"]
         assert result["injected"] == [{"worker": 1, "sleeps": 1, "slept_s": 0.5}]
         assert result["accepted"] == 4 * 96 and result["samples"] == 384
         assert sum(one["messages"] for one in result["ranks"]) == 3 * 4 * 96
@@ -52,7 +52,7 @@ def case_synchronous_full_topology_keeps_replicas_the_same_to_the_bit(rt):
         result = train(f"threshold-{warmup.epochs}", rule, batch_size=2)
         assert result["replicas_identical"] and result["drift_max"] < 1e-7
         assert 0 < result["ranks"][0]["density"] < 1 and result["ranks"][0]["codec_ms"] > 0
-        assert result["meetings"] == 1 + (result["steps"] // 5) + bool(warmup.epochs)
+        assert result["averagings"] == 1 + (result["steps"] // 5) + bool(warmup.epochs)
     loose = train("loose", mt.Decentralized("ring"), batch_size=2)
     assert not loose["replicas_identical"] and loose["drift"] > 1e-4
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Async
 from mpitrain.strategies.base import Push, Verdict
-from mpitrain.strategies.parameter_server.staleness import Ledger
+from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.strategies.placement import assign
 
 EVENTS = st.lists(
@@ -18,49 +18,49 @@ EVENTS = st.lists(
 )
 
 
-def play(ledger, events):
+def play(counts, events):
     for worker, what in events:
-        if worker not in ledger.reads:
-            ledger.read(worker, 8)
+        if worker not in counts.reads:
+            counts.read(worker, 8)
         elif what == "leave":
-            ledger.leave(worker)
+            counts.leave(worker)
         else:
-            ledger.push(worker, 3, 8, weight=0.0 if what == "drop" else 0.5, finite=what != "bad")
+            counts.push(worker, 3, 8, weight=0.0 if what == "drop" else 0.5, finite=what != "bad")
             if what == "push":
-                ledger.update()
-            ledger.read(worker, 8)
+                counts.update()
+            counts.read(worker, 8)
 
 
 @given(EVENTS)
 def test_both_sides_agree_after_every_event(events):
-    ledger = Ledger()
+    counts = ShardCounts()
     for event in events:
-        play(ledger, [event])
-        left, right = ledger.identity()
+        play(counts, [event])
+        left, right = counts.identity()
         assert left == right
 
 
 @given(EVENTS, st.integers(0, 80))
 def test_state_restores_everything(events, cut):
-    ledger, again = Ledger(), Ledger()
-    play(ledger, events[:cut])
-    again.restore(json.loads(json.dumps(ledger.state())))
-    for each in (ledger, again):
+    counts, again = ShardCounts(), ShardCounts()
+    play(counts, events[:cut])
+    again.restore(json.loads(json.dumps(counts.state())))
+    for each in (counts, again):
         play(each, events[cut:])
-    assert again.summary() == ledger.summary() and again.identity() == ledger.identity()
+    assert again.summary() == counts.summary() and again.identity() == counts.identity()
 
 
 def test_a_lost_gradient_breaks_the_identity():
     """The identity has teeth: forget one push and the sides differ."""
-    ledger = Ledger()
+    counts = ShardCounts()
     for worker in range(3):
-        ledger.read(worker, 8)
+        counts.read(worker, 8)
     for worker in (0, 1, 0, 2):
-        ledger.push(worker, 1, 8, 1.0)
-        ledger.update()
-        ledger.read(worker, 8)
-    ledger.staleness[1] -= 1
-    left, right = ledger.identity()
+        counts.push(worker, 1, 8, 1.0)
+        counts.update()
+        counts.read(worker, 8)
+    counts.staleness[1] -= 1
+    left, right = counts.identity()
     assert left != right
 
 
@@ -127,12 +127,12 @@ def test_servers_are_spread_evenly_over_nodes_of_equal_size(num_nodes, size, ser
 
 def test_versions_that_nobody_read_are_counted_as_versions():
     """Every gradient is accepted; worker 0 never saw versions 1, 2 and 3."""
-    ledger = Ledger()
+    counts = ShardCounts()
     for worker in (0, 1):
-        ledger.read(worker, 8)
+        counts.read(worker, 8)
     for worker in (1, 1, 1, 0):
-        ledger.push(worker, 1, 8, 1.0)
-        ledger.update()
-        ledger.read(worker, 8)
-    counts = ledger.summary()
-    assert (counts["accepted"], counts["versions_skipped"]) == (4, 3) and "skipped" not in counts
+        counts.push(worker, 1, 8, 1.0)
+        counts.update()
+        counts.read(worker, 8)
+    summary = counts.summary()
+    assert (summary["accepted"], summary["versions_skipped"]) == (4, 3) and "skipped" not in summary
