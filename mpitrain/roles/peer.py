@@ -1,4 +1,4 @@
-"""The peer: trains on its own replica, tells its neighbours what has become of it, and takes in what they tell.
+"""The peer: trains on its own replica, sends its neighbours what has become of it, and takes in what they send.
 
 Invariants: a peer sends one message to each receiver at every step. A synchronous one then waits for the
 messages of the same step from all its senders, and takes them in in rank order; an asynchronous one takes what is
@@ -127,7 +127,7 @@ class Peer:
             yield Compute(lambda: checkpoints.save(self.state()), "checkpoint")
 
     def _agree(self, checkpoints: PeerCheckpoints, turn: Turn) -> Generator[Effect, Any, Agreed]:
-        """What any peer was told goes up the tree of all, what the first decides comes down."""
+        """What any peer was asked goes up the tree of all, what the first decides comes down."""
         asked, step = checkpoints.asked(), turn.step
         for child in topology.children(self.rank, self.number):
             message = yield from self._expect(child, Ask, step)
@@ -178,14 +178,14 @@ class Peer:
         return float(gradient.loss)
 
     def _leave(self) -> Answers:
-        """Tell whoever may wait for this peer that it takes no further step; all are to have taken equally many."""
+        """Inform whoever may wait for this peer that it takes no further step; all are to have taken equally many."""
         for peer in self.strategy.contacts(self.rank, self.number):
             yield Send(peer, Last(self.step))
         self._has_left = True
         self._compare_steps()
 
     def _compare_steps(self) -> None:
-        """Nobody waits for somebody who has left: a step, or an end, that the others do not share is told at once."""
+        """Nobody waits for somebody who has left: a step, or an end, that others do not share is reported at once."""
         for peer, steps in sorted(self._left.items()):
             mine = self.step + self._is_stepping
             if mine > steps or (self._has_left and mine != steps):

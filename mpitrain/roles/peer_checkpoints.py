@@ -1,7 +1,7 @@
 """When peers write a checkpoint, and when they ask one another whether to.
 
 Invariants: arithmetic on counts that all peers share. A checkpoint that is due in samples needs no message; what one
-peer alone knows (that it was told to end, that time is up) is agreed over the tree of all peers every so many steps,
+peer alone knows (that it was asked to end, that time is up) is agreed over the tree of all peers every so many steps,
 about twice a second, or, where peers do not wait for one another, at their meetings.
 """
 
@@ -28,11 +28,11 @@ class PeerCheckpoints:
     ):
         self.writer, self.parts, self.cadence, self.asynchronous = writer, parts, cadence, asynchronous
         self.ended = False
-        self._now = False  # decided by what a peer was told, or by time
+        self._now = False  # decided by what a peer was asked, or by time
         self._due_samples, self._asked_s = 0, 0.0
 
     def asked(self) -> bool:
-        """Whether this peer was told to end."""
+        """Whether this peer was asked to end."""
         return self.writer.asked()
 
     def agrees_after(self, step: int, met: bool) -> bool:

@@ -57,11 +57,11 @@ class Gradient(Protocol):
     def finite(self) -> bool: ...
     @property
     def share(self) -> float:
-        """What it is the mean of: samples, or the weight that the loss tells of."""
+        """What it is the mean of: samples, or the weight that the loss names."""
 
     @property
     def options(self) -> str:
-        """What a server's optimizer is to be told with it; empty where nothing has changed."""
+        """What a server's optimizer is to be informed of with it; empty where nothing has changed."""
 
 
 class Replica(Protocol):
@@ -92,7 +92,7 @@ class Replica(Protocol):
         """Metrics of the present parameters; empty when there is nothing to validate."""
 
     def statistics(self) -> dict[str, float]:
-        """What a codec has to tell of the messages; empty without one."""
+        """What a codec has to report of the messages; empty without one."""
 
 
 class CheckpointWriter(Protocol):
@@ -109,7 +109,7 @@ class CheckpointWriter(Protocol):
         """Accepted samples at which to write next; 0 while nothing is due."""
 
     def asked(self) -> bool:
-        """Whether this process has been told to end."""
+        """Whether this process has been asked to end."""
 
     def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: list[str] | tuple[()]) -> None:
         """Write in the background; `parts`: names of all that make the checkpoint complete (the first part knows)."""
@@ -125,7 +125,7 @@ class PeerReplica(Protocol):
         """This batch will be computed on next."""
 
     def update(self) -> Any:
-        """What to tell the others of the step; a Payload with `hold`, held once."""
+        """What to send the others of the step; a Payload with `hold`, held once."""
 
     def apply(self, payload: Any, num_peers: int) -> None:
         """Full topology: take in one peer's update (also the peer's own) of `num_peers`."""
@@ -155,4 +155,4 @@ class PeerReplica(Protocol):
         """Metrics of the present parameters; empty where there is nothing to validate."""
 
     def statistics(self) -> dict[str, float]:
-        """What the codec has to tell of the last message."""
+        """What the codec has to report of the last message."""

@@ -59,7 +59,7 @@ class Worker:
         push_every, pull_every, inflight: as in `ServerStrategy`; a lease is one push whatever `push_every` says.
         batch_size: the usual one, where batches differ in size on purpose: virtual time charges by it.
         writer: of this worker's part of a checkpoint.
-        deliver: saves and measures the final model, if that falls to this worker, and returns what there is to tell;
+        deliver: saves and measures the final model, if that falls to this worker, and returns what there is to report;
             None where nobody is to.
         heartbeat_s, signs_s: as in `ServerProbe`.
     """
@@ -293,7 +293,7 @@ class Worker:
 
     def _stay(self, deliver: Deliver) -> Generator[Effect, Any, None]:
         """After this worker has reported that it is done it stays until the final model is delivered, by itself if it
-        is told to; `deliver` saves, measures and returns what is to be reported, JSON-able."""
+        is asked to; `deliver` saves, measures and returns what is to be reported, JSON-able."""
         servers, dealer = self.roles.servers, self.roles.dealer
         missing = set(servers) if self.wants_final else set()
         while True:

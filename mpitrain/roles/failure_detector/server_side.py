@@ -26,7 +26,7 @@ class FailureDetector:
     Args:
         tracker: the server's.
         is_lost: whether a worker is lost; its silence is nothing new.
-        by_heartbeat: nobody else tells of a death: whoever is overdue is lost, although nobody waits for it. Its
+        by_heartbeat: nobody else reports a death: whoever is overdue is lost, although nobody waits for it. Its
             workers then say that they wait (`ServerProbe`), so every one of them owes signs of life at all times.
     """
 

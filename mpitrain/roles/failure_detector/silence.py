@@ -46,7 +46,7 @@ class SilenceTracker:
         self._away.add(worker)
 
     def answered(self, worker: int, now_s: float) -> None:
-        """It has been told to go on, perhaps after it was held for long, or has said that it waits."""
+        """It has been answered, perhaps after it was held for long, or has said that it waits."""
         self._answered_s[worker] = now_s
 
     def reports_waiting(self, worker: int, now_s: float) -> None:
@@ -70,7 +70,7 @@ class SilenceTracker:
         return self.silence_s(worker, now_s) > max(floor_s, *self._usual_s(worker))
 
     def is_overdue(self, worker: int, now_s: float, away_s: float) -> bool:
-        """`is_silent` where nobody else tells of a death; a first validation is given `away_s`."""
+        """`is_silent` where nobody else reports a death; a first validation is given `away_s`."""
         if worker in self._away and worker not in self._longest_away_s:
             return self.silence_s(worker, now_s) > max(away_s, self.mid_silence_s)
         return self.is_silent(worker, now_s, mid=True)

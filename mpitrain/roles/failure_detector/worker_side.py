@@ -1,10 +1,10 @@
 """Whether the servers are still there: what a worker asks while it waits for an answer.
 
-Invariants: for launches in which MPI tells of no death. A worker that waits has nothing else to do, so it asks
+Invariants: for launches in which MPI reports no death. A worker that waits has nothing else to do, so it asks
 `QUESTIONS` times per timeout, and every server says at once that it is there, whomever its strategy holds back. That
-tells a server that holds from one that is dead; and to a server that has answered it tells that this worker waits for
-another one. Unanswered questions are counted, not seconds: a rank that was stopped for a while asks again before it
-judges.
+distinguishes a server that holds from one that is dead; and it informs a server that has answered that this worker
+waits for another one. Unanswered questions are counted, not seconds: a rank that was stopped for a while asks again
+before it judges.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariants: the dealing server names the next point (accepted samples) ahead of time; the request travels on
 its answers to the workers and on what they send to the other servers; each shard writes at its first update at or
 beyond that point, or, where the run ends with it, when the last worker has left. In lockstep all shards have the same
-update there, and each worker is told, with the answer that follows, that what it holds now belongs to the checkpoint.
+update there, and each worker learns, with the answer that follows, that what it holds now belongs to the checkpoint.
 Without lockstep every shard is cut at its own version.
 """
 

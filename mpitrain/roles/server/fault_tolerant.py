@@ -3,8 +3,8 @@
 Invariants: no lease is lost with its worker. A worker that has nothing left to do is asked to stay while others
 still hold leases (`standby`): it says that it is idle, and to every strategy it has left; should one of the others be
 lost, the dealing server wakes it, it joins again and takes over. A worker is given up as silent when everybody else
-waits or has left, and, where MPI tells of no death (`by_heartbeat`), whatever the others do; should it wake after that,
-what it pushes is refused and it is told to leave. For rank 0, to which everybody then reports, the servers stay a while
+waits or has left, and, where MPI reports no death (`by_heartbeat`), whatever the others do; should it wake after that,
+what it pushes is refused and it has to leave. For rank 0, to which everybody then reports, the servers stay a while
 longer in case it does. A worker whose gradients are not finite any more, where such are skipped, is given up as well:
 all servers see the same pushes of it, so they agree on when.
 

@@ -9,8 +9,8 @@ lowest server also deals the batches.
 Exactly once: leases are dealt at least once, and processed idempotently. A push names its lease, every shard remembers
 which it has processed (with its checkpoints, too), and one that comes again is an arrival like any other to the
 strategy, so rounds stay what they are on all shards, but nothing of it is added or counted. A worker goes on only when
-all shards have answered, so its next message tells the dealing server that they have; a lease of which that was never
-told is dealt again when its worker is lost. After a restart the shards may have been cut at different pushes: then
+all shards have answered, so its next message informs the dealing server that they have; a lease of which that was never
+said is dealt again when its worker is lost. After a restart the shards may have been cut at different pushes: then
 whatever not all of them have processed is dealt again (`BatchDealer.rejoin`). An elastic push carries parameters, not a
 gradient: it is exchanged again, which conserves what both sides hold, and not counted.
 """
@@ -333,7 +333,7 @@ class Server:
         self.checkpoints.hear(message.checkpoint, self.counts.samples_accepted)
         if (
             not message.all_answered
-        ):  # told to stop, perhaps by a server that has given it up and processes nothing of it any more
+        ):  # ordered to stop, perhaps by a server that has given it up and processes nothing of it any more
             self.leases.take_back(worker)
         self.counts.leave(worker)
         if message.wants_final:

@@ -50,7 +50,7 @@ class WorkerState(enum.Enum):
     BLOCKED = "has pushed, and awaits the answer"
     SAVING = "has asked for a checkpoint, and awaits that all others do"
     STANDBY = "has nothing to compute on, and waits in case there is more"
-    WOKEN = "has been told to join again, or to leave, and has not done so yet"
+    WOKEN = "has been asked to join again, or to leave, and has not done so yet"
     DONE = "has pushed its last"
     AWAITING_FINAL = "has pushed its last, and asked for the final model"
     LEFT = "has stayed for as long as it was wanted"
@@ -73,7 +73,7 @@ class Event(enum.Enum):
     LEAVE = "it leaves"
     ANSWER = "it is sent the answer that it waits for"
     RESTART = "it is sent the model in the middle of its gradient"
-    WAKE = "it is told to join again, or to leave"
+    WAKE = "it is asked to join again, or to leave"
     LOSE = "it has died or is given up"
 
 
