@@ -46,6 +46,15 @@ class Push(NamedTuple):
     reads: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
+class ReadsLeft(NamedTuple):
+    """What is being computed on: the fields of a `Push` by these names."""
+
+    version: int
+    reads: Mapping[int, Sequence[int]]
+    blocked: Set[int]
+    active: Set[int]
+
+
 class Verdict(NamedTuple):
     """The answer to a push, to a worker's leaving, or to the end of a read.
 
@@ -258,16 +267,9 @@ class ServerStrategy(Strategy):
         """
         return NOTHING
 
-    def on_read_ended(
-        self,
-        memory: dict[str, Any],
-        version: int,
-        reads: Mapping[int, Sequence[int]],
-        blocked: Set[int],
-        active: Set[int],
-    ) -> Verdict:
-        """Somebody's read has ended without a push that counts (it has left, or its gradient is not finite);
-        `reads` are what is left. The verdict's weight means nothing."""
+    def on_read_ended(self, memory: dict[str, Any], left: ReadsLeft) -> Verdict:
+        """Somebody's read has ended without a push that counts (it has left, or its gradient is not finite). The
+        verdict's weight means nothing."""
         return NOTHING
 
     def contributors(self, active: Set[int]) -> Set[int] | None:

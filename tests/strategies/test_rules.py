@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Async, Backup, Drop, Inverse, Keep, Power, SoftSync, StaleSync, Sync
-from mpitrain.strategies.base import Push
+from mpitrain.strategies.base import Push, ReadsLeft
 from mpitrain.values import registered
 from tests.virtual.course import COURSE, on_servers
 
@@ -55,8 +55,8 @@ class Desk:
             self._carry_out(self._leave(worker) if what == "leave" else self._push(worker))
             if what == "leave" and self.gathered:
                 reads = {other: (read,) for other, read in self.reads.items()}
-                seen = (self.version, reads, set(self.blocked), set(self.active))
-                self._carry_out(self.strategy.on_read_ended(self.memory, *seen))
+                left = ReadsLeft(self.version, reads, set(self.blocked), set(self.active))
+                self._carry_out(self.strategy.on_read_ended(self.memory, left))
         assert not self.active or self.active - self.blocked, "everybody is blocked"
 
     def _leave(self, worker):
@@ -192,7 +192,7 @@ def take(strategy, shard, worker, horizon):
         active.discard(worker)
         verdict = strategy.on_leave(memory, worker, set(blocked), set(active))
         if not verdict.flush and not verdict.release:
-            verdict = strategy.on_read_ended(memory, 9, reads_of(lags), set(blocked), set(active))
+            verdict = strategy.on_read_ended(memory, ReadsLeft(9, reads_of(lags), set(blocked), set(active)))
     else:
         blocked.add(worker)
         verdict = strategy.on_push(memory, Push(worker, 0, 9 - lag, 9, 0.0, set(blocked), set(active), reads))

@@ -45,7 +45,7 @@ from mpitrain.roles.server.leases import Leases
 from mpitrain.roles.server.resharding import processed_by
 from mpitrain.roles.server.worker_state import WANTING_FINAL, Event, WorkerTable
 from mpitrain.strategies.base import Push as Arrival
-from mpitrain.strategies.base import ServerStrategy, Verdict
+from mpitrain.strategies.base import ReadsLeft, ServerStrategy, Verdict
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any
 from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.strategies.sampling.dealer import BatchDealer
@@ -354,10 +354,8 @@ class Server:
 
     def _reconsider(self) -> Steps:
         """A read has ended without a push that counts."""
-        now = self.counts.version, self.counts.reads
-        yield from self._carry_out(
-            self.strategy.on_read_ended(self.memory, *now, self.table.blocked, self.table.active)
-        )
+        left = ReadsLeft(self.counts.version, self.counts.reads, self.table.blocked, self.table.active)
+        yield from self._carry_out(self.strategy.on_read_ended(self.memory, left))
 
     def _on_note(self, worker: int, message: Note) -> Steps:
         self.report.event(**json.loads(message.text))

@@ -20,12 +20,11 @@ this does not follow, and shards that see the pushes in different orders do lock
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies.base import NOTHING, Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import NOTHING, Push, ReadsLeft, ServerStrategy, Verdict
 from mpitrain.values import register
 
 
@@ -72,32 +71,26 @@ class Bounded(ServerStrategy):
     def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
         weight = self.damping.weight(push.version - push.read)
         memory["waiting"] += weight > 0
-        left = {**push.reads, push.worker: push.reads.get(push.worker, ())[1:]}
-        if memory["waiting"] and self._fits(push.version, left, push.blocked, push.active):
+        reads = {**push.reads, push.worker: push.reads.get(push.worker, ())[1:]}
+        left = ReadsLeft(push.version, reads, push.blocked, push.active)
+        if memory["waiting"] and self._fits(left):
             memory["waiting"] = 0
             return Verdict(weight, True, tuple(sorted(push.blocked)))
         # a dropped gradient waits for no update, so its worker does not either
         return Verdict(weight, False, () if weight > 0 else (push.worker,))
 
-    def on_read_ended(
-        self,
-        memory: dict[str, Any],
-        version: int,
-        reads: Mapping[int, Sequence[int]],
-        blocked: Set[int],
-        active: Set[int],
-    ) -> Verdict:
-        if not memory["waiting"] or not self._fits(version, reads, blocked, active):
+    def on_read_ended(self, memory: dict[str, Any], left: ReadsLeft) -> Verdict:
+        if not memory["waiting"] or not self._fits(left):
             return NOTHING
         memory["waiting"] = 0
-        return Verdict(0.0, True, tuple(sorted(blocked)))
+        return Verdict(0.0, True, tuple(sorted(left.blocked)))
 
-    def _fits(
-        self, version: int, reads: Mapping[int, Sequence[int]], blocked: Set[int], active: Set[int]
-    ) -> bool:
+    def _fits(self, left: ReadsLeft) -> bool:
         """Whether one more version keeps all reads within the bound. The second of a worker's is used one update later
         at the soonest; who is about to read counts as if it had read the present version."""
-        olds = [version + 1 - read + place for own in reads.values() for place, read in enumerate(own)]
-        if any(not reads.get(worker) for worker in active - blocked):
+        olds = [
+            left.version + 1 - read + place for own in left.reads.values() for place, read in enumerate(own)
+        ]
+        if any(not left.reads.get(worker) for worker in left.active - left.blocked):
             olds.append(self.inflight)
         return max(olds, default=0) <= self.staleness
