@@ -69,7 +69,6 @@ def test_the_bytes_are_what_they_have_always_been(message):
         dataclasses.replace(messages.SAVE, at=-1),
         dataclasses.replace(messages.SAVE, text="Größe"),
     ],
-    ids=str,
 )
 def test_what_is_left_out_is_left_out(message):
     assert carried(message) == message
