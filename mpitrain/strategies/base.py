@@ -27,7 +27,7 @@ from mpitrain.strategies.warmup import Warmup
 from mpitrain.values import Value, nearest
 
 
-class Push(NamedTuple):
+class Arrival(NamedTuple):
     """One arriving gradient.
 
     worker: who computed it; step: the worker's own count of pushes, from 0; read: the version it was computed
@@ -47,7 +47,7 @@ class Push(NamedTuple):
 
 
 class ReadsLeft(NamedTuple):
-    """What is being computed on: the fields of a `Push` by these names."""
+    """What is being computed on: the fields of an `Arrival` by these names."""
 
     version: int
     reads: Mapping[int, Sequence[int]]
@@ -254,7 +254,7 @@ class ServerStrategy(Strategy):
         """The strategy's memory before the first push, when `workers` take part."""
         raise NotImplementedError
 
-    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
+    def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
         """Decide about one push; may change `memory` in place."""
         raise NotImplementedError
 

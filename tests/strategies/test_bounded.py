@@ -4,7 +4,7 @@ import pytest
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Bounded, Drop, Inverse
-from mpitrain.strategies.base import Push
+from mpitrain.strategies.base import Arrival
 from tests.strategies.test_rules import explore
 
 WORLDS = [(workers, 1, bound) for workers in (1, 2, 3, 4) for bound in (0, 1, 2, 3)]
@@ -29,7 +29,7 @@ def push(reads, version, blocked=(), worker=0, strategy=None, active=(0, 1, 2)):
     memory = strategy.start(active) | {"waiting": len(blocked)}
     read = reads[worker][0]
     return strategy.on_push(
-        memory, Push(worker, 0, read, version, 0.0, {worker, *blocked}, set(active), reads)
+        memory, Arrival(worker, 0, read, version, 0.0, {worker, *blocked}, set(active), reads)
     )
 
 

@@ -98,7 +98,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.strategies.base import Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import Arrival, ServerStrategy, Verdict
 from mpitrain.values import register
 
 
@@ -112,10 +112,10 @@ class EverySecond(ServerStrategy):
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {}
 
-    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
-        taken = push.step % 2 == self.first
-        weight = self.damping.weight(push.version - push.read) if taken else 0.0
-        return Verdict(weight, flush=weight > 0, release=(push.worker,))
+    def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
+        taken = arrival.step % 2 == self.first
+        weight = self.damping.weight(arrival.version - arrival.read) if taken else 0.0
+        return Verdict(weight, flush=weight > 0, release=(arrival.worker,))
 '''
 
 SIGNS = '''\

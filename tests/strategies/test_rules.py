@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Async, Backup, Drop, Inverse, Keep, Power, SoftSync, StaleSync, Sync
-from mpitrain.strategies.base import Push, ReadsLeft
+from mpitrain.strategies.base import Arrival, ReadsLeft
 from mpitrain.values import registered
 from tests.virtual.course import COURSE, on_servers
 
@@ -69,8 +69,8 @@ class Desk:
         read = self.reads.pop(worker)
         self.blocked.add(worker)
         self.clock[worker] += 1
-        push = Push(worker, 0, read, self.version, 0.0, set(self.blocked), set(self.active), reads)
-        verdict = self.strategy.on_push(self.memory, push)
+        arrival = Arrival(worker, 0, read, self.version, 0.0, set(self.blocked), set(self.active), reads)
+        verdict = self.strategy.on_push(self.memory, arrival)
         self.verdicts.append((self.version - read, verdict))
         if verdict.weight > 0:
             self.gathered.append(self.version - read)
@@ -195,7 +195,9 @@ def take(strategy, shard, worker, horizon):
             verdict = strategy.on_read_ended(memory, ReadsLeft(9, reads_of(lags), set(blocked), set(active)))
     else:
         blocked.add(worker)
-        verdict = strategy.on_push(memory, Push(worker, 0, 9 - lag, 9, 0.0, set(blocked), set(active), reads))
+        verdict = strategy.on_push(
+            memory, Arrival(worker, 0, 9 - lag, 9, 0.0, set(blocked), set(active), reads)
+        )
     if verdict.flush:
         lags = [None if lag is None else min(lag + 1, horizon) for lag in lags]
     for other in verdict.release:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies import Async
-from mpitrain.strategies.base import Push, Verdict
+from mpitrain.strategies.base import Arrival, Verdict
 from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.strategies.placement import assign
 
@@ -67,7 +67,7 @@ def test_a_lost_gradient_breaks_the_identity():
 def test_async_applies_and_releases_the_pusher_alone():
     strategy = Async()
     verdict = strategy.on_push(
-        strategy.start((1, 2)), Push(2, 0, read=3, version=9, now_s=0.0, blocked={2}, active={1, 2})
+        strategy.start((1, 2)), Arrival(2, 0, read=3, version=9, now_s=0.0, blocked={2}, active={1, 2})
     )
     assert verdict == Verdict(1.0, True, (2,))
 

@@ -44,8 +44,7 @@ from mpitrain.roles.server.gathering import Gathering
 from mpitrain.roles.server.leases import Leases
 from mpitrain.roles.server.resharding import processed_by
 from mpitrain.roles.server.worker_state import WANTING_FINAL, Event, WorkerTable
-from mpitrain.strategies.base import Push as Arrival
-from mpitrain.strategies.base import ReadsLeft, ServerStrategy, Verdict
+from mpitrain.strategies.base import Arrival, ReadsLeft, ServerStrategy, Verdict
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any
 from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.strategies.sampling.dealer import BatchDealer
@@ -161,11 +160,11 @@ class Server:
             yield from self._refuse(worker, message, payload, again)
             yield from self._end_warmup()
             return
-        push = Arrival(
+        arrival = Arrival(
             worker, message.step, message.version, self.counts.version, now_s, self.table.blocked, self.table.active,
             self.counts.reads,
         )  # fmt: skip
-        verdict = self.strategy.on_push(self.memory, push)
+        verdict = self.strategy.on_push(self.memory, arrival)
         num_reads = len(self.counts.reads[worker])
         size, info, late, keep = payload.num_bytes, payload.statistics(), verdict.late, not message.pull
         if again:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.strategies.base import Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import Arrival, ServerStrategy, Verdict
 from mpitrain.values import register
 
 
@@ -27,6 +27,6 @@ class Async(ServerStrategy):
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {}
 
-    def on_push(self, state: dict[str, Any], push: Push) -> Verdict:
-        weight = self.damping.weight(push.version - push.read)
-        return Verdict(weight, flush=weight > 0, release=(push.worker,))
+    def on_push(self, state: dict[str, Any], arrival: Arrival) -> Verdict:
+        weight = self.damping.weight(arrival.version - arrival.read)
+        return Verdict(weight, flush=weight > 0, release=(arrival.worker,))

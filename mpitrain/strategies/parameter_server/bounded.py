@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies.base import NOTHING, Push, ReadsLeft, ServerStrategy, Verdict
+from mpitrain.strategies.base import NOTHING, Arrival, ReadsLeft, ServerStrategy, Verdict
 from mpitrain.values import register
 
 
@@ -68,16 +68,16 @@ class Bounded(ServerStrategy):
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {"waiting": 0}
 
-    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
-        weight = self.damping.weight(push.version - push.read)
+    def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
+        weight = self.damping.weight(arrival.version - arrival.read)
         memory["waiting"] += weight > 0
-        reads = {**push.reads, push.worker: push.reads.get(push.worker, ())[1:]}
-        left = ReadsLeft(push.version, reads, push.blocked, push.active)
+        reads = {**arrival.reads, arrival.worker: arrival.reads.get(arrival.worker, ())[1:]}
+        left = ReadsLeft(arrival.version, reads, arrival.blocked, arrival.active)
         if memory["waiting"] and self._fits(left):
             memory["waiting"] = 0
-            return Verdict(weight, True, tuple(sorted(push.blocked)))
+            return Verdict(weight, True, tuple(sorted(arrival.blocked)))
         # a dropped gradient waits for no update, so its worker does not either
-        return Verdict(weight, False, () if weight > 0 else (push.worker,))
+        return Verdict(weight, False, () if weight > 0 else (arrival.worker,))
 
     def on_read_ended(self, memory: dict[str, Any], left: ReadsLeft) -> Verdict:
         if not memory["waiting"] or not self._fits(left):

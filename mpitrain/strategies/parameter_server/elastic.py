@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies.base import Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import Arrival, ServerStrategy, Verdict
 from mpitrain.strategies.damping.keep import Keep
 from mpitrain.values import register
 
@@ -55,8 +55,8 @@ class Elastic(ServerStrategy):
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {}
 
-    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
-        return Verdict(1.0, flush=True, release=(push.worker,))
+    def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
+        return Verdict(1.0, flush=True, release=(arrival.worker,))
 
     def share(self, num_workers: int) -> float:
         """a, with so many workers."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies.base import NOTHING, Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import NOTHING, Arrival, ServerStrategy, Verdict
 from mpitrain.values import register
 
 
@@ -54,16 +54,16 @@ class SoftSync(ServerStrategy):
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {"gathered": 0}
 
-    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
-        weight = self.damping.weight(push.version - push.read)
+    def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
+        weight = self.damping.weight(arrival.version - arrival.read)
         memory["gathered"] += weight > 0
         if memory["gathered"] >= self.updates or (
-            self.blocking and self._all_wait(memory, push.blocked, push.active)
+            self.blocking and self._all_wait(memory, arrival.blocked, arrival.active)
         ):
             memory["gathered"] = 0
-            return Verdict(weight, True, tuple(sorted(push.blocked)))
+            return Verdict(weight, True, tuple(sorted(arrival.blocked)))
         # a dropped gradient counts for nothing, so its worker may not wait for an update either
-        return Verdict(weight, False, () if self.blocking and weight > 0 else (push.worker,))
+        return Verdict(weight, False, () if self.blocking and weight > 0 else (arrival.worker,))
 
     def on_leave(self, memory: dict[str, Any], worker: int, blocked: Set[int], active: Set[int]) -> Verdict:
         if self._all_wait(memory, blocked, active):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies.base import Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import Arrival, ServerStrategy, Verdict
 from mpitrain.values import register
 
 
@@ -41,10 +41,10 @@ class StaleSync(ServerStrategy):
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {"clock": {str(worker): 0 for worker in workers}}
 
-    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
-        memory["clock"][str(push.worker)] += 1
-        weight = self.damping.weight(push.version - push.read)
-        return Verdict(weight, weight > 0, self._within(memory, push.blocked))
+    def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
+        memory["clock"][str(arrival.worker)] += 1
+        weight = self.damping.weight(arrival.version - arrival.read)
+        return Verdict(weight, weight > 0, self._within(memory, arrival.blocked))
 
     def on_join(self, memory: dict[str, Any], worker: int, active: Set[int]) -> None:
         memory["clock"][str(worker)] = min(memory["clock"].values(), default=0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.strategies.base import NOTHING, Push, ServerStrategy, Verdict
+from mpitrain.strategies.base import NOTHING, Arrival, ServerStrategy, Verdict
 from mpitrain.values import nearest, register
 
 STRAGGLERS = ("finish", "abort")
@@ -29,13 +29,13 @@ def _check_lockstep(strategy: ServerStrategy) -> None:
         )
 
 
-def _on_push(push: Push, quorum: int) -> Verdict:
-    if push.read < push.version:
-        return Verdict(0.0, False, (push.worker,), late=True)
+def _on_push(arrival: Arrival, quorum: int) -> Verdict:
+    if arrival.read < arrival.version:
+        return Verdict(0.0, False, (arrival.worker,), late=True)
     # whoever waits has pushed for this version; one that has, and died, does not stand in for those that live
-    if len(push.blocked & push.active) < quorum:
+    if len(arrival.blocked & arrival.active) < quorum:
         return Verdict(1.0, False, ())
-    return Verdict(1.0, True, tuple(sorted(push.blocked)))
+    return Verdict(1.0, True, tuple(sorted(arrival.blocked)))
 
 
 def _on_leave(blocked: Set[int], active: Set[int], quorum: int) -> Verdict:
@@ -59,8 +59,8 @@ class Sync(ServerStrategy):
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {}
 
-    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
-        return _on_push(push, len(push.active))
+    def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
+        return _on_push(arrival, len(arrival.active))
 
     def on_leave(self, memory: dict[str, Any], worker: int, blocked: Set[int], active: Set[int]) -> Verdict:
         return _on_leave(blocked, active, len(active))
@@ -116,10 +116,10 @@ class Backup(ServerStrategy):
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {}
 
-    def on_push(self, memory: dict[str, Any], push: Push) -> Verdict:
-        verdict = _on_push(push, self._quorum(push.active))
+    def on_push(self, memory: dict[str, Any], arrival: Arrival) -> Verdict:
+        verdict = _on_push(arrival, self._quorum(arrival.active))
         if verdict.flush and self.stragglers == "abort":
-            return verdict._replace(restart=tuple(sorted(push.active - push.blocked)))
+            return verdict._replace(restart=tuple(sorted(arrival.active - arrival.blocked)))
         return verdict
 
     def on_leave(self, memory: dict[str, Any], worker: int, blocked: Set[int], active: Set[int]) -> Verdict:
