@@ -27,6 +27,7 @@ _home = {
     "Synthetic": "mpitrain.data",
     "PackOptions": "mpitrain.data.write.plan",
     "pack": "mpitrain.data.write.pack",
+    "load": "mpitrain.training.trained_model",
     "simulate": "mpitrain.simulation.servers",
     "train": "mpitrain.training",
     "finish": "mpitrain.wrapping.loop",

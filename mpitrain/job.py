@@ -93,6 +93,9 @@ class Job:
         find_unused_parameters: under `allreduce()`: True where the loss leaves out some parameters in some steps, which
             costs a walk through its graph at every step; None looks at the first step and goes on as if it were True
             where that leaves some out.
+        init: a safetensors file (such as another run's `model.safetensors`) whose parameters and buffers every rank
+            starts from under every strategy; None: the model as `model` makes it. All names and shapes must fit.
+        init_partial: load what fits by name and shape, and report what does not.
         name: for the run directory; the job file's name if None.
     """
 
@@ -117,6 +120,8 @@ class Job:
     stages: Callable[[Any, int], Sequence[Any]] | Sequence[str] | None = None
     tensor_plan: Mapping[str, str] = dataclasses.field(default_factory=dict)
     find_unused_parameters: bool | None = None
+    init: str | os.PathLike[str] | None = None
+    init_partial: bool = False
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -146,7 +151,16 @@ class Job:
         check_targets(self.target, (LOSS,) if self.metrics is None else None)
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
+        self._check_init()
         self._check_splits()
+
+    def _check_init(self) -> None:
+        if not (self.init is None or (isinstance(self.init, str | os.PathLike) and os.fspath(self.init))):
+            raise UsageError(f"Job: init must be the path of a safetensors file, got {self.init!r}")
+        if self.init_partial and self.init is None:
+            raise UsageError(
+                "Job: init_partial (--init-partial) says how the weights of init (--init) are loaded; give init, too"
+            )
 
     def _check_splits(self) -> None:
         stages = self.stages
@@ -220,9 +234,13 @@ class Overrides:
     resume: str | None = None
     watchdog_s: float = 900.0
     heartbeat_s: float | None = None
+    init: str | None = None
+    init_partial: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inject", injection.texts(self.inject))
+        if self.init is not None:
+            object.__setattr__(self, "init", os.fspath(self.init))
         given: Any = self.target
         pairs = given.items() if isinstance(given, Mapping) else ()
         texts = [option_text(*pair) for pair in pairs] or ([given] if isinstance(given, str) else given)
@@ -263,13 +281,15 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
     overrides.check()
     changes: dict[str, Any] = {
         key: value
-        for key in ("epochs", "batch_size", "seed", "checkpoint_every")
+        for key in ("epochs", "batch_size", "seed", "checkpoint_every", "init")
         if (value := getattr(overrides, key)) is not None
     }
     if overrides.strategy is not None:
         changes["strategy"] = parse(overrides.strategy, "strategy")
     elif job.strategy is None:
         changes["strategy"] = AllReduce()
+    if overrides.init_partial:
+        changes["init_partial"] = True
     if overrides.schedule is not None:
         changes["schedule"] = parse(overrides.schedule, "schedule")
     if overrides.synthetic:

@@ -175,6 +175,15 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
     job.add_argument(
         "--seed", type=natural, metavar="N", help="key of initial weights, data order and all draws"
     )
+    job.add_argument(
+        "--init",
+        metavar="FILE",
+        help="start from these weights (safetensors, such as another run's model.safetensors); every name and shape "
+        "must fit",
+    )
+    job.add_argument(
+        "--init-partial", action="store_true", help="of --init load what fits, and report what does not"
+    )
     job.add_argument("--steps", type=positive, metavar="N", help="stop after N updates")
     job.add_argument(
         "--target",
@@ -229,6 +238,8 @@ def overrides(arguments: argparse.Namespace) -> Any:
         resume=getattr(arguments, "resume", None),
         watchdog_s=getattr(arguments, "watchdog_s", 900.0),
         heartbeat_s=getattr(arguments, "heartbeat_s", None),
+        init=arguments.init,
+        init_partial=arguments.init_partial,
     )
 
 

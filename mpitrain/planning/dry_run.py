@@ -102,6 +102,7 @@ def describe(
     import torch
 
     from mpitrain.planning.model_parallel import describe_split
+    from mpitrain.training.initial_weights import start_from
     from mpitrain.training.measure import build
     from mpitrain.training.validate import validate_run
 
@@ -120,6 +121,7 @@ def describe(
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")
     module, optimizer = build(job, overrides.lr, torch.device("cpu"))
+    start_from(job, module)
     lines = [
         f"job         {job.name}, {job.epochs} epochs, batch {job.batch_size} per worker, seed {job.seed}",
         f"strategy    {job.strategy}  =  {job.strategy!r}",

@@ -21,8 +21,9 @@ from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import Report, default_run_dir
 from mpitrain.simulation.report import VirtualLog
+from mpitrain.training.initial_weights import start_from
 from mpitrain.training.judge import judge
-from mpitrain.training.measure import MODEL_FILE, save_model
+from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.validation import Measure, make_measure
 from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
 from mpitrain.virtual.ring import Reduce
@@ -37,6 +38,7 @@ class VirtualRun:
 
     world: VirtualWorld
     log: VirtualLog
+    _loaded: dict[str, Any]
 
     def __init__(self, job: Job, options: Overrides, number: int, compute: ComputeLaw, network: NetworkLaw):
         if number < 1:
@@ -53,6 +55,13 @@ class VirtualRun:
         self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
         self.stragglers = [Straggler(options.injections, index, job.seed) for index in range(number)]
         self.started_s = 0.0
+        self._loaded = {}
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The job's module and optimizer, with the weights that the job starts from."""
+        made = build(self.job, self.options.lr, torch.device("cpu"))
+        self._loaded = start_from(self.job, made[0])
+        return made
 
     def start(self, samples_per_row: int, world: VirtualWorld, warns: bool = True) -> None:
         """Begin the report.
@@ -70,6 +79,8 @@ class VirtualRun:
         self.log = VirtualLog(report, world, math.ceil(planned / samples_per_row), self.options.quiet)
         if warns:
             self.log.warn_if_short(math.ceil(planned / job.batch_size), self.number)
+        if self._loaded:
+            self.log.event("initial weights", **self._loaded)
         self.started_s = time.monotonic()
 
     def start_alike(self) -> None:

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.replicas_in_one_process import MeansInOneProcess, make_replicas
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
 from mpitrain.training.local_sgd.replica import LocalReplica
-from mpitrain.training.measure import build
 
 
 def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
     """Simulate a job under `localsgd`; returns what `result.json` holds."""
     job, options, number, strategy = virtual.job, virtual.options, virtual.number, virtual.job.strategy
     assert isinstance(strategy, LocalSGD)
+    module, _ = virtual.build()
     virtual.start_alike()
     log, num_samples = virtual.log, virtual.catalogue.num_samples
-    module, _ = build(job, options.lr, torch.device("cpu"))
     measure = virtual.measure(module)
     means = MeansInOneProcess(strategy.wire, number)
     with job.data.reader(virtual.catalogue, job.seed) as reader:

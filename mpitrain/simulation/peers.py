@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from mpitrain.model.flat import FlatModel
 from mpitrain.reporting.report import NullReport
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.run import summary
-from mpitrain.training.measure import build, build_optimizer
+from mpitrain.training.measure import build_optimizer
 
 
 def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
     """Simulate a decentralised job; returns what `result.json` holds."""
     job, options, number, strategy = virtual.job, virtual.options, virtual.number, virtual.job.strategy
     assert isinstance(strategy, Decentralized)
+    builder = PeerBuilder(strategy, number, job, virtual.catalogue.num_samples, options.steps)
+    module, optimizer = virtual.build()
     virtual.start_alike()
     log = virtual.log
-    builder = PeerBuilder(strategy, number, job, virtual.catalogue.num_samples, options.steps)
-    module, optimizer = build(job, options.lr, torch.device("cpu"))
     model = FlatModel(module, optimizer, 1)
     with job.data.reader(virtual.catalogue, job.seed) as reader:
         measure = virtual.measure(module)

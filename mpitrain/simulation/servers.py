@@ -30,7 +30,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
 from mpitrain.training.judge import NOBODY_LEFT
-from mpitrain.training.measure import MODEL_FILE, build, build_optimizer, same_model
+from mpitrain.training.measure import MODEL_FILE, build_optimizer, same_model
 from mpitrain.training.parameter_server.builder import RoleBuilder
 from mpitrain.training.validate import validate_simulation
 from mpitrain.values import names, parse, registered
@@ -151,8 +151,7 @@ class _Simulation(VirtualRun):
     def simulate(self) -> dict[str, Any]:
         """Run the whole job; returns what `result.json` holds."""
         job = self.job
-        device = torch.device("cpu")
-        module, optimizer = build(job, self.options.lr, device)
+        module, optimizer = self.build()
         check_optimizer(optimizer, self.strategy)
         model = flat_model(module, optimizer, self.strategy)
         workers = self.roles.workers

@@ -46,6 +46,11 @@ def _code_text(code: CodeType) -> str:
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def contents_of(catalogue: Catalogue) -> dict[str, str]:
     """SHA-256 of the shards by name, of those that `mpitrain data pack` has written."""
     found: dict[str, str] = {}

@@ -8,6 +8,7 @@ is not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mpitrain.checkpoint import Checkpoint, CheckpointWriter
@@ -35,11 +36,20 @@ def about_run(session: Session, parameters: list[str], kind: str, optimizer: lis
         "data": catalogue.digest(),
         "contents": session.contents,
         "seed": job.seed,
+        "init": _initial_weights(session),
         "strategy": str(job.strategy),
         "batch_size": job.batch_size,
         "options": chosen(session),
         "allreduce": session.runtime.allreduce_plan.state(),
     }
+
+
+def _initial_weights(session: Session) -> str | None:
+    """The weights that the run began from; a start that goes on with it need not name them again."""
+    job, resume = session.job, session.resume
+    if job.init is None:
+        return resume.about.get("init") if resume else None
+    return str(Path(job.init).resolve()) + (", partial" if job.init_partial else "")
 
 
 def check(session: Session, about: dict[str, Any]) -> None:

@@ -42,6 +42,8 @@ ON_RESUME = {
     "on_nonfinite": ACTS,
     "find_unused_parameters": ACTS,
     "drop_last": ACTS,
+    "init": REFUSED,  # the run has begun from others; the same ones, or none, go on
+    "init_partial": REFUSED,
     "checkpoint_every": ACTS,
     "keep_checkpoints": ACTS,
     "mtbf_s": ACTS,
@@ -138,6 +140,7 @@ _SAME = {
     "data": "data (names, sizes and arrays of the shards, window_chunks) is",
     "contents": "shards (by SHA-256) are",
     "seed": "seed is",
+    "init": "initial weights are",
 }
 
 

@@ -33,7 +33,7 @@ from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.fault_tolerance import level, survives, warning
-from mpitrain.training.fingerprint import contents_of, options
+from mpitrain.training.fingerprint import contents_of, file_digest, options
 from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.open_run import open_run
 from mpitrain.training.validate import validate_run
@@ -238,11 +238,13 @@ def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
     """What `simulate --replay` needs to start the same run."""
     import torch
 
+    init = session.overrides.init
     return {
         **session.identity._asdict(),
         "job_file": str(Path(job_file).resolve()) if job_file else None,
+        "job_sha256": file_digest(Path(job_file)) if job_file else None,
         "overrides": dataclasses.asdict(session.overrides)
-        | {"strategy": str(session.strategy), "run_dir": None},
+        | {"strategy": str(session.strategy), "run_dir": None, "init": init and str(Path(init).resolve())},
         "servers": list(session.roles.servers),
         "workers": list(session.roles.workers),
         "num_threads": torch.get_num_threads(),

@@ -49,6 +49,7 @@ FAMILIES = [
     *LOCKSTEP, "sync()", "async()", "async(optimizer='worker')", "async(push_every=2)", "elastic(push_every=2)",
     "decentralized(topology='ring')", "pipeline(stages=3)", "tensor(parallel=3)",
 ]  # fmt: skip
+START = "init=root / 'start.safetensors'"
 
 CASES = [
     Case("loss", ALL, "loss=absolute", acts=moved),
@@ -236,6 +237,17 @@ CASES = [
         options="run_dir=f'{root}/elsewhere'",
         acts=lambda run, plain: run["result"]["run_dir"].endswith("elsewhere"),
     ),
+    *(
+        Case(
+            "init",
+            family,
+            options="init=f'{root}/start.safetensors'",
+            said=("initial weights are", "start.s"),
+        )
+        for family in (ALL, "async()", "pipeline(stages=3)")
+    ),
+    *(Case("init", ALL, changes, acts=finished, base=(ALL, START)) for changes in (START, "")),
+    Case("init_partial", ALL, f"{START}, init_partial=True", base=(ALL, START), said=("start", "partial")),
     Case("resume", ALL, at="end", acts=lambda run, plain: run["result"]["resumed_from"] == SAMPLES),
     Case("quiet", ALL, options="quiet=False", acts=lambda run, plain: len(run["out"]) > len(plain["out"])),
     Case(

@@ -18,9 +18,9 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.checkpoints import check_checkpoints, make_checkpoints, restore
+from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
     Meter,
-    build,
     compute_thread,
     finish_model,
     num_warmup,
@@ -38,7 +38,7 @@ def run_peers(session: Session) -> dict[str, Any]:
     runtime, job, strategy = session.runtime, session.job, session.strategy
     assert isinstance(strategy, Decentralized)
     device = pick_device(runtime.local_rank)
-    module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, device))
+    module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     share_module(runtime, module)
     model = attempt(runtime, lambda: FlatModel(module, optimizer, 1))
     shapes = [f"{n} {s}" for n, s in zip(model.layout.names, model.layout.shapes, strict=True)]

@@ -25,7 +25,8 @@ from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
-from mpitrain.training.measure import build, pick_device, share_module
+from mpitrain.training.initial_weights import build_on_ranks
+from mpitrain.training.measure import pick_device, share_module
 from mpitrain.training.model_parallel.base import SplitRun, compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.loss_proxy import call_with_output, model_inputs
 from mpitrain.training.model_parallel.stage_forward import StageForward
@@ -53,7 +54,7 @@ def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], lis
     """(this rank's arguments for a PipelineRun, the whole model's parameters and their stages, its optimizer). Every
     rank builds the whole model on the host, keeps its stage and forgets the rest."""
     runtime, job = session.runtime, session.job
-    module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, torch.device("cpu")))
+    module, optimizer = build_on_ranks(session, torch.device("cpu"), session.overrides.lr)
     if grid.num_parts > 1:
         attempt(runtime, lambda: check_whole(optimizer, str(session.strategy)))
     parameters = compare_parameters(runtime, module)

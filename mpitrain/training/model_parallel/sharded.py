@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from mpitrain.mpi.process_group.process_group import default_group
-from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
+from mpitrain.training.initial_weights import build_on_ranks
+from mpitrain.training.measure import build_optimizer, pick_device, share_module
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.mesh import MeshRun
 from mpitrain.training.resume_options import describe_optimizer
-from mpitrain.training.session import Session, attempt
+from mpitrain.training.session import Session
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -28,7 +29,7 @@ def run_sharded(session: Session) -> dict[str, Any]:
     runtime, job = session.runtime, session.job
     grid = grid_of(session)
     device = pick_device(runtime.local_rank)
-    module = attempt(runtime, lambda: build(job, None, device)[0])
+    module = build_on_ranks(session, device, None)[0]
     parameters = compare_parameters(runtime, module)
     share_module(runtime, module)
     with default_group(runtime):

@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
-from mpitrain.training.measure import build, build_optimizer, pick_device, share_module
+from mpitrain.training.initial_weights import build_on_ranks
+from mpitrain.training.measure import build_optimizer, pick_device, share_module
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.mesh import MeshRun
 from mpitrain.training.model_parallel.sharded import shard_module
@@ -33,7 +34,7 @@ def run_tensor(session: Session) -> dict[str, Any]:
     replica, part = grid.place(runtime.rank)
     runtime.role = f"slice {part} of model {replica}"
     device = pick_device(runtime.local_rank)
-    module = attempt(runtime, lambda: build(job, None, device)[0])
+    module = build_on_ranks(session, device, None)[0]
     parameters = compare_parameters(runtime, module)
     plan = attempt(runtime, lambda: slices(module, job.tensor_plan, grid.num_parts))
     share_module(runtime, module)

@@ -20,9 +20,9 @@ from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import reshard_role
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
     Meter,
-    build,
     compute_thread,
     finish_model,
     num_warmup,
@@ -49,7 +49,7 @@ def run_servers(session: Session) -> dict[str, Any]:
     """Serve or work, as this rank's role says; returns what this rank knows of the run."""
     runtime = session.runtime
     device = torch.device("cpu") if session.role == "server" else pick_device(runtime.local_rank)
-    module, optimizer = attempt(runtime, lambda: build(session.job, session.overrides.lr, device))
+    module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     strategy = server_strategy(session)
     attempt(runtime, lambda: check_optimizer(optimizer, strategy))
     layout = attempt(runtime, lambda: make_layout(module, optimizer, len(session.roles.servers)))

@@ -14,7 +14,8 @@ from mpitrain.model.codec_registry import check_optimizer
 from mpitrain.model.optimizer import Rates
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.training.fault_tolerance import survives
-from mpitrain.training.measure import build, pick_device, share_module
+from mpitrain.training.initial_weights import build_on_ranks
+from mpitrain.training.measure import pick_device, share_module
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.ddp import codec_of
@@ -50,9 +51,9 @@ def run_synchronous(session: Session, trainer_class: type[Trainer]) -> dict[str,
 
 def shared_model(session: Session) -> tuple[nn.Module, torch.optim.Optimizer, torch.device]:
     """Collective: the job's module and optimizer, rank 0's on every rank, and the device they are on."""
-    runtime, job = session.runtime, session.job
+    runtime = session.runtime
     device = pick_device(runtime.local_rank)
-    module, optimizer = attempt(runtime, lambda: build(job, session.overrides.lr, device))
+    module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     attempt(runtime, lambda: check_optimizer(codec_of(session.strategy), optimizer))
     shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters()]
     runtime.compare({"parameters": shapes})

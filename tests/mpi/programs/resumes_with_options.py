@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import mpitrain as mt
@@ -118,6 +119,8 @@ def base_of(strategy, changes=""):
     return name
 
 
+if runtime.rank == 0:
+    save_file(model().state_dict(), root / "start.safetensors")
 found: dict[str, Any] = {}
 for name, (strategy, changes, options, at, base) in json.loads(sys.argv[2]).items():
     came_from = base_of(*(base or [strategy]))

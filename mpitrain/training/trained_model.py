@@ -1,0 +1,99 @@
+"""`mt.load(run_dir)`: the module that a run has trained, in any Python process.
+
+Invariants: it starts neither MPI nor torch.distributed, and the caller's random numbers stay as they are. The weights
+fit the module exactly, or nothing is returned.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.errors import EXIT_ERROR, EXIT_REQUEUE, UsageError
+from mpitrain.job import Job, load_job
+from mpitrain.model.user_code import check_module
+from mpitrain.system.run_directory import RUN_FILE, read_json
+from mpitrain.training.fingerprint import file_digest
+from mpitrain.training.initial_weights import load_weights, read_weights
+from mpitrain.training.measure import MODEL_FILE
+
+RESULT_FILE = "result.json"
+
+
+def load(run_dir: str | Path, job: Job | str | Path | None = None) -> nn.Module:
+    """The trained module of a finished run, on the host and in evaluation mode.
+
+    Args:
+        run_dir: of the run, on a cluster or in virtual time.
+        job: that makes the module, or its file; by default the job file from which the run was started, which must not
+            have changed since.
+
+    Raises:
+        UsageError: there is no run, it is not finished or has failed, its job file is gone or has changed, or the
+            weights do not fit the job's model. The message says what to do.
+    """
+    folder = Path(run_dir)
+    run, result = read_json(folder / RUN_FILE), read_json(folder / RESULT_FILE)
+    if run is None and result is None:
+        raise UsageError(
+            f"{folder} holds no run: it has neither {RUN_FILE} nor {RESULT_FILE} (looked in {Path.cwd()}); give the "
+            "directory that the run has printed as run_dir"
+        )
+    _check_finished(folder, result)
+    made_by = (
+        job if isinstance(job, Job) else _job_of(folder, run or {}) if job is None else load_job(str(job))
+    )
+    module = _make(made_by)
+    if misfit := load_weights(module, read_weights(folder / MODEL_FILE, "the model"), partial=False):
+        raise UsageError(
+            f"the weights in {folder / MODEL_FILE} do not fit the model of job {made_by.name or '?'}: {misfit}; pass "
+            "the job that the run has trained: mpitrain.load(run_dir, job=...)"
+        )
+    return module.eval()
+
+
+def _make(job: Job) -> nn.Module:
+    """A module of the job's, the caller's random numbers untouched; a copy where the job holds the module itself."""
+    with torch.random.fork_rng():
+        torch.manual_seed(job.seed)
+        made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+    return check_module(made).cpu()
+
+
+def _check_finished(folder: Path, result: dict[str, Any] | None) -> None:
+    weights = folder / MODEL_FILE
+    if result is None or result.get("exit_code") == EXIT_REQUEUE:
+        raise UsageError(
+            f"the run in {folder} is not finished: it is under way, or ended before its end; go on with it by "
+            f"`mpitrain train JOB --run-dir {folder} --resume auto`"
+        )
+    if result.get("exit_code") == EXIT_ERROR:
+        raise UsageError(
+            f"the run in {folder} has failed: {result.get('failure')}; what it held then may be in {weights}, which "
+            "safetensors.torch.load_file reads"
+        )
+
+
+def _job_of(folder: Path, run: dict[str, Any]) -> Job:
+    """The job of the file from which the run was started."""
+    path = run.get("job_file")
+    if not path:
+        raise UsageError(
+            f"the run in {folder} was not started from a job file; pass the job: mpitrain.load(run_dir, job=...)"
+        )
+    file = Path(str(path))
+    if not file.is_file():
+        raise UsageError(
+            f"{file}, from which the run in {folder} was started, is gone; pass the job, or where its file lies now: "
+            "mpitrain.load(run_dir, job=...)"
+        )
+    if run.get("job_sha256") not in (None, file_digest(file)):
+        raise UsageError(
+            f"{file} has changed since the run in {folder} was started, and its model may be another; if it is still "
+            f'the same, pass the file itself: mpitrain.load(run_dir, job="{file}")'
+        )
+    return load_job(str(file))
