@@ -19,13 +19,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import report  # noqa: E402
 
-from docs import floors, markdown, value_tables  # noqa: E402
+from docs import features, floors, markdown, value_tables  # noqa: E402
 from tests import documented  # noqa: E402
 
 SECTIONS: dict[str, Callable[[], str]] = {
     **value_tables.SECTIONS,
     **report.SECTIONS,
     **floors.SECTIONS,
+    **features.SECTIONS,
     "commands": lambda: tested_commands(),
 }
 MARKED = re.compile(r"(<!-- generated: ([\w ]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.DOTALL)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 METRICS_REDUCTION = "mean over batches"  # said in results, where a job has metrics of its own
 ON_NONFINITE = ("stop", "skip")
+CLIPPED = ("clip_norm", "clip_value")
 SLICES = ("column", "row", "gather")
 AUTO_WHERE = (
     "--resume auto goes on with the run in --run-dir, and none is given, so every start has a new one; say --run-dir "
@@ -78,6 +79,10 @@ class Job:
         seed: key of initialisation, order and every other draw.
         on_nonfinite: "stop" at the first NaN or infinite gradient, or "skip" such batches and count them; over
             parameter servers a worker with ten such pushes in a row is then done without.
+        clip_norm, clip_value: clip the gradient before every step, to a Euclidean norm over all parameters as torch's
+            `clip_grad_norm_`, and then every number of it into [-clip_value, clip_value]; None is off. Under
+            `allreduce()`, `sync()`, `backup()` and split models this is the mean gradient of all workers; under all
+            other strategies, and with a codec or 16 bits on the wire, it is each worker's own, before that is coded.
         drop_last: leave an incomplete last batch of an epoch out, unless an epoch has no complete one.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is asked
@@ -112,6 +117,8 @@ class Job:
     target: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     seed: int = 0
     on_nonfinite: str = "stop"
+    clip_norm: float | None = None
+    clip_value: float | None = None
     drop_last: bool = False
     checkpoint_every: str = "auto"
     keep_checkpoints: int = 2
@@ -129,6 +136,8 @@ class Job:
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"Job: {key} must be a whole number of at least 1, got {value!r}")
+        for key in CLIPPED:
+            _check_limit(f"Job: {key}", getattr(self, key), "None for no clipping")
         for key, arguments in CALLED.items():
             _check_function(key, getattr(self, key), arguments)
         if self.on_nonfinite not in ON_NONFINITE:
@@ -179,6 +188,15 @@ class Job:
                 raise UsageError(f"Job: tensor_plan {pattern!r}: {way!r}{nearest(str(way), list(SLICES))}")
 
 
+def _check_limit(name: str, value: Any, off: str) -> None:
+    """Refuse what no gradient can be clipped to."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < float("inf")):
+        raise UsageError(
+            f"{name} must be a finite number greater than 0, such as 1.0, or {off}, got {value!r}"
+        )
+
+
 def _check_function(key: str, function: Any, arguments: tuple[str, ...]) -> None:
     """Refuse what cannot be called as a job's function of this name is."""
     if key == "model" and hasattr(function, "named_parameters") and not isinstance(function, type):
@@ -223,6 +241,8 @@ class Overrides:
     epochs: int | None = None
     batch_size: int | None = None
     lr: float | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
     seed: int | None = None
     run_dir: str | None = None
     synthetic: bool = False
@@ -263,6 +283,8 @@ class Overrides:
                 raise UsageError(f"--{key.replace('_', '-')} must be at least 1, got {value}")
         if self.lr is not None and not 0 <= self.lr < float("inf"):
             raise UsageError(f"--lr must be finite and not negative, got {self.lr}")
+        for key in CLIPPED:
+            _check_limit(f"--{key.replace('_', '-')}", getattr(self, key), "left out for what the job says")
         if not 0 <= self.watchdog_s < float("inf"):
             raise UsageError(f"--watchdog-s must be finite and not negative, got {self.watchdog_s}")
         if self.heartbeat_s is not None and not 0 < self.heartbeat_s < float("inf"):
@@ -281,7 +303,7 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
     overrides.check()
     changes: dict[str, Any] = {
         key: value
-        for key in ("epochs", "batch_size", "seed", "checkpoint_every", "init")
+        for key in ("epochs", "batch_size", "seed", "checkpoint_every", "init", *CLIPPED)
         if (value := getattr(overrides, key)) is not None
     }
     if overrides.strategy is not None:

@@ -119,6 +119,14 @@ def make_job(**changes):
     )
 
 
+def clip(job, module):
+    """As people do it in torch."""
+    if job.clip_norm is not None:
+        nn.utils.clip_grad_norm_(module.parameters(), job.clip_norm)
+    if job.clip_value is not None:
+        nn.utils.clip_grad_value_(module.parameters(), job.clip_value)
+
+
 def serial(job, worker=0):
     """What one process makes of the job: the same leases, the same randomness as that worker's, torch's own loop."""
     torch.manual_seed(job.seed)
@@ -132,6 +140,7 @@ def serial(job, worker=0):
             optimizer.zero_grad(set_to_none=True)
             batch = reader.batch(epoch, start, min(job.batch_size, job.data.num_samples - start))
             read_loss(job.loss(module, batch)).mean.backward()
+            clip(job, module)
             optimizer.step()
             step += 1
     return module.state_dict()

@@ -106,3 +106,14 @@ def rate(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of at least 0")
     return value
+
+
+def above_zero(text: str) -> float:
+    """A finite number greater than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number greater than 0")
+    return value

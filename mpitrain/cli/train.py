@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.parser import natural, positive, rate
+from mpitrain.cli.parser import above_zero, natural, positive, rate
 from mpitrain.system.launch_variables import launched_nodes, launched_rank, launched_size
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
     job.add_argument("--epochs", type=positive, metavar="N", help="passes over the data")
     job.add_argument("--batch-size", type=positive, metavar="N", help="samples per worker and step")
     job.add_argument("--lr", type=rate, metavar="X", help="learning rate of every parameter group")
+    _add_clipping_options(job)
     job.add_argument(
         "--seed", type=natural, metavar="N", help="key of initial weights, data order and all draws"
     )
@@ -217,6 +218,22 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
     )
 
 
+def _add_clipping_options(job: Any) -> None:
+    job.add_argument(
+        "--clip-norm",
+        type=above_zero,
+        metavar="X",
+        help="largest norm of the gradient: of the mean of all workers under allreduce, sync, backup and split models, "
+        "of each worker's own under the others and with a codec",
+    )
+    job.add_argument(
+        "--clip-value",
+        type=above_zero,
+        metavar="X",
+        help="largest size of every number of the same gradient, after --clip-norm",
+    )
+
+
 def overrides(arguments: argparse.Namespace) -> Any:
     """The `mpitrain.job.Overrides` these options make."""
     from mpitrain.job import Overrides
@@ -227,6 +244,8 @@ def overrides(arguments: argparse.Namespace) -> Any:
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,
         lr=arguments.lr,
+        clip_norm=arguments.clip_norm,
+        clip_value=arguments.clip_value,
         seed=arguments.seed,
         run_dir=arguments.run_dir,
         synthetic=getattr(arguments, "synthetic", False),

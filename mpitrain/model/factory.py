@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from mpitrain.errors import UsageError
+from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import check_optimizer as check_momentum
 from mpitrain.model.elastic_shard import ElasticStore
 from mpitrain.model.flat import FlatModel
@@ -67,17 +68,23 @@ def push_coder(
 
 
 def shard_store(
-    model: FlatModel, shard: int, optimizer: Optimizer, strategy: ServerStrategy, num_workers: int
+    model: FlatModel,
+    shard: int,
+    optimizer: Optimizer,
+    strategy: ServerStrategy,
+    num_workers: int,
+    clipping: Clipping = NO_CLIPPING,
 ) -> ShardStore | ElasticStore:
     """One server's shard of `model`, starting from the parameters it holds and the state of `optimizer`, where it has
-    any. Where workers keep their own optimizer the server adds what they push: w <- w - mean of it."""
+    any. Where workers keep their own optimizer the server adds what they push: w <- w - mean of it. `clipping`: of the
+    mean gradient."""
     initial, wires = model.wire_buffers[shard].body, (strategy.push_numbers, strategy.reply_numbers)
     if strategy.elastic:
         return ElasticStore(model.layout, shard, initial, cast(Elastic, strategy).share(num_workers), *wires)
     if strategy.optimizer == "worker":
         optimizer = SGD([{"params": group["params"]} for group in optimizer.param_groups], lr=1.0)
     codecs = (strategy.push_codec, strategy.reply_codec)
-    store = ShardStore(model.layout, shard, initial, optimizer, strategy.damping, *wires, *codecs)
+    store = ShardStore(model.layout, shard, initial, optimizer, strategy.damping, *wires, *codecs, clipping)
     store.begin_with(
         state_slices(
             optimizer, model.parameters, model.layout.pieces(shard), model.layout.group_slices(shard)

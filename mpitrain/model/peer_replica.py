@@ -20,6 +20,7 @@ from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.errors import UsageError
 from mpitrain.messages import Lease
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer
+from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.loss import read_loss
@@ -38,6 +39,7 @@ class PeerReplica:
         strategy: what is sent; number: of peers, rank: this one's.
         loss, fetch, prefetch, seed, measure, shared: as for `Replica`.
         schedule: factor on the rates, by samples of all peers; epoch_samples: in an epoch.
+        clipping: of this peer's gradients, before its optimizer's step.
 
     Raises:
         UsageError: a codec for parameters that are not float32, or that has a momentum beside the optimizer's.
@@ -58,11 +60,12 @@ class PeerReplica:
         shared: bool = False,
         schedule: Schedule | None = None,
         epoch_samples: int = 0,
+        clipping: Clipping = NO_CLIPPING,
     ):
         self.model, self.optimizer, self.strategy, self.rank = model, optimizer, strategy, rank
         self.loss, self.fetch, self._prefetch, self.seed = loss, fetch, prefetch, seed
         self.measure, self.shared = measure, shared
-        self.schedule, self.epoch_samples = schedule, epoch_samples
+        self.schedule, self.epoch_samples, self.clipping = schedule, epoch_samples, clipping
         self._rates = Rates(optimizer)
         self._own_step = optimizer.step  # `wrap` lets the user's optimizer step the peers from here on
         self.encoder = self._make_encoder(number)
@@ -104,6 +107,7 @@ class PeerReplica:
             parameter.grad = None
         loss = read_loss(self.loss(self.model.module, batch)).mean
         (loss if turn.weight == 1.0 else loss * turn.weight).backward()
+        self.clipping.clip_parameters(self.model.parameters)
         if self.schedule is not None and self.epoch_samples:
             self._rates.set(self.schedule.factor(turn.samples_before / self.epoch_samples, turn.num_active))
         gradient = self.collect(float(loss.detach()), lease.num_samples)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
+from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.flat import Layout
 from mpitrain.model.group_options import FollowedOptions
 from mpitrain.model.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
@@ -41,6 +42,7 @@ class ShardStore:
             touched.
         push_wire, reply_wire: numbers on the wire; push_codec, reply_codec: what codes them, as in `ServerStrategy`.
         damping: where it corrects gradients elementwise, what each worker read is kept here for it.
+        clipping: of the mean gradient; by norm only where this shard is all of it.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class ShardStore:
         reply_wire: str = "full",
         push_codec: Codec = Uncompressed(),  # noqa: B008 - frozen
         reply_codec: Codec = Uncompressed(),  # noqa: B008 - frozen
+        clipping: Clipping = NO_CLIPPING,
     ):
         check_elementwise(prototype)
+        assert clipping.norm is None or layout.num_shards == 1, "the norm of a shard is not the gradient's"
+        self._clipping, self._pieces = clipping, layout.pieces(shard)
         self.pool = BufferPool(layout.size(shard), layout.dtype)
         self.arrivals = self._pool_for(push_wire)
         self._replies = self._pool_for(reply_wire)
@@ -203,6 +208,9 @@ class ShardStore:
         if factor != 1.0:
             gradient.mul_(factor)
         rate = total / shares if shares else 1.0
+        if self._clipping:
+            by_parameter = [gradient[at : at + stop - start] for _, start, stop, at in self._pieces]
+            self._clipping.clip(by_parameter, scale=rate if proportional else 1.0)
         if self.correction and self.correction.scales:  # decay is in the gradient, scaled with it
             return (1.0 if proportional else rate), 0.0
         return (1.0, rate) if proportional else (rate, 1.0)

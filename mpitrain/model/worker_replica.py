@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
+from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.local_steps import LocalSteps
 from mpitrain.model.loss import read_loss
@@ -54,6 +55,7 @@ class Replica:
         local: steps of its own between reads, where the strategy asks for them.
         coder: makes messages of what is pushed.
         server_steps: the job's optimizer, where servers take its steps: its hooks act here, its options travel.
+        clipping: of this worker's own gradients.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class Replica:
         local: LocalSteps | None = None,
         coder: PushCoder | None = None,
         server_steps: ServerSteps | None = None,
+        clipping: Clipping = NO_CLIPPING,
     ):
         self.model, self.loss, self.fetch, self._prefetch = model, loss, fetch, prefetch
         self.seed, self.worker, self.measure, self.shared = seed, worker, measure, shared
         self.local, self.coder, self.server_steps = local, coder, server_steps
+        self.clipping = clipping
         self._reader = ReplyReader(model.layout) if model.replies_coded else None
         self._finite = True  # all that the next push is made of
         self._stepped = False  # hooks have run before a step, and not yet after it
@@ -137,6 +141,7 @@ class Replica:
             parameter.grad = None
         loss = read_loss(self.loss(self.model.module, batch))
         (mean := loss.mean).backward()
+        self.clipping.clip_parameters(self.model.parameters)
         value = float(mean.detach())
         if self.server_steps is not None and self.server_steps.hooks and self._may_step(value):
             self.server_steps.hooks.before()

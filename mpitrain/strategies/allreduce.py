@@ -26,3 +26,7 @@ class AllReduce(Strategy):
     """
 
     codec: Codec = field(default=Uncompressed(), metadata={"kind": "codec"})
+
+    @property
+    def clips_mean(self) -> bool:
+        return self.codec.is_none

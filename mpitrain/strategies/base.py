@@ -109,6 +109,16 @@ class Strategy(Value):
     def check_workers(self, num_workers: int) -> None:
         """Raise `UsageError` when so many workers, all in all, cannot run this strategy."""
 
+    @property
+    def clips_mean(self) -> bool:
+        """Whether a job's `clip_norm` and `clip_value` act on the mean gradient of all workers. Otherwise they act on
+        each worker's own, before it is coded, pushed, or stepped with."""
+        return False
+
+    def why_not_clipped(self, by_norm: bool) -> str:
+        """Empty, or why it cannot clip gradients (`by_norm`: by their norm, not only number by number)."""
+        return ""
+
     def why_not_over_mpi(self) -> str:
         """Empty, or why only a virtual world can run it."""
         return ""
@@ -156,6 +166,7 @@ class ServerStrategy(Strategy):
     batching: Batching = field(default=PerWorker(), metadata={"kind": "batching"})
     placement: str = "spread"
 
+    lockstep: ClassVar[bool] = False  # whether an update is the mean of gradients of one version
     elastic: ClassVar[bool] = False  # whether a push carries parameters and is answered with a difference
     sums: ClassVar[bool] = False  # whether an update is the weighted sum of what was gathered, not its mean
 
@@ -237,6 +248,27 @@ class ServerStrategy(Strategy):
     def moves(self) -> bool:
         """Whether workers change their parameters between reads."""
         return self.optimizer == "worker" or self.push_every > 1 or self.pulls > 1
+
+    @property
+    def clips_mean(self) -> bool:
+        is_plain = self.push_codec.is_none and self.push_numbers == "full"
+        return self.lockstep and is_plain and not self.moves
+
+    def why_not_clipped(self, by_norm: bool) -> str:
+        if not self.clips_mean:
+            return ""
+        if by_norm and self.servers > 1:
+            return (
+                "clip_norm needs the norm of the whole mean gradient, of which each of the "
+                f'{self.servers} servers holds a part; use servers=1, or optimizer="worker", which clips each '
+                "worker's own gradient"
+            )
+        if self.damping.corrects:
+            return (
+                f"{self.damping.name} changes gradients before their mean is clipped, and here no gradient is ever "
+                "stale: leave damping out"
+            )
+        return ""
 
     @property
     def blocks_apart(self) -> bool:

@@ -40,6 +40,8 @@ ON_RESUME = {
     "target": ACTS,
     "seed": REFUSED,
     "on_nonfinite": ACTS,
+    "clip_norm": ACTS,
+    "clip_value": ACTS,
     "find_unused_parameters": ACTS,
     "drop_last": ACTS,
     "init": REFUSED,  # the run has begun from others; the same ones, or none, go on

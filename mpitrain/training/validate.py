@@ -16,6 +16,7 @@ def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
     """Raise `UsageError` for options and injections that the job's strategy cannot carry out."""
     check_workers(overrides.injections, num_workers)
     _check_pushes(job, overrides)
+    _check_clipping(job)
     if overrides.heartbeat_s is not None and not isinstance(job.strategy, ServerStrategy):
         raise UsageError(
             f"--heartbeat-s is how long a server waits for a silent worker, and {job.strategy} has no servers: leave "
@@ -35,6 +36,14 @@ def validate_simulation(job: Job, overrides: Overrides) -> None:
     """Raise `UsageError` for what would have no effect in virtual time."""
     check_virtual(overrides.injections)
     _check_pushes(job, overrides)
+    _check_clipping(job)
+
+
+def _check_clipping(job: Job) -> None:
+    if job.strategy is None or job.clip_norm is job.clip_value is None:
+        return
+    if why_not := job.strategy.why_not_clipped(by_norm=job.clip_norm is not None):
+        raise UsageError(f"{job.strategy}: {why_not}")
 
 
 def _check_pushes(job: Job, overrides: Overrides) -> None:

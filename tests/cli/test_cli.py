@@ -163,6 +163,11 @@ def test_version_is_the_packages() -> None:
         (["train", "x.py", "--batch-size", "1.5"], "--batch-size: '1.5' is not a whole number of at least 1"),
         (["train", "x.py", "--seed", "-1"], "--seed: '-1' is not a whole number of at least 0"),
         (["train", "x.py", "--lr", "nan"], "--lr: 'nan' is not a finite number of at least 0"),
+        (["train", "x.py", "--clip-norm", "0"], "--clip-norm: '0' is not a finite number greater than 0"),
+        (
+            ["train", "x.py", "--clip-value", "inf"],
+            "--clip-value: 'inf' is not a finite number greater than 0",
+        ),
         (["train", "x.py", "--lr", "fast"], "--lr: 'fast' is not a finite number of at least 0"),
         (["train", "x.py", "--ranks", "4"], "--ranks describes a --dry-run"),
         (
@@ -235,6 +240,10 @@ FIELDS = [
     "8",
     "--lr",
     "0.5",
+    "--clip-norm",
+    "1.5",
+    "--clip-value",
+    "0.25",
     "--seed",
     "0",
     "--steps",
@@ -252,6 +261,8 @@ def test_train_hands_every_option_over(calls: list[tuple[Any, ...]]) -> None:
         epochs=2,
         batch_size=8,
         lr=0.5,
+        clip_norm=1.5,
+        clip_value=0.25,
         seed=0,
         run_dir="r",
         synthetic=True,
@@ -307,7 +318,16 @@ def test_simulate_hands_everything_over(calls: list[tuple[Any, ...]]) -> None:
     law = ["--workers", "16", "--compute", "exponential(2)", "--network", "link()"]
     assert cli.main(["simulate", "j.py", *options, *law]) == 3
     everything = Overrides(
-        strategy="async()", epochs=2, batch_size=8, lr=0.5, seed=0, run_dir="r", steps=9, quiet=True
+        strategy="async()",
+        epochs=2,
+        batch_size=8,
+        lr=0.5,
+        clip_norm=1.5,
+        clip_value=0.25,
+        seed=0,
+        run_dir="r",
+        steps=9,
+        quiet=True,
     )
     assert calls == [("simulate_command", "j.py", everything, 16, "exponential(2)", "link()", None)]
     calls.clear()

@@ -102,6 +102,7 @@ def serial(job, num_pieces, rank=0):
                 job.loss(module, {name: t.chunk(pieces)[index] for name, t in batch.items()}).backward()
             for parameter in module.parameters():
                 parameter.grad.div_(pieces)
+            toy.clip(job, module)
             optimizer.step()
             step += 1
     module.eval()

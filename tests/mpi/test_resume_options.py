@@ -268,6 +268,10 @@ CASES = [
         "find_unused_parameters=True",
         acts=lambda run, plain: run["seen"][0]["find_unused"] and not plain["seen"][0]["find_unused"],
     ),
+    *(Case("clip_norm", family, "clip_norm=0.01", acts=moved) for family in (ALL, "sync()", "sharded()")),
+    Case("clip_norm", ALL, options="clip_norm=0.01", acts=moved),
+    Case("clip_value", ALL, "clip_value=0.001", acts=moved),
+    Case("clip_value", "sync()", options="clip_value=0.001", acts=moved),
     Case("servers", "sync(servers=2)", base=("sync(servers=1)",), acts=finished),
     Case("workers", "async(servers=1)", base=("async(servers=2)",), acts=finished),
 ]

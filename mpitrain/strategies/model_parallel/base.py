@@ -23,6 +23,10 @@ class Split(Strategy):
         """Ranks that hold one model together, out of `num_ranks`."""
         raise NotImplementedError
 
+    @property
+    def clips_mean(self) -> bool:
+        return True
+
     def sits_together(self) -> str:
         """What is kept on one node: "parts" of one model, or "replicas" of one part."""
         return "parts"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import NOTHING, Arrival, ServerStrategy, Verdict
@@ -52,6 +52,8 @@ class Sync(ServerStrategy):
     Gradients are added in rank order as they come.
     """
 
+    lockstep: ClassVar[bool] = True
+
     def check(self) -> None:
         super().check()
         _check_lockstep(self)
@@ -88,6 +90,8 @@ class Backup(ServerStrategy):
 
     spare: int = 1
     stragglers: str = "finish"
+
+    lockstep: ClassVar[bool] = True
 
     def check(self) -> None:
         super().check()

@@ -20,6 +20,7 @@ from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import Report
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
+from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
 
 Fetch = Callable[[int, int, int], Any]
@@ -61,6 +62,7 @@ class PeerBuilder:
         return PeerReplica(
             model, optimizer, self.strategy, self.number, rank, job.loss if job else brought_by_loop, fetch,
             prefetch, job.seed if job else 0, measure, shared, job.schedule if job else None, self.epoch_samples,
+            clipping_of(job),
         )  # fmt: skip
 
     def partition(self, rank: int) -> PeerPartition | Endless:

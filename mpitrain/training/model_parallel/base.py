@@ -3,12 +3,14 @@
 Invariants: all ranks take the same steps in the same order. The global order of the samples is cut into
 global batches and each replica takes its contiguous share; an incomplete last batch is shared evenly and weighted,
 so that it, too, is the mean over its samples. Whether a step is finite is agreed on by one small allreduce, because
-the ranks see different gradients. Of a checkpoint each rank of the first replica writes the part it holds, and every
-rank goes on from the part of a rank that held the same. How a share becomes gradients is the subclass's business.
+the ranks see different gradients; it also adds up the norm by which the mean gradient is clipped. Of a checkpoint each
+rank of the first replica writes the part it holds, and every rank goes on from the part of a rank that held the same.
+How a share becomes gradients is the subclass's business.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,7 @@ from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
-from mpitrain.training.model_parallel.state_shards import restore_shards, take_shards
+from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
@@ -186,12 +188,36 @@ class SplitRun(Stepper):
         """(the mean loss of the step, whether everything is finite), the same on all ranks."""
         grads = self.gradients()
         finite = value - value == 0.0 and all_finite(grads)
+        squares = self._squares() if finite and self.clipping.norm is not None else 0.0
         sums = torch.tensor(
-            [value * part if self.reports_loss else 0.0, 0.0 if finite else 1.0], dtype=torch.float64
+            [value * part if self.reports_loss else 0.0, 0.0 if finite else 1.0, squares], dtype=torch.float64
         )
         dist.all_reduce(sums)
-        loss, bad = sums.tolist()
+        loss, bad, squares = sums.tolist()
+        self._norm = math.sqrt(squares)
         return loss, bad == 0.0
+
+    def num_copies(self, gradient: torch.Tensor) -> int:
+        """How many ranks hold what this rank holds of a gradient."""
+        return self.num_replicas
+
+    def _stepped(self) -> list[torch.Tensor]:
+        """The gradients of what this rank's optimizer holds, as they are split."""
+        held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        return [parameter.grad for parameter in held if parameter.grad is not None]
+
+    def _squares(self) -> float:
+        """This rank's part of the squared norm of the mean gradient."""
+        gradient = self._stepped()
+        norms = torch._foreach_norm([local(one) for one in gradient]) if gradient else []
+        pairs = zip(norms, gradient, strict=True)
+        return sum(float(norm) ** 2 / self.num_copies(one) for norm, one in pairs)
+
+    def clip(self) -> None:
+        """As `Stepper.clip`, by the norm over all ranks."""
+        if self.clipping:
+            total = torch.tensor(self._norm, dtype=torch.float64)
+            self.clipping.clip([local(one) for one in self._stepped()], total=total)
 
     def _validate(self, epoch: int) -> None:
         if self.session.validation is not None:

@@ -8,12 +8,14 @@ it; a rank that has no batch left calls it with one that does not count.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.model_parallel.base import SplitRun
@@ -51,6 +53,13 @@ class MeshRun(SplitRun):
     def step_optimizer(self) -> None:
         with whole_matrices(self.optimizer):
             super().step_optimizer()
+
+    def num_copies(self, gradient: torch.Tensor) -> int:
+        size = self.session.runtime.size
+        if not isinstance(gradient, DTensor):
+            return size
+        pairs = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+        return size // math.prod(parts for placement, parts in pairs if not placement.is_replicate())
 
     def gradients(self) -> list[torch.Tensor]:
         return [local(p.grad) for p in self.module.parameters() if p.grad is not None]

@@ -34,6 +34,7 @@ from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles
 from mpitrain.strategies.sampling.dealer import BatchDealer
+from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
 
 AnyStore = ShardStore | ElasticStore
@@ -67,7 +68,8 @@ class RoleBuilder:
 
     def store(self, shard: int, optimizer: Optimizer) -> AnyStore:
         """One server's shard of the model."""
-        return shard_store(self.model, shard, optimizer, self.strategy, self.num_workers)
+        clipping = clipping_of(self.job, self.strategy.clips_mean)
+        return shard_store(self.model, shard, optimizer, self.strategy, self.num_workers, clipping)
 
     def server(
         self, shard: int, store: AnyStore, report: Report, writer: CheckpointWriter | None = None,
@@ -135,6 +137,7 @@ class RoleBuilder:
             local=local,
             coder=push_coder(self.model, self.strategy, self.num_workers, index, seed),
             server_steps=server_steps(self.model, optimizer, self.strategy),
+            clipping=clipping_of(self.job, not self.strategy.clips_mean),
         )
 
     def worker(

@@ -7,8 +7,9 @@ Invariants: every rank adds the same messages in rank order, so replicas hold th
     all others          one message a rank and step, for all buckets together, handed to all (allgather)
 
 The last two exchange when the last bucket is ready: their messages are so small that two collectives a step beat
-two a bucket. While a codec's warm-up lasts, buckets are averaged in full. Replaces DDP's own reduction, so a
-parameter that got no gradient counts as zero.
+two a bucket. Where gradients are clipped, all do: each rank clips its own, before the codec, and its norm is known
+when all buckets are there. While a codec's warm-up lasts, buckets are averaged in full. Replaces DDP's own reduction,
+so a parameter that got no gradient counts as zero.
 """
 
 import time
@@ -24,7 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mpitrain.codecs import Encoder, Field, Layout, Part, add_message
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
+from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import make_encoder, merge_states
+from mpitrain.model.flat import all_finite
 
 # torch 2.13 renamed it and warns at the old name
 _allgather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,6 +41,7 @@ class CodecHook:
         codec: any but `none`.
         group: the ranks, default all.
         seed: of the codec's randomness.
+        clipping: of this rank's gradient, before the codec.
     """
 
     def __init__(
@@ -46,8 +50,9 @@ class CodecHook:
         codec: Codec,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
+        clipping: Clipping = NO_CLIPPING,
     ):
-        self.codec, self.group = codec, group
+        self.codec, self.group, self.clipping = codec, group, clipping
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = {id(parameter): name for name, parameter in parameters}
         self._cast: torch.dtype | None = getattr(torch, codec.cast) if codec.cast else None
@@ -59,13 +64,16 @@ class CodecHook:
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future[Any]:
         """What DDP calls for every bucket; the future's value replaces the bucket."""
-        if self._cast is not None:
-            return self._cast_and_reduce(bucket)
+        if self._cast is not None and not self.clipping:
+            return self._cast_and_reduce(bucket.buffer(), bucket.index() == 0, bucket.is_last())
         future: Future[Any] = Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else None)
         self._waiting.append((Part(bucket.buffer(), self._layout(bucket)), future))
         if bucket.is_last():
             waiting, self._waiting = self._waiting, []
-            self._exchange([part for part, _ in waiting])
+            parts = [part for part, _ in waiting]
+            if self.clipping and all_finite([part.flat for part in parts]):
+                self.clipping.clip([part.flat for part in parts])
+            self._exchange(parts)
             for part, done in waiting:
                 done.set_result(part.flat)
         return future
@@ -105,11 +113,10 @@ class CodecHook:
             self._layouts[key] = tuple(fields)
         return self._layouts[key]
 
-    def _cast_and_reduce(self, bucket: dist.GradBucket) -> Future[Any]:
-        flat = bucket.buffer()
+    def _cast_and_reduce(self, flat: torch.Tensor, is_first: bool, is_last: bool) -> Future[Any]:
         began_s = time.perf_counter()
         small = flat.to(self._cast).div_(self.size)
-        self._count(small.numel() * small.element_size(), began_s, bucket.is_last(), bucket.index() == 0)
+        self._count(small.numel() * small.element_size(), began_s, is_last, is_first)
         work = dist.all_reduce(small, group=self.group, async_op=True)
         assert work is not None
 
@@ -127,6 +134,15 @@ class CodecHook:
         self.num_steps += is_last
 
     def _exchange(self, parts: list[Part]) -> None:
+        if self._cast is not None:
+            last = len(parts) - 1
+            casts = [
+                self._cast_and_reduce(part.flat, number == 0, number == last)
+                for number, part in enumerate(parts)
+            ]
+            for cast in casts:
+                cast.wait()
+            return
         encoder = self.encoder
         assert encoder is not None
         self.num_steps += 1
@@ -178,9 +194,14 @@ class CodecHook:
 
 
 def attach_codec(
-    parallel: DistributedDataParallel, codec: Codec, group: dist.ProcessGroup | None = None, seed: int = 0
+    parallel: DistributedDataParallel,
+    codec: Codec,
+    group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+    clipping: Clipping = NO_CLIPPING,
 ) -> CodecHook:
-    """Make a DDP module exchange its gradients by `codec`; the returned hook has `statistics`, `state`, `restore`.
+    """Make a DDP module exchange its gradients by `codec`, clipped before that; the returned hook has `statistics`,
+    `state`, `restore`.
 
     Raises:
         UsageError: gradients that are not float32, where the codec is more than a cast.
@@ -191,7 +212,7 @@ def attach_codec(
         raise UsageError(
             f"{codec}: gradients must be float32; {odd[0]} is not. float16() and bfloat16() take any"
         )
-    hook = CodecHook(named, codec, group, seed)
+    hook = CodecHook(named, codec, group, seed, clipping)
     reattach(parallel, hook)
     return hook
 

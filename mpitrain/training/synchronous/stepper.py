@@ -8,6 +8,7 @@ What the families do differently are hooks:
 
     forward            allreduce and local SGD call the module, or DDP; a pipeline replaces all of `backward`
     weigh              the mean over ranks by samples, or by the weights that the loss returns (collective)
+    clip               split models add up the norms of their parts; a codec's hook has clipped each rank's already
     judge              each rank reads it off the same reduced gradient; split models agree on it (collective)
     step_optimizer     whole matrices for Muon over slices
     on_nonfinite       counted at once; under local SGD at the next averaging
@@ -27,6 +28,7 @@ from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.worker_replica import seed_step
+from mpitrain.training.clipping import clipping_of
 from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
 
 Batch = dict[str, torch.Tensor]
@@ -36,7 +38,7 @@ class Stepper:
     """Takes one rank's steps and counts them.
 
     Args:
-        job: its seed, loss, schedule and `on_nonfinite`.
+        job: its seed, loss, schedule, clipping and `on_nonfinite`.
         num_replicas: into how many shares a global batch is divided; epoch_samples: samples in an epoch.
         random_key: ranks with the same key draw the same random numbers.
         where: names this rank and its step in a failure; by default the rank is `random_key`.
@@ -65,6 +67,7 @@ class Stepper:
         self.random_key, self.where = random_key, where or self._where
         self.step = self.samples = self.nonfinite = 0
         self.compute_s, self.failure = 0.0, ""
+        self.clipping = clipping_of(job)
         self.before_forward: Callable[[], None] = _nothing
         self.before_update: Callable[[], None] = _nothing
 
@@ -93,6 +96,7 @@ class Stepper:
         loss, finite = self.judge(value, share / count)
         self.before_update()
         if finite:
+            self.clip()
             self.follow_schedule()
             self.step_optimizer()
             self.samples += count
@@ -148,6 +152,11 @@ class Stepper:
     def judge(self, value: float, part: float) -> tuple[float, bool]:
         """(the loss to report, whether the gradient is finite) of this rank's `part` of the step, with loss `value`."""
         return value, all_finite(self.gradients())
+
+    def clip(self) -> None:
+        """Clip the gradient, which is finite, before the step."""
+        if self.clipping and (self.parallel is None or self.parallel.hook is None):
+            self.clipping.clip(self.gradients())
 
     def follow_schedule(self) -> None:
         """Set the learning rates of this step."""

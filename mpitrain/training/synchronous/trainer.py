@@ -17,6 +17,7 @@ from torch import nn
 from mpitrain.messages import Lease
 from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.sampling.step_partition import StepPartition
+from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
@@ -102,9 +103,8 @@ class Trainer:
 
     def _make_parallel(self) -> ParallelModule:
         job = self.session.job
-        return ParallelModule(
-            self.module, job.find_unused_parameters, codec_of(self.session.strategy), job.seed
-        )
+        codec = codec_of(self.session.strategy)
+        return ParallelModule(self.module, job.find_unused_parameters, codec, job.seed, clipping_of(job))
 
     def _before_update(self) -> None:
         self.checkpoints.guard.begin()

@@ -8,6 +8,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.codecs import Part, write_message
+from mpitrain.model.clipping import Clipping
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
 from mpitrain.training.synchronous.codec_hooks import attach_codec
 from mpitrain.training.synchronous.ddp import data_parallel
@@ -37,13 +38,18 @@ def train(codec, group, rank, num_steps=6, state=None, first=0, module=None):
     hook = attach_codec(parallel, codec, group)
     if state is not None:
         hook.restore(state)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    train_on(parallel, rank, num_steps, first)
+    return module, hook
+
+
+def train_on(parallel, rank, num_steps=6, first=0):
+    """A few steps of a module under DDP."""
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     for step in range(first, first + num_steps):
         x, y = batch(rank, step)
         optimizer.zero_grad()
         nn.functional.cross_entropy(parallel(x), y).backward()
         optimizer.step()
-    return module, hook
 
 
 def flat(module):
@@ -64,6 +70,46 @@ def case_groups(rt):
     dist.init_process_group("gloo", store=store, rank=rt.rank, world_size=rt.size)
     GROUPS["gloo"] = dist.group.WORLD
     GROUPS["mpi4py"] = dist.new_group(backend="mpi4py")
+
+
+def case_each_rank_clips_its_own_gradient_before_the_codec(rt):
+    """And a limit that no gradient exceeds changes no bit, also where buckets then wait for each other."""
+    for codec in CODECS:
+        plain, _ = train(codec, GROUPS["mpi4py"], rt.rank)
+        module = net()
+        parallel = data_parallel(module, GROUPS["mpi4py"])
+        attach_codec(parallel, codec, GROUPS["mpi4py"], clipping=Clipping(norm=1e30, value=1e30))
+        train_on(parallel, rt.rank)
+        assert torch.equal(flat(plain), flat(module)), codec
+
+        x, y = batch(rt.rank, 0)
+        own = net()
+        nn.functional.cross_entropy(own(x), y).backward()
+        before = nn.utils.clip_grad_norm_(own.parameters(), 0.125)
+        nn.utils.clip_grad_value_(own.parameters(), 0.01)
+        assert before > 0.25
+        expected = sorted(p.grad.norm().item() for p in own.parameters())
+
+        seen = []
+        module = net()
+        parallel = data_parallel(module, GROUPS["mpi4py"])
+        hook = attach_codec(parallel, codec, GROUPS["mpi4py"], clipping=Clipping(norm=0.125, value=0.01))
+        exchange = hook._exchange
+
+        def spied(parts, seen=seen, exchange=exchange):
+            seen += [
+                part.flat[field.start : field.start + field.numel].norm().item()
+                for part in parts
+                for field in part.layout
+            ]
+            exchange(parts)
+
+        hook._exchange = spied
+        train_on(parallel, rt.rank, num_steps=1)
+        assert len(seen) == len(expected)
+        for one, other in zip(sorted(seen), expected, strict=True):
+            assert abs(one - other) < 1e-6, codec
+        assert same_everywhere(flat(module), rt.size), codec
 
 
 def case_over_gloo_the_numbers_are_the_same(rt):

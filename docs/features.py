@@ -1,0 +1,97 @@
+"""What a job can ask for, under every strategy: the table of `docs/features.md`.
+
+`tests/mpi/test_features.py` runs every cell: what works has to finish and, where `changes_model`, to train another
+model than without the feature; what is refused has to say the words of its row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from docs.markdown import cell, table
+
+
+class Row(NamedTuple):
+    """Strategies under which a feature fares alike: `what` it acts on, or, where a job is refused, why; `said`: words
+    of the refusal."""
+
+    strategies: tuple[str, ...]
+    what: str
+    said: str = ""
+
+
+class Feature(NamedTuple):
+    """Fields of a `Job`, as the table names them and as the test sets them."""
+
+    name: str
+    fields: dict[str, Any]
+    rows: tuple[Row, ...]
+    changes_model: bool = True
+
+
+_MEAN = ("allreduce()", "sync()", "backup()", "pipeline(microbatches=2)", "tensor(parallel=2)", "sharded()")
+_OWN = (
+    "async()", "async(servers=2)", "softsync(updates=2)", "ssp(bound=3)", "bounded(staleness=2)", "elastic()",
+    "localsgd(period=2)", "decentralized()",
+)  # fmt: skip
+_CODED = (
+    "allreduce(codec=topk())", "allreduce(codec=float16())", 'sync(push_wire="float16")',
+    "sync(servers=2, push_wire=topk())", "async(push_wire=topk())", "decentralized(codec=topk())",
+)  # fmt: skip
+_MOVING = ('sync(optimizer="worker")', 'sync(optimizer="worker", servers=2)', "sync(push_every=2)")
+_CORRECTED = Row(
+    ("sync(damping=gap_aware())",),
+    "this damping changes gradients before their mean is clipped, and no gradient is stale here",
+    "leave damping out",
+)
+_OWN_ROWS = (
+    Row(_OWN, "each worker's own gradient, before it is pushed or stepped with"),
+    Row(
+        _CODED,
+        "each worker's own gradient, before the codec: what is sent or kept back is of the clipped one",
+    ),
+    Row(_MOVING, "each worker's own gradient, before its own step"),
+)
+
+FEATURES = (
+    Feature(
+        "clip_norm",
+        {"clip_norm": 0.05},
+        (
+            Row(_MEAN, "the mean gradient of all workers, once an update"),
+            *_OWN_ROWS,
+            Row(
+                ("sync(servers=2)", "backup(servers=2)"),
+                "each server holds a part of the mean gradient and does not know its norm; use `servers=1`, or "
+                '`optimizer="worker"`',
+                "the norm of the whole mean gradient",
+            ),
+            _CORRECTED,
+        ),
+    ),
+    Feature(
+        "clip_value",
+        {"clip_value": 0.01},
+        (
+            Row(
+                (*_MEAN, "sync(servers=2)", "backup(servers=2)"),
+                "the mean gradient of all workers, once an update",
+            ),
+            *_OWN_ROWS,
+            _CORRECTED,
+        ),
+    ),
+)
+
+
+def features() -> str:
+    """A row for every feature and kind of outcome."""
+    rows = [("feature", "strategies", "", "what it acts on, or why it is refused")]
+    for feature in FEATURES:
+        for row in feature.rows:
+            texts = ", ".join(f"`{cell(text)}`" for text in row.strategies)
+            rows.append((f"`{feature.name}`", texts, "refused" if row.said else "works", cell(row.what)))
+    return table(*rows)
+
+
+SECTIONS = {"features": features}

@@ -1,0 +1,109 @@
+"""Every cell of the table in `docs/features.py`, and clipping over ranks against torch's in one process.
+
+Strategies with a virtual world run there; the others all in one launch.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mpitrain as mt
+from docs.features import FEATURES
+from mpitrain.errors import UsageError
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.model_parallel.base import Split
+from mpitrain.training.measure import same_model
+from mpitrain.values import names, parse
+from tests import toy
+from tests.mpi import splits
+from tests.mpi.cases import launch_program
+
+CELLS = [(feature, row, text) for feature in FEATURES for row in feature.rows for text in row.strategies]
+CLIPPED = {
+    "norm": {"clip_norm": 0.3},
+    "value": {"clip_value": 0.02},
+    "both": {"clip_norm": 0.3, "clip_value": 0.02},
+    "huge": {"clip_norm": 1e30, "clip_value": 1e30},
+    "not": {},
+}
+# the last one needs four ranks
+WHOLE = ("allreduce()", "sharded()", "pipeline(microbatches=3)", "tensor()", "sharded(replicas=2)")
+
+
+def is_virtual(text):
+    return not isinstance(parse(text, "strategy"), AllReduce | Split)
+
+
+def cell_name(feature, text):
+    return f"cell {feature} {text}"
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    real = [(feature, text) for feature, row, text in CELLS if not is_virtual(text) and not row.said]
+    cells = {cell_name(feature.name, text): (text, feature.fields) for feature, text in real}
+    cells |= {cell_name("none", text): (text, {}) for _, text in real}
+    return launch(tmp_path_factory.mktemp("four"), 4, cells | clipped(WHOLE))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("two"), 2, clipped(WHOLE[:-1]))
+
+
+def clipped(strategies):
+    return {f"{text} {how}": (text, fields) for text in strategies for how, fields in CLIPPED.items()}
+
+
+def launch(path, num_ranks, runs):
+    launch_program(num_ranks, "feature_runs", str(path), json.dumps(runs), cwd=path, timeout_s=300).check()
+    return path
+
+
+def test_the_table_names_every_strategy_for_every_feature():
+    for feature in FEATURES:
+        named = {parse(text, "strategy").name for row in feature.rows for text in row.strategies}
+        assert named == set(names("strategy")), feature.name
+
+
+@pytest.mark.parametrize(
+    ("feature", "row", "text"), CELLS, ids=[f"{feature.name} {text}" for feature, _, text in CELLS]
+)
+def test_what_the_table_says_of_a_feature_under_a_strategy_is_so(feature, row, text, tmp_path, request):
+    if row.said:
+        with pytest.raises(UsageError, match=row.said):
+            mt.simulate(
+                toy.make_job(**feature.fields), parse(text, "strategy"), run_dir=str(tmp_path / "refused")
+            )
+        return
+    if is_virtual(text):
+        options = {"workers": 3, "quiet": True}
+        for name, fields in (("with", feature.fields), ("none", {})):
+            job = toy.make_job(**fields)
+            mt.simulate(job, parse(text, "strategy"), run_dir=str(tmp_path / name), **options)
+        runs = (tmp_path / "with", tmp_path / "none")
+    else:
+        path = request.getfixturevalue("four")
+        runs = (path / cell_name(feature.name, text), path / cell_name("none", text))
+    assert all(json.loads((run / "result.json").read_text())["status"] == "ok" for run in runs)
+    assert not feature.changes_model or not same_model(*(run / "model.safetensors" for run in runs))
+
+
+@pytest.mark.parametrize("how", ["norm", "value", "both"])
+@pytest.mark.parametrize(
+    ("num_ranks", "text"), [*(("two", text) for text in WHOLE[:-1]), *(("four", text) for text in WHOLE)]
+)
+def test_all_ranks_together_clip_as_one_process_with_the_whole_batch(num_ranks, text, how, request):
+    """In float64, the last batch of an epoch an incomplete one; how long the gradients are matters everywhere."""
+    path = request.getfixturevalue(num_ranks)
+    expected, _ = splits.serial(splits.changed(splits.deep_job(), **CLIPPED[how]), 1)
+    found = load_file(path / f"{text} {how}" / "model.safetensors")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("text", WHOLE)
+def test_limits_that_nothing_exceeds_change_no_bit(four, text):
+    assert same_model(*(four / f"{text} {how}" / "model.safetensors" for how in ("huge", "not")))
