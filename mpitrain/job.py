@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain import inject as injection
 from mpitrain.errors import UsageError
+from mpitrain.reporting.listeners import check_callbacks, read_logs
 from mpitrain.reporting.targets import LOSS, check_targets, option_text, read_option
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
@@ -101,6 +102,11 @@ class Job:
         init: a safetensors file (such as another run's `model.safetensors`) whose parameters and buffers every rank
             starts from under every strategy; None: the model as `model` makes it. All names and shapes must fit.
         init_partial: load what fits by name and shape, and report what does not.
+        log: "csv" (`metrics.csv`), "tensorboard" (event files in `tensorboard/`) or several of them: the rows of
+            `metrics.jsonl` once more.
+        log_every: a row of progress after every so many steps; None: one a second on a terminal, one in 5 s in a log.
+        callbacks: objects with any of the methods `on_step(row)`, `on_validation(row)` and `on_checkpoint(row)`, which
+            rank 0 calls with the rows of `metrics.jsonl`.
         name: for the run directory; the job file's name if None.
     """
 
@@ -129,11 +135,16 @@ class Job:
     find_unused_parameters: bool | None = None
     init: str | os.PathLike[str] | None = None
     init_partial: bool = False
+    log: str | Sequence[str] | None = None
+    log_every: int | None = None
+    callbacks: Sequence[Any] = ()
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "batch_size", "keep_checkpoints"):
+        for key in ("epochs", "batch_size", "keep_checkpoints", "log_every"):
             value = getattr(self, key)
+            if key == "log_every" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"Job: {key} must be a whole number of at least 1, got {value!r}")
         for key in CLIPPED:
@@ -160,6 +171,8 @@ class Job:
         check_targets(self.target, (LOSS,) if self.metrics is None else None)
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
+        read_logs(self.log)
+        check_callbacks(self.callbacks)
         self._check_init()
         self._check_splits()
 
@@ -256,11 +269,14 @@ class Overrides:
     heartbeat_s: float | None = None
     init: str | None = None
     init_partial: bool = False
+    log: tuple[str, ...] = ()
+    log_every: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inject", injection.texts(self.inject))
         if self.init is not None:
             object.__setattr__(self, "init", os.fspath(self.init))
+        object.__setattr__(self, "log", read_logs(self.log))
         given: Any = self.target
         pairs = given.items() if isinstance(given, Mapping) else ()
         texts = [option_text(*pair) for pair in pairs] or ([given] if isinstance(given, str) else given)
@@ -277,7 +293,7 @@ class Overrides:
         Raises:
             UsageError: names the option and the value.
         """
-        for key in ("epochs", "batch_size", "steps"):
+        for key in ("epochs", "batch_size", "steps", "log_every"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UsageError(f"--{key.replace('_', '-')} must be at least 1, got {value}")
@@ -303,13 +319,15 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
     overrides.check()
     changes: dict[str, Any] = {
         key: value
-        for key in ("epochs", "batch_size", "seed", "checkpoint_every", "init", *CLIPPED)
+        for key in ("epochs", "batch_size", "seed", "checkpoint_every", "init", "log_every", *CLIPPED)
         if (value := getattr(overrides, key)) is not None
     }
     if overrides.strategy is not None:
         changes["strategy"] = parse(overrides.strategy, "strategy")
     elif job.strategy is None:
         changes["strategy"] = AllReduce()
+    if overrides.log:
+        changes["log"] = overrides.log
     if overrides.init_partial:
         changes["init_partial"] = True
     if overrides.schedule is not None:

@@ -32,6 +32,8 @@ class CheckpointWriter:
         warn: is called with the reason when a write has failed.
         more: what else belongs to this part, by name (tensors, copied).
         writers: worker ranks that write a part of their own, as the dealing server must know.
+        on_written: is called by the writer's thread with the folder and the names of all parts, where this rank knows
+            them, when its own part is written.
         faults: what `--inject` orders of this part's writes: ("disk_full" or "corrupt_file", number of the write).
     """
 
@@ -48,11 +50,13 @@ class CheckpointWriter:
         more: Callable[[], dict[str, Any]] = dict,
         writers: tuple[int, ...] = (),
         faults: frozenset[tuple[str, int]] = frozenset(),
+        on_written: Callable[[Path, tuple[str, ...]], None] = lambda folder, parts: None,
     ):
         self.run_dir, self.part, self.policy, self.keep = run_dir, part, policy, keep
         self.identity = identity
         self.about, self.asked, self._warn, self._more = about, asked, warn, more
         self.writers, self._faults, self._num_begun = writers, faults, 0
+        self._on_written = on_written
         self.num_written = self.num_failed = self.num_bytes = 0
         self.copy_s = self.write_s = self.wait_s = 0.0
         self._failures = 0
@@ -109,6 +113,7 @@ class CheckpointWriter:
             self.num_written += 1
             self._failures, self.unwritten = 0, ""
             if parts:  # the first part knows what is complete
+                self._on_written(folder, parts)
                 prune(self.run_dir, self.keep, checkpoint_at, self.identity)
         except CheckpointError as error:
             self.num_failed, self._failures = self.num_failed + 1, self._failures + 1

@@ -204,12 +204,30 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
         'raise, stop, wedge, nan or torn, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
         '"corrupt_file(at_write=0)" of checkpoints; the worker is its index among the workers, from 0',
     )
-    out = parser.add_argument_group("output")
+    _add_output_options(parser.add_argument_group("output"))
+
+
+def _add_output_options(out: Any) -> None:
+    """Where results go, and in which forms."""
     out.add_argument(
         "--run-dir",
         metavar="DIR",
         help="where results go (default: runs/JOB-DATE-TIME); without --resume auto the files of an earlier run "
         "there are moved to earlier-RUN/ in it",
+    )
+    out.add_argument(
+        "--log",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="also write the rows of metrics.jsonl as csv (metrics.csv) or tensorboard (event files), as often as you "
+        "like",
+    )
+    out.add_argument(
+        "--log-every",
+        type=positive,
+        metavar="N",
+        help="a row of progress after every N steps (default: one a second on a terminal, one in 5 s in a log)",
     )
     out.add_argument(
         "--quiet",
@@ -259,6 +277,8 @@ def overrides(arguments: argparse.Namespace) -> Any:
         heartbeat_s=getattr(arguments, "heartbeat_s", None),
         init=arguments.init,
         init_partial=arguments.init_partial,
+        log=tuple(arguments.log),
+        log_every=arguments.log_every,
     )
 
 

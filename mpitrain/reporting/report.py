@@ -16,14 +16,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from mpitrain.errors import OutputError
 from mpitrain.reporting.console import Console, date, short
+from mpitrain.reporting.listeners import call, open_logs
 from mpitrain.system.atomic import write_durable
 from mpitrain.system.folders import make_private
+from mpitrain.system.run_directory import position_of
 
 FOM_SCHEMA = 1
 # 2 said `meetings`, `lead_max` and `workers_detail`, 1 also `metrics_are` for `metrics_reduction`
@@ -127,6 +130,10 @@ class Report:
         interval_s: least time between two progress lines; 1 s on a terminal and 5 s in a log unless given.
         num_epochs: shown as `epoch 2/5` where given.
         clock: seconds, monotonic.
+        resumed_at: accepted samples from which the run goes on; None where a rank goes on reporting what another has
+            begun.
+        log_every: a row after every so many steps; None: as often as a line for eyes.
+        logs: names of the logs that get the rows, too; callbacks: objects that do, as in `listeners.py`.
     """
 
     def __init__(
@@ -138,6 +145,10 @@ class Report:
         interval_s: float | None = None,
         num_epochs: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        resumed_at: int | None = 0,
+        log_every: int | None = None,
+        logs: Sequence[str] = (),
+        callbacks: Sequence[Any] = (),
     ) -> None:
         self.run_dir = Path(run_dir)
         self.total_samples, self.num_epochs = total_samples, num_epochs
@@ -149,9 +160,12 @@ class Report:
         make_private(self.run_dir)
         _set_aside(self.run_dir / "result.json")
         self._metrics = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
-        self._unwritten = False
-        self._start_s = clock()
-        self._last_s, self._last_samples = self._start_s, 0
+        self._unwritten: set[str] = set()
+        self._logs, self._callbacks = open_logs(logs, self.run_dir, resumed_at), tuple(callbacks)
+        self._log_every, self._last_step = log_every, -1
+        self._checkpoints: deque[tuple[Path, tuple[str, ...]]] = deque()  # not known to be whole
+        self._start_s, self._start_samples = clock(), resumed_at or 0
+        self._row_at = self._line_at = self._start_s, self._start_samples
         self._due_s = self._start_s + interval_s
 
     def progress(self, samples: int, step: int, epoch: int, loss: Any, **fields: Any) -> None:
@@ -165,25 +179,45 @@ class Report:
             **fields: further numbers for the row and the line (say `staleness=1.5`).
         """
         now_s = self._clock()
-        if now_s < self._due_s:
+        line_due = now_s >= self._due_s
+        row_due = line_due if self._log_every is None else self._is_due(step, self._log_every)
+        if not (line_due or row_due):
             return
-        rate = (samples - self._last_samples) / max(now_s - self._last_s, 1e-9)
-        self._last_s, self._last_samples, self._due_s = now_s, samples, now_s + self._interval_s
-        row = {
-            "step": step,
-            "epoch": epoch,
-            "samples": samples,
-            "loss": loss,
-            "samples_per_second": round(rate, 1),
-        }
-        row = plain({**row, **fields})
-        self._write("progress", row)
+        row = {"step": step, "epoch": epoch, "samples": samples, "loss": loss}
+        row = plain({**row, "samples_per_second": 0.0, **fields})
+        if row_due:
+            rate, self._row_at = _rate(self._row_at, now_s, samples), (now_s, samples)
+            self._write("progress", row | {"samples_per_second": round(rate, 1)})
+        if not line_due:
+            return
+        self._report_checkpoints()
+        rate, self._line_at = _rate(self._line_at, now_s, samples), (now_s, samples)
+        self._due_s = now_s + self._interval_s
         of = f"/{self.num_epochs}" if self.num_epochs else ""
         text = f"step {step} epoch {epoch}{of} loss {short(row['loss'])} {rate:.0f} samples/s"
         text += "".join(f" {key} {short(row[key])}" for key in fields)
         self._console.progress(
             text, samples / self.total_samples if self.total_samples else None, self._left_s(samples, now_s)
         )
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """Whether a multiple of `every` was passed since the step before."""
+        before = step - 1 if self._last_step < 0 else self._last_step
+        self._last_step = step
+        return step // every > before // every
+
+    def checkpoint(self, folder: Path, parts: Sequence[str]) -> None:
+        """This rank has written its part of a checkpoint, all of whose parts are named. It is a row as soon as all are
+        there. May be called by any thread."""
+        self._checkpoints.append((folder, tuple(parts)))
+
+    def _report_checkpoints(self) -> None:
+        for folder, parts in list(self._checkpoints):
+            whole = all((folder / f"{part}.json").is_file() for part in parts)
+            if whole or not folder.exists():  # or there is a newer one
+                self._checkpoints.remove((folder, parts))
+            if whole:
+                self._put("checkpoint", {"samples": position_of(folder), "folder": str(folder)})
 
     def event(self, name: str, **fields: Any) -> None:
         """Always a row and a line: `event("epoch 3", accuracy=0.951)` reads `epoch 3 accuracy 0.951`."""
@@ -216,26 +250,45 @@ class Report:
                 self._say_unwritten(error)
             with contextlib.suppress(OSError):
                 self._metrics.close()
+        for log in self._logs:
+            with contextlib.suppress(OSError):
+                log.close()
 
     def _write(self, event: str, row: dict[str, Any]) -> None:
+        self._report_checkpoints()
+        self._put(event, row)
+
+    def _put(self, event: str, row: dict[str, Any]) -> None:
         stamped = {"time": date(), "t": round(self._clock() - self._start_s, 3), "event": event, **row}
         try:
             self._metrics.write(json.dumps(stamped, allow_nan=False) + "\n")
             self._metrics.flush()  # whoever watches the file, or finds it after a crash, sees every row
         except OSError as error:
             self._say_unwritten(error)
+        for log in self._logs:
+            try:
+                log.row(stamped)
+            except OSError as error:
+                self._say_unwritten(error, type(log).__name__)
+        call(self._callbacks, stamped)
 
-    def _say_unwritten(self, error: OSError) -> None:
-        """Once: a run goes on without rows of its metrics."""
-        if not self._unwritten:
-            self._unwritten = True
-            path, reason = self.run_dir / METRICS_FILE, error.strerror or error
+    def _say_unwritten(self, error: OSError, what: str = METRICS_FILE) -> None:
+        """Once for each file: a run goes on without rows of its metrics."""
+        if what not in self._unwritten:
+            self._unwritten.add(what)
+            path, reason = self.run_dir / what, error.strerror or error
             self._console.event(f"warning: {path} cannot be written ({reason}); rows of it are lost")
 
     def _left_s(self, samples: int, now_s: float) -> float | None:
-        if samples <= 0 or not self.total_samples:
+        done = samples - self._start_samples
+        if done <= 0 or not self.total_samples:
             return None
-        return max(self.total_samples - samples, 0) * (now_s - self._start_s) / samples
+        return max(self.total_samples - samples, 0) * (now_s - self._start_s) / done
+
+
+def _rate(since: tuple[float, int], now_s: float, samples: int) -> float:
+    """Samples per second since then."""
+    return (samples - since[1]) / max(now_s - since[0], 1e-9)
 
 
 def explained(failure: str) -> str:
@@ -255,6 +308,9 @@ class NullReport:
         """Nothing."""
 
     def event(self, name: str, **fields: Any) -> None:
+        """Nothing."""
+
+    def checkpoint(self, folder: Path, parts: Sequence[str]) -> None:
         """Nothing."""
 
     def finish(self, result: Mapping[str, Any]) -> None:

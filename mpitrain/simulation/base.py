@@ -19,6 +19,7 @@ from mpitrain.effects import Role
 from mpitrain.errors import UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
+from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, default_run_dir
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.training.initial_weights import start_from
@@ -74,7 +75,10 @@ class VirtualRun:
         planned = self.catalogue.num_samples * job.epochs
         if self.options.steps is not None:
             planned = self.options.steps * self.number * job.batch_size
-        report = Report(self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs)
+        report = Report(
+            self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs,
+            log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
+        )  # fmt: skip
         self.world = world
         self.log = VirtualLog(report, world, math.ceil(planned / samples_per_row), self.options.quiet)
         if warns:

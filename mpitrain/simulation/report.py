@@ -56,8 +56,8 @@ class VirtualLog:
 
     def finish(self, result: dict[str, Any]) -> None:
         """Print the curve and the histogram, write `result.json`, print the FOM line."""
+        report_end(self.report, result)
         if not self.quiet:
-            report_end(self.report, result)
             print(
                 render(self.curve, result.get("staleness_histogram", {}), result.get("staleness_mean", 0.0)),
                 file=sys.stderr,

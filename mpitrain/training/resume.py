@@ -93,6 +93,7 @@ def make_checkpoint_writer(
         more,
         writers,
         frozenset(faults),
+        lambda folder, parts: session.report.checkpoint(folder, parts),
     )
 
 

@@ -52,6 +52,9 @@ ON_RESUME = {
     "synthetic": REFUSED,  # they are data; the option as well as the job's field
     "stages": REFUSED,  # another cut of a pipeline
     "tensor_plan": REFUSED,  # other layers sliced
+    "log": ACTS,
+    "log_every": ACTS,
+    "callbacks": ACTS,
     "name": ACTS,
     "lr": ACTS,
     "steps": ACTS,

@@ -22,6 +22,7 @@ from mpitrain.errors import EXIT_REQUEUE, AgreedError, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.reporting.environment import code_versions, collect
+from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import NullReport, Report, explained, write_json, writing
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.parameter_server.staleness import disagreement
@@ -97,18 +98,20 @@ class Session:
         """Make this rank the first: it takes the run directory's lock, and reports."""
         self.lock = RunLock(self.run_dir, self.identity.attempt)
         self.lock.take()
-        self.open_report()
+        self.open_report(None)
 
     def close(self) -> None:
         """Release the run directory, so that other jobs may take it."""
         if self.lock is not None:
             self.lock.release()
 
-    def open_report(self) -> None:
-        """Begin to report on this rank."""
+    def open_report(self, resumed_at: int | None) -> None:
+        """Begin to report on this rank; `resumed_at`: as for a `Report`."""
+        job = self.job
         self.report = Report(
-            self.run_dir, self.total_samples(), quiet=self.overrides.quiet, num_epochs=self.job.epochs
-        )
+            self.run_dir, self.total_samples(), quiet=self.overrides.quiet, num_epochs=job.epochs,
+            resumed_at=resumed_at, log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
+        )  # fmt: skip
 
     def num_batches(self) -> int | None:
         """Batches in the whole run where `--steps` limits it: so many for every worker that takes its own."""
@@ -181,13 +184,14 @@ def prepare(
     environment = runtime.gather(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )
+    resumed_at = session.resume.checkpoint_at if session.resume else 0
+    attempt(runtime, lambda: session.open_report(resumed_at) if runtime.rank == 0 else None)
     if runtime.rank == 0:
         from mpitrain.mpi.faults.error_report import (
             forget_reports,  # a simulation imports this file, and starts no MPI
         )
 
         forget_reports(run_dir)
-        session.open_report()
         text = json.dumps({**collect(runtime), "ranks": environment}, indent=2, sort_keys=True, default=str)
         with writing(run_dir / "env.json"):
             (run_dir / "env.json").write_text(text + "\n")

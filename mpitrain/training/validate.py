@@ -8,6 +8,7 @@ from __future__ import annotations
 from mpitrain.errors import UsageError
 from mpitrain.inject import AtWorker, KillAtEnd, Nan, Torn, check_virtual, check_workers
 from mpitrain.job import Job, Overrides
+from mpitrain.reporting.listeners import check_installed, read_logs
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.model_parallel.base import Split
 
@@ -15,6 +16,7 @@ from mpitrain.strategies.model_parallel.base import Split
 def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
     """Raise `UsageError` for options and injections that the job's strategy cannot carry out."""
     check_workers(overrides.injections, num_workers)
+    check_installed(read_logs(job.log))
     _check_pushes(job, overrides)
     _check_clipping(job)
     if overrides.heartbeat_s is not None and not isinstance(job.strategy, ServerStrategy):
@@ -35,6 +37,7 @@ def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
 def validate_simulation(job: Job, overrides: Overrides) -> None:
     """Raise `UsageError` for what would have no effect in virtual time."""
     check_virtual(overrides.injections)
+    check_installed(read_logs(job.log))
     _check_pushes(job, overrides)
     _check_clipping(job)
 

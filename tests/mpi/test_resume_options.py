@@ -49,6 +49,12 @@ FAMILIES = [
     *LOCKSTEP, "sync()", "async()", "async(optimizer='worker')", "async(push_every=2)", "elastic(push_every=2)",
     "decentralized(topology='ring')", "pipeline(stages=3)", "tensor(parallel=3)",
 ]  # fmt: skip
+
+
+def steps_of(run):
+    return [row["step"] for row in run["events"] if row["event"] == "progress"]
+
+
 START = "init=root / 'start.safetensors'"
 
 CASES = [
@@ -248,6 +254,20 @@ CASES = [
     ),
     *(Case("init", ALL, changes, acts=finished, base=(ALL, START)) for changes in (START, "")),
     Case("init_partial", ALL, f"{START}, init_partial=True", base=(ALL, START), said=("start", "partial")),
+    Case("log", ALL, options="log='csv'", acts=lambda run, plain: "metrics.csv" in run["files"]),
+    Case(
+        "log_every",
+        ALL,
+        options="log_every=2",
+        acts=lambda run, plain: len(steps_of(run)) > 0 == len(steps_of(plain)),
+    ),
+    Case(
+        "callbacks",
+        ALL,
+        "callbacks=[Heard()]",
+        "log_every=1",
+        acts=lambda run, plain: run["heard"] == steps_of(run),
+    ),
     Case("resume", ALL, at="end", acts=lambda run, plain: run["result"]["resumed_from"] == SAMPLES),
     Case("quiet", ALL, options="quiet=False", acts=lambda run, plain: len(run["out"]) > len(plain["out"])),
     Case(

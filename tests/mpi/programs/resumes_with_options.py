@@ -69,6 +69,13 @@ def poisoned(model, batch):
     return toy.square_loss(model, batch) * (float("nan") if (batch["x"] == bad).all(1).any() else 1.0)
 
 
+class Heard:
+    steps: list[int] = []
+
+    def on_step(self, row):
+        self.steps.append(row["step"])
+
+
 BASE: dict[str, Any] = {
     "model": model,
     "loss": toy.square_loss,
@@ -85,6 +92,7 @@ BASE: dict[str, Any] = {
 
 def train(name, strategy, changes, options):
     seen.clear()
+    Heard.steps.clear()
     told: dict[str, Any] = {"code": None}
     out = io.StringIO()
     path = root / name
@@ -97,6 +105,7 @@ def train(name, strategy, changes, options):
         told = {"code": result["exit_code"], "result": result, "out": out.getvalue()}
         if runtime.rank == 0:
             told["model"] = hashlib.sha256((path / "model.safetensors").read_bytes()[-200:]).hexdigest()
+            told |= {"files": [one.name for one in path.iterdir()], "heard": list(Heard.steps)}
             told["checkpoints"] = len(list((path / "checkpoints").glob("*/shard-0.json")))
             told["events"] = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     except AgreedError as error:

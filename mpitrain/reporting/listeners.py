@@ -1,0 +1,109 @@
+"""Who else gets the rows of `metrics.jsonl`: logs that are named (`log=`), and callbacks of the user's own.
+
+Invariants: a listener gets rows as they stand in the file, on the rank that reports, in the thread that trains. A log
+that cannot be written costs rows of that log, with one warning; an exception in a callback is the user's, and ends the
+run like one in the loss.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpitrain.errors import UsageError
+from mpitrain.reporting.rows import kind_of
+from mpitrain.values import nearest
+
+CSV, TENSORBOARD = LOGS = ("csv", "tensorboard")
+METHODS = {"progress": "on_step", "validation": "on_validation", "checkpoint": "on_checkpoint"}
+
+
+class Log(Protocol):
+    """Takes rows to a place of its own."""
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """One row of `metrics.jsonl`; raises OSError where it cannot be written."""
+
+    def close(self) -> None:
+        """The report is over. May be called twice."""
+
+
+def read_logs(names: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The logs that `log=` names: one, several, or several with commas between them.
+
+    Raises:
+        UsageError: there is no such log.
+    """
+    given = [names] if isinstance(names, str) else list(names or ())
+    found = [one.strip() for name in given for one in str(name).split(",")]
+    for name in found:
+        if name not in LOGS:
+            raise UsageError(f"log={name!r}: choose {' or '.join(LOGS)}{nearest(name, list(LOGS))}")
+    return tuple(dict.fromkeys(found))
+
+
+def check_installed(logs: Iterable[str]) -> None:
+    """Refuse a log whose package is not there, before anything is trained.
+
+    Raises:
+        UsageError: says how to install it.
+    """
+    if TENSORBOARD in logs and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError("log='tensorboard' needs the package tensorboard: pip install mpitrain[tensorboard]")
+
+
+def open_logs(names: Iterable[str], run_dir: Path, resumed_at: int | None) -> list[Log]:
+    """The logs of this run.
+
+    Args:
+        resumed_at: accepted samples from which the run goes on, 0 from the beginning: rows of an earlier start beyond
+            them are dropped. None goes on behind the rows that are there.
+    """
+    opened: list[Log] = []
+    for name in names:
+        if name == CSV:
+            from mpitrain.reporting.csv_log import CsvLog
+
+            opened.append(CsvLog(run_dir / "metrics.csv", resumed_at))
+        else:
+            from mpitrain.reporting.tensorboard_log import TensorBoardLog
+
+            opened.append(TensorBoardLog(run_dir, resumed_at))
+    return opened
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse what is not a sequence of objects with methods that a run calls.
+
+    Raises:
+        UsageError: names the object and what is wrong with it.
+    """
+    known = list(METHODS.values())
+    if isinstance(callbacks, str | Mapping) or not isinstance(callbacks, Iterable):
+        raise UsageError(
+            f"Job: callbacks must be a list of objects with {', '.join(known)}, got {callbacks!r}"
+        )
+    for one in callbacks:
+        name = type(one).__name__
+        if isinstance(one, type):
+            raise UsageError(
+                f"Job: callbacks: {one.__name__} is a class; give an object of it, {one.__name__}()"
+            )
+        unknown = [word for word in dir(one) if word.startswith("on_") and word not in known]
+        if unknown:
+            raise UsageError(
+                f"Job: callbacks: {name} has {unknown[0]!r}, which nothing calls{nearest(unknown[0], known)}"
+            )
+        if not any(callable(getattr(one, method, None)) for method in known):
+            raise UsageError(f"Job: callbacks: {name} has none of the methods {', '.join(known)}")
+
+
+def call(callbacks: Iterable[Any], row: Mapping[str, Any]) -> None:
+    """Hand the row to the method of each callback that is for it."""
+    name = METHODS.get(kind_of(row))
+    for one in callbacks if name else ():
+        method = getattr(one, str(name), None)
+        if method is not None:
+            method(dict(row))
