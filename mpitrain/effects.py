@@ -38,7 +38,7 @@ class Recv(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run `task()` and answer its result. `what` informs a virtual world what to charge: "gradient", "apply",
+    """Run `task()` and answer its result. `what` names what a virtual world charges for: "gradient", "apply",
     "validate", "checkpoint" or "deliver", `size` by how much more than usual; `interruptible`: there, a message breaks
     it off.
     """

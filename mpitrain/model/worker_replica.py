@@ -28,7 +28,8 @@ Batch = dict[str, torch.Tensor]
 
 class Gradient(NamedTuple):
     """What one batch gave: its mean loss, its samples; `finite` covers the loss and every element of the gradient;
-    `share`: what it is the mean of, samples as a rule; `options`: what the servers are informed of the optimizer's."""
+    `share`: what it is the mean of, samples as a rule; `options`: those of the servers' optimizer that have changed,
+    as JSON text."""
 
     loss: float
     samples: int

@@ -61,7 +61,7 @@ class Gradient(Protocol):
 
     @property
     def options(self) -> str:
-        """What a server's optimizer is to be informed of with it; empty where nothing has changed."""
+        """Options of the server's optimizer that have changed, as JSON text; empty where none has."""
 
 
 class Replica(Protocol):

@@ -20,7 +20,7 @@ from mpitrain.roles.server.worker_state import (
     PRESENT,
     TRANSITIONS,
     WANTING_FINAL,
-    Event,
+    WorkerEvent,
     WorkerState,
     WorkerTable,
 )
@@ -41,14 +41,14 @@ def documented():
         if started := re.match(r"    ([A-Z_]+)", line):
             state = WorkerState[started[1]]
         for event, following in re.findall(r"([A-Z_]+) -> ([A-Z_]+)", line):
-            rows[state, Event[event]] = WorkerState[following]
+            rows[state, WorkerEvent[event]] = WorkerState[following]
     return rows
 
 
 def test_the_docstring_shows_the_table():
     assert documented() == TRANSITIONS
     own, ours = re.search(r"\n    (JOIN, .*)\n    (ANSWER, .*)\n", worker_state.__doc__).groups()
-    assert [*own.split(", "), *ours.split(", ")] == [event.name for event in Event]
+    assert [*own.split(", "), *ours.split(", ")] == [event.name for event in WorkerEvent]
 
 
 def reachable(states):
@@ -65,10 +65,11 @@ def test_every_state_is_reached_and_who_is_lost_or_done_takes_no_part_again():
     assert reachable({WorkerState.LOST}) == lost
     assert not reachable(set(WorkerState) - set(PRESENT)) & set(PRESENT)
     for state in WorkerState:  # PULLING is answered before another message is taken in
-        assert ((state, Event.LOSE) in TRANSITIONS) == (state not in lost | {WorkerState.PULLING})
-        assert (state, Event.ANSWER) not in TRANSITIONS or (state, Event.PUSH) not in TRANSITIONS, (
-            "nobody waits here"
-        )
+        assert ((state, WorkerEvent.LOSE) in TRANSITIONS) == (state not in lost | {WorkerState.PULLING})
+        assert (state, WorkerEvent.ANSWER) not in TRANSITIONS or (
+            state,
+            WorkerEvent.PUSH,
+        ) not in TRANSITIONS, "nobody waits here"
 
 
 def ways():
@@ -85,7 +86,7 @@ def ways():
 
 @pytest.mark.parametrize("state", WorkerState)
 def test_in_every_state_every_event_goes_along_its_row_or_changes_nothing(state):
-    for event in Event:
+    for event in WorkerEvent:
         table = WorkerTable(WORKERS, WORKERS)
         for before in ways()[state]:
             table.move(1, before)
@@ -105,7 +106,7 @@ def test_a_worker_that_is_lost_keeps_its_place_among_the_lost_and_tells_how_at_l
     table = WorkerTable((3, 1, 2), ())
     for worker, how in ((2, "silent"), (1, "died"), (2, "died")):
         table.lose(worker, how)
-    table.move(2, Event.LEAVE)
+    table.move(2, WorkerEvent.LEAVE)
     assert list(table.lost.items()) == [(2, "died"), (1, "died")]
     assert table.is_lost(1) and not table.is_lost(3) and not table.is_lost(7)
 
@@ -129,7 +130,7 @@ def consistent(table):
 class Seen(WorkerTable):
     """Notes every row that a server goes along."""
 
-    rows: set[tuple[WorkerState, Event]] = set()
+    rows: set[tuple[WorkerState, WorkerEvent]] = set()
 
     def move(self, worker, event):
         self.rows.add((self[worker].state, event))

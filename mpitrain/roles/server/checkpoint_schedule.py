@@ -9,6 +9,7 @@ Without lockstep every shard is cut at its own version.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from mpitrain.messages import CheckpointRequest
@@ -66,11 +67,11 @@ class CheckpointSchedule:
         return self.writer is not None and self.last < self._next_at <= samples
 
     def save(
-        self, state: dict[str, Any], num_shards: int, present: set[int], workers: tuple[int, ...]
+        self, state: dict[str, Any], num_shards: int, present: Set[int], workers: tuple[int, ...]
     ) -> None:
         """Write `state`; from now on the answers to the workers that have a part say that they belong to it."""
         assert self.writer is not None
-        writers = sorted(present.intersection(self.writer.writers))
+        writers = sorted(worker for worker in self.writer.writers if worker in present)
         parts = [f"shard-{i}" for i in range(num_shards)] + [f"worker-{workers.index(w)}" for w in writers]
         self.writer.save(self._next_at, state, parts if self.decides else ())
         self.last, self.ended = self._next_at, self.final

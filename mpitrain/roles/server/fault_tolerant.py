@@ -43,7 +43,7 @@ from mpitrain.roles.failure_detector.server_side import SILENT, FailureDetector
 from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, SilenceTracker
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.server.server import Server, Steps
-from mpitrain.roles.server.worker_state import STANDING_BY, STAYING, WANTING_FINAL, Event, WorkerState
+from mpitrain.roles.server.worker_state import STANDING_BY, STAYING, WANTING_FINAL, WorkerEvent, WorkerState
 
 REPORTER = 0
 RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up
@@ -120,7 +120,7 @@ class FaultTolerantServer(Server):
     def _owing(self) -> set[int]:
         """Who owes signs of life: those who wait to be let go do too."""
         staying = self.table.who(*STAYING) if self.delivers else set()
-        return self.table.present | self.table.who(*WANTING_FINAL) | staying
+        return {*self.table.present, *self.table.who(*WANTING_FINAL), *staying}
 
     def _lingers(self) -> bool:
         """Whether to stay a while for those who may yet leave in order, when nobody else is there."""
@@ -133,9 +133,8 @@ class FaultTolerantServer(Server):
     def _see_off(self) -> Steps:
         """When no worker will push any more: wait until the final model is delivered and all have left."""
         staying = self.table.who(*STAYING)
-        left = self.table.who(
-            WorkerState.LEFT, WorkerState.LOST_LEFT
-        )  # whoever leaves from here on may yet be lost
+        # whoever leaves from here on may yet be lost
+        left = self.table.who(WorkerState.LEFT, WorkerState.LOST_LEFT)
         yield from self._name_deliverer(staying)
         while staying:
             arrived = yield from self.detector.listen(staying, AWAY_SILENCE_S)
@@ -160,8 +159,8 @@ class FaultTolerantServer(Server):
                 self.table.is_lost(source) and self.owes_final(source, message)
             ):
                 if isinstance(message, Done):
-                    self._enter(source, Event.DONE, message)
-                self._enter(source, Event.ASK_FINAL, message)
+                    self._enter(source, WorkerEvent.DONE, message)
+                self._enter(source, WorkerEvent.ASK_FINAL, message)
                 yield from self.send_final(source)
             elif isinstance(message, Delivered):
                 self.delivered = json.loads(message.text)
@@ -187,7 +186,7 @@ class FaultTolerantServer(Server):
         if (payload := payload_of(message)) is not None:
             payload.release()
         if isinstance(message, Done):
-            self._enter(worker, Event.DONE, message)
+            self._enter(worker, WorkerEvent.DONE, message)
         if isinstance(message, Alive):
             yield Send(worker, Alive())
             owed, self.table[worker].owed = self.table[worker].owed, None
@@ -201,7 +200,7 @@ class FaultTolerantServer(Server):
         elif isinstance(message, Done) and self.delivers and self.leases.dealer is not None:
             yield Send(worker, Wake(stop=True))
         elif self.owes_final(worker, message):
-            self._enter(worker, Event.ASK_FINAL, message)
+            self._enter(worker, WorkerEvent.ASK_FINAL, message)
         elif isinstance(message, Leave):
             yield from self._on_leave(worker, message)
 
@@ -224,11 +223,11 @@ class FaultTolerantServer(Server):
 
     def _on_final(self, worker: int, message: FinalRequest) -> Steps:
         """It delivers, and this shard has not seen everybody's last push yet."""
-        self._enter(worker, Event.ASK_FINAL, message)
+        self._enter(worker, WorkerEvent.ASK_FINAL, message)
         yield from ()
 
     def _on_leave(self, worker: int, message: Leave) -> Steps:
-        self._enter(worker, Event.LEAVE, message)
+        self._enter(worker, WorkerEvent.LEAVE, message)
         yield from ()
 
     def send_final(self, worker: int) -> Steps:
@@ -238,7 +237,7 @@ class FaultTolerantServer(Server):
 
     def _on_idle(self, worker: int, message: Idle) -> Steps:
         """It has been answered, has nothing to compute on, and waits to be woken."""
-        self._enter(worker, Event.IDLE, message)
+        self._enter(worker, WorkerEvent.IDLE, message)
         self.counts.leave(worker)
         yield from self._go_on_without(worker)
 
@@ -246,14 +245,16 @@ class FaultTolerantServer(Server):
         if worker not in self.table.standby:
             yield from super()._on_join(worker, message)
             return
-        self._enter(worker, Event.JOIN, message)
+        self._enter(worker, WorkerEvent.JOIN, message)
         self.table[worker].next_step = message.step
         self.strategy.on_join(self.memory, worker, self.table.active)
         self.table.take_part(worker)
         self.leases.top_up(worker, 1, self.table.active)
         yield from self._welcome(worker)
 
-    def _release(self, worker: int, num_leases: int, uses: int = 1, event: Event = Event.ANSWER) -> Steps:
+    def _release(
+        self, worker: int, num_leases: int, uses: int = 1, event: WorkerEvent = WorkerEvent.ANSWER
+    ) -> Steps:
         yield from super()._release(worker, num_leases, uses, event)
         self.tracker.answered(worker, self.detector.now_s)
 
@@ -264,7 +265,7 @@ class FaultTolerantServer(Server):
         over = self._over or not self.leases.outstanding()
         for worker in sorted(self.table.who(WorkerState.STANDBY)):
             if over or self.leases.waiting() > len(self.table.who(WorkerState.WOKEN)):
-                self.table.move(worker, Event.WAKE)
+                self.table.move(worker, WorkerEvent.WAKE)
                 yield Send(worker, Wake(stop=over))
                 self.tracker.answered(worker, self.detector.now_s)
 

@@ -9,8 +9,8 @@ lowest server also deals the batches.
 Exactly once: leases are dealt at least once, and processed idempotently. A push names its lease, every shard remembers
 which it has processed (with its checkpoints, too), and one that comes again is an arrival like any other to the
 strategy, so rounds stay what they are on all shards, but nothing of it is added or counted. A worker goes on only when
-all shards have answered, so its next message informs the dealing server that they have; a lease of which that was never
-said is dealt again when its worker is lost. After a restart the shards may have been cut at different pushes: then
+all shards have answered, so its next message confirms its leases to the dealing server; a lease that was never
+confirmed is dealt again when its worker is lost. After a restart the shards may have been cut at different pushes: then
 whatever not all of them have processed is dealt again (`BatchDealer.rejoin`). An elastic push carries parameters, not a
 gradient: it is exchanged again, which conserves what both sides hold, and not counted.
 """
@@ -43,7 +43,7 @@ from mpitrain.roles.server.checkpoint_schedule import CheckpointSchedule
 from mpitrain.roles.server.gathering import Gathering
 from mpitrain.roles.server.leases import Leases
 from mpitrain.roles.server.resharding import processed_by
-from mpitrain.roles.server.worker_state import WANTING_FINAL, Event, WorkerTable
+from mpitrain.roles.server.worker_state import WANTING_FINAL, WorkerEvent, WorkerTable
 from mpitrain.strategies.base import Arrival, ReadsLeft, ServerStrategy, Verdict
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any
 from mpitrain.strategies.parameter_server.staleness import ShardCounts
@@ -116,11 +116,11 @@ class Server:
             self.leases.confirm(source)
         yield from self._answers[type(message)](source, message)
 
-    def _enter(self, worker: int, event: Event, message: Message) -> None:
+    def _enter(self, worker: int, event: WorkerEvent, message: Message) -> None:
         """The message of a worker changes what it does.
 
         Raises:
-            WireError: not from what it does now.
+            WireError: what the worker does now has no row for that event.
         """
         if not self.table.may(worker, event):
             state = self.table[worker].state.name
@@ -128,7 +128,7 @@ class Server:
         self.table.move(worker, event)
 
     def _on_join(self, worker: int, message: Join) -> Steps:
-        self._enter(worker, Event.JOIN, message)
+        self._enter(worker, WorkerEvent.JOIN, message)
         record = self.table[worker]
         record.next_step = message.step if record.next_step is None else record.next_step
         if worker in self.table.active or not self.table.active:  # or else it waits for the warm-up to end
@@ -140,14 +140,14 @@ class Server:
 
     def _on_pull(self, worker: int, message: Pull) -> Steps:
         """The model without a gradient: what was read before goes unused from here on."""
-        self._enter(worker, Event.PULL, message)
+        self._enter(worker, WorkerEvent.PULL, message)
         self.table[worker].next_step = message.step  # after a restart this shard may have been cut at another
         self.counts.leave(worker)
         yield from self._release(worker, 0)
 
     def _on_push(self, worker: int, message: Push) -> Steps:
         payload = message.payload
-        self._enter(worker, Event.PUSH, message)
+        self._enter(worker, WorkerEvent.PUSH, message)
         record = self.table[worker]
         record.next_step, record.no_pull = message.step + 1, not message.pull
         record.num_batches += message.num_batches
@@ -227,7 +227,7 @@ class Server:
         for worker in verdict.restart:
             if worker in self.counts.reads:  # or else it has not joined yet
                 self.counts.abort(worker)
-                yield from self._release(worker, 0, event=Event.RESTART)
+                yield from self._release(worker, 0, event=WorkerEvent.RESTART)
         for worker in verdict.release:
             yield from self._release(worker, 1)
 
@@ -274,11 +274,12 @@ class Server:
 
     def _end_warmup(self) -> Steps:
         """When its samples are in, everybody who is present takes part."""
-        newcomers = sorted(self.table.present - self.table.active - self.table.standby)
-        if not newcomers:
+        present, active, standby = self.table.present, self.table.active, self.table.standby
+        if len(present) == len(active) + len(standby):  # the usual case, asked at every push
             return
         pushed = self.counts.samples_accepted + self.counts.samples_dropped
         if self.strategy.warmup.is_over(pushed, self.epoch_samples):
+            newcomers = sorted(present - active - standby)
             for worker in newcomers:
                 self.strategy.on_join(self.memory, worker, self.table.active)
                 self.table.take_part(worker)
@@ -289,7 +290,9 @@ class Server:
         for worker in sorted(self.table.joining):
             yield from self._welcome(worker)
 
-    def _release(self, worker: int, num_leases: int, uses: int = 1, event: Event = Event.ANSWER) -> Steps:
+    def _release(
+        self, worker: int, num_leases: int, uses: int = 1, event: WorkerEvent = WorkerEvent.ANSWER
+    ) -> Steps:
         """Answer a worker: parameters (or the difference of an elastic exchange), unless its push wants none."""
         self.table.move(worker, event)
         record = self.table[worker]
@@ -328,7 +331,7 @@ class Server:
         return False
 
     def _on_done(self, worker: int, message: Done) -> Steps:
-        self._enter(worker, Event.DONE, message)
+        self._enter(worker, WorkerEvent.DONE, message)
         self.checkpoints.hear(message.checkpoint, self.counts.samples_accepted)
         if (
             not message.all_answered
@@ -336,7 +339,7 @@ class Server:
             self.leases.take_back(worker)
         self.counts.leave(worker)
         if message.wants_final:
-            self._enter(worker, Event.ASK_FINAL, message)
+            self._enter(worker, WorkerEvent.ASK_FINAL, message)
         yield from self._go_on_without(worker)
         if not self.table.active:
             if not self.gathering.empty:  # too few for an update of their own, but nothing is lost

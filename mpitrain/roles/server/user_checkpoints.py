@@ -16,7 +16,7 @@ from mpitrain.errors import UsageError
 from mpitrain.messages import Message, Save
 from mpitrain.roles.save_request import SaveRequest
 from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
-from mpitrain.roles.server.worker_state import Event, WorkerState
+from mpitrain.roles.server.worker_state import WorkerEvent, WorkerState
 from mpitrain.strategies.base import Verdict
 
 Steps = Generator[Effect, Any, None]
@@ -37,7 +37,7 @@ class SavingServer(FaultTolerantServer):
         self._answers[Save] = self._on_save
 
     def _on_save(self, worker: int, message: Save) -> Steps:
-        self._enter(worker, Event.SAVE, message)
+        self._enter(worker, WorkerEvent.SAVE, message)
         self.table[worker].save = SaveRequest(message.at, message.text)
         yield from ()
 

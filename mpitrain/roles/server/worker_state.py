@@ -60,7 +60,7 @@ class WorkerState(enum.Enum):
     LOST_LEFT = "has left, and is lost, whichever was first"
 
 
-class Event(enum.Enum):
+class WorkerEvent(enum.Enum):
     """What changes a worker's state."""
 
     JOIN = "it joins"
@@ -77,8 +77,8 @@ class Event(enum.Enum):
     LOSE = "it has died or is given up"
 
 
-_S, _E = WorkerState, Event
-TRANSITIONS: dict[tuple[WorkerState, Event], WorkerState] = {
+_S, _E = WorkerState, WorkerEvent
+TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
     (_S.EXPECTED, _E.JOIN): _S.JOINING,
     (_S.EXPECTED, _E.LOSE): _S.LOST,
     (_S.JOINING, _E.ANSWER): _S.COMPUTING,
@@ -152,7 +152,7 @@ class WorkerTable:
         self._records = {worker: WorkerRecord() for worker in workers}
         self._in: dict[WorkerState, set[int]] = {state: set() for state in WorkerState}
         self._in[WorkerState.EXPECTED].update(self._records)
-        self._active = set(active)
+        self._present, self._active = set(self._records), set(active)
         self._num_moves = 0
 
     def __getitem__(self, worker: int) -> WorkerRecord:
@@ -162,11 +162,11 @@ class WorkerTable:
         """All workers and their records, in the order in which the workers were given."""
         return self._records.items()
 
-    def may(self, worker: int, event: Event) -> bool:
+    def may(self, worker: int, event: WorkerEvent) -> bool:
         """Whether `event` has a row in the state of `worker`."""
         return (self._records[worker].state, event) in TRANSITIONS
 
-    def move(self, worker: int, event: Event) -> None:
+    def move(self, worker: int, event: WorkerEvent) -> None:
         """`event` has happened to `worker`."""
         record = self._records[worker]
         assert self.may(worker, event), f"worker {worker} is {record.state.name}: {event.name} has no row"
@@ -176,12 +176,14 @@ class WorkerTable:
         self._in[record.state].add(worker)
         if record.state not in MAY_TAKE_PART:
             self._active.discard(worker)
+        if record.state not in PRESENT:  # nobody comes back
+            self._present.discard(worker)
 
     def lose(self, worker: int, how: str) -> None:
         """`worker` is lost; of one that is already, only `how` is news."""
         record = self._records[worker]
         if not record.lost:
-            self.move(worker, Event.LOSE)
+            self.move(worker, WorkerEvent.LOSE)
             record.lost_since = record.since
         record.lost = how
 
@@ -203,9 +205,9 @@ class WorkerTable:
         return rank in self._records and bool(self._records[rank].lost)
 
     @property
-    def present(self) -> set[int]:
+    def present(self) -> Set[int]:
         """Who will push, or may yet."""
-        return self.who(*PRESENT)
+        return self._present
 
     @property
     def active(self) -> Set[int]:
