@@ -17,6 +17,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.ranks import SEGMENTS_FOLDER
+
 # Before torch is imported, and for every process a test starts: ranks share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests behave alike inside an allocation or under mpirun: what a launcher left in the environment is removed.
@@ -39,6 +41,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])
     os.chmod(os.environ["TMPDIR"], 0o755)  # a test looks at files as somebody else
     atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
+if os.path.isdir("/dev/shm"):
+    os.environ[SEGMENTS_FOLDER] = tempfile.mkdtemp(prefix="mpitrain-tests-", dir="/dev/shm")
+    atexit.register(shutil.rmtree, os.environ[SEGMENTS_FOLDER], ignore_errors=True)
 
 # The same examples in every run: what fails elsewhere can be repeated here. Times are for benchmarks.
 hypothesis.settings.register_profile("mpitrain", deadline=None, derandomize=True, database=None)

@@ -4,6 +4,9 @@ Each launch is its own session. When the deadline passes, every rank is asked fo
 (SIGABRT, which faulthandler answers), then everything of the session is killed and the test fails with all
 that was printed. After every launch, however it ended, nothing of the session may be left.
 
+A launch whose ranks all stand inside MPI's own start at the deadline is started once more, with a warning that pytest
+shows: that is rare, not of our making, and what is tested has not begun.
+
 Ranks are forked from a process that stays up between test files and has imported torch (`rank_pool/`), each in a
 session of its own: importing it takes most of the time of a short launch. This file imports the stdlib and pytest only.
 """
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +40,19 @@ _FOREIGN = (
     "MPI4PY_",
     "MPITRAIN_",
 )  # what an outer launch would leak
+# Open MPI names a launch's shared memory by 16 bits of a hash: one in 65,536 pairs of launches that live at once writes
+# into each other's, and then one of them crashes and the other hangs. `conftest.py` sets this to a folder for each
+# process that runs tests.
+SEGMENTS_FOLDER = "OMPI_MCA_btl_sm_backing_directory"
+# The top of a stack that faulthandler prints, inside the C code of an extension that is being imported: mpi4py's
+# starts MPI.
+_IN_MPI_START = re.compile(
+    r'most recent call first\):\n +File "<frozen importlib\S+", line \d+ in _call_with_'
+)
+# What faulthandler prints besides the program's own frames.
+_NOISE = re.compile(
+    r"^(?:.*<frozen (?:importlib|runpy)\S+\", line .*|.*Extension modules: .*)\n", re.MULTILINE
+)
 
 
 class RanksHung(AssertionError):
@@ -64,7 +81,8 @@ class Result:
         return self
 
     def __str__(self) -> str:
-        return f"$ {' '.join(self.command)}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+        stderr = _NOISE.sub("", self.stderr)
+        return f"$ {' '.join(self.command)}\n--- stdout\n{self.stdout}\n--- stderr\n{stderr}"
 
 
 def run_ranks(
@@ -85,24 +103,49 @@ def run_ranks(
     a second environment, named by MPITRAIN_MPICH_VENV, and skips the test with the reason where it is
     absent. `warm=False` has the launcher start the program itself, for tests of that. Raises RanksHung.
     """
-    python, mpirun = find_mpi(mpi)
-    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
-        argv = _argv(script_or_argv, python, Path(scratch))
-        (ranks := Path(scratch) / "ranks").mkdir()
-        if warm and may_be_warm(python, argv, env or {}):
-            argv = pool_of(python, _environment({})).client(str(ranks), argv[1:])
-        command = [str(mpirun), *_launcher_args(mpi, scratch), *mpirun_args, "-n", str(n), *argv]
-        started_s = time.monotonic()
-        code, out, err, hung = _run(command, _environment(env or {}), timeout_s, cwd, ranks)
-        seconds = time.monotonic() - started_s
-        ranks_out, out = _by_rank(out, n) if mpi == "openmpi" else _from_files(out, n, f"{scratch}/out")
-        ranks_err, err = _by_rank(err, n) if mpi == "openmpi" else _from_files(err, n, f"{scratch}/err")
-    result = Result(tuple(command), code, out, err, ranks_out, ranks_err, seconds)
+    result, hung = _launch(n, script_or_argv, timeout_s, env or {}, mpirun_args, mpi, cwd, warm)
+    if hung and held_in_mpi_start(result):
+        warnings.warn(
+            f"all ranks stood inside MPI's start, and were started again: {hung}\n{result}", stacklevel=2
+        )
+        result, hung = _launch(n, script_or_argv, timeout_s, env or {}, mpirun_args, mpi, cwd, warm)
     if hung:
         error = RanksHung(f"{hung}\n{result}")
         error.result = result
         raise error
     return result
+
+
+def held_in_mpi_start(result: Result) -> bool:
+    """Whether every rank was importing an extension, as mpi4py's does until MPI has started, when it was asked for its
+    stack."""
+    return all(_IN_MPI_START.search(text) for text in result.ranks_err)
+
+
+def _launch(
+    n: int,
+    script_or_argv: str | Path | Sequence[str],
+    timeout_s: float,
+    env: Mapping[str, str],
+    mpirun_args: Sequence[str],
+    mpi: str,
+    cwd: str | Path | None,
+    warm: bool,
+) -> tuple[Result, str]:
+    """How one launch ended, and why it had to be killed."""
+    python, mpirun = find_mpi(mpi)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+        argv = _argv(script_or_argv, python, Path(scratch))
+        (ranks := Path(scratch) / "ranks").mkdir()
+        if warm and may_be_warm(python, argv, env):
+            argv = pool_of(python, _environment({})).client(str(ranks), argv[1:])
+        command = [str(mpirun), *_launcher_args(mpi, scratch), *mpirun_args, "-n", str(n), *argv]
+        started_s = time.monotonic()
+        code, out, err, hung = _run(command, _environment(env), timeout_s, cwd, ranks)
+        seconds = time.monotonic() - started_s
+        ranks_out, out = _by_rank(out, n) if mpi == "openmpi" else _from_files(out, n, f"{scratch}/out")
+        ranks_err, err = _by_rank(err, n) if mpi == "openmpi" else _from_files(err, n, f"{scratch}/err")
+    return Result(tuple(command), code, out, err, ranks_out, ranks_err, seconds), hung
 
 
 def run_plain(
@@ -150,7 +193,11 @@ def _argv(script_or_argv: str | Path | Sequence[str], python: Path, scratch: Pat
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key == SEGMENTS_FOLDER or not key.startswith(_FOREIGN)
+    }
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), clean.get("PYTHONPATH", "")]))
     return clean | {
         "OMP_NUM_THREADS": "1",
@@ -188,7 +235,7 @@ def _run(
             launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
             sessions = _sessions(launcher.pid, warm_ranks)
-            hung = f"no end within {timeout_s} s; living: {members(*sessions)}"
+            hung = f"no end within {timeout_s} s; living: {_standing(*sessions)}"
             _ask_for_stacks(sessions)
         finally:
             left = _kill_sessions(launcher.pid, warm_ranks, grace_s=0 if hung else 2)
@@ -217,6 +264,18 @@ def members(*sessions: int) -> dict[int, str]:
         if int(its_session) in sessions and state not in "ZX":
             found[int(entry.name)] = name.split("(", 1)[1]
     return found
+
+
+def _standing(*sessions: int) -> str:
+    """What the living processes of these sessions are, and where in the kernel each of their threads waits."""
+    lines = []
+    for pid, name in members(*sessions).items():
+        waits = []
+        for thread in Path(f"/proc/{pid}/task").glob("*/wchan"):
+            with contextlib.suppress(OSError):
+                waits.append(thread.read_text() or "?")
+        lines.append(f"{pid} {name} ({', '.join(waits)})")
+    return "; ".join(lines)
 
 
 def _sessions(launcher: int, warm_ranks: Path | None) -> list[int]:

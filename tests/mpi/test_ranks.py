@@ -1,11 +1,14 @@
 """The helper that starts ranks: it tells ranks apart, kills what hangs, and leaves nothing behind."""
 
+import contextlib
+import shlex
+import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.mpi.cases import case_names, is_passed, launch, launch_program
-from tests.ranks import RanksHung, run_ranks
+from tests.ranks import RanksHung, find_mpi, run_ranks
 
 RANK = "import os, sys, time, subprocess\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
 
@@ -74,3 +77,27 @@ def test_cases_that_fail_take_none_of_the_following_along():
     failing = {"case_that_raises_on_one_rank", "case_that_dies", "case_that_leaves_with_code_3"}
     assert {name for name in names if not is_passed(run, name)} == failing
     assert run.code != 0 and "planted" in run.stderr
+
+
+def test_ranks_that_stand_inside_mpis_start_are_started_once_more(tmp_path):
+    """Two ranks wait in `MPI_Init` for a third, which comes in the second launch only."""
+    mark = tmp_path / "mark"
+    python = str(find_mpi()[0])
+    begins = [python, "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"]
+    third = f"test -e {mark} && exec {shlex.join(begins)}; touch {mark}; exec sleep 1000"
+    for timeout_s in (3, 20, 60):  # a deadline that comes before the ranks do shows nothing
+        mark.unlink(missing_ok=True)
+        with contextlib.suppress(RanksHung), pytest.warns(UserWarning, match="inside MPI's start") as told:
+            result = run_ranks(2, [*begins, ":", "-n", "1", "sh", "-c", third], timeout_s=timeout_s)
+            break
+    assert result.check().ranks_out == ("3\n", "3\n")
+    assert f"no end within {timeout_s} s; living: " in str(told[0].message)
+
+
+def test_one_rank_that_hangs_before_mpis_start_is_told_at_once():
+    """The other waits for it in `MPI_Init`."""
+    program = RANK + "if rank == 0:\n    from mpi4py import MPI\ntime.sleep(1000)\n"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RanksHung, match="no end within 3 s"):
+            run_ranks(2, program, timeout_s=3)
