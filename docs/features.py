@@ -53,7 +53,34 @@ _OWN_ROWS = (
     Row(_MOVING, "each worker's own gradient, before its own step"),
 )
 
+_ADDED = Row(
+    (
+        "allreduce()", "sync()", "sync(servers=2)", "backup()", "async()", "async(servers=2)", "softsync(updates=2)",
+        "ssp(bound=3)", "bounded(staleness=2)", "elastic()", "localsgd(period=2)", "decentralized()",
+        "tensor(parallel=2)", "sharded()", "allreduce(codec=topk())", "allreduce(codec=float16())",
+        "sync(push_wire=topk())", 'sync(optimizer="worker")', "async(inflight=2)", "sync(batching=per_round())",
+    ),
+    "the mean over all batches of a step is one gradient: of one update, push, local step or message",
+)  # fmt: skip
+
 FEATURES = (
+    Feature(
+        "accumulate",
+        {"accumulate": 3},
+        (
+            _ADDED,
+            Row(
+                ("sync(push_every=2)", "async(push_every=2)"),
+                "`push_every` pushes a sum over several batches already; leave either out",
+                "pushes the sum over several batches already",
+            ),
+            Row(
+                ("pipeline(microbatches=2)",),
+                "microbatches are that; multiply `batch_size` and `microbatches` by the same number",
+                "adds up the gradients of its microbatches",
+            ),
+        ),
+    ),
     Feature(
         "clip_norm",
         {"clip_norm": 0.05},

@@ -40,13 +40,14 @@ class Recv(NamedTuple):
 class Compute(NamedTuple):
     """Run `task()` and answer its result. `what` names what a virtual world charges for: "gradient", "apply",
     "validate", "checkpoint" or "deliver", `size` by how much more than usual; `interruptible`: there, a message breaks
-    it off.
+    it off. `num_batches`: computed one after the other, each of which takes its own time.
     """
 
     task: Callable[[], Any]
     what: str = "gradient"
     interruptible: bool = True
     size: float = 1.0
+    num_batches: int = 1
 
 
 class Interrupted(NamedTuple):

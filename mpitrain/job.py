@@ -84,6 +84,9 @@ class Job:
             `clip_grad_norm_`, and then every number of it into [-clip_value, clip_value]; None is off. Under
             `allreduce()`, `sync()`, `backup()` and split models this is the mean gradient of all workers; under all
             other strategies, and with a codec or 16 bits on the wire, it is each worker's own, before that is coded.
+        accumulate: batches whose gradients a worker adds up, without communication in between, before a step or a push:
+            the gradient is the mean over all their samples (or by the loss's own weights), as of one batch of
+            `accumulate * batch_size` samples, and the memory that of one of `batch_size`.
         drop_last: leave an incomplete last batch of an epoch out, unless an epoch has no complete one.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is asked
@@ -125,6 +128,7 @@ class Job:
     on_nonfinite: str = "stop"
     clip_norm: float | None = None
     clip_value: float | None = None
+    accumulate: int = 1
     drop_last: bool = False
     checkpoint_every: str = "auto"
     keep_checkpoints: int = 2
@@ -141,7 +145,7 @@ class Job:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "batch_size", "keep_checkpoints", "log_every"):
+        for key in ("epochs", "batch_size", "accumulate", "keep_checkpoints", "log_every"):
             value = getattr(self, key)
             if key == "log_every" and value is None:
                 continue
@@ -175,6 +179,16 @@ class Job:
         check_callbacks(self.callbacks)
         self._check_init()
         self._check_splits()
+
+    @property
+    def step_samples(self) -> int:
+        """Samples per worker and step: of all batches whose gradients it adds up."""
+        return self.batch_size * self.accumulate
+
+    @property
+    def part_samples(self) -> int:
+        """Samples that a worker computes at once, where a step is more than that; 0: all of a step."""
+        return self.batch_size if self.accumulate > 1 else 0
 
     def _check_init(self) -> None:
         if not (self.init is None or (isinstance(self.init, str | os.PathLike) and os.fspath(self.init))):
@@ -256,6 +270,7 @@ class Overrides:
     lr: float | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
+    accumulate: int | None = None
     seed: int | None = None
     run_dir: str | None = None
     synthetic: bool = False
@@ -293,7 +308,7 @@ class Overrides:
         Raises:
             UsageError: names the option and the value.
         """
-        for key in ("epochs", "batch_size", "steps", "log_every"):
+        for key in ("epochs", "batch_size", "accumulate", "steps", "log_every"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UsageError(f"--{key.replace('_', '-')} must be at least 1, got {value}")
@@ -319,7 +334,16 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
     overrides.check()
     changes: dict[str, Any] = {
         key: value
-        for key in ("epochs", "batch_size", "seed", "checkpoint_every", "init", "log_every", *CLIPPED)
+        for key in (
+            "epochs",
+            "batch_size",
+            "accumulate",
+            "seed",
+            "checkpoint_every",
+            "init",
+            "log_every",
+            *CLIPPED,
+        )
         if (value := getattr(overrides, key)) is not None
     }
     if overrides.strategy is not None:

@@ -68,8 +68,17 @@ class Lease(NamedTuple):
 
     def batches(self) -> list[Lease]:
         """The batches in it; the last one may be smaller."""
-        size, end = self.batch_size or self.num_samples, self.start + self.num_samples
+        return self.cut(self.batch_size)
+
+    def cut(self, size: int) -> list[Lease]:
+        """It in leases of `size` samples, of which the last one may be smaller; 0: in one."""
+        size, end = size or self.num_samples, self.start + self.num_samples
         return [Lease(self.epoch, at, min(size, end - at)) for at in range(self.start, end, size)]
+
+
+def num_parts(lease: Lease | None, size: int) -> int:
+    """In how many batches of at most `size` samples a lease is computed; 0: in one."""
+    return -(-lease.num_samples // size) if lease is not None and size else 1
 
 
 class CheckpointRequest(NamedTuple):

@@ -171,6 +171,12 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
     job.add_argument("--schedule", metavar="TEXT", help='factor on the rate, such as "gradual(epochs=5)"')
     job.add_argument("--epochs", type=positive, metavar="N", help="passes over the data")
     job.add_argument("--batch-size", type=positive, metavar="N", help="samples per worker and step")
+    job.add_argument(
+        "--accumulate",
+        type=positive,
+        metavar="K",
+        help="add up the gradients of K batches, without communication in between, before a step or a push",
+    )
     job.add_argument("--lr", type=rate, metavar="X", help="learning rate of every parameter group")
     _add_clipping_options(job)
     job.add_argument(
@@ -261,6 +267,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         schedule=arguments.schedule,
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,
+        accumulate=arguments.accumulate,
         lr=arguments.lr,
         clip_norm=arguments.clip_norm,
         clip_value=arguments.clip_value,

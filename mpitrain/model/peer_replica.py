@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.errors import UsageError
 from mpitrain.messages import Lease
+from mpitrain.model.accumulation import LeaseReader, backward_in_parts
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
 from mpitrain.model.flat import FlatModel, all_finite
-from mpitrain.model.loss import read_loss
+from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.worker_replica import Batch, Gradient, seed_step
 from mpitrain.strategies.decentralized import Decentralized
@@ -39,7 +40,7 @@ class PeerReplica:
         strategy: what is sent; number: of peers, rank: this one's.
         loss, fetch, prefetch, seed, measure, shared: as for `Replica`.
         schedule: factor on the rates, by samples of all peers; epoch_samples: in an epoch.
-        clipping: of this peer's gradients, before its optimizer's step.
+        clipping: of this peer's gradients, before its optimizer's step; part_samples: as for `Replica`.
 
     Raises:
         UsageError: a codec for parameters that are not float32, or that has a momentum beside the optimizer's.
@@ -61,9 +62,10 @@ class PeerReplica:
         schedule: Schedule | None = None,
         epoch_samples: int = 0,
         clipping: Clipping = NO_CLIPPING,
+        part_samples: int = 0,
     ):
         self.model, self.optimizer, self.strategy, self.rank = model, optimizer, strategy, rank
-        self.loss, self.fetch, self._prefetch, self.seed = loss, fetch, prefetch, seed
+        self.loss, self.reader, self.seed = loss, LeaseReader(fetch, prefetch, part_samples), seed
         self.measure, self.shared = measure, shared
         self.schedule, self.epoch_samples, self.clipping = schedule, epoch_samples, clipping
         self._rates = Rates(optimizer)
@@ -92,27 +94,34 @@ class PeerReplica:
 
     def prefetch(self, lease: Lease) -> None:
         """Start reading the batch."""
-        self._prefetch(lease.epoch, lease.start, lease.num_samples)
+        self.reader.announce(lease)
 
     def step(self, turn: Turn) -> Gradient:
         """Forward, backward and one step of the peer's optimizer; nothing moves where the gradient is not finite."""
         lease = turn.lease
         assert lease is not None
         self._enter()
-        fetched = self.fetch(lease.epoch, lease.start, lease.num_samples)
-        batch = {name: x.to(self.model.device, non_blocking=True) for name, x in fetched.items()}
-        seed_step(self.seed, self.rank, turn.step)
         self.model.module.train()
         for parameter in self.model.parameters:
             parameter.grad = None
-        loss = read_loss(self.loss(self.model.module, batch)).mean
-        (loss if turn.weight == 1.0 else loss * turn.weight).backward()
+        mean = backward_in_parts(
+            self.reader.read(lease),
+            lease.num_samples,
+            self._loss,
+            lambda part: seed_step(self.seed, self.rank, turn.step, part),
+            self.model.parameters,
+            turn.weight,
+        )
         self.clipping.clip_parameters(self.model.parameters)
         if self.schedule is not None and self.epoch_samples:
             self._rates.set(self.schedule.factor(turn.samples_before / self.epoch_samples, turn.num_active))
-        gradient = self.collect(float(loss.detach()), lease.num_samples)
+        gradient = self.collect(mean.value, lease.num_samples)
         self._leave()
         return gradient
+
+    def _loss(self, batch: Batch) -> BatchLoss:
+        on_device = {name: x.to(self.model.device, non_blocking=True) for name, x in batch.items()}
+        return read_loss(self.loss(self.model.module, on_device))
 
     def collect(self, loss: float, num_samples: int) -> Gradient:
         """One step of the peer's optimizer with the gradients that backward left on the parameters."""

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpitrain.model.accumulation import LeaseReader, backward_in_parts
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.local_steps import LocalSteps
-from mpitrain.model.loss import read_loss
+from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.push_codec import PushCoder
 from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.model.server_steps import ServerSteps
@@ -38,9 +39,10 @@ class Gradient(NamedTuple):
     options: str = ""
 
 
-def seed_step(seed: int, worker: int, step: int) -> None:
-    """Seed torch for one step of one worker."""
-    digest = hashlib.blake2b(f"{seed}/{worker}/{step}".encode(), digest_size=8).digest()
+def seed_step(seed: int, worker: int, step: int, part: int = 0) -> None:
+    """Seed torch for one step of one worker, or for one batch of several that it takes the step with."""
+    key = f"{seed}/{worker}/{step}" + (f"/{part}" if part else "")
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
@@ -57,6 +59,7 @@ class Replica:
         coder: makes messages of what is pushed.
         server_steps: the job's optimizer, where servers take its steps: its hooks act here, its options travel.
         clipping: of this worker's own gradients.
+        part_samples: samples that are computed at once, where a lease is more than one batch; 0: a lease is one.
     """
 
     def __init__(
@@ -73,8 +76,9 @@ class Replica:
         coder: PushCoder | None = None,
         server_steps: ServerSteps | None = None,
         clipping: Clipping = NO_CLIPPING,
+        part_samples: int = 0,
     ):
-        self.model, self.loss, self.fetch, self._prefetch = model, loss, fetch, prefetch
+        self.model, self.loss, self.reader = model, loss, LeaseReader(fetch, prefetch, part_samples)
         self.seed, self.worker, self.measure, self.shared = seed, worker, measure, shared
         self.local, self.coder, self.server_steps = local, coder, server_steps
         self.clipping = clipping
@@ -126,30 +130,34 @@ class Replica:
 
     def prefetch(self, lease: Any) -> None:
         """Start reading the batch."""
-        self._prefetch(lease.epoch, lease.start, lease.num_samples)
+        self.reader.announce(lease)
 
     def gradient(self, lease: Any, step: int) -> Gradient:
         """Forward and backward over the lease's batch, on the parameters loaded last."""
         self._enter()
         self._after_step(broken_off=self._wire_buffers is not None)
-        batch = {
-            name: tensor.to(self.model.device, non_blocking=True)
-            for name, tensor in self.fetch(lease.epoch, lease.start, lease.num_samples).items()
-        }
-        seed_step(self.seed, self.worker, step)
         self.model.module.train()
         for parameter in self.model.parameters:
             parameter.grad = None
-        loss = read_loss(self.loss(self.model.module, batch))
-        (mean := loss.mean).backward()
+        mean = backward_in_parts(
+            self.reader.read(lease),
+            lease.num_samples,
+            self._loss,
+            lambda part: seed_step(self.seed, self.worker, step, part),
+            self.model.parameters,
+        )
         self.clipping.clip_parameters(self.model.parameters)
-        value = float(mean.detach())
+        value = mean.value
         if self.server_steps is not None and self.server_steps.hooks and self._may_step(value):
             self.server_steps.hooks.before()
             self._stepped = True
-        gradient = self.collect(value, lease.num_samples, loss.weight)
+        gradient = self.collect(value, lease.num_samples, mean.weight)
         self._leave()
         return gradient
+
+    def _loss(self, batch: Batch) -> BatchLoss:
+        on_device = {name: x.to(self.model.device, non_blocking=True) for name, x in batch.items()}
+        return read_loss(self.loss(self.model.module, on_device))
 
     def _may_step(self, loss: float) -> bool:
         """Hooks of a step that is not taken do not run."""

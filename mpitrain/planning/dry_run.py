@@ -123,7 +123,7 @@ def describe(
     module, optimizer = build(job, overrides.lr, torch.device("cpu"))
     start_from(job, module)
     lines = [
-        f"job         {job.name}, {job.epochs} epochs, batch {job.batch_size} per worker, seed {job.seed}",
+        f"job         {job.name}, {job.epochs} epochs, batch {_batch(job)} per worker, seed {job.seed}",
         f"strategy    {job.strategy}  =  {job.strategy!r}",
         f"world       {len(nodes)} ranks on {max(nodes) + 1} node(s)",
         "",
@@ -133,6 +133,10 @@ def describe(
     hosts = machine.hosts if machine else ()
     lines += [*_placement(roles, nodes, hosts), "", *_data(job, overrides, catalogue, roles), ""]
     return "\n".join(lines + _messages(job, roles, module, optimizer))
+
+
+def _batch(job: Job) -> str:
+    return f"{job.accumulate} x {job.batch_size}" if job.accumulate > 1 else str(job.batch_size)
 
 
 def _placement(roles: Roles, nodes: tuple[int, ...], hosts: tuple[str, ...]) -> list[str]:
@@ -153,19 +157,21 @@ def _placement(roles: Roles, nodes: tuple[int, ...], hosts: tuple[str, ...]) -> 
 
 def _data(job: Job, overrides: Overrides, catalogue: Catalogue, roles: Roles) -> list[str]:
     num_workers = len(roles.workers)
-    batches = -(-catalogue.num_samples // job.batch_size)
+    batches = -(-catalogue.num_samples // job.step_samples)
     files = len(getattr(catalogue, "files", ()))
     lines = [f"data        {catalogue.num_samples} samples in {files} shard file(s)"]
     if not isinstance(job.strategy, ServerStrategy):
-        steps = overrides.steps or job.epochs * -(-catalogue.num_samples // (job.batch_size * num_workers))
+        steps = overrides.steps or job.epochs * -(-catalogue.num_samples // (job.step_samples * num_workers))
         lines.append(
-            f"            {steps} steps of {num_workers} x {job.batch_size} samples; each worker "
+            f"            {steps} steps of {num_workers} x {job.step_samples} samples; each worker "
             "reads its share of every shard"
         )
     else:
         pushes = overrides.steps * num_workers if overrides.steps else job.epochs * batches
         if job.strategy.batching != PerWorker():
-            lines.append(f"            batch sizes: {job.strategy.batching}, starting from {job.batch_size}")
+            lines.append(
+                f"            batch sizes: {job.strategy.batching}, starting from {job.step_samples}"
+            )
         lines.append(
             f"            {pushes} batches dealt as leases, about {pushes / num_workers:.0f} a "
             "worker; any worker may read any shard"
@@ -185,7 +191,7 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any) -> list
         num = len(roles.workers)
         if isinstance(job.strategy, LocalSGD):
             return lines + describe_local_sgd(
-                job.strategy, module, num_bytes, numbers, num, job.batch_size * num
+                job.strategy, module, num_bytes, numbers, num, job.step_samples * num
             )
         if isinstance(job.strategy, Decentralized):
             return lines + describe_decentralized(job.strategy, module, num_bytes, num)

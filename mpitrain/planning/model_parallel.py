@@ -30,12 +30,12 @@ def describe_split(
     assert isinstance(strategy, Split)
     grid = strategy.grid(nodes)
     shares = strategy.num_replicas(len(nodes))
-    steps = overrides.steps or job.epochs * -(-num_samples // (job.batch_size * shares))
+    steps = overrides.steps or job.epochs * -(-num_samples // (job.step_samples * shares))
     return [
         *_placement(strategy, grid, nodes),
         "       rank 0 logs and saves the model",
         "",
-        f"data        {num_samples} samples; {steps} steps of {shares} x {job.batch_size}",
+        f"data        {num_samples} samples; {steps} steps of {shares} x {job.step_samples}",
         "",
         *_model(job, grid, module),
     ]

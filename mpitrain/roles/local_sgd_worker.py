@@ -10,6 +10,7 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from mpitrain.effects import AllReduce, Compute, Effect, Now, Reduction, Role
+from mpitrain.messages import num_parts
 from mpitrain.roles.protocols import Report
 from mpitrain.strategies.sampling.peer_partition import Turn
 
@@ -71,10 +72,14 @@ class LocalSGDWorker:
     Args:
         rank: its own, from 0; the first worker reports and validates.
         course: its part of the data; replica: its model; report: where progress goes.
+        part_samples: as for a `Worker`.
     """
 
-    def __init__(self, rank: int, course: Course, replica: LocalReplica, report: LocalReport):
+    def __init__(
+        self, rank: int, course: Course, replica: LocalReplica, report: LocalReport, part_samples: int = 0
+    ):
         self.rank, self.course, self.replica, self.report = rank, course, replica, report
+        self.part_samples = part_samples
         self.compute_s = self.wait_s = 0.0
         self.num_steps = 0
 
@@ -95,7 +100,11 @@ class LocalSGDWorker:
     def _step(self, turn: Turn) -> Generator[Effect, Any, None]:
         replica = self.replica
         began_s = yield Now()
-        loss = yield Compute(lambda: replica.local_step(turn), interruptible=False)
+        loss = yield Compute(
+            lambda: replica.local_step(turn),
+            interruptible=False,
+            num_batches=num_parts(turn.lease, self.part_samples),
+        )
         computed_s = yield Now()
         yield from self._reduce(replica.reduce_gradients())
         yield from self._reduce(replica.end_step())

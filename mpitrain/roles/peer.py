@@ -24,6 +24,7 @@ from mpitrain.messages import (
     Message,
     Sum,
     Update,
+    num_parts,
     payload_of,
 )
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
@@ -49,6 +50,7 @@ class Peer:
         report: where progress goes, on the peer that logs, which also validates.
         on_nonfinite: "stop" ends the job, "skip" leaves the step out.
         checkpoints: when to write checkpoints; None for never.
+        part_samples: as for a `Worker`.
     """
 
     def __init__(
@@ -61,10 +63,11 @@ class Peer:
         report: Report,
         on_nonfinite: str = "stop",
         checkpoints: PeerCheckpoints | None = None,
+        part_samples: int = 0,
     ):
         self.rank, self.number, self.strategy, self.partition = rank, number, strategy, partition
         self.replica, self.report, self.on_nonfinite = replica, report, on_nonfinite
-        self.checkpoints = checkpoints
+        self.checkpoints, self.part_samples = checkpoints, part_samples
         self.step = self.batches = self.samples = self.nonfinite = self.sent_bytes = self.num_sent = (
             self.num_meetings
         ) = 0
@@ -150,7 +153,11 @@ class Peer:
         if following is not None and following.lease is not None:
             self.replica.prefetch(following.lease)
         began_s = yield Now()
-        gradient = yield Compute(lambda: self.replica.step(turn), interruptible=False)
+        gradient = yield Compute(
+            lambda: self.replica.step(turn),
+            interruptible=False,
+            num_batches=num_parts(turn.lease, self.part_samples),
+        )
         if gradient is None:  # whoever brings the data has no more
             return None
         self._is_stepping = True

@@ -36,6 +36,7 @@ from mpitrain.messages import (
     Save,
     ToServer,
     Wake,
+    num_parts,
 )
 from mpitrain.roles.failure_detector.worker_side import ServerProbe
 from mpitrain.roles.out_of_turn import out_of_turn
@@ -58,6 +59,7 @@ class Worker:
         wants_final: fetch the final model at the end, as the validator must.
         push_every, pull_every, inflight: as in `ServerStrategy`; a lease is one push whatever `push_every` says.
         batch_size: the usual one, where batches differ in size on purpose: virtual time charges by it.
+        part_samples: samples that are computed at once, where a batch is computed in several parts; 0: all.
         writer: of this worker's part of a checkpoint.
         deliver: saves and measures the final model, if that falls to this worker, and returns what there is to report;
             None where nobody is to.
@@ -76,6 +78,7 @@ class Worker:
         pull_every: int = 1,
         inflight: int = 1,
         batch_size: int = 0,
+        part_samples: int = 0,
         writer: CheckpointWriter | None = None,
         deliver: Deliver | None = None,
         heartbeat_s: float = 0.0,
@@ -86,7 +89,8 @@ class Worker:
         self.leased, self.wants_final = leased, wants_final
         self.validates = rank == roles.validator
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
-        self.batch_size, self.writer, self.deliver = batch_size, writer, deliver
+        self.batch_size, self.part_samples = batch_size, part_samples
+        self.writer, self.deliver = writer, deliver
         self.next_checkpoint: CheckpointRequest | None = None  # that the dealing server has named
         self._part_of = 0  # the checkpoint that this worker is to write its part of; 0: none
         self.batches: deque[tuple[Lease, Lease | None]] = deque()  # with its lease, if it is the last of that
@@ -174,11 +178,12 @@ class Worker:
             yield from self.collect()
 
     def _one_batch(self, lease: Lease | None, last: Lease | None, epoch: int) -> Generator[Effect, Any, bool]:
-        started_s = yield Now()
+        started_s, count = (yield Now()), num_parts(lease, self.part_samples)
         gradient = yield Compute(
             lambda: self.replica.gradient(lease, self.num_batches),
             interruptible=self.inflight == 1,
-            size=lease.num_samples / self.batch_size if lease and self.batch_size else 1.0,
+            size=lease.num_samples / self.batch_size / count if lease and self.batch_size else 1.0,
+            num_batches=count,
         )
         if gradient is None:
             return False

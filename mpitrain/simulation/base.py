@@ -74,7 +74,7 @@ class VirtualRun:
         job = self.job
         planned = self.catalogue.num_samples * job.epochs
         if self.options.steps is not None:
-            planned = self.options.steps * self.number * job.batch_size
+            planned = self.options.steps * self.number * job.step_samples
         report = Report(
             self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs,
             log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
@@ -82,14 +82,16 @@ class VirtualRun:
         self.world = world
         self.log = VirtualLog(report, world, math.ceil(planned / samples_per_row), self.options.quiet)
         if warns:
-            self.log.warn_if_short(math.ceil(planned / job.batch_size), self.number)
+            self.log.warn_if_short(math.ceil(planned / job.step_samples), self.number)
         if self._loaded:
             self.log.event("initial weights", **self._loaded)
         self.started_s = time.monotonic()
 
     def start_alike(self) -> None:
         """`start`, for ranks that are all alike and report once a step of all."""
-        self.start(self.job.batch_size * self.number, VirtualWorld(self.compute, self.network, self.job.seed))
+        self.start(
+            self.job.step_samples * self.number, VirtualWorld(self.compute, self.network, self.job.seed)
+        )
 
     def measure(self, module: nn.Module) -> Measure | None:
         """What validates `module`, where the job has something to validate on."""

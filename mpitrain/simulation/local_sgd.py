@@ -28,10 +28,15 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
     with job.data.reader(virtual.catalogue, job.seed) as reader:
         replicas = make_replicas(job, options.lr, module, means, reader.batch, num_samples, measure)
         courses = [
-            PeerPartition(num_samples, job.epochs, job.batch_size, number, rank, options.steps, job.drop_last)
+            PeerPartition(
+                num_samples, job.epochs, job.step_samples, number, rank, options.steps, job.drop_last
+            )
             for rank in range(number)
         ]
-        workers = [LocalSGDWorker(*each, log) for each in zip(range(number), courses, replicas, strict=True)]
+        workers = [
+            LocalSGDWorker(*each, log, job.part_samples)
+            for each in zip(range(number), courses, replicas, strict=True)
+        ]
         returned = virtual.run([worker.run() for worker in workers], means.reduce)
         metrics = measure() if measure is not None else {}
     virtual.save(module)

@@ -17,13 +17,13 @@ from torch import nn
 from mpitrain.codecs import add_message, whole, write_message
 from mpitrain.codecs.eightbit import EightBitEncoder
 from mpitrain.job import Job
-from mpitrain.messages import Lease
+from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.means import CASTS, by_kind, equal_parts
 from mpitrain.training.local_sgd.replica import LocalReplica
-from mpitrain.training.measure import build_optimizer
+from mpitrain.training.measure import build_optimizer, read_nothing_ahead
 from mpitrain.training.validation import Measure
 
 Fetch = Callable[[int, int, int], dict[str, torch.Tensor]]
@@ -51,15 +51,13 @@ def make_replicas(
     assert isinstance(strategy, LocalSGD)
     number = len(means.shares)
 
-    def fetch_lease(lease: Lease) -> dict[str, torch.Tensor]:
-        return fetch(lease.epoch, lease.start, lease.num_samples)
-
+    leases = LeaseReader(fetch, read_nothing_ahead, job.part_samples)
     replicas = []
     for rank, own in enumerate([module, *(copy.deepcopy(module) for _ in range(number - 1))]):
         optimizer = build_optimizer(job, own, lr)
         averager = Averager(own, optimizer, strategy, means=means.shares[rank])
         replica = LocalReplica(
-            averager, fetch_lease, job, number, epoch_samples, rank, measure=None if rank else measure,
+            averager, leases.read, job, number, epoch_samples, rank, measure=None if rank else measure,
             validates=measure is not None,
         )  # fmt: skip
         replica.train(own, Rates(optimizer))

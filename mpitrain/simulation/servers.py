@@ -156,7 +156,7 @@ class _Simulation(VirtualRun):
         model = flat_model(module, optimizer, self.strategy)
         workers = self.roles.workers
         world = VirtualWorld(self.compute, self.network, job.seed, workers, workers)
-        self.start(job.batch_size * self.strategy.push_every, world, warns=self.replay is None)
+        self.start(job.step_samples * self.strategy.push_every, world, warns=self.replay is None)
         num_batches = None if self.options.steps is None else self.options.steps * self.number
         builder = RoleBuilder(self.strategy, self.roles, model, job, self.catalogue, num_batches)
         with job.data.reader(self.catalogue, job.seed) as reader:

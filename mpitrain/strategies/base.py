@@ -119,6 +119,10 @@ class Strategy(Value):
         """Empty, or why it cannot clip gradients (`by_norm`: by their norm, not only number by number)."""
         return ""
 
+    def why_not_accumulated(self) -> str:
+        """Empty, or why it cannot add up the gradients of several batches before a step."""
+        return ""
+
     def why_not_over_mpi(self) -> str:
         """Empty, or why only a virtual world can run it."""
         return ""
@@ -267,6 +271,15 @@ class ServerStrategy(Strategy):
             return (
                 f"{self.damping.name} changes gradients before their mean is clipped, and here no gradient is ever "
                 "stale: leave damping out"
+            )
+        return ""
+
+    def why_not_accumulated(self) -> str:
+        if self.push_every > 1 and not self.elastic:
+            return (
+                f"push_every={self.push_every} pushes the sum over several batches already, and between them the "
+                "worker moves its parameters; accumulate pushes one mean of batches on the same parameters: leave "
+                "either out"
             )
         return ""
 

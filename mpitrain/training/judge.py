@@ -49,6 +49,7 @@ def judge(
         "strategy_python": repr(job.strategy),
         "seed": job.seed,
         "batch_size": job.batch_size,
+        "accumulate": job.accumulate,
         "epochs": job.epochs,
         "inject": [str(one) for one in injections],
     }

@@ -38,7 +38,7 @@ def about_run(session: Session, parameters: list[str], kind: str, optimizer: lis
         "seed": job.seed,
         "init": _initial_weights(session),
         "strategy": str(job.strategy),
-        "batch_size": job.batch_size,
+        "batch_size": job.step_samples,
         "options": chosen(session),
         "allreduce": session.runtime.allreduce_plan.state(),
     }

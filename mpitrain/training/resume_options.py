@@ -42,6 +42,7 @@ ON_RESUME = {
     "on_nonfinite": ACTS,
     "clip_norm": ACTS,
     "clip_value": ACTS,
+    "accumulate": REFUSED,  # as batch_size, unless the two make as many samples as before
     "find_unused_parameters": ACTS,
     "drop_last": ACTS,
     "init": REFUSED,  # the run has begun from others; the same ones, or none, go on

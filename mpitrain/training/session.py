@@ -122,7 +122,7 @@ class Session:
         """Samples the run will take, for the progress line."""
         batches = self.num_batches()
         planned = self.catalogue.num_samples * self.job.epochs
-        return planned if batches is None else batches * self.job.batch_size
+        return planned if batches is None else batches * self.job.step_samples
 
     def finish(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """Gather every rank's `outcome`, judge the run, write `result.json` and print the FOM line on rank
@@ -259,7 +259,7 @@ def _describe_start(session: Session) -> None:
     session.report.event(
         "start", job=session.job.name, strategy=str(session.strategy), workers=len(session.roles.workers),
         servers=len(session.roles.servers), samples=session.catalogue.num_samples,
-        batch_size=session.job.batch_size, run_dir=str(session.run_dir),
+        batch_size=session.job.batch_size, accumulate=session.job.accumulate, run_dir=str(session.run_dir),
         fault_tolerance=level(session.runtime, session.strategy),
     )  # fmt: skip
     if text := warning(session.runtime, session.strategy):

@@ -9,8 +9,14 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import AtWorker, KillAtEnd, Nan, Torn, check_virtual, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import check_installed, read_logs
+from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.model_parallel.base import Split
+
+UNUSED_IN_PARTS = (
+    "allreduce() cannot accumulate where the loss leaves out parameters in some batches: DDP exchanges the gradients "
+    "of those that the last batch uses; give a larger batch_size, or use sync()"
+)
 
 
 def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
@@ -19,6 +25,7 @@ def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
     check_installed(read_logs(job.log))
     _check_pushes(job, overrides)
     _check_clipping(job)
+    _check_accumulation(job)
     if overrides.heartbeat_s is not None and not isinstance(job.strategy, ServerStrategy):
         raise UsageError(
             f"--heartbeat-s is how long a server waits for a silent worker, and {job.strategy} has no servers: leave "
@@ -40,6 +47,7 @@ def validate_simulation(job: Job, overrides: Overrides) -> None:
     check_installed(read_logs(job.log))
     _check_pushes(job, overrides)
     _check_clipping(job)
+    _check_accumulation(job)
 
 
 def _check_clipping(job: Job) -> None:
@@ -47,6 +55,15 @@ def _check_clipping(job: Job) -> None:
         return
     if why_not := job.strategy.why_not_clipped(by_norm=job.clip_norm is not None):
         raise UsageError(f"{job.strategy}: {why_not}")
+
+
+def _check_accumulation(job: Job) -> None:
+    if job.strategy is None or job.accumulate == 1:
+        return
+    if why_not := job.strategy.why_not_accumulated():
+        raise UsageError(f"{job.strategy}: accumulate={job.accumulate}: {why_not}")
+    if isinstance(job.strategy, AllReduce) and job.find_unused_parameters:
+        raise UsageError(UNUSED_IN_PARTS)
 
 
 def _check_pushes(job: Job, overrides: Overrides) -> None:

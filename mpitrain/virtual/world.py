@@ -187,7 +187,7 @@ class VirtualWorld:
                 result = effect.task()
                 if effect.what == "gradient":
                     process.computing = _Computed(result, effect.interruptible)
-                    took_s = effect.size * self._draw(process)
+                    took_s = effect.size * sum(self._draw(process) for _ in range(effect.num_batches))
                     self._schedule(self.now_s + took_s, process, process.computing)
                     return
                 answer = result

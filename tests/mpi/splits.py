@@ -12,6 +12,7 @@ import mpitrain as mt
 from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.job import load_job
+from mpitrain.model.loss import read_loss
 from mpitrain.model.worker_replica import seed_step
 from tests import toy
 
@@ -42,6 +43,14 @@ def two_halves(model, count):
 
 def loss(model, batch):
     return ((model(batch["x"].double()) - batch["y"].double()) ** 2).mean()
+
+
+def weighted_loss(model, batch):
+    """(sum, weight); some samples count for nothing."""
+    weights = batch["x"][:, 0].double().abs()
+    return (
+        weights * ((model(batch["x"].double()) - batch["y"].double()) ** 2).squeeze(1)
+    ).sum(), weights.sum()
 
 
 def muon(parameters):
@@ -99,7 +108,8 @@ def serial(job, num_pieces, rank=0):
             seed_step(job.seed, rank, step)
             optimizer.zero_grad(set_to_none=True)
             for index in range(pieces):
-                job.loss(module, {name: t.chunk(pieces)[index] for name, t in batch.items()}).backward()
+                piece = {name: t.chunk(pieces)[index] for name, t in batch.items()}
+                read_loss(job.loss(module, piece)).mean.backward()
             for parameter in module.parameters():
                 parameter.grad.div_(pieces)
             toy.clip(job, module)
@@ -108,7 +118,7 @@ def serial(job, num_pieces, rank=0):
     module.eval()
     with torch.no_grad():
         (batch,) = job.validate.reader(job.validate.scan(), job.seed).sequential(256)
-        return module.state_dict(), job.loss(module, batch).item()
+        return module.state_dict(), read_loss(job.loss(module, batch)).mean.item()
 
 
 changed = dataclasses.replace

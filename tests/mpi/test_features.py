@@ -28,8 +28,15 @@ CLIPPED = {
     "huge": {"clip_norm": 1e30, "clip_value": 1e30},
     "not": {},
 }
+ACCUMULATED = {
+    "thrice": {"accumulate": 3},
+    "thrice, weighted": {"accumulate": 3, "loss": "weighted"},
+    "thrice, clipped": {"accumulate": 3, **CLIPPED["both"]},
+}
 # the last one needs four ranks
 WHOLE = ("allreduce()", "sharded()", "pipeline(microbatches=3)", "tensor()", "sharded(replicas=2)")
+
+IN_BATCHES = ("allreduce()", "sharded()", "tensor()", "sharded(replicas=2)")
 
 
 def is_virtual(text):
@@ -45,16 +52,20 @@ def four(tmp_path_factory):
     real = [(feature, text) for feature, row, text in CELLS if not is_virtual(text) and not row.said]
     cells = {cell_name(feature.name, text): (text, feature.fields) for feature, text in real}
     cells |= {cell_name("none", text): (text, {}) for _, text in real}
-    return launch(tmp_path_factory.mktemp("four"), 4, cells | clipped(WHOLE))
+    return launch(tmp_path_factory.mktemp("four"), 4, cells | clipped(WHOLE) | accumulated(IN_BATCHES))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("two"), 2, clipped(WHOLE[:-1]))
+    return launch(tmp_path_factory.mktemp("two"), 2, clipped(WHOLE[:-1]) | accumulated(IN_BATCHES[:-1]))
 
 
 def clipped(strategies):
     return {f"{text} {how}": (text, fields) for text in strategies for how, fields in CLIPPED.items()}
+
+
+def accumulated(strategies):
+    return {f"{text} {how}": (text, fields) for text in strategies for how, fields in ACCUMULATED.items()}
 
 
 def launch(path, num_ranks, runs):
@@ -99,6 +110,24 @@ def test_all_ranks_together_clip_as_one_process_with_the_whole_batch(num_ranks, 
     """In float64, the last batch of an epoch an incomplete one; how long the gradients are matters everywhere."""
     path = request.getfixturevalue(num_ranks)
     expected, _ = splits.serial(splits.changed(splits.deep_job(), **CLIPPED[how]), 1)
+    found = load_file(path / f"{text} {how}" / "model.safetensors")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ACCUMULATED)
+@pytest.mark.parametrize(
+    ("num_ranks", "text"),
+    [*(("two", text) for text in IN_BATCHES[:-1]), *(("four", text) for text in IN_BATCHES)],
+)
+def test_ranks_that_take_a_step_in_batches_are_one_process_with_the_whole_batch(
+    num_ranks, text, how, request
+):
+    """In float64; the last step of an epoch has fewer batches."""
+    path = request.getfixturevalue(num_ranks)
+    fields = {key: value for key, value in ACCUMULATED[how].items() if key not in ("accumulate", "loss")}
+    fields |= {"loss": splits.weighted_loss} if "loss" in ACCUMULATED[how] else {}
+    expected, _ = splits.serial(splits.changed(splits.deep_job(), **fields), 1)
     found = load_file(path / f"{text} {how}" / "model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)

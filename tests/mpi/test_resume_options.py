@@ -292,6 +292,17 @@ CASES = [
     Case("clip_norm", ALL, options="clip_norm=0.01", acts=moved),
     Case("clip_value", ALL, "clip_value=0.001", acts=moved),
     Case("clip_value", "sync()", options="clip_value=0.001", acts=moved),
+    *(
+        Case(
+            "accumulate",
+            family,
+            "accumulate=2",
+            said=("batch_size was 4, this job's is 8 (each times accumulate)",),
+        )
+        for family in (ALL, "async()", "sharded()")
+    ),
+    Case("accumulate", ALL, "accumulate=2, batch_size=2", acts=finished),
+    Case("accumulate", "sync()", "batch_size=2", "accumulate=2", acts=finished),
     Case("servers", "sync(servers=2)", base=("sync(servers=1)",), acts=finished),
     Case("workers", "async(servers=1)", base=("async(servers=2)",), acts=finished),
 ]

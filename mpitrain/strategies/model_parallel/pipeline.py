@@ -65,6 +65,12 @@ class Pipeline(Split):
     def sits_together(self) -> str:
         return "parts" if self.together == "stages" else "replicas"
 
+    def why_not_accumulated(self) -> str:
+        return (
+            "a pipeline adds up the gradients of its microbatches without communication in between already; to "
+            "accumulate, multiply batch_size= and microbatches= by the same number"
+        )
+
     def check_batch(self, batch_size: int) -> None:
         if batch_size % self.microbatches:
             raise UsageError(

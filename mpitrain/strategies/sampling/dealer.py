@@ -352,6 +352,7 @@ def check_batch_size(before: int, now: int, epoch: int, between_epochs: bool) ->
     """
     if before != now and not between_epochs:
         raise UsageError(
-            f"the checkpoint's batch_size was {before}, this job's is {now}, and the checkpoint is in the middle of "
-            f"epoch {epoch + 1}: go on with --batch-size {before}, or from a checkpoint at the end of an epoch"
+            f"the checkpoint's batch_size was {before}, this job's is {now} (each times accumulate), and the "
+            f"checkpoint is in the middle of epoch {epoch + 1}: go on with --batch-size {before}, or from a checkpoint "
+            "at the end of an epoch"
         )

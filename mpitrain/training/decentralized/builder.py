@@ -62,7 +62,7 @@ class PeerBuilder:
         return PeerReplica(
             model, optimizer, self.strategy, self.number, rank, job.loss if job else brought_by_loop, fetch,
             prefetch, job.seed if job else 0, measure, shared, job.schedule if job else None, self.epoch_samples,
-            clipping_of(job),
+            clipping_of(job), job.part_samples if job else 0,
         )  # fmt: skip
 
     def partition(self, rank: int) -> PeerPartition | Endless:
@@ -71,7 +71,7 @@ class PeerBuilder:
         if job is None:
             return Endless(self.number, rank)
         return PeerPartition(
-            self.epoch_samples, job.epochs, job.batch_size, self.number, rank, self.num_steps, job.drop_last,
+            self.epoch_samples, job.epochs, job.step_samples, self.number, rank, self.num_steps, job.drop_last,
             self.strategy.warmup,
         )  # fmt: skip
 
@@ -81,5 +81,6 @@ class PeerBuilder:
         """The peer on `rank`; `checkpoints`: as in `Peer`."""
         on_nonfinite = self.job.on_nonfinite if self.job else "stop"
         return Peer(
-            rank, self.number, self.strategy, self.partition(rank), replica, report, on_nonfinite, checkpoints
-        )
+            rank, self.number, self.strategy, self.partition(rank), replica, report, on_nonfinite, checkpoints,
+            self.job.part_samples if self.job else 0,
+        )  # fmt: skip

@@ -60,7 +60,7 @@ def run_peers(session: Session) -> dict[str, Any]:
             runtime,
             lambda: builder.replica(runtime.rank, model, optimizer, fetch, reader.prefetch, measure),
         )
-        num_steps = session.total_samples() // (job.batch_size * runtime.size)
+        num_steps = session.total_samples() // (job.step_samples * runtime.size)
         resume = session.resume
         meter = Meter(session.report, num_warmup(num_steps), resume.checkpoint_at if resume else 0)
         session.in_emergency(f"{strategy}: a peer sends its update to the others in the middle of its step")

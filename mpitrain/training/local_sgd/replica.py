@@ -14,10 +14,9 @@ import torch
 
 from mpitrain.job import Job
 from mpitrain.messages import Lease
-from mpitrain.model.loss import BatchLoss
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Ask, Asking, Averager
-from mpitrain.training.synchronous.stepper import Batch, Stepper
+from mpitrain.training.synchronous.stepper import Parts, Stepper
 from mpitrain.training.validation import Measure
 
 
@@ -33,7 +32,7 @@ class LocalReplica(Stepper):
 
     Args:
         averager: of the workers' parameters.
-        fetch: the batch of a lease.
+        fetch: the batches of a lease.
         job, num_workers, epoch_samples, rank, where: as for a `Stepper`.
         measure: metrics of the module, on the worker that validates; validates: whether any worker does.
 
@@ -45,7 +44,7 @@ class LocalReplica(Stepper):
     def __init__(
         self,
         averager: Averager,
-        fetch: Callable[[Lease], Batch],
+        fetch: Callable[[Lease], Parts],
         job: Job,
         num_workers: int,
         epoch_samples: int,
@@ -156,16 +155,18 @@ class LocalReplica(Stepper):
     def averages_gradients(self) -> bool:
         return self.averager.averages_gradients
 
-    def backward(self, batch: Batch | None, share: int, weight: float) -> float:
-        if self.parallel is not None:
-            self.parallel.exchange(self.averages_gradients)
+    def backward(self, parts: Parts, share: int, weight: float) -> float:
         self.averager.begin_step()
-        return super().backward(batch, share, weight)
+        return super().backward(parts, share, weight)
 
-    def weigh(self, returned: BatchLoss, weight: float) -> tuple[torch.Tensor, float]:
-        if self.parallel is None:  # nobody else is asked in a backward pass
-            return returned.mean, weight
-        return super().weigh(returned, weight)
+    def exchange(self, whether: bool) -> None:
+        super().exchange(whether and self.averages_gradients)
+
+    @property
+    def weighs_sums(self) -> bool:
+        return (
+            self.averages_gradients and self.parallel is not None
+        )  # or nobody else is asked in a backward pass
 
     def on_nonfinite(self, value: float, count: int) -> None:
         if self.averages_gradients:

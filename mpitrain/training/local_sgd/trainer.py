@@ -39,7 +39,7 @@ class LocalSGDTrainer(Trainer):
         assert isinstance(strategy, LocalSGD)
         self.averager = Averager(self.module, self.optimizer, strategy)
         replica = LocalReplica(
-            self.averager, self._fetch, session.job, self.num_workers, session.catalogue.num_samples,
+            self.averager, self._parts, session.job, self.num_workers, session.catalogue.num_samples,
             self.rank, session.runtime.where, self.measure, session.validation is not None and not self.limited,
         )  # fmt: skip
         replica.train(self.module, self.rates, self._make_parallel() if strategy.start else None)

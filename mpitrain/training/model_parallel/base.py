@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mpitrain.errors import UsageError
+from mpitrain.messages import Lease
+from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.flat import all_finite
 from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import Rates
@@ -30,7 +32,7 @@ from mpitrain.training.model_parallel.state_shards import local, restore_shards,
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
-from mpitrain.training.synchronous.stepper import Batch, Stepper
+from mpitrain.training.synchronous.stepper import Batch, Parts, Stepper
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -46,6 +48,7 @@ class SplitRun(Stepper):
             rank reports the loss of its share.
     """
 
+    leases: LeaseReader
     holds_still = False  # whether a step leaves the parameters as they are until its update
 
     def __init__(self, session: Session, grid: Grid, share: int, reports_loss: bool, device: torch.device):
@@ -61,11 +64,10 @@ class SplitRun(Stepper):
         )
         self.rank = session.runtime.rank
         self.replica, self.part = grid.place(self.rank)
-        per_epoch = -(-num_samples // (job.batch_size * num_replicas))
+        per_epoch = -(-num_samples // (job.step_samples * num_replicas))
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
         self.meter = Meter(session.report, num_warmup(self.num_steps))
         self.epoch = self.cursor = self.left_out = 0
-        self.reader: Any = None
         self.checkpoint_grid = grid  # ranks in one column write the same; a row is all parts of the model
 
     # ---- what subclasses do
@@ -113,7 +115,8 @@ class SplitRun(Stepper):
             saved := self.checkpoints.restored_part(self.session, self.checkpoint_grid.place(self.rank)[1])
         ) is not None:
             attempt(self.session.runtime, lambda: self.restore(saved))
-        with job.data.reader(self.session.catalogue, job.seed) as self.reader:
+        with job.data.reader(self.session.catalogue, job.seed) as reader:
+            self.leases = LeaseReader(reader.batch, reader.prefetch, job.part_samples)
             limited = self.session.overrides.steps is not None
             while not self._over and (self.step < self.num_steps if limited else self.epoch < job.epochs):
                 left = self._epoch(self.epoch, limited)
@@ -138,7 +141,7 @@ class SplitRun(Stepper):
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from what `own` returned, here or on a rank that held the same part."""
-        resume, now = self.session.resume, self.session.job.batch_size
+        resume, now = self.session.resume, self.session.job.step_samples
         if resume is not None:
             before, counts = resume.about["batch_size"], saved["counts"]
             left = self.session.catalogue.num_samples - counts["cursor"]
@@ -158,16 +161,16 @@ class SplitRun(Stepper):
     def _epoch(self, epoch: int, limited: bool) -> int:
         """Steps to the end of the epoch; returns how many samples of it are left out."""
         num_samples, job = self.session.catalogue.num_samples, self.session.job
-        batch = job.batch_size * self.num_replicas
+        batch = job.step_samples * self.num_replicas
         while self.cursor < num_samples and not self._over and not (limited and self.step >= self.num_steps):
             cursor = self.cursor
             count: int = min(batch, num_samples - cursor)
-            if count < self.num_replicas or (count < batch and self._drops_last(job.batch_size)):
+            if count < self.num_replicas or (count < batch and self._drops_last(job.step_samples)):
                 return count
             following = min(batch, num_samples - cursor - count)
             if following >= self.num_replicas and self.reads:
-                self.reader.prefetch(
-                    epoch, *share_out(cursor + count, following, self.num_replicas, self.share)
+                self.leases.announce(
+                    Lease(epoch, *share_out(cursor + count, following, self.num_replicas, self.share))
                 )
             self._one_step(epoch, cursor, count)
             self.cursor += count
@@ -177,9 +180,24 @@ class SplitRun(Stepper):
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
         self.session.runtime.step = self.step
         start, share = share_out(cursor, count, self.num_replicas, self.share)
-        batch = self._on_device(self.reader.batch(epoch, start, share)) if self.reads else None
-        loss = self.take(batch, share, count)
+        loss = self.take(self._parts(Lease(epoch, start, share), count), share, count)
         self.meter.progress(self.samples, self.step, epoch + 1, loss)
+
+    def _parts(self, lease: Lease, count: int) -> Parts:
+        """This rank's batches of a step of `count` samples, as many on all ranks: they talk in every forward pass. A
+        rank that is one sample short computes one more batch, which has no samples that count."""
+        if not self.reads:
+            yield None, lease.num_samples
+            return
+        size, largest = self.leases.size, -(-count // self.num_replicas)
+        num_parts = -(-largest // size) if size else 1
+        if lease.num_samples < num_parts:
+            first = next(self.leases.read(lease._replace(num_samples=1)))[0]
+            yield self._on_device(first), 0
+            num_parts = lease.num_samples
+        shares = (share_out(lease.start, lease.num_samples, num_parts, part) for part in range(num_parts))
+        for batch, num_samples in self.leases.read_all([Lease(lease.epoch, *share) for share in shares]):
+            yield self._on_device(batch), num_samples
 
     def _on_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}

@@ -50,6 +50,13 @@ class MeshRun(SplitRun):
         attempt(self.session.runtime, lambda: check_muon(optimizer))
         super().use(optimizer)
 
+    rescales_first = False  # FSDP2 keeps whole gradients to itself until they are exchanged
+
+    def exchange(self, whether: bool) -> None:
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_requires_gradient_sync(whether, recurse=False)
+
     def step_optimizer(self) -> None:
         with whole_matrices(self.optimizer):
             super().step_optimizer()

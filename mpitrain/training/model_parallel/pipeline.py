@@ -33,7 +33,7 @@ from mpitrain.training.model_parallel.stage_forward import StageForward
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import data_parallel
-from mpitrain.training.synchronous.stepper import Batch
+from mpitrain.training.synchronous.stepper import Batch, Parts
 from mpitrain.training.validation import add_up, batches_of, open_validation
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -115,7 +115,8 @@ class PipelineRun(SplitRun):
     def reads(self) -> bool:
         return self.first or self.last
 
-    def backward(self, batch: Batch | None, share: int, weight: float) -> float:
+    def backward(self, parts: Parts, share: int, weight: float) -> float:
+        ((batch, _),) = parts
         job, engine = self.session.job, self.session.runtime.engine
         num_microbatches = self.strategy.microbatches if share == job.batch_size else 1
         self.module.train()

@@ -31,7 +31,7 @@ from mpitrain.roles import FaultTolerantServer, SaveRequest, SavingServer, Worke
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.protocols import Report
 from mpitrain.strategies.base import ServerStrategy
-from mpitrain.strategies.parameter_server.batch_size import PerWorker
+from mpitrain.strategies.parameter_server.batch_size import PerRound, PerWorker
 from mpitrain.strategies.placement import Roles
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.training.clipping import clipping_of
@@ -66,6 +66,12 @@ class RoleBuilder:
     def _epoch_samples(self) -> int:
         return self.catalogue.num_samples if self.catalogue else 0
 
+    @property
+    def _part_samples(self) -> int:
+        """Samples that a worker computes at once."""
+        part_samples = self.job.part_samples if self.job else 0
+        return -(-part_samples // self.num_workers) if self.strategy.batching == PerRound() else part_samples
+
     def store(self, shard: int, optimizer: Optimizer) -> AnyStore:
         """One server's shard of the model."""
         clipping = clipping_of(self.job, self.strategy.clips_mean)
@@ -82,12 +88,12 @@ class RoleBuilder:
         dealer = None
         if self.roles.servers[shard] == self.roles.dealer:
             dealer = BatchDealer(
-                self._epoch_samples, job.epochs, job.batch_size, self.num_batches, job.drop_last,
+                self._epoch_samples, job.epochs, job.step_samples, self.num_batches, job.drop_last,
                 self.num_workers, self.catalogue.window_samples,
             )  # fmt: skip
         return FaultTolerantServer(
             self.strategy, store, self.roles.workers, report, dealer, job.on_nonfinite, self._epoch_samples,
-            job.schedule if self.strategy.optimizer == "server" else None, job.batch_size, writer,
+            job.schedule if self.strategy.optimizer == "server" else None, job.step_samples, writer,
             delivers=True, floor_s=floor_s, by_heartbeat=by_heartbeat,
         )  # fmt: skip
 
@@ -138,6 +144,7 @@ class RoleBuilder:
             coder=push_coder(self.model, self.strategy, self.num_workers, index, seed),
             server_steps=server_steps(self.model, optimizer, self.strategy),
             clipping=clipping_of(self.job, not self.strategy.clips_mean),
+            part_samples=self._part_samples,
         )
 
     def worker(
@@ -167,7 +174,8 @@ class RoleBuilder:
             push_every=strategy.push_every,
             pull_every=strategy.pulls,
             inflight=strategy.inflight,
-            batch_size=0 if job is None or strategy.batching == PerWorker() else job.batch_size,
+            batch_size=0 if job is None or strategy.batching == PerWorker() else job.step_samples,
+            part_samples=self._part_samples,
             deliver=deliver,
             heartbeat_s=heartbeat_s,
             signs_s=SIGNS_S if strategy.blocks_apart and signs else 0.0,

@@ -101,7 +101,7 @@ def shard_writer(
         shards = [f"shard-{shard}" for shard in range(strategy.servers)]
         return shards + [f"worker-{workers.index(server.validator)}"] * has_buffers
 
-    in_flight = len(workers) * strategy.inflight * strategy.push_every * session.job.batch_size
+    in_flight = len(workers) * strategy.inflight * strategy.push_every * session.job.step_samples
 
     def fits(checkpoint: EmergencyCheckpoint, taken: Taken) -> bool:
         if last_update.gathers:

@@ -92,7 +92,7 @@ def _serve(
     runtime, roles, strategy, model = session.runtime, session.roles, builder.strategy, builder.model
     shard = roles.servers.index(runtime.rank)
     store = builder.store(shard, optimizer)
-    num_pushes = math.ceil(session.total_samples() / (session.job.batch_size * strategy.push_every))
+    num_pushes = math.ceil(session.total_samples() / (session.job.step_samples * strategy.push_every))
     resume = session.resume
     meter = Meter(session.report, num_warmup(num_pushes), resume.checkpoint_at if resume else 0)
     # workers with state of their own: the validator's buffers, and everybody's optimizer or residual where there is one

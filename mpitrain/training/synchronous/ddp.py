@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from mpitrain.model.user_code import unused_parameters
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
 from mpitrain.training.synchronous.codec_hooks import CodecHook, attach_codec, reattach
+from mpitrain.training.validate import UNUSED_IN_PARTS
 from mpitrain.training.watchdog.emergency import KeptBuffers
 
 
@@ -107,6 +108,8 @@ class ParallelModule:
         if dist.get_world_size() > 1:
             dist.all_reduce(left_out, op=dist.ReduceOp.MAX)
         self.find_unused = bool(left_out)
+        if self.find_unused and job.accumulate > 1:
+            raise UsageError(UNUSED_IN_PARTS)
         if not self.find_unused:
             return loss
         before.put_back()
@@ -119,9 +122,10 @@ class ParallelModule:
         seed()
         return read_loss(job.loss(self.ddp, batch))
 
-    def check_all_used(self) -> None:
+    def check_all_used(self, added_up: Mapping[int, int]) -> None:
         """After the backward pass. DDP waits for ever for gradients that do not come, and reports it at the next step
-        only, if there is one.
+        only, if there is one. `added_up`: where the gradients of the step's batches before were in memory, by
+        parameter; one that is there still has not been exchanged.
 
         Raises:
             UsageError: the loss has left out parameters.
@@ -129,7 +133,10 @@ class ParallelModule:
         if self.find_unused or not self.reduces:
             return
         named = self.module.named_parameters()
-        left_out = [name for name, one in named if one.requires_grad and one.grad is None]
+        trained = ((name, one) for name, one in named if one.requires_grad)
+        left_out = [
+            name for name, one in trained if one.grad is None or one.grad.data_ptr() == added_up.get(id(one))
+        ]
         if left_out:
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
             raise UsageError(

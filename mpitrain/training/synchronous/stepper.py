@@ -6,8 +6,9 @@ nothing.
 
 What the families do differently are hooks:
 
+    exchange           DDP and FSDP2 exchange gradients in a step's last backward pass only
     forward            allreduce and local SGD call the module, or DDP; a pipeline replaces all of `backward`
-    weigh              the mean over ranks by samples, or by the weights that the loss returns (collective)
+    weigh, weight_of_sums    the mean over ranks by samples, or by the weights that the loss returns (collective)
     clip               split models add up the norms of their parts; a codec's hook has clipped each rank's already
     judge              each rank reads it off the same reduced gradient; split models agree on it (collective)
     step_optimizer     whole matrices for Muon over slices
@@ -17,13 +18,15 @@ What the families do differently are hooks:
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
 from mpitrain.job import Job
+from mpitrain.model.accumulation import MeanLoss, scale_gradients
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
@@ -32,6 +35,7 @@ from mpitrain.training.clipping import clipping_of
 from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
 
 Batch = dict[str, torch.Tensor]
+Parts = Iterable[tuple[Batch | None, int]]  # a step's batches, with their samples
 
 
 class Stepper:
@@ -54,6 +58,7 @@ class Stepper:
     rates: Rates
     optimizer: torch.optim.Optimizer
     parallel: ParallelModule | None = None
+    rescales_first = True  # whether gradients that were added up can be scaled before the last backward pass
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class Stepper:
         self.random_key, self.where = random_key, where or self._where
         self.step = self.samples = self.nonfinite = 0
         self.compute_s, self.failure = 0.0, ""
+        self._part, self._waited_s = 0, 0.0
         self.clipping = clipping_of(job)
         self.before_forward: Callable[[], None] = _nothing
         self.before_update: Callable[[], None] = _nothing
@@ -76,20 +82,33 @@ class Stepper:
         self.module, self.rates, self.optimizer, self.parallel = module, rates, rates.optimizer, parallel
         self._trainable = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
 
-    def take(self, batch: Batch | None, share: int, count: int) -> float:
+    def take(self, parts: Parts, share: int, count: int) -> float:
         """One step on this rank's `share` samples of the `count` of all ranks; returns the loss to report."""
-        value = self.compute(batch, share, count)
+        value = self.compute(parts, share, count)
         return self.update(value, share, count)
 
-    def compute(self, batch: Batch | None, share: int, count: int) -> float:
+    def compute(self, parts: Parts, share: int, count: int) -> float:
         """The first half: forward and backward. Returns this rank's loss."""
+        arriving = self._awaited(iter(parts))
+        first = next(arriving)
+        self._part = 0
         self.seed()
         self.optimizer.zero_grad(set_to_none=True)
-        began_s = time.monotonic()
+        began_s, waited_s = time.monotonic(), self._waited_s
         self.before_forward()
-        value = self.backward(batch, share, share * self.num_replicas / count)
-        self.compute_s += time.monotonic() - began_s
+        value = self.backward(itertools.chain([first], arriving), share, share * self.num_replicas / count)
+        self.compute_s += time.monotonic() - began_s - (self._waited_s - waited_s)
         return value
+
+    def _awaited(self, parts: Iterator[tuple[Batch | None, int]]) -> Iterator[tuple[Batch | None, int]]:
+        """The same, with what is waited for them counted."""
+        while True:
+            began_s = time.monotonic()
+            part = next(parts, None)
+            self._waited_s += time.monotonic() - began_s
+            if part is None:
+                return
+            yield part
 
     def update(self, value: float, share: int, count: int) -> float:
         """The second half: use the gradient, if it is finite. Returns the loss to report."""
@@ -109,8 +128,8 @@ class Stepper:
         return f"rank {self.random_key} (worker, step {self.step})"
 
     def seed(self) -> None:
-        """Random numbers of this step."""
-        seed_step(self.job.seed, self.random_key, self.step)
+        """Random numbers of this step, or of one batch of several."""
+        seed_step(self.job.seed, self.random_key, self.step, self._part)
 
     # ---- hooks
 
@@ -119,19 +138,54 @@ class Stepper:
         """Whether the step under way takes the mean over the ranks."""
         return True
 
-    def backward(self, batch: Batch | None, share: int, weight: float) -> float:
-        """Leave the gradient of `weight` times this rank's loss on the parameters; returns the loss."""
-        assert batch is not None
+    def backward(self, parts: Parts, share: int, weight: float) -> float:
+        """Leave the gradient of `weight` times this rank's loss on the parameters; returns the loss. `parts` are of
+        `share` samples together."""
         self.module.train()
-        returned = self.forward(batch)
-        value = float(returned.mean.detach())
-        loss, weight = self.weigh(returned, weight)
+        mean, computed = MeanLoss(), 0
+        for self._part, (batch, num_samples) in enumerate(parts):
+            assert batch is not None
+            computed += num_samples
+            is_last = computed == share
+            self.exchange(is_last)
+            if self._part:
+                self.seed()
+            returned = self.forward(batch)
+            if self._part == 0 and is_last:
+                value = mean.add(returned, num_samples)
+                self._go_back(*self.weigh(returned, weight), value)
+            else:
+                self._add_part(returned, mean, num_samples, share, weight, is_last)
+        return mean.value
+
+    def _go_back(self, loss: torch.Tensor, factor: float, value: float) -> None:
+        """The backward pass of `factor` times the loss of a batch, whose mean is `value`."""
         if value - value != 0.0:
-            weight = float("nan")  # poisons the reduced gradient, so that every rank sees it
-        (loss if weight == 1.0 else loss * weight).backward()
+            factor = float("nan")  # poisons the reduced gradient, so that every rank sees it
+        added_up = self._addresses() if self._part and self.parallel is not None else {}
+        (loss if factor == 1.0 else loss * factor).backward()
         if self.parallel is not None:
-            self.parallel.check_all_used()
-        return value
+            self.parallel.check_all_used(added_up)
+
+    def _add_part(
+        self, returned: BatchLoss, mean: MeanLoss, num_samples: int, share: int, weight: float, is_last: bool
+    ) -> None:
+        """Add one of several batches to the gradient and to the mean loss. Sums of losses are added up as they are: by
+        how much all of them are divided is known with the last one."""
+        if returned.weight is None:
+            value = mean.add(returned, num_samples)
+            self._go_back(returned.total, weight * num_samples / share, value)
+            return
+        if not num_samples:
+            returned = BatchLoss(returned.total * 0.0, 0.0)
+        value = mean.add(returned, num_samples)
+        assert mean.weight is not None
+        factor = self.weight_of_sums(mean.weight, weight) if is_last else 1.0
+        if factor != 1.0 and self.rescales_first:
+            scale_gradients(self.gradients(), factor)
+        self._go_back(returned.total, factor if self.rescales_first else 1.0, value)
+        if factor != 1.0 and not self.rescales_first:
+            scale_gradients(self.gradients(), factor)
 
     def forward(self, batch: Batch) -> BatchLoss:
         """The loss of a batch."""
@@ -139,11 +193,31 @@ class Stepper:
             return self.parallel.loss(self.job, batch, self.seed)
         return read_loss(self.job.loss(self.module, batch))
 
+    def _addresses(self) -> dict[int, int]:
+        """Where the gradients are, by parameter."""
+        return {id(one): one.grad.data_ptr() for one in self._trainable if one.grad is not None}
+
+    def exchange(self, whether: bool) -> None:
+        """Let the backward pass to come exchange gradients, or not."""
+        if self.parallel is not None:
+            self.parallel.exchange(whether)
+
+    @property
+    def weighs_sums(self) -> bool:
+        """Whether ranks add up what their losses' sums are divided by (collective)."""
+        return self.averages_gradients
+
     def weigh(self, returned: BatchLoss, weight: float) -> tuple[torch.Tensor, float]:
         """What goes backward, and the weight that makes the mean over ranks of it the mean over all that counts."""
-        if returned.weight is not None and self.averages_gradients:
+        if returned.weight is not None and self.weighs_sums:
             return returned.total, weight_among_all(returned.weight)
         return returned.mean, weight
+
+    def weight_of_sums(self, divisor: float, weight: float) -> float:
+        """The same weight, of sums of losses that all batches of this rank's step divide by `divisor` together."""
+        if self.weighs_sums:
+            return weight_among_all(divisor)
+        return weight / divisor if divisor else 0.0
 
     def gradients(self) -> list[torch.Tensor]:
         """What this rank holds of the gradient."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mpitrain.messages import Lease
+from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.sampling.step_partition import StepPartition
 from mpitrain.training.clipping import clipping_of
@@ -31,7 +32,7 @@ from mpitrain.training.synchronous.codec_hooks import CodecHook
 from mpitrain.training.synchronous.ddp import ParallelModule, codec_of
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.synchronous.recovery_state import RecoveryState
-from mpitrain.training.synchronous.stepper import Batch, Stepper
+from mpitrain.training.synchronous.stepper import Parts, Stepper
 from mpitrain.training.validation import make_measure
 
 
@@ -53,7 +54,8 @@ class Trainer:
         kept: RecoveryState | None = None,
     ):
         self.session, self.module, self.rates, self.optimizer = session, module, rates, rates.optimizer
-        self.reader, self.device = reader, device
+        self.device = device
+        self.leases = LeaseReader(reader.batch, reader.prefetch, session.job.part_samples)
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
         self.limited = session.overrides.steps is not None
         self.delay = (kept and kept.delay) or InjectedDelay(session.straggler(), module.parameters())
@@ -62,14 +64,14 @@ class Trainer:
         self.measure = make_measure(job, module, validation, device, session.runtime.stamp)
         self.stepper = self._make_stepper()
         self.hook: CodecHook | None = self.stepper.parallel.hook if self.stepper.parallel else None
-        per_epoch = -(-session.catalogue.num_samples // (job.batch_size * self.num_workers))
+        per_epoch = -(-session.catalogue.num_samples // (job.step_samples * self.num_workers))
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
         self.meter = Meter(session.report, num_warmup(self.num_steps))
         self.epoch = self.left_out = 0
         catalogue = session.catalogue
         window = catalogue.window_samples if self.by_window else catalogue.num_samples
         self.rounds = StepPartition(
-            catalogue.num_samples, job.batch_size, self.num_workers, window, job.drop_last
+            catalogue.num_samples, job.step_samples, self.num_workers, window, job.drop_last
         )
         parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
         kept_back = self.hook.state if self.hook else None
@@ -177,7 +179,7 @@ class Trainer:
         stepper = self.stepper
         while self._goes_on and (leases := self._take_round()) is not None:
             lease = leases[self.rank]
-            value = stepper.take(self._fetch(lease), lease.num_samples, count_samples(leases))
+            value = stepper.take(self._parts(lease), lease.num_samples, count_samples(leases))
             self.meter.progress(
                 stepper.samples, stepper.step, lease.epoch + 1, value, **self._progress_fields()
             )
@@ -191,14 +193,14 @@ class Trainer:
             if leases is None:
                 self.left_out, self.epoch = self.left_out + self.rounds.next_epoch(), self.epoch + 1
         if following is not None:
-            self.reader.prefetch(*following[self.rank][:3])
+            self.leases.announce(following[self.rank])
         return leases
 
-    def _fetch(self, lease: Lease) -> Batch:
-        """The batch of the step that begins."""
+    def _parts(self, lease: Lease) -> Parts:
+        """The batches of the step that begins."""
         self.session.runtime.step = self.stepper.step
-        read = self.reader.batch(lease.epoch, lease.start, lease.num_samples)
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in read.items()}
+        for read, num_samples in self.leases.read(lease):
+            yield {name: x.to(self.device, non_blocking=True) for name, x in read.items()}, num_samples
 
     def _settle(self) -> None:
         """The step is over and reported."""

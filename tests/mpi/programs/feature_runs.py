@@ -21,6 +21,10 @@ for name, (text, fields) in json.loads(sys.argv[2]).items():
     strategy = parse(text, "strategy")
     assert isinstance(strategy, Strategy)
     batch_size = splits.BATCH // strategy.num_replicas(runtime.size)
-    fields |= FLOAT32 if name.startswith("cell") else {}
+    if name.startswith("cell"):
+        fields |= FLOAT32
+    else:
+        batch_size //= fields.get("accumulate", 1)
+        fields |= {"loss": splits.weighted_loss} if "loss" in fields else {}
     job = splits.changed(splits.deep_job(), batch_size=batch_size, **fields)
     mt.train(job, strategy, run_dir=str(Path(sys.argv[1]) / name), quiet=True)
