@@ -22,6 +22,7 @@ _home = {
     "Stall": "mpitrain.inject",
     "attach_codec": "mpitrain.training.synchronous.codec_hooks",
     "Job": "mpitrain.job",
+    "Options": "mpitrain.options",
     "ShardWriter": "mpitrain.data",
     "Shards": "mpitrain.data",
     "Synthetic": "mpitrain.data",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain import inject as injection
 from mpitrain.errors import UsageError
+from mpitrain.options import check_value, reading
 from mpitrain.reporting.listeners import check_callbacks, read_logs
 from mpitrain.reporting.targets import LOSS, check_targets, option_text, read_option
 from mpitrain.strategies.allreduce import AllReduce
@@ -110,6 +111,8 @@ class Job:
         log_every: a row of progress after every so many steps; None: one a second on a terminal, one in 5 s in a log.
         callbacks: objects with any of the methods `on_step(row)`, `on_validation(row)` and `on_checkpoint(row)`, which
             rank 0 calls with the rows of `metrics.jsonl`.
+        options: parameters to record with the run. Those that a job file declares with `mpitrain.Options` are entered
+            when it is read, and it gives no others.
         name: for the run directory; the job file's name if None.
     """
 
@@ -142,6 +145,7 @@ class Job:
     log: str | Sequence[str] | None = None
     log_every: int | None = None
     callbacks: Sequence[Any] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -177,6 +181,8 @@ class Job:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
         read_logs(self.log)
         check_callbacks(self.callbacks)
+        for name, value in self.options.items():
+            check_value(name, value)
         self._check_init()
         self._check_splits()
 
@@ -380,12 +386,26 @@ def _explain_fields(path: str, error: TypeError) -> str:
     return f"{path}, line {lines[-1] if lines else '?'}: {reason}"
 
 
-def load_job(path: str) -> Job:
+def load_job(path: str, settings: Sequence[str] = ()) -> Job:
     """Run a job file and return its `job`.
 
+    Args:
+        settings: values for what the file declares with `Options`, as texts such as "model.hidden=256".
+
     Raises:
-        UsageError: no such file, or it does not define `job = mpitrain.Job(...)`.
+        UsageError: no such file, it does not define `job = mpitrain.Job(...)`, or it declares no such parameter, or one
+            of another type.
     """
+    with reading(path, settings) as declared:
+        job = _run_file(path)
+    if job.options:
+        raise UsageError(
+            f"{path}: Job: options is entered from what the file declares with mpitrain.Options(...)"
+        )
+    return dataclasses.replace(job, options=dict(declared))
+
+
+def _run_file(path: str) -> Job:
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"no job file {path!r} (looked in {Path.cwd()})")

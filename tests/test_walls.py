@@ -35,6 +35,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
         "inject": set(),
         "launch": set(),
         "slurm": set(),
+        "options": set(),
     },
     {
         "model": {"torch"},

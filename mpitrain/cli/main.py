@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpitrain.cli import data, doctor, env, launch, simulate, slurm, train
+from mpitrain.cli.config import words_of
 from mpitrain.cli.parser import Parser
 from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageError, printable
 from mpitrain.system import rank_status
@@ -62,6 +63,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, extras = build_parser().parse_known_args(list(argv))
     if extras:
         arguments.parser.refuse(extras)
+    if path := getattr(arguments, "config", None):
+        try:
+            words = words_of(arguments.parser, path, argv)
+        except UsageError as error:
+            arguments.parser.error(printable(str(error)))
+        return build_parser().parse_args([argv[0], *words, *argv[1:]])
     return arguments
 
 

@@ -73,6 +73,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             arguments.compute,
             arguments.network,
             arguments.replay,
+            settings=arguments.options,
         )
     except MpitrainError:
         raise

@@ -68,7 +68,8 @@ def add_parser(commands: Any) -> None:
             default=[],
             metavar="NAME=VALUE",
             dest="settings",
-            help="nodes, gpus_per_node, time, partition, account, ...; as often as you like",
+            help="nodes, gpus_per_node, time, partition, account, ...; as often as you like; a name with a dot is a "
+            "parameter that the job file declares, and passed on to train",
         )
         action.add_argument("--dry-run", action="store_true", help="print the script and stop")
         action.set_defaults(run=run)
@@ -134,8 +135,11 @@ def _text(arguments: argparse.Namespace) -> str:
     from mpitrain.slurm import render
     from mpitrain.slurm.script import make
 
-    settings = dict(map(_setting, arguments.settings))
-    job, options = (arguments.program or [""])[0], tuple(arguments.program[1:])
+    settings = dict(_setting(text) for text in arguments.settings if "." not in text.partition("=")[0])
+    parameters = [f"--set={text}" for text in arguments.settings if "." in text.partition("=")[0]]
+    job, options = (arguments.program or [""])[0], (*parameters, *arguments.program[1:])
+    if parameters and not job:
+        raise UsageError(f"{parameters[0]} is for the job file; say KIND JOB.py")
     script = make(arguments.kind, **{"job": job, "options": options} | settings)
     if job:
         arguments.parse(["train", job, *options])  # a wrong option is answered here, not on the nodes

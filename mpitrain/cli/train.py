@@ -210,6 +210,7 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
         'raise, stop, wedge, nan or torn, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
         '"corrupt_file(at_write=0)" of checkpoints; the worker is its index among the workers, from 0',
     )
+    _add_parameter_options(job)
     _add_output_options(parser.add_argument_group("output"))
 
 
@@ -239,6 +240,24 @@ def _add_output_options(out: Any) -> None:
         "--quiet",
         action="store_true",
         help="no progress lines; errors, why a run failed and the figure of merit stay",
+    )
+
+
+def _add_parameter_options(job: Any) -> None:
+    job.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="options",
+        help="a parameter that the job file declares with mpitrain.Options, such as model.hidden=256, as often as you "
+        "like",
+    )
+    job.add_argument(
+        "--config",
+        metavar="FILE",
+        help='TOML with any of these options ("epochs = 30"), and a table for each group of declared parameters '
+        '("[model]"); the command line replaces what it says',
     )
 
 
@@ -301,14 +320,22 @@ def run_train(arguments: argparse.Namespace) -> int:
         from mpitrain.training import signals, train_command
 
         signals.install_early()
-        return train_command(arguments.job, overrides(arguments))
+        return train_command(arguments.job, overrides(arguments), settings=arguments.options)
     if launched_rank() != 0:
         return 0
     from mpitrain.planning.dry_run import dry_run_command
 
     chosen = overrides(arguments)
     if arguments.gpus_per_node is not None:
-        return dry_run_command(arguments.job, chosen, 0, 0, _machine(arguments), arguments.write_hosts)
+        return dry_run_command(
+            arguments.job,
+            chosen,
+            0,
+            0,
+            _machine(arguments),
+            arguments.write_hosts,
+            settings=arguments.options,
+        )
     if arguments.hosts or arguments.write_hosts or arguments.server_nodes:
         arguments.parser.error("--hosts, --write-hosts and --server-nodes need --gpus-per-node")
     num_ranks = arguments.ranks or launched_size() or 4
@@ -317,7 +344,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         arguments.parser.error(
             f"--nodes {num_nodes}: {num_ranks} rank(s) cannot be on more than {num_ranks} node(s)"
         )
-    return dry_run_command(arguments.job, chosen, num_ranks, num_nodes)
+    return dry_run_command(arguments.job, chosen, num_ranks, num_nodes, settings=arguments.options)
 
 
 def _machine(arguments: argparse.Namespace) -> Any:

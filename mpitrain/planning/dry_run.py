@@ -6,6 +6,7 @@ prints is what will happen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,13 +60,14 @@ def dry_run_command(
     num_nodes: int,
     machine: Machine | None = None,
     hosts_file: str | None = None,
+    settings: Sequence[str] = (),
 ) -> int:
     """`--dry-run`: prints the plan; returns the exit code.
 
     With `hosts_file` it also writes one line a rank, the name of its node, as `srun --distribution=arbitrary` and
     `mpirun --hostfile` read it.
     """
-    job = apply_overrides(load_job(path), overrides)
+    job = apply_overrides(load_job(path, settings), overrides)
     print(printable(describe(job, overrides, num_ranks, num_nodes, machine)))
     if hosts_file:
         assert machine is not None and job.strategy is not None

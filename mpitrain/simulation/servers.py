@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import SILENT
 from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.model import Replica, check_optimizer, flat_model
+from mpitrain.options import settings_of
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.base import VirtualRun
@@ -69,6 +71,7 @@ def simulate_command(
     compute: str,
     network: str,
     replay: str | None = None,
+    settings: Sequence[str] = (),
 ) -> int:
     """`mpitrain simulate`: the exit code of the simulation."""
     if replay is not None:
@@ -77,7 +80,7 @@ def simulate_command(
         raise UsageError("simulate needs a job file, or --replay RUN_DIR of a run that was started from one")
     compute_law, network_law = parse(compute, "compute"), parse(network, "network")
     assert isinstance(compute_law, ComputeLaw) and isinstance(network_law, NetworkLaw)
-    job = apply_overrides(load_job(path), overrides)
+    job = apply_overrides(load_job(path, settings), overrides)
     return int(_simulate(job, overrides, num_workers, compute_law, network_law)["exit_code"])
 
 
@@ -103,7 +106,7 @@ def _replay(
             raise UsageError(
                 f"{run_dir} was not started from a job file; give one, or call mpitrain.simulate(job, replay=...)"
             )
-        job = load_job(path)
+        job = load_job(path, settings_of(run.get("options", {})))
     recorded = dataclasses.replace(
         Overrides(**run["overrides"]), run_dir=options.run_dir, quiet=options.quiet
     )

@@ -5,7 +5,7 @@ either way.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import AgreedError
@@ -44,14 +44,14 @@ def train(job: Job, strategy: Strategy | None = None, **overrides: Any) -> dict[
     return _train(lambda: job, Overrides(**overrides))
 
 
-def train_command(path: str, overrides: Overrides) -> int:
+def train_command(path: str, overrides: Overrides, settings: Sequence[str] = ()) -> int:
     """`mpitrain train`: the exit code of the run."""
     from mpitrain.mpi.runtime import start
     from mpitrain.training import signals
 
     runtime = start()
     try:
-        code = int(_train(lambda: load_job(path), overrides, path)["exit_code"])
+        code = int(_train(lambda: load_job(path, settings), overrides, path)["exit_code"])
     except AgreedError as error:
         code = error.exit_code
     except BaseException as error:

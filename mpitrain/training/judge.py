@@ -51,5 +51,6 @@ def judge(
         "batch_size": job.batch_size,
         "accumulate": job.accumulate,
         "epochs": job.epochs,
+        "options": dict(job.options),
         "inject": [str(one) for one in injections],
     }

@@ -56,6 +56,7 @@ ON_RESUME = {
     "log": ACTS,
     "log_every": ACTS,
     "callbacks": ACTS,
+    "options": ACTS,  # unless they change what is refused, such as shapes of parameters
     "name": ACTS,
     "lr": ACTS,
     "steps": ACTS,

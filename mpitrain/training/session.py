@@ -249,6 +249,7 @@ def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
         "job_sha256": file_digest(Path(job_file)) if job_file else None,
         "overrides": dataclasses.asdict(session.overrides)
         | {"strategy": str(session.strategy), "run_dir": None, "init": init and str(Path(init).resolve())},
+        "options": dict(session.job.options),
         "servers": list(session.roles.servers),
         "workers": list(session.roles.workers),
         "num_threads": torch.get_num_threads(),

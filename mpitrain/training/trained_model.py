@@ -16,6 +16,7 @@ from torch import nn
 from mpitrain.errors import EXIT_ERROR, EXIT_REQUEUE, UsageError
 from mpitrain.job import Job, load_job
 from mpitrain.model.user_code import check_module
+from mpitrain.options import settings_of
 from mpitrain.system.run_directory import RUN_FILE, read_json
 from mpitrain.training.fingerprint import file_digest
 from mpitrain.training.initial_weights import load_weights, read_weights
@@ -96,4 +97,4 @@ def _job_of(folder: Path, run: dict[str, Any]) -> Job:
             f"{file} has changed since the run in {folder} was started, and its model may be another; if it is still "
             f'the same, pass the file itself: mpitrain.load(run_dir, job="{file}")'
         )
-    return load_job(str(file))
+    return load_job(str(file), settings_of(run.get("options", {})))

@@ -217,8 +217,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def stand_in(module: str, function: str) -> None:
         double = types.ModuleType(module)
 
-        def record(*values: Any) -> int:
-            seen.append((function, *values))
+        def record(*values: Any, settings: tuple[str, ...] = ()) -> int:
+            seen.append((function, *values, *settings))
             return 3
 
         setattr(double, function, record)
@@ -363,7 +363,7 @@ def test_the_default_laws_exist() -> None:
 
 
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
-    def command(*_: Any) -> int:
+    def command(*_: Any, **_named: Any) -> int:
         raise error
 
     double = types.ModuleType("mpitrain.training")

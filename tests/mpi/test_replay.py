@@ -5,11 +5,13 @@ import shutil
 
 import pytest
 
-from mpitrain import simulate
+from mpitrain import load, simulate
+from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
 from mpitrain.values import parse
 from tests import toy
 from tests.mpi.cases import launch_program
+from tests.ranks import find_mpi, run_ranks
 
 STRATEGIES = (
     "async()",
@@ -76,3 +78,22 @@ def test_another_order_gives_other_parameters(runs, tmp_path):
 def test_what_cannot_be_replayed_is_said(tmp_path):
     with pytest.raises(UsageError, match=r"no run\.json"):
         simulate(toy.make_job(), replay=str(tmp_path), run_dir=str(tmp_path / "v"))
+
+
+JOB = """
+import mpitrain as mt
+from tests import toy
+
+shape = mt.Options("model", hidden=5)
+job = toy.make_job(model=lambda: toy.wide(shape.hidden), epochs=1)
+"""
+
+
+def test_parameters_of_the_job_file_are_those_of_the_run_in_its_replay_and_its_module(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    words = ["train", "job.py", "--strategy", "async()", "--run-dir", "run", "--set", "model.hidden=9"]
+    python = str(find_mpi()[0])
+    run_ranks(2, [python, "-m", "mpitrain", *words, "--quiet"], cwd=tmp_path).check()
+    assert load(tmp_path / "run")[0].out_features == 9
+    assert main(["simulate", "--replay", str(tmp_path / "run"), "--run-dir", str(tmp_path / "again")]) == 0
+    assert json.loads((tmp_path / "again" / "result.json").read_text())["replay_identical"] is True

@@ -60,6 +60,12 @@ START = "init=root / 'start.safetensors'"
 CASES = [
     Case("loss", ALL, "loss=absolute", acts=moved),
     Case(
+        "options",
+        ALL,
+        "options={'model.dropout': 0.5}",
+        acts=lambda run, plain: run["result"]["options"] == {"model.dropout": 0.5},
+    ),
+    Case(
         "model", ALL, "model=lambda: model(9)", said=("parameters are", "0.weight (6, 5)", "0.weight (9, 5)")
     ),
     Case("optimizer", ALL, "optimizer=groups", said=("optimizer", "SGD", "Adam")),
@@ -330,6 +336,7 @@ def test_every_option_has_its_entry_and_every_entry_a_case():
     assert ON_RESUME.keys() == fields | {"servers", "workers"}
     typed = vars(cli.parse(["train", "job.py"])).keys() - {
         "command",
+        "config",
         "job",
         "run",
         "parse",

@@ -1,0 +1,196 @@
+"""Parameters that a job file declares with `Options`, and `--set GROUP.NAME=VALUE` or a configuration file replaces.
+
+Invariants: the default says of which type a value is, and a text of another type is refused. While a job file is read,
+every declaration is noted and every setting must find one; outside, the defaults hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from mpitrain.errors import UsageError
+from mpitrain.values import nearest
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a list of its kind",
+}
+
+
+class _Reading:
+    """What is known while a job file is read: the settings given for it, and what it has declared so far."""
+
+    def __init__(self, settings: Sequence[str]):
+        self.given = dict(map(split_setting, settings))  # of two for one name the last one holds
+        self.declared: dict[str, Any] = {}
+        self.misfits: list[str] = []  # told when all that is declared is known; till then the defaults hold
+
+    def declare(self, group: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        values = {}
+        for name, default in defaults.items():
+            full = f"{group}.{name}"
+            if full in self.declared:
+                raise UsageError(f"the job file declares {full} twice")
+            self.declared[full] = values[name] = default
+            if full in self.given:
+                try:
+                    self.declared[full] = values[name] = _read(self.given[full], default)
+                except ValueError:
+                    self.misfits.append(
+                        f"--set {full}={self.given[full]}: {full} is {_KINDS[type(default)]}, such as {show(default)}"
+                    )
+        return values
+
+    def check(self, path: str) -> None:
+        known = f"{path} declares {', '.join(self.declared)}"
+        if self.misfits:
+            raise UsageError(f"{self.misfits[0]}; {known}")
+        for full in self.given:
+            if full not in self.declared and not self.declared:
+                raise UsageError(
+                    f"--set {full}: {path} declares no parameters; "
+                    'mpitrain.Options("model", hidden=64) declares model.hidden, a whole number'
+                )
+            if full not in self.declared:
+                raise UsageError(
+                    f"--set {full}: {path} declares no such parameter{nearest(full, list(self.declared))}"
+                )
+
+
+_reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
+
+
+class Options(Mapping[str, Any]):
+    """A group of parameters of a job file; each is an attribute and a key.
+
+    `model = mpitrain.Options("model", hidden=64, dropout=0.1)` declares `model.hidden` and `model.dropout`, which
+    `--set model.hidden=256` and the table `[model]` of a `--config` file replace; the job file then says
+    `Net(model.hidden, model.dropout)` or `Net(**model)`.
+
+    Args:
+        group: the word before the dot.
+        defaults: a bool, int, float or str, or a list or tuple of these (read as a tuple); a value that is given must
+            be of the same type, with whole numbers for floats, too.
+
+    Raises:
+        UsageError: a default is of another type, a value that is given does not fit, or a name is declared twice.
+    """
+
+    def __init__(self, group: str, /, **defaults: bool | float | str | Sequence[bool | float | str]):
+        if not _WORD.fullmatch(group):
+            raise UsageError(f"Options: the group must be a word such as 'model', got {group!r}")
+        if not defaults:
+            raise UsageError(f'Options: say which, such as Options("{group}", hidden=64)')
+        checked = {name: check_value(f"{group}.{name}", value) for name, value in defaults.items()}
+        reading = _reading.get()
+        self._group = group
+        self._values = checked if reading is None else reading.declare(group, checked)
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        if name not in values:
+            raise AttributeError(
+                f"the options {self.__dict__.get('_group', '?')!r} have no {name!r}{nearest(name, list(values))}"
+            )
+        return values[name]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Options({self._group!r}, {', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+
+@contextmanager
+def reading(path: str, settings: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """While the job file at `path` runs: `settings` ("model.hidden=256") replace what it declares. Yields what has been
+    declared, by full name, with the values that hold.
+
+    Raises:
+        UsageError: at the end, where a setting has found no declaration.
+    """
+    now = _Reading(settings)
+    token = _reading.set(now)
+    try:
+        yield now.declared
+    finally:
+        _reading.reset(token)
+    now.check(path)
+
+
+def split_setting(text: str) -> tuple[str, str]:
+    """Name and text of a `--set`.
+
+    Raises:
+        UsageError: it has no `=`.
+    """
+    name, sign, value = text.partition("=")
+    if not (sign and name.strip()):
+        raise UsageError(f"--set {text!r}: say GROUP.NAME=VALUE, such as --set model.hidden=256")
+    return name.strip(), value
+
+
+def settings_of(options: Mapping[str, Any]) -> list[str]:
+    """The `--set` texts that give these values, by full name."""
+    return [f"{name}={show(value)}" for name, value in options.items()]
+
+
+def show(value: Any) -> str:
+    """A value as `--set` reads it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def check_value(full: str, default: Any) -> Any:
+    """The default of a parameter, a list as a tuple.
+
+    Raises:
+        UsageError: its type is none that `Options` knows.
+    """
+    if isinstance(default, list | tuple):
+        if not all(isinstance(one, bool | int | float | str) for one in default):
+            raise UsageError(
+                f"Options: {full} must hold numbers, texts, true and false only, got {default!r}"
+            )
+        return tuple(default)
+    if not isinstance(default, bool | int | float | str):
+        raise UsageError(
+            f"Options: {full} needs a default from which its type can be told (a number, a text, true or false, or a "
+            f"list of these), got {default!r}"
+        )
+    return default
+
+
+def _read(text: str, default: Any) -> Any:
+    """The value that `text` is, of the type of `default`; ValueError where it is none."""
+    kind = type(default)
+    if kind is str:
+        return text
+    value = json.loads(text)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is tuple and isinstance(value, list):
+        value = tuple(value)
+        if default and not all(_alike(one, default[0]) for one in value):
+            value = None
+    if type(value) is not kind or value != value:
+        raise ValueError(text)
+    return value
+
+
+def _alike(value: Any, first: Any) -> bool:
+    return type(value) is type(first) or (isinstance(first, float) and type(value) is int)
