@@ -21,12 +21,15 @@ class Row(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """Fields of a `Job`, as the table names them and as the test sets them."""
+    """Fields of a `Job`, as the table names them and as the test sets them. `leaves`: a file in the run directory;
+    `says`: what is true in `result.json`."""
 
     name: str
     fields: dict[str, Any]
     rows: tuple[Row, ...]
     changes_model: bool = True
+    leaves: str = ""
+    says: str = ""
 
 
 _MEAN = ("allreduce()", "sync()", "backup()", "pipeline(microbatches=2)", "tensor(parallel=2)", "sharded()")
@@ -62,6 +65,24 @@ _ADDED = Row(
     ),
     "the mean over all batches of a step is one gradient: of one update, push, local step or message",
 )  # fmt: skip
+
+_SERVED = (
+    "async()", "async(servers=2)", "softsync(updates=2)", "ssp(bound=3)", "bounded(staleness=2)",
+    "elastic(push_every=2)",
+)  # fmt: skip
+_VALIDATED = (
+    Row(
+        (*_MEAN[:1], "sync()", "backup()"),
+        "the parameters that all workers hold; one worker measures while the others wait for it",
+    ),
+    Row(_MEAN[3:], "the parameters that all workers hold; all of them measure together"),
+    Row(
+        _SERVED,
+        "the parameters that the first worker holds: those it read last, with its own steps since then",
+    ),
+    Row(("localsgd(period=2)",), "the mean of the parameters of all workers"),
+    Row(("decentralized()", 'decentralized(topology="ring")'), "the parameters of the first peer"),
+)
 
 FEATURES = (
     Feature(
@@ -107,6 +128,38 @@ FEATURES = (
             *_OWN_ROWS,
             _CORRECTED,
         ),
+    ),
+    Feature(
+        "keep_best",
+        {"keep_best": "validation_loss"},
+        _VALIDATED,
+        changes_model=False,
+        leaves="model-best.safetensors",
+    ),
+    Feature("validate_every", {"validate_every": "12 samples"}, _VALIDATED, changes_model=False),
+    Feature(
+        "patience",
+        {"patience": 1, "keep_best": ">validation_loss", "validate_every": "12 samples", "epochs": 6},
+        (
+            Row(
+                (*_MEAN, *_SERVED, "localsgd(period=2)", "sync(servers=2)"),
+                "the run, for all workers at once",
+            ),
+            Row(
+                (
+                    "decentralized()",
+                    'decentralized(topology="ring")',
+                    "decentralized(asynchronous=True, resync=2)",
+                ),
+                "the run: the first peer knows, and all agree after their next step, or at their next meeting",
+            ),
+            Row(
+                ("decentralized(asynchronous=True)",),
+                "peers that never meet before the end cannot agree on one: give `resync=R`",
+                "agree to end when they meet",
+            ),
+        ),
+        says="ended_early",
     ),
 )
 

@@ -20,11 +20,12 @@ from mpitrain import inject as injection
 from mpitrain.errors import UsageError
 from mpitrain.options import check_value, reading
 from mpitrain.reporting.listeners import check_callbacks, read_logs
-from mpitrain.reporting.targets import LOSS, check_targets, option_text, read_option
+from mpitrain.reporting.targets import LOSS, Choice, check_targets, option_text, read_choice, read_option
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.strategies.schedules import Schedule
+from mpitrain.strategies.validation_policy import read_validation_policy
 from mpitrain.values import nearest, parse
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 METRICS_REDUCTION = "mean over batches"  # said in results, where a job has metrics of its own
 ON_NONFINITE = ("stop", "skip")
 CLIPPED = ("clip_norm", "clip_value")
+VALIDATED = ("validate_every", "keep_best", "patience")
 SLICES = ("column", "row", "gather")
 AUTO_WHERE = (
     "--resume auto goes on with the run in --run-dir, and none is given, so every start has a new one; say --run-dir "
@@ -78,6 +80,13 @@ class Job:
             constant.
         target: metrics that validation must reach: a number is at least that, `"<X"` is below and `">X"` above X, as in
             `{"accuracy": 0.97, "validation_loss": "<0.3"}`; missing one is `status=fail` and exit code 3.
+        validate_every: when to validate: epochs (2, or "2 epochs"), accepted samples ("10000 samples"), seconds ("60s")
+            or "never"; None is after every epoch. The final model is validated in any case.
+        keep_best: a metric of the validation; the model that was best by it so far is kept as
+            `model-best.safetensors`. Less of a loss, error or perplexity is better, more of anything else; "<distance"
+            and ">score" say which.
+        patience: end the run in order, with a checkpoint, after so many validations without a better value of
+            `keep_best`'s metric (of the validation loss, if there is none); None is never.
         seed: key of initialisation, order and every other draw.
         on_nonfinite: "stop" at the first NaN or infinite gradient, or "skip" such batches and count them; over
             parameter servers a worker with ten such pushes in a row is then done without.
@@ -127,6 +136,9 @@ class Job:
     strategy: Strategy | None = None
     schedule: Schedule | None = None
     target: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+    validate_every: int | str | None = None
+    keep_best: str | None = None
+    patience: int | None = None
     seed: int = 0
     on_nonfinite: str = "stop"
     clip_norm: float | None = None
@@ -149,9 +161,9 @@ class Job:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "batch_size", "accumulate", "keep_checkpoints", "log_every"):
+        for key in ("epochs", "batch_size", "accumulate", "keep_checkpoints", "log_every", "patience"):
             value = getattr(self, key)
-            if key == "log_every" and value is None:
+            if key in ("log_every", "patience") and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"Job: {key} must be a whole number of at least 1, got {value!r}")
@@ -179,6 +191,7 @@ class Job:
         check_targets(self.target, (LOSS,) if self.metrics is None else None)
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
+        self._check_validation()
         read_logs(self.log)
         check_callbacks(self.callbacks)
         for name, value in self.options.items():
@@ -195,6 +208,21 @@ class Job:
     def part_samples(self) -> int:
         """Samples that a worker computes at once, where a step is more than that; 0: all of a step."""
         return self.batch_size if self.accumulate > 1 else 0
+
+    def _check_validation(self) -> None:
+        read_validation_policy(self.validate_every)
+        if self.keep_best is not None:
+            read_choice(self.keep_best, (LOSS,) if self.metrics is None else None)
+        for key in VALIDATED:
+            if getattr(self, key) is not None and self.validate is None:
+                raise UsageError(f"Job: {key}={getattr(self, key)!r} needs validate= data to be measured on")
+
+    @property
+    def choice(self) -> Choice | None:
+        """What validations are compared by; None where nothing depends on it."""
+        if self.keep_best is None:
+            return None if self.patience is None else read_choice(LOSS)
+        return read_choice(self.keep_best)
 
     def _check_init(self) -> None:
         if not (self.init is None or (isinstance(self.init, str | os.PathLike) and os.fspath(self.init))):
@@ -282,6 +310,9 @@ class Overrides:
     synthetic: bool = False
     steps: int | None = None
     target: tuple[str, ...] = ()
+    validate_every: int | str | None = None
+    keep_best: str | None = None
+    patience: int | None = None
     quiet: bool = False
     inject: tuple[str, ...] = ()
     checkpoint_every: str | None = None
@@ -349,6 +380,7 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
             "init",
             "log_every",
             *CLIPPED,
+            *VALIDATED,
         )
         if (value := getattr(overrides, key)) is not None
     }
@@ -367,7 +399,8 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
             raise UsageError(
                 "--synthetic: the job has no synthetic=mpitrain.Synthetic(...) to draw samples from"
             )
-        changes |= {"data": job.synthetic, "validate": None, "target": {}}
+        unset = {key: None for key in VALIDATED if key not in changes}
+        changes |= {"data": job.synthetic, "validate": None, "target": {}, **unset}
     if overrides.target:
         changes["target"] = dict(read_option(text) for text in overrides.target)
     changes["loss"] = Checked(unwrapped(job.loss), "loss")

@@ -70,6 +70,10 @@ def wide(width):
     return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1))
 
 
+def three_layers():
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
 def square_loss(model, batch):
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 

@@ -200,6 +200,7 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
         help='what validation must reach, as often as you like: "accuracy=0.97" (at least), "accuracy>0.97" or '
         '"validation_loss<0.3"',
     )
+    _add_validation_options(job)
     job.add_argument(
         "--inject",
         action="append",
@@ -261,6 +262,28 @@ def _add_parameter_options(job: Any) -> None:
     )
 
 
+def _add_validation_options(job: Any) -> None:
+    job.add_argument(
+        "--validate-every",
+        metavar="WHEN",
+        help='epochs ("2 epochs"), samples ("10000 samples"), seconds ("60s") or never, which is only at the end '
+        "(default: every epoch)",
+    )
+    job.add_argument(
+        "--keep-best",
+        metavar="METRIC",
+        help="keep the best model by this metric as model-best.safetensors: less of a loss, error or perplexity, more "
+        'of anything else; "<NAME" and ">NAME" say which',
+    )
+    job.add_argument(
+        "--patience",
+        type=positive,
+        metavar="N",
+        help="end the run in order after N validations without a better value of the --keep-best metric (default: of "
+        "the validation loss)",
+    )
+
+
 def _add_clipping_options(job: Any) -> None:
     job.add_argument(
         "--clip-norm",
@@ -295,6 +318,9 @@ def overrides(arguments: argparse.Namespace) -> Any:
         synthetic=getattr(arguments, "synthetic", False),
         steps=arguments.steps,
         target=tuple(arguments.target),
+        validate_every=arguments.validate_every,
+        keep_best=arguments.keep_best,
+        patience=arguments.patience,
         quiet=arguments.quiet,
         inject=tuple(arguments.inject),
         checkpoint_every=getattr(arguments, "checkpoint_every", None),

@@ -57,7 +57,7 @@ class PeerReplica:
         fetch: Callable[[int, int, int], Batch],
         prefetch: Callable[[int, int, int], None],
         seed: int,
-        measure: Callable[[], dict[str, float]] | None = None,
+        measure: Callable[[int | None], dict[str, float]] | None = None,
         shared: bool = False,
         schedule: Schedule | None = None,
         epoch_samples: int = 0,
@@ -244,12 +244,12 @@ class PeerReplica:
         """Where a payload is to be received."""
         return VariableBuffer() if is_update and self.encoder is not None else self._pool.take()
 
-    def validate(self) -> dict[str, float]:
-        """Metrics of this peer's own parameters."""
+    def validate(self, samples: int | None = None) -> dict[str, float]:
+        """Metrics, after so many accepted samples, of this peer's own parameters."""
         if self.measure is None:
             return {}
         self._enter()
-        metrics = self.measure()
+        metrics = self.measure(samples)
         self._leave(moved=False)
         return metrics
 

@@ -70,7 +70,7 @@ class Replica:
         prefetch: Callable[[int, int, int], None],
         seed: int,
         worker: int,
-        measure: Callable[[], dict[str, float]] | None = None,
+        measure: Callable[[int | None], dict[str, float]] | None = None,
         shared: bool = False,
         local: LocalSteps | None = None,
         coder: PushCoder | None = None,
@@ -209,12 +209,12 @@ class Replica:
         """What the codec has to report of its messages; empty without one."""
         return self.coder.statistics() if self.coder else {}
 
-    def validate(self) -> dict[str, float]:
-        """Metrics of the parameters loaded last."""
+    def validate(self, samples: int | None = None) -> dict[str, float]:
+        """Metrics, after so many accepted samples, of the parameters loaded last."""
         if self.measure is None:
             return {}
         self._enter()
-        metrics = self.measure()
+        metrics = self.measure(samples)
         self._leave()
         return metrics
 

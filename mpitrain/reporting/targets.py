@@ -118,6 +118,42 @@ def check_targets(goals: Mapping[str, Any], reported: Iterable[str] | None = Non
             )
 
 
+class Choice(NamedTuple):
+    """What the best model is chosen by: a metric, and whether less of it is better."""
+
+    metric: str
+    less_is_better: bool
+
+    def is_better(self, value: float | None, than: float | None) -> bool:
+        """Whether `value` beats the best so far; None is none. A value that is not finite beats nothing."""
+        if value is None or not math.isfinite(value):
+            return False
+        return than is None or (value < than if self.less_is_better else value > than)
+
+
+def read_choice(text: Any, reported: Iterable[str] | None = None) -> Choice:
+    """What `keep_best` names: "accuracy", or with the direction, "<distance" (less is better) or ">score" (more is).
+
+    Without a sign less of a loss, an error or a perplexity is better, and more of anything else.
+
+    Raises:
+        UsageError: it is no text of that form, or names none of the metrics `reported`, where these are known.
+    """
+    found = re.fullmatch(r"\s*([<>]?)\s*([^<>=]+?)\s*", text) if isinstance(text, str) else None
+    if found is None:
+        raise UsageError(
+            f'keep_best={text!r}: write a metric of the validation, "accuracy", or with the direction, "<distance" '
+            'for less is better or ">score" for more'
+        )
+    sign, metric = found[1], found[2]
+    known = None if reported is None else sorted(reported)
+    if known is not None and metric not in known:
+        raise UsageError(
+            f"keep_best {metric!r}: validation reports no metric of that name; it reports {', '.join(known)}"
+        )
+    return Choice(metric, sign == "<" or (not sign and metric.lower().endswith(_SMALLER_IS_BETTER)))
+
+
 def missed_targets(goals: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, str]:
     """Why each target that `metrics` do not reach is missed, by metric."""
     targets = [read_target(metric, goal) for metric, goal in goals.items()]

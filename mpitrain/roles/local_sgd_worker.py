@@ -13,6 +13,7 @@ from mpitrain.effects import AllReduce, Compute, Effect, Now, Reduction, Role
 from mpitrain.messages import num_parts
 from mpitrain.roles.protocols import Report
 from mpitrain.strategies.sampling.peer_partition import Turn
+from mpitrain.strategies.validation_policy import ValidationCadence
 
 
 class Course(Protocol):
@@ -48,12 +49,15 @@ class LocalReplica(Protocol):
     def validate(self) -> dict[str, float]:
         """Metrics of the mean of the workers."""
 
+    def agree_to_end(self, ends: bool) -> Reduction:
+        """The question to all workers whether a validation has ended the run; the replica is `stopped` then."""
+
     def finish(self) -> Reduction | None:
         """The last averaging, where workers hold different parameters now."""
 
     @property
     def stopped(self) -> bool:
-        """Whether a gradient that was not finite ends the run."""
+        """Whether a gradient that was not finite ends the run, or a validation has."""
 
     def statistics(self) -> dict[str, float]:
         """What there is to report in a row of progress."""
@@ -73,23 +77,34 @@ class LocalSGDWorker:
         rank: its own, from 0; the first worker reports and validates.
         course: its part of the data; replica: its model; report: where progress goes.
         part_samples: as for a `Worker`.
+        validations: when all come together to validate, and whether that ends the run; every epoch by default.
     """
 
     def __init__(
-        self, rank: int, course: Course, replica: LocalReplica, report: LocalReport, part_samples: int = 0
+        self,
+        rank: int,
+        course: Course,
+        replica: LocalReplica,
+        report: LocalReport,
+        part_samples: int = 0,
+        validations: ValidationCadence | None = None,
     ):
         self.rank, self.course, self.replica, self.report = rank, course, replica, report
-        self.part_samples = part_samples
+        self.part_samples, self.validations = part_samples, validations or ValidationCadence()
         self.compute_s = self.wait_s = 0.0
         self.num_steps = 0
 
     def run(self) -> Role:
         """Train to the end of the course; returns this worker's counts."""
         epoch, replica = self.course.epoch, self.replica
+        self.validations.begin(epoch, replica.samples, (yield Now()))
+        yield from self._agree_to_end()
         while not replica.stopped and (turn := self.course.next()) is not None:
-            if turn.epoch > epoch:
+            if self.validations.is_due(turn.epoch, replica.samples):
                 yield from self._validate(epoch)
-                epoch = turn.epoch
+                if replica.stopped:
+                    break
+            epoch = turn.epoch
             yield from self._step(turn)
         yield from self._reduce(replica.finish())
         return {
@@ -130,3 +145,9 @@ class LocalSGDWorker:
             metrics = yield Compute(self.replica.validate, "validate")
             self.report.event("validation", epoch=epoch + 1, samples=self.replica.samples, **metrics)
             self.report.pause((yield Now()) - began_s)
+        yield from self._agree_to_end()
+
+    def _agree_to_end(self) -> Generator[Effect, Any, None]:
+        """The first worker knows whether a validation has ended the run."""
+        if self.validations.may_end:
+            yield from self._reduce(self.replica.agree_to_end(self.rank == 0 and self.validations.over))

@@ -32,6 +32,7 @@ from mpitrain.roles.protocols import PeerReplica, Report
 from mpitrain.strategies import topology
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition, Turn
+from mpitrain.strategies.validation_policy import ValidationCadence
 
 Answers = Generator[Effect, Any, Any]
 Awaited = TypeVar("Awaited", Update, Sum, Mean, Ask, Agreed)
@@ -51,6 +52,7 @@ class Peer:
         on_nonfinite: "stop" ends the job, "skip" leaves the step out.
         checkpoints: when to write checkpoints; None for never.
         part_samples: as for a `Worker`.
+        validations: when the first peer validates, and whether that ends the run; every epoch by default.
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class Peer:
         on_nonfinite: str = "stop",
         checkpoints: PeerCheckpoints | None = None,
         part_samples: int = 0,
+        validations: ValidationCadence | None = None,
     ):
         self.rank, self.number, self.strategy, self.partition = rank, number, strategy, partition
         self.replica, self.report, self.on_nonfinite = replica, report, on_nonfinite
         self.checkpoints, self.part_samples = checkpoints, part_samples
+        self.validations = validations or ValidationCadence()
         self.step = self.batches = self.samples = self.nonfinite = self.sent_bytes = self.num_sent = (
             self.num_meetings
         ) = 0
@@ -85,13 +89,15 @@ class Peer:
         """Train to the end of the course; returns this peer's counts."""
         epoch = self.partition.epoch
         info: tuple[int, int, int, float] | None = None
+        self._look_at_end(self.partition.step)  # the start before may have come to it
         while (turn := self.partition.next()) is not None:
             if turn.num_active != self.num_active:  # the warm-up is over: the others join from the mean
                 yield from self._meet()
                 self.num_active = turn.num_active
-            if turn.epoch > epoch:
-                yield from self._validate(epoch, turn.samples_before)
-                epoch = turn.epoch
+            now_s = (yield Now()) if self.validations.counts_seconds else 0.0
+            if self.validations.is_due(turn.epoch, turn.samples_before, now_s):
+                yield from self._validate(epoch, turn)
+            epoch = turn.epoch
             self.step, self._is_stepping = turn.step, False
             if turn.lease is not None:
                 loss = yield from self._step(turn)
@@ -314,12 +320,19 @@ class Peer:
             else:
                 self._waiting.append((source, message))
 
-    def _validate(self, epoch: int, samples: int) -> Answers:
+    def _validate(self, epoch: int, turn: Turn) -> Answers:
         """The first peer measures its own replica."""
+        samples = turn.samples_before
         if self.rank == 0:
-            metrics = yield Compute(self.replica.validate, "validate")
+            metrics = yield Compute(lambda: self.replica.validate(samples), "validate")
             if metrics:
                 self.report.event("validation", epoch=epoch + 1, samples=samples, **metrics)
+        self._look_at_end(turn.step)
+
+    def _look_at_end(self, step: int) -> None:
+        """All peers end together where a validation has ended the run."""
+        if self.validations.may_end and self.checkpoints is not None:
+            self.checkpoints.validated(step, self.rank == 0 and self.validations.over)
 
     def _counts(self) -> dict[str, Any]:
         return {

@@ -28,12 +28,19 @@ class PeerCheckpoints:
     ):
         self.writer, self.parts, self.cadence, self.asynchronous = writer, parts, cadence, asynchronous
         self.ended = False
+        self._wants_end = False
         self._now = False  # decided by what a peer was asked, or by time
         self._due_samples, self._asked_s = 0, 0.0
 
     def asked(self) -> bool:
-        """Whether this peer was asked to end."""
-        return self.writer.asked()
+        """Whether this peer was asked to end, or wants to."""
+        return self._wants_end or self.writer.asked()
+
+    def validated(self, step: int, over: bool) -> None:
+        """A validation before this step may have ended the run, which one peer knows: all ask after the step."""
+        self._wants_end = self._wants_end or over
+        if not self.asynchronous:
+            self.cadence.ask_at = min(self.cadence.ask_at, step)
 
     def agrees_after(self, step: int, met: bool) -> bool:
         """Whether all peers ask one another after this step."""

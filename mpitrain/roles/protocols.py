@@ -88,8 +88,9 @@ class Replica(Protocol):
     def finish(self) -> None:
         """All that was pushed has been answered, and either nothing is computed after it or the state is saved."""
 
-    def validate(self) -> dict[str, float]:
-        """Metrics of the present parameters; empty when there is nothing to validate."""
+    def validate(self, samples: int | None = None) -> dict[str, float]:
+        """Metrics of the present parameters; empty when there is nothing to validate. `samples`: accepted so far, where
+        the figures count for the choice of the best."""
 
     def statistics(self) -> dict[str, float]:
         """What a codec has to report of the messages; empty without one."""
@@ -151,8 +152,8 @@ class PeerReplica(Protocol):
     def digest(self) -> str:
         """Short text that is equal for equal bits."""
 
-    def validate(self) -> dict[str, float]:
-        """Metrics of the present parameters; empty where there is nothing to validate."""
+    def validate(self, samples: int | None = None) -> dict[str, float]:
+        """Metrics of the present parameters; empty where there is nothing to validate (`samples`: as in `Replica`)."""
 
     def statistics(self) -> dict[str, float]:
         """What the codec has to report of the last message."""

@@ -43,6 +43,7 @@ from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.protocols import CheckpointWriter, Gradient, Replica, Report
 from mpitrain.roles.save_request import SaveRequest
 from mpitrain.strategies.placement import Roles
+from mpitrain.strategies.validation_policy import ValidationCadence
 
 Deliver = Callable[[], dict[str, Any]]
 PREFETCH = 2  # batches to read ahead
@@ -64,6 +65,8 @@ class Worker:
         deliver: saves and measures the final model, if that falls to this worker, and returns what there is to report;
             None where nobody is to.
         heartbeat_s, signs_s: as in `ServerProbe`.
+        validations: when the worker validates, if that falls to it, and whether that ends the run; every epoch by
+            default.
     """
 
     def __init__(
@@ -83,11 +86,12 @@ class Worker:
         deliver: Deliver | None = None,
         heartbeat_s: float = 0.0,
         signs_s: float = 0.0,
+        validations: ValidationCadence | None = None,
     ):
         self.probe = ServerProbe(rank, roles.servers, heartbeat_s, signs_s)
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
         self.leased, self.wants_final = leased, wants_final
-        self.validates = rank == roles.validator
+        self.validates, self.validations = rank == roles.validator, validations or ValidationCadence()
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
         self.batch_size, self.part_samples = batch_size, part_samples
         self.writer, self.deliver = writer, deliver
@@ -109,11 +113,14 @@ class Worker:
         yield from self.collect()
         self._joined = True
         epoch = self.batches[0][0].epoch if self.batches else 0
+        self._requested = self._requested or (self.validates and self.validations.over)  # at the start before
         while not self.stopped and (self.batches or not self.leased):
             lease, last = self._next_batch() if self.leased else (None, None)
-            if lease and lease.epoch > epoch:
-                yield from self._validate(epoch)
-                epoch = lease.epoch
+            if lease:
+                now_s = (yield Now()) if self.validations.counts_seconds else 0.0
+                if self.validations.is_due(lease.epoch, self.progress, now_s):
+                    yield from self._validate(epoch)
+                epoch = max(epoch, lease.epoch)
             if not (yield from self._one_batch(lease, last, epoch)):
                 break
             if not self.batches and self.leased:
@@ -135,6 +142,11 @@ class Worker:
             "compute_s": self.compute_s,
             "wait_s": self.wait_s,
         }
+
+    @property
+    def stops_for_later(self) -> bool:
+        """Whether the run ends before its last batch, with a checkpoint to go on from."""
+        return self.next_checkpoint is not None and self.next_checkpoint.final
 
     def state(self) -> dict[str, Any]:
         """The worker's own counts, JSON-able: the number of its batches keys the randomness of the next one."""
@@ -363,13 +375,14 @@ class Worker:
             yield from self._broadcast(Away(self.step))
 
     def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
-        """The validator measures the parameters it holds when the first batch of the next epoch reaches
-        it.
-        """
+        """The validator measures the parameters it holds; at the end of an epoch, when the first batch of the next one
+        reaches it."""
         if not self.validates:
             return
         yield from self.report_away()
-        metrics = yield Compute(self.replica.validate, "validate")
+        samples = self.progress
+        metrics = yield Compute(lambda: self.replica.validate(samples), "validate")
+        self._requested = self._requested or self.validations.over
         if metrics:
             note = {"name": "validation", "epoch": epoch + 1, "samples": self.progress, **metrics}
             self.report.event(**note)

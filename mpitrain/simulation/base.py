@@ -22,12 +22,35 @@ from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, default_run_dir
 from mpitrain.simulation.report import VirtualLog
+from mpitrain.strategies.validation_policy import ValidationCadence, read_validation_policy
+from mpitrain.training.best_model import Validations, begin_from
 from mpitrain.training.initial_weights import start_from
 from mpitrain.training.judge import judge
 from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.validation import Measure, make_measure
 from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
 from mpitrain.virtual.ring import Reduce
+
+
+class Ends:
+    """Stands for a checkpoint's writer in virtual time, where a run that ends early leaves nothing to go on from."""
+
+    writers: tuple[int, ...] = ()
+
+    def time_is_up(self) -> bool:
+        """Never: nothing is written by time."""
+        return False
+
+    def next_checkpoint_at(self, samples: int) -> int:
+        """Nothing is due."""
+        return 0
+
+    def asked(self) -> bool:
+        """Nobody sends signals."""
+        return False
+
+    def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: list[str] | tuple[()]) -> None:
+        """Nothing is written."""
 
 
 class VirtualRun:
@@ -55,6 +78,7 @@ class VirtualRun:
         self.compute, self.network = compute, network
         self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
         self.stragglers = [Straggler(options.injections, index, job.seed) for index in range(number)]
+        self.validations = Validations(job, self.run_dir, read_validation_policy(job.validate_every))
         self.started_s = 0.0
         self._loaded = {}
 
@@ -79,6 +103,7 @@ class VirtualRun:
             self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs,
             log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
         )  # fmt: skip
+        begin_from(self.run_dir, None, None)
         self.world = world
         self.log = VirtualLog(report, world, math.ceil(planned / samples_per_row), self.options.quiet)
         if warns:
@@ -96,7 +121,15 @@ class VirtualRun:
     def measure(self, module: nn.Module) -> Measure | None:
         """What validates `module`, where the job has something to validate on."""
         validation = self.job.validate.scan() if self.job.validate else None
-        return make_measure(self.job, module, validation, torch.device("cpu"))
+        return make_measure(self.job, module, validation, torch.device("cpu"), validations=self.validations)
+
+    def cadence(self, rank: int) -> ValidationCadence:
+        """When a rank validates, or the others come together with the one that does: each counts for itself."""
+        return self.validations if rank == 0 else Validations(self.job, self.run_dir, self.validations.policy)
+
+    def ends(self) -> Ends | None:
+        """What lets roles agree on an end, where a validation may end the run."""
+        return Ends() if self.validations.may_end else None
 
     def save(self, module: nn.Module) -> Path:
         """Write the trained module; returns the file."""
@@ -116,6 +149,7 @@ class VirtualRun:
         """What was asked for, what it took, and the verdict on it; of `failures` those count that are not empty."""
         return {
             **judge(self.job, metrics, list(filter(None, failures)), self.options.injections),
+            **self.validations.result(),
             "workers": self.number,
             "servers": 0,
             "nodes": 1,

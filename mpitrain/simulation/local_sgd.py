@@ -34,14 +34,16 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
             for rank in range(number)
         ]
         workers = [
-            LocalSGDWorker(*each, log, job.part_samples)
-            for each in zip(range(number), courses, replicas, strict=True)
+            LocalSGDWorker(rank, course, replica, log, job.part_samples, virtual.cadence(rank))
+            for rank, (course, replica) in enumerate(zip(courses, replicas, strict=True))
         ]
         returned = virtual.run([worker.run() for worker in workers], means.reduce)
-        metrics = measure() if measure is not None else {}
+        ended = replicas[0].ended
+        metrics = measure(None if ended else replicas[0].samples) if measure is not None else {}
     virtual.save(module)
     failures = sorted((one.failure for one in replicas), key=lambda text: (text[:4] != "rank", not text))
     result = virtual.result(replicas[0].samples, metrics, failures[0]) | _counted(replicas, courses[0])
+    result["ended_early"] = ended
     result["ranks"] = [
         row | {"drift": replica.averager.drift} for row, replica in zip(returned, replicas, strict=True)
     ]

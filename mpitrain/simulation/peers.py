@@ -10,7 +10,9 @@ from typing import Any
 
 from mpitrain.model.flat import FlatModel
 from mpitrain.reporting.report import NullReport
+from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.simulation.base import VirtualRun
+from mpitrain.strategies.checkpoint_policy import Cadence, CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.run import summary
@@ -40,18 +42,32 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
             for rank in range(number)
         ]
         peers = [
-            builder.peer(rank, replica, NullReport() if rank else log)
+            builder.peer(
+                rank, replica, NullReport() if rank else log, _checkpoints(virtual), virtual.cadence(rank)
+            )
             for rank, replica in enumerate(replicas)
         ]
         returned = virtual.run([peer.run() for peer in peers])
         virtual.save(replicas[0].take_module())
-        metrics = replicas[0].validate()
+        ended = peers[0].checkpoints is not None and peers[0].checkpoints.ended
+        metrics = replicas[0].validate(None if ended else peers[0].partition.samples)
     everybody = [one | replica.statistics(with_norm=True) for one, replica in zip(returned, replicas)]
     result = {
         **summary(everybody, [one["digest"] for one in everybody], everybody[0], peers[0].partition),
         **virtual.result(peers[0].partition.samples, metrics),
+        "ended_early": ended,
         "steps": peers[0].partition.step,
         "ranks": everybody,
     }
     log.finish(result)
     return result
+
+
+def _checkpoints(virtual: VirtualRun) -> PeerCheckpoints | None:
+    """How peers agree to end, where a validation may end the run."""
+    writer, strategy = virtual.ends(), virtual.job.strategy
+    if writer is None:
+        return None
+    return PeerCheckpoints(
+        writer, [], Cadence(CheckpointPolicy()), isinstance(strategy, Decentralized) and strategy.asynchronous
+    )

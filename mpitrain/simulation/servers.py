@@ -22,6 +22,7 @@ from mpitrain.job import Job, Overrides, apply_overrides, load_job
 from mpitrain.model import Replica, check_optimizer, flat_model
 from mpitrain.options import settings_of
 from mpitrain.reporting.report import NullReport
+from mpitrain.roles import Server, Worker
 from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.local_sgd import simulate_local_sgd
@@ -149,6 +150,7 @@ class _Simulation(VirtualRun):
         self.strategy = job.strategy
         num_servers = self.strategy.num_servers()
         self.roles: Roles = assign((0,) * (num_workers + num_servers), num_servers)
+        self._servers: Sequence[Server] = ()
         self.silence = any(isinstance(one, SILENT) for one in options.injections)  # somebody falls silent
 
     def simulate(self) -> dict[str, Any]:
@@ -171,10 +173,12 @@ class _Simulation(VirtualRun):
                     shard,
                     builder.store(shard, optimizer),
                     NullReport() if shard else self.log,
-                    floor_s=floor_s,
+                    self.ends(),
+                    floor_s,
                 )
                 for shard in range(len(self.roles.servers))
             ]
+            self._servers = servers
             replicas = {rank: self._replica(builder, rank, reader, measure) for rank in self.roles.workers}
             roles = {
                 rank: self._in_order(shard, servers[shard].run())
@@ -190,8 +194,8 @@ class _Simulation(VirtualRun):
         self.log.finish(result)
         return result
 
-    def _deliver(self, replica: Replica) -> dict[str, Any]:
-        metrics = replica.validate()
+    def _deliver(self, replica: Replica, worker: Worker) -> dict[str, Any]:
+        metrics = replica.validate(None if worker.stops_for_later else worker.progress)
         return {"metrics": metrics, "model": str(self.save(replica.take_module()))}
 
     def _in_order(self, shard: int, role: Role) -> Role:
@@ -202,10 +206,12 @@ class _Simulation(VirtualRun):
         return builder.replica(rank, optimizer, builder.local(optimizer), reader, measure, shared=True)
 
     def _worker(self, builder: RoleBuilder, rank: int, replica: Replica) -> Role:
+        index = self.roles.workers.index(rank)
         worker = builder.worker(
-            rank, replica, NullReport(), lambda: self._deliver(replica), signs=self.silence
-        )
-        return self.stragglers[self.roles.workers.index(rank)].wrap(worker.run())
+            rank, replica, NullReport(), lambda: self._deliver(replica, worker), signs=self.silence,
+            validations=self.cadence(index),
+        )  # fmt: skip
+        return self.stragglers[index].wrap(worker.run())
 
     def _result(self, returned: dict[int, Any], delivered: dict[str, Any]) -> dict[str, Any]:
         counts = dict(returned[self.roles.dealer])
@@ -222,6 +228,7 @@ class _Simulation(VirtualRun):
             **counts,
             **self.result(counts["samples_accepted"], delivered.get("metrics", {}), *failures),
             **replayed,
+            "ended_early": bool(self._servers and self._servers[0].checkpoints.ended),
             "steps": counts["version"],
             "servers": len(self.roles.servers),
             "shards": [returned[rank] for rank in self.roles.servers],

@@ -123,6 +123,10 @@ class Strategy(Value):
         """Empty, or why it cannot add up the gradients of several batches before a step."""
         return ""
 
+    def why_not_ended(self) -> str:
+        """Empty, or why a validation cannot end the run for all workers (`patience`)."""
+        return ""
+
     def why_not_over_mpi(self) -> str:
         """Empty, or why only a virtual world can run it."""
         return ""

@@ -114,6 +114,16 @@ class Decentralized(Strategy):
                 found |= set(topology.contacts(self.topology, rank, size, self.is_static))
         return tuple(sorted(found))
 
+    @property
+    def never_meets(self) -> bool:
+        """Whether peers neither wait for one another nor meet before the end."""
+        return self.asynchronous and not self.resync
+
+    def why_not_ended(self) -> str:
+        if not self.never_meets:
+            return ""
+        return "peers that never wait for one another agree to end when they meet: give resync=R, or leave patience out"
+
     def meets_after(self, step: int) -> bool:
         """Whether a resynchronisation follows this step (from 0)."""
         return self.resync > 0 and (step + 1) % self.resync == 0

@@ -22,11 +22,8 @@ from mpitrain.reporting.report import writing
 from mpitrain.system.atomic import durably_replaced
 
 if TYPE_CHECKING:
-    from mpitrain.model import Replica
-    from mpitrain.model.peer_replica import PeerReplica
     from mpitrain.mpi.runtime import Runtime
     from mpitrain.roles.protocols import Report
-    from mpitrain.training.session import Session
 
 MODEL_FILE = "model.safetensors"
 
@@ -67,14 +64,6 @@ def share_module(runtime: Runtime, module: nn.Module) -> None:
     from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 
     broadcast_tensors(runtime, [*module.parameters(), *module.buffers()])
-
-
-def finish_model(session: Session, replica: Replica | PeerReplica) -> dict[str, Any]:
-    """The end of the run on the rank that validates: save the model, then measure it."""
-    path = session.run_dir / MODEL_FILE
-    metadata = {"strategy": str(session.strategy), "job": session.job.name or ""}
-    save_model(replica.take_module(), path, metadata)
-    return {"metrics": replica.validate(), "model": str(path)}
 
 
 def save_model(module: nn.Module, path: Path, metadata: dict[str, str]) -> None:

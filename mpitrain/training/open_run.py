@@ -22,6 +22,7 @@ from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import Identity, adopt, make_room, new_attempt_id, new_run_id, run_of
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training.agree import attempt
+from mpitrain.training.best_model import begin_from
 from mpitrain.training.find_checkpoint import find, identify
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def _take_over(
             f"{run_dir} cannot be written to, or the files of an earlier run there cannot be moved aside: {error}; "
             "give another --run-dir"
         ) from error
+    begin_from(run_dir, source, found.checkpoint_at if found else None)
     if found is None and goes_on and listed(run_dir):
         events.append(("checkpoint passed over", {"reason": "none was ever finished; the run begins anew"}))
     if found is not None:

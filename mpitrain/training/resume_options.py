@@ -38,6 +38,9 @@ ON_RESUME = {
     "strategy": CONVERTED,  # of the same family, unless a codec's residual would be lost
     "schedule": ACTS,
     "target": ACTS,
+    "validate_every": ACTS,
+    "keep_best": ACTS,  # by another metric the best is looked for anew
+    "patience": ACTS,
     "seed": REFUSED,
     "on_nonfinite": ACTS,
     "clip_norm": ACTS,

@@ -27,12 +27,14 @@ from mpitrain.reporting.report import NullReport, Report, explained, write_json,
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
+from mpitrain.strategies.validation_policy import ValidationPolicy, read_validation_policy
 from mpitrain.system import rank_status
 from mpitrain.system.launch_variables import launched_server_nodes
 from mpitrain.system.run_directory import RUN_FILE, Identity
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt as attempt
+from mpitrain.training.best_model import Validations
 from mpitrain.training.fault_tolerance import level, survives, warning
 from mpitrain.training.fingerprint import contents_of, file_digest, options
 from mpitrain.training.judge import NOBODY_LEFT, judge
@@ -112,6 +114,15 @@ class Session:
             self.run_dir, self.total_samples(), quiet=self.overrides.quiet, num_epochs=job.epochs,
             resumed_at=resumed_at, log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
         )  # fmt: skip
+
+    def validations(self, steps_end_it: bool = False) -> Validations:
+        """When this run validates, and what follows. `steps_end_it`: under `--steps` the final model alone is
+        validated, where the job says nothing else."""
+        job = self.job
+        policy = read_validation_policy(job.validate_every)
+        if steps_end_it and self.overrides.steps is not None and job.validate_every is None:
+            policy = ValidationPolicy()
+        return Validations(job, self.run_dir, policy)
 
     def num_batches(self) -> int | None:
         """Batches in the whole run where `--steps` limits it: so many for every worker that takes its own."""
@@ -289,11 +300,14 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
         (outcome["failure"] for outcome in gathered if outcome.get("failure")),
         key=lambda text: not text.startswith("rank"),
     )
-    requeue = any(outcome.get("requeue") for outcome in gathered)
+    ended = any(outcome.get("requeue") for outcome in gathered)
+    since = merged.get("best", {}).get("validations_since", 0)
+    early = ended and session.job.patience is not None and since >= session.job.patience
+    requeue = ended and not early
     if requeue and not failures:  # to run again takes a checkpoint, the last one
         failures = [outcome["unwritten"] for outcome in gathered if outcome.get("unwritten")]
     shards = [outcome["detail"] for outcome in gathered if outcome["detail"].get("role") == "server"]
-    if not failures and not requeue and (differs := disagreement(shards)):
+    if not failures and not ended and (differs := disagreement(shards)):
         failures = [differs]
     resume = session.resume
     return {
@@ -304,6 +318,7 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
         "nodes": session.runtime.num_nodes,
         "run_dir": str(session.run_dir),
         "run": session.identity.run,
+        "ended_early": early,
         "resumed_from": resume.checkpoint_at if resume else None,
         "resumed_run": resume.identity.run if resume else None,
         "fault_tolerance": level(session.runtime, session.strategy),

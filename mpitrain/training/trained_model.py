@@ -18,26 +18,34 @@ from mpitrain.job import Job, load_job
 from mpitrain.model.user_code import check_module
 from mpitrain.options import settings_of
 from mpitrain.system.run_directory import RUN_FILE, read_json
+from mpitrain.training.best_model import BEST_MODEL_FILE
 from mpitrain.training.fingerprint import file_digest
 from mpitrain.training.initial_weights import load_weights, read_weights
 from mpitrain.training.measure import MODEL_FILE
+from mpitrain.values import nearest
 
 RESULT_FILE = "result.json"
+FILES = {"last": MODEL_FILE, "best": BEST_MODEL_FILE}
+KEPT_BY = {"best": 'a job with keep_best="accuracy" (--keep-best accuracy) keeps one'}
 
 
-def load(run_dir: str | Path, job: Job | str | Path | None = None) -> nn.Module:
+def load(run_dir: str | Path, job: Job | str | Path | None = None, which: str = "last") -> nn.Module:
     """The trained module of a finished run, on the host and in evaluation mode.
 
     Args:
         run_dir: of the run, on a cluster or in virtual time.
         job: that makes the module, or its file; by default the job file from which the run was started, which must not
             have changed since.
+        which: "last", as training has left it, or "best", by the metric of the job's `keep_best`.
 
     Raises:
         UsageError: there is no run, it is not finished or has failed, its job file is gone or has changed, or the
             weights do not fit the job's model. The message says what to do.
     """
+    if which not in FILES:
+        raise UsageError(f"mpitrain.load: which={which!r}{nearest(which, list(FILES))}")
     folder = Path(run_dir)
+    weights = folder / FILES[which]
     run, result = read_json(folder / RUN_FILE), read_json(folder / RESULT_FILE)
     if run is None and result is None:
         raise UsageError(
@@ -45,13 +53,15 @@ def load(run_dir: str | Path, job: Job | str | Path | None = None) -> nn.Module:
             "directory that the run has printed as run_dir"
         )
     _check_finished(folder, result)
+    if which != "last" and not weights.is_file():
+        raise UsageError(f"the run in {folder} has kept no {which} model: {KEPT_BY[which]}")
     made_by = (
         job if isinstance(job, Job) else _job_of(folder, run or {}) if job is None else load_job(str(job))
     )
     module = _make(made_by)
-    if misfit := load_weights(module, read_weights(folder / MODEL_FILE, "the model"), partial=False):
+    if misfit := load_weights(module, read_weights(weights, "the model"), partial=False):
         raise UsageError(
-            f"the weights in {folder / MODEL_FILE} do not fit the model of job {made_by.name or '?'}: {misfit}; pass "
+            f"the weights in {weights} do not fit the model of job {made_by.name or '?'}: {misfit}; pass "
             "the job that the run has trained: mpitrain.load(run_dir, job=...)"
         )
     return module.eval()

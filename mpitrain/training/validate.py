@@ -12,6 +12,7 @@ from mpitrain.reporting.listeners import check_installed, read_logs
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.model_parallel.base import Split
+from mpitrain.strategies.validation_policy import read_validation_policy
 
 UNUSED_IN_PARTS = (
     "allreduce() cannot accumulate where the loss leaves out parameters in some batches: DDP exchanges the gradients "
@@ -26,6 +27,7 @@ def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
     _check_pushes(job, overrides)
     _check_clipping(job)
     _check_accumulation(job)
+    _check_patience(job)
     if overrides.heartbeat_s is not None and not isinstance(job.strategy, ServerStrategy):
         raise UsageError(
             f"--heartbeat-s is how long a server waits for a silent worker, and {job.strategy} has no servers: leave "
@@ -48,6 +50,17 @@ def validate_simulation(job: Job, overrides: Overrides) -> None:
     _check_pushes(job, overrides)
     _check_clipping(job)
     _check_accumulation(job)
+    _check_patience(job)
+    if read_validation_policy(job.validate_every).seconds:
+        raise UsageError(
+            f"validate_every={job.validate_every!r} counts seconds of a clock, and virtual time has none: count epochs "
+            "or samples"
+        )
+
+
+def _check_patience(job: Job) -> None:
+    if job.patience is not None and job.strategy is not None and (why_not := job.strategy.why_not_ended()):
+        raise UsageError(f"{job.strategy}: {why_not}")
 
 
 def _check_clipping(job: Job) -> None:

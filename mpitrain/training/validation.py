@@ -18,9 +18,10 @@ from mpitrain.data.read.reader import Reader
 from mpitrain.job import Job
 from mpitrain.model.loss import Tally
 from mpitrain.reporting.targets import LOSS, check_targets
+from mpitrain.training.best_model import Validations
 
 Batch = dict[str, torch.Tensor]
-Measure = Callable[[], dict[str, float]]
+Measure = Callable[..., dict[str, float]]  # (accepted samples so far, or None) -> metrics
 LEAST_BATCH = 256  # validation needs no gradients, so its batches may be larger than those of the training
 
 
@@ -76,23 +77,30 @@ def make_measure(
     catalogue: Catalogue | None,
     device: torch.device,
     on_batch: Callable[[], None] = lambda: None,
+    validations: Validations | None = None,
 ) -> Measure | None:
     """A function that measures `module` on the whole validation set: `validation_loss`, the mean over its samples, and
     the job's metrics, the mean over batches by their samples. None where the job has no validation set.
 
-    What it returns raises UsageError if a target of the job is of a metric that is not measured.
+    It is called with the samples that were accepted so far, or without where the figures are none to choose the best
+    model by: those of a run that is to go on later. It raises UsageError if a target of the job, or what the best model
+    is chosen by, is of a metric that is not measured.
 
     Args:
         catalogue: of the validation set; on_batch: as in `add_up`.
+        validations: judges what is measured.
     """
     if catalogue is None:
         return None
     reader = open_validation(job, catalogue)
 
-    def measure() -> dict[str, float]:
+    def measure(samples: int | None = None) -> dict[str, float]:
         batches = ((batch, True) for batch in batches_of(job, reader))
         tally = add_up(module, batches, device, lambda batch: losses_of(job, module, batch), on_batch)
         check_targets(job.target, tally.sums)
-        return tally.means()
+        metrics = tally.means()
+        if validations is not None and samples is not None:
+            validations.take(metrics, samples, module.state_dict)
+        return metrics
 
     return measure

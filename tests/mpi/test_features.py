@@ -86,19 +86,24 @@ def test_what_the_table_says_of_a_feature_under_a_strategy_is_so(feature, row, t
     if row.said:
         with pytest.raises(UsageError, match=row.said):
             mt.simulate(
-                toy.make_job(**feature.fields), parse(text, "strategy"), run_dir=str(tmp_path / "refused")
+                toy.make_job(validate=toy.Memory(), **feature.fields),
+                parse(text, "strategy"),
+                run_dir=str(tmp_path / "refused"),
             )
         return
     if is_virtual(text):
         options = {"workers": 3, "quiet": True}
         for name, fields in (("with", feature.fields), ("none", {})):
-            job = toy.make_job(**fields)
+            job = toy.make_job(validate=toy.Memory(), **fields)
             mt.simulate(job, parse(text, "strategy"), run_dir=str(tmp_path / name), **options)
         runs = (tmp_path / "with", tmp_path / "none")
     else:
         path = request.getfixturevalue("four")
         runs = (path / cell_name(feature.name, text), path / cell_name("none", text))
-    assert all(json.loads((run / "result.json").read_text())["status"] == "ok" for run in runs)
+    results = [json.loads((run / "result.json").read_text()) for run in runs]
+    assert all(result["status"] == "ok" for result in results)
+    assert not feature.says or [result[feature.says] for result in results] == [True, False]
+    assert not feature.leaves or (runs[0] / feature.leaves).is_file()
     assert not feature.changes_model or not same_model(*(run / "model.safetensors" for run in runs))
 
 

@@ -55,6 +55,15 @@ def steps_of(run):
     return [row["step"] for row in run["events"] if row["event"] == "progress"]
 
 
+def validations_of(run):
+    return [row["samples"] for row in run["events"] if row["event"] == "validation"]
+
+
+def kept_best(run, plain):
+    return "model-best.safetensors" in run["files"] and run["result"]["best"]["value"] is not None
+
+
+MEASURED = "validate=toy.Memory()"
 START = "init=root / 'start.safetensors'"
 
 CASES = [
@@ -309,6 +318,27 @@ CASES = [
     ),
     Case("accumulate", ALL, "accumulate=2, batch_size=2", acts=finished),
     Case("accumulate", "sync()", "batch_size=2", "accumulate=2", acts=finished),
+    *(
+        Case(
+            "validate_every",
+            family,
+            f"{MEASURED}, validate_every='30 samples'",
+            acts=lambda run, plain: len(validations_of(run)) > 1,
+        )
+        for family in (ALL, "sync()", "sharded()")
+    ),
+    Case("keep_best", ALL, MEASURED, "keep_best='validation_loss'", acts=kept_best),
+    Case("keep_best", "sync()", f"{MEASURED}, keep_best='>validation_loss'", acts=kept_best),
+    *(
+        Case(
+            "patience",
+            family,
+            f"{MEASURED}, validate_every='13 samples', keep_best='>validation_loss'",
+            "patience=1",
+            acts=lambda run, plain: run["result"]["ended_early"],
+        )
+        for family in (ALL, "sync()", "decentralized()", "sharded()")
+    ),
     Case("servers", "sync(servers=2)", base=("sync(servers=1)",), acts=finished),
     Case("workers", "async(servers=1)", base=("async(servers=2)",), acts=finished),
 ]

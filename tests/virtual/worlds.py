@@ -154,7 +154,7 @@ class NumberReplica:
     def finish(self) -> None:
         pass
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, samples: int | None = None) -> dict[str, float]:
         return {}
 
     def statistics(self) -> dict[str, float]:

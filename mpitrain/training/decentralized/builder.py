@@ -20,6 +20,7 @@ from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import Report
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
+from mpitrain.strategies.validation_policy import ValidationCadence
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
 
@@ -54,7 +55,7 @@ class PeerBuilder:
         optimizer: Optimizer,
         fetch: Fetch = brought_by_loop,
         prefetch: Callable[[int, int, int], None] = read_nothing_ahead,
-        measure: Callable[[], dict[str, float]] | None = None,
+        measure: Callable[[int | None], dict[str, float]] | None = None,
         shared: bool = False,
     ) -> PeerReplica:
         """The model and data of the peer on `rank`; the arguments are those of `PeerReplica`."""
@@ -76,11 +77,13 @@ class PeerBuilder:
         )  # fmt: skip
 
     def peer(
-        self, rank: int, replica: PeerReplica, report: Report, checkpoints: PeerCheckpoints | None = None
-    ) -> Peer:
-        """The peer on `rank`; `checkpoints`: as in `Peer`."""
+        self, rank: int, replica: PeerReplica, report: Report, checkpoints: PeerCheckpoints | None = None,
+        validations: ValidationCadence | None = None,
+    ) -> Peer:  # fmt: skip
+        """The peer on `rank`; `checkpoints`, `validations`: as in `Peer`."""
         on_nonfinite = self.job.on_nonfinite if self.job else "stop"
         return Peer(
             rank, self.number, self.strategy, self.partition(rank), replica, report, on_nonfinite, checkpoints,
             self.job.part_samples if self.job else 0,
+            validations,
         )  # fmt: skip

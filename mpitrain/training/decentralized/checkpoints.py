@@ -35,15 +35,11 @@ def check_checkpoints(session: Session, strategy: Decentralized, about: dict[str
     """
     check(session, about)
     every = session.job.checkpoint_every
-    if _never_meets(strategy) and every not in ("auto", "never", ""):
+    if strategy.never_meets and every not in ("auto", "never", ""):
         raise UsageError(
             f"{strategy}: peers that never wait for one another write checkpoints when they meet: give resync=R, or "
             f"leave out checkpoint_every={every!r}"
         )
-
-
-def _never_meets(strategy: Decentralized) -> bool:
-    return strategy.asynchronous and not strategy.resync
 
 
 def make_checkpoints(
@@ -54,7 +50,7 @@ def make_checkpoints(
     writer = make_checkpoint_writer(
         session, own_part(runtime.rank), about, lambda: {"replica": replica.state()}
     )
-    if _never_meets(strategy):
+    if strategy.never_meets:
         signals.end_at_once()
         return None, writer
     parts = [own_part(rank) for rank in range(runtime.size)] if runtime.rank == 0 else []

@@ -18,11 +18,11 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.checkpoints import check_checkpoints, make_checkpoints, restore
+from mpitrain.training.deliver import finish_model
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
     Meter,
     compute_thread,
-    finish_model,
     num_warmup,
     pick_device,
     share_module,
@@ -48,7 +48,8 @@ def run_peers(session: Session) -> dict[str, Any]:
     first = runtime.rank == 0
     with job.data.reader(session.catalogue, job.seed) as reader:
         validation = session.validation if first else None
-        measure = make_measure(job, module, validation, device, runtime.stamp)
+        validations = session.validations()
+        measure = make_measure(job, module, validation, device, runtime.stamp, validations)
 
         def fetch(epoch: int, start: int, count: int) -> Any:
             runtime.stamp()  # a peer that is alone sends nothing, and still makes progress
@@ -65,7 +66,7 @@ def run_peers(session: Session) -> dict[str, Any]:
         meter = Meter(session.report, num_warmup(num_steps), resume.checkpoint_at if resume else 0)
         session.in_emergency(f"{strategy}: a peer sends its update to the others in the middle of its step")
         checkpoints, writer = make_checkpoints(session, strategy, replica, about)
-        peer = builder.peer(runtime.rank, replica, meter, checkpoints)
+        peer = builder.peer(runtime.rank, replica, meter, checkpoints, validations)
         attempt(runtime, lambda: restore(resume, peer, replica))
         counts, injected = _run(session, strategy, peer, replica, device)
     writer.wait()
@@ -84,9 +85,10 @@ def run_peers(session: Session) -> dict[str, Any]:
         }
     )
     if first:
+        samples = None if outcome["requeue"] else peer.partition.samples
         outcome["result"] = {
             **meter.result(), **summary(everybody, digests, counts, peer.partition),
-            **finish_model(session, replica),
+            **finish_model(session, replica, samples, validations),
         }  # fmt: skip
     return outcome
 

@@ -37,6 +37,7 @@ class LocalReplica(Stepper):
         measure: metrics of the module, on the worker that validates; validates: whether any worker does.
 
     Attributes:
+        ended: a validation has ended the run.
         local_nonfinite: steps that this worker has left out, as far as the others know of them.
         on_settled: called after every step.
     """
@@ -57,7 +58,7 @@ class LocalReplica(Stepper):
         self.averager, self.fetch, self.measure, self.validates = averager, fetch, measure, validates
         self.on_settled: Callable[[], None] = _nothing
         self.local_nonfinite = self._skipped = self._count = 0
-        self._refused = ""
+        self.ended, self._refused = False, ""
         self._computed: tuple[float, int, int] | None = None  # a gradient that is not used yet
         self._mean: list[torch.Tensor] = []
 
@@ -65,8 +66,8 @@ class LocalReplica(Stepper):
 
     @property
     def stopped(self) -> bool:
-        """Whether a gradient that was not finite ends the run."""
-        return bool(self.failure)
+        """Whether a gradient that was not finite ends the run, or a validation has."""
+        return bool(self.failure) or self.ended
 
     def local_step(self, turn: Turn) -> float:
         """Forward and backward over the turn's lease, and the optimizer's step unless gradients are yet to be averaged;
@@ -106,13 +107,17 @@ class LocalReplica(Stepper):
     def validate(self) -> dict[str, float]:
         """Metrics of the mean of the workers; the worker's own parameters stay as they are."""
         if self.measure is None or not self._mean:
-            return self.measure() if self.measure else {}
+            return self.measure(self.samples) if self.measure else {}
         parameters, mean, self._mean = self.averager.parameters, self._mean, []
         own = [parameter.detach().clone() for parameter in parameters]
         torch._foreach_copy_(parameters, mean)
-        metrics = self.measure()
+        metrics = self.measure(self.samples)
         torch._foreach_copy_(parameters, own)
         return metrics
+
+    def agree_to_end(self, ends: bool) -> Exchange:
+        """The question to all workers whether a validation has ended the run."""
+        return Exchange(lambda: self._agree_to_end(ends), _no_bytes)
 
     def statistics(self) -> dict[str, float]:
         """What there is to report in a row of progress."""
@@ -130,6 +135,10 @@ class LocalReplica(Stepper):
             other = f"step {self.step - 1}: another worker's gradient is not finite"
             self.failure = self._refused or other
         yield from self.averager.rounds()
+
+    def _agree_to_end(self, ends: bool) -> Asking:
+        rows = yield Ask(numbers=(int(ends),))
+        self.ended = bool(rows.any())
 
     @torch.no_grad()
     def _average_gradients(self) -> Asking:
@@ -183,6 +192,11 @@ class LocalReplica(Stepper):
         assert self._computed is not None
         self.update(*self._computed)
         self._computed = None
+
+
+def _no_bytes() -> float:
+    """A flag weighs nothing beside parameters."""
+    return 0.0
 
 
 def _nothing() -> None:

@@ -40,7 +40,7 @@ class LocalSGDTrainer(Trainer):
         self.averager = Averager(self.module, self.optimizer, strategy)
         replica = LocalReplica(
             self.averager, self._parts, session.job, self.num_workers, session.catalogue.num_samples,
-            self.rank, session.runtime.where, self.measure, session.validation is not None and not self.limited,
+            self.rank, session.runtime.where, self.measure, session.validation is not None,
         )  # fmt: skip
         replica.train(self.module, self.rates, self._make_parallel() if strategy.start else None)
         replica.on_settled = self._settle
@@ -51,8 +51,12 @@ class LocalSGDTrainer(Trainer):
         end."""
         engine = self.session.runtime.engine
         world = MpiWorld(engine, (), buffer_for=_no_payload, reduce=self.averager.reduce)
-        world.run(LocalSGDWorker(self.rank, self, self.stepper, self.meter).run())
+        world.run(
+            LocalSGDWorker(self.rank, self, self.stepper, self.meter, validations=self.validations).run()
+        )
         self._remember()
+        if self.stepper.ended:
+            self.checkpoints.end_early(True, self.stepper.samples)
 
     def next(self) -> Turn | None:
         """The next step, or None at the end."""

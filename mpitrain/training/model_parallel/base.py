@@ -11,6 +11,7 @@ How a share becomes gradients is the subclass's business.
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,21 +116,27 @@ class SplitRun(Stepper):
             saved := self.checkpoints.restored_part(self.session, self.checkpoint_grid.place(self.rank)[1])
         ) is not None:
             attempt(self.session.runtime, lambda: self.restore(saved))
+        self._begin_validations()
         with job.data.reader(self.session.catalogue, job.seed) as reader:
             self.leases = LeaseReader(reader.batch, reader.prefetch, job.part_samples)
             limited = self.session.overrides.steps is not None
-            while not self._over and (self.step < self.num_steps if limited else self.epoch < job.epochs):
+            while self._goes_on:
                 left = self._epoch(self.epoch, limited)
                 if self._over:
                     break
                 with self.checkpoints.guard.changing():
                     self.left_out, self.epoch, self.cursor = self.left_out + left, self.epoch + 1, 0
-                if not limited and self.epoch < job.epochs:
-                    self._validate(self.epoch)
+                if self._goes_on:
+                    self._look_at_validation(self.epoch)
         return self._outcome()
 
     def _begin_update(self) -> None:
         self.checkpoints.guard.begin()
+
+    @property
+    def _goes_on(self) -> bool:
+        limited, epochs = self.session.overrides.steps is not None, self.session.job.epochs
+        return not self._over and (self.step < self.num_steps if limited else self.epoch < epochs)
 
     @property
     def _over(self) -> bool:
@@ -175,6 +182,8 @@ class SplitRun(Stepper):
             self._one_step(epoch, cursor, count)
             self.cursor += count
             self.checkpoints.after_step(self.step, self.samples)
+            if self._goes_on:
+                self._look_at_validation(epoch + 1)
         return 0
 
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
@@ -237,9 +246,34 @@ class SplitRun(Stepper):
             total = torch.tensor(self._norm, dtype=torch.float64)
             self.clipping.clip([local(one) for one in self._stepped()], total=total)
 
-    def _validate(self, epoch: int) -> None:
-        if self.session.validation is not None:
-            self.meter.validation(self.measure, epoch, self.samples)
+    def _begin_validations(self) -> None:
+        """All ranks measure together, so all judge what they have measured, and the first keeps the files."""
+        validations = self.validations = self.session.validations(steps_end_it=True)
+        validations.writes = self.rank == 0
+        validations.adopt(self.session.runtime.broadcast(validations.record if self.rank == 0 else None))
+        validations.begin(self.epoch, self.samples, time.monotonic())
+        if validations.counts_seconds:
+            validations.agreed = self.checkpoints.validates_now
+            self.checkpoints.wants_validation = lambda: validations.time_is_up(time.monotonic())
+        self._look_at_end()
+
+    def _look_at_validation(self, epoch: int) -> None:
+        """Validate, where it is time to; `epoch` is the one to report, counted from 1."""
+        if self.session.validation is None:
+            return
+        if self.validations.is_due(self.epoch, self.samples, time.monotonic()):
+            self.meter.validation(self._judged, epoch, self.samples)
+            self._look_at_end()
+
+    def _judged(self) -> dict[str, float]:
+        metrics = self.measure()
+        attempt(self.session.runtime, lambda: self.validations.check(metrics))
+        self.validations.take(metrics, self.samples, self.gather)
+        return metrics
+
+    def _look_at_end(self) -> None:
+        if self.validations.may_end:
+            self.checkpoints.end_early(self.validations.over, self.samples)
 
     def sum_up(self, own: Tally) -> dict[str, float]:
         """Means over all samples of a validation, of which each rank has added up its own; collective."""
@@ -256,7 +290,9 @@ class SplitRun(Stepper):
         if self.rank == 0:
             metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
             save_tensors(tensors, path, metadata)
-        metrics = self.measure() if self.session.validation is not None else {}
+        metrics = {}
+        if self.session.validation is not None:
+            metrics = self.measure() if self.checkpoints.ended else self._judged()
         concluded = self.conclude()
         detail = {"rank": self.rank, "role": "worker", "replica": self.replica, "part": self.part}
         outcome: dict[str, Any] = {
@@ -275,7 +311,8 @@ class SplitRun(Stepper):
                 "replicas": self.grid.num_replicas,
             }
             outcome["result"] = {
-                **self.meter.result(), **counts, **concluded, "metrics": metrics, "model": str(path)
+                **self.meter.result(), **counts, **concluded, **self.validations.result(), "metrics": metrics,
+                "model": str(path),
             }  # fmt: skip
         return outcome
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mpitrain.checkpoint import CheckpointWriter
 from mpitrain.data import Catalogue
 from mpitrain.job import Job
 from mpitrain.messages import Kind
@@ -29,11 +28,12 @@ from mpitrain.model import (
 )
 from mpitrain.roles import FaultTolerantServer, SaveRequest, SavingServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
-from mpitrain.roles.protocols import Report
+from mpitrain.roles.protocols import CheckpointWriter, Report
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.batch_size import PerRound, PerWorker
 from mpitrain.strategies.placement import Roles
 from mpitrain.strategies.sampling.dealer import BatchDealer
+from mpitrain.strategies.validation_policy import ValidationCadence
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
 
@@ -120,7 +120,7 @@ class RoleBuilder:
         optimizer: Optimizer,
         local: LocalSteps | None,
         reader: Any = None,
-        measure: Callable[[], dict[str, float]] | None = None,
+        measure: Callable[[int | None], dict[str, float]] | None = None,
         shared: bool = False,
     ) -> Replica:
         """The model and data of the worker on `rank`.
@@ -155,11 +155,12 @@ class RoleBuilder:
         deliver: Callable[[], dict[str, Any]] | None = None,
         heartbeat_s: float = 0.0,
         signs: bool = True,
+        validations: ValidationCadence | None = None,
     ) -> Worker:
         """The worker on `rank`.
 
         Args:
-            deliver, heartbeat_s: as in `Worker`.
+            deliver, heartbeat_s, validations: as in `Worker`.
             signs: whether workers that wait say so, where the strategy asks for that; nobody listens for it where
                 nobody can fall silent.
         """
@@ -179,6 +180,7 @@ class RoleBuilder:
             deliver=deliver,
             heartbeat_s=heartbeat_s,
             signs_s=SIGNS_S if strategy.blocks_apart and signs else 0.0,
+            validations=validations,
         )
 
     def buffer_for(self, server: int, kind: Kind) -> Any:

@@ -20,11 +20,11 @@ from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import reshard_role
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.training.deliver import finish_model
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
     Meter,
     compute_thread,
-    finish_model,
     num_warmup,
     pick_device,
     share_module,
@@ -162,15 +162,19 @@ def _work(
     runtime.may_die_alone = True
     with job.data.reader(session.catalogue, job.seed) as reader:
         # on every worker: any may have to take over
-        measure = make_measure(job, model.module, session.validation, device, runtime.stamp)
+        validations = session.validations()
+        measure = make_measure(job, model.module, session.validation, device, runtime.stamp, validations)
         index = session.roles.workers.index(runtime.rank)
         replica = builder.replica(runtime.rank, optimizer, local, reader, measure)
         worker = builder.worker(
             runtime.rank,
             replica,
             session.report,
-            lambda: finish_model(session, replica),
+            lambda: finish_model(
+                session, replica, None if worker.stops_for_later else worker.progress, validations
+            ),
             heartbeat_s(session),
+            validations=validations,
         )
         writer = make_checkpoint_writer(
             session, f"worker-{index}", about_this_run, lambda: {"replica": replica.state()}

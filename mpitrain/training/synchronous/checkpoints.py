@@ -74,6 +74,9 @@ class StepCheckpoints:
             emergency = Emergency(self.writer, self.guard, self._take, lambda: list(self._parts))
             session.in_emergency(emergency if self._writes else "")
         self.ended = False
+        self.wants_validation: Callable[[], bool] = _never  # the first rank, by its clock
+        self._validates = False  # all ranks have agreed to
+        self._written_at = session.resume.checkpoint_at if session.resume else 0
         self._cadence = Cadence(self.writer.policy, session.resume.checkpoint_at if session.resume else 0)
         self._asked_s = time.monotonic()
 
@@ -125,22 +128,48 @@ class StepCheckpoints:
         self.guard.end()
         due = self._cadence.is_due(samples)
         if step >= self._cadence.ask_at:
-            asked, time_is_up = self._agree(step)
+            asked, time_is_up, self._validates = self._agree(step)
             self.ended, due = self.ended or asked, due or asked or time_is_up
         if due:
-            self._cadence.go_on_from(samples)
-            if self._writes:
-                self.writer.save(samples, {}, self._parts if self.rank == 0 else ())
+            self._write(samples)
 
-    def _agree(self, step: int) -> tuple[bool, bool]:
+    def _write(self, samples: int) -> None:
+        self._cadence.go_on_from(samples)
+        self._written_at = samples
+        if self._writes:
+            self.writer.save(samples, {}, self._parts if self.rank == 0 else ())
+
+    def validates_now(self) -> bool:
+        """Whether the ranks have agreed, after the last step, that it is time to validate."""
+        validates, self._validates = self._validates, False
+        return validates
+
+    def end_early(self, over: bool, samples: int) -> None:
+        """Collective, between two steps: end the run, with a checkpoint to go on from, where a validation has ended it;
+        the first rank knows."""
+        flag = torch.tensor([int(over and self.rank == 0)])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag and not self.ended:
+            self.ended = True
+            if samples > self._written_at:
+                self._write(samples)
+
+    def _agree(self, step: int) -> tuple[bool, bool, bool]:
         wanted = self._cadence.steps_to_next_question(step, self._asked_s, time.monotonic())
         timed = self.rank == 0 and self.writer.time_is_up()
-        wishes = torch.tensor([int(signals.asked()), int(timed), -wanted])
+        validates = self.rank == 0 and self.wants_validation()
+        wishes = torch.tensor([int(signals.asked()), int(timed), int(validates), -wanted])
         if dist.get_world_size() > 1:
             dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
         self._asked_s = time.monotonic()
-        self._cadence.ask_at = step - int(wishes[2])
-        return bool(wishes[0]), bool(wishes[1])
+        self._cadence.ask_at = step - int(wishes[3])
+        return bool(wishes[0]), bool(wishes[1]), bool(wishes[2])
+
+
+def _never() -> bool:
+    """Nobody validates by the clock."""
+    return False
 
 
 def own_part(place: int) -> str:

@@ -9,6 +9,7 @@ samples.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class Trainer:
         self.delay = (kept and kept.delay) or InjectedDelay(session.straggler(), module.parameters())
         job = session.job
         validation = session.validation if self.rank == 0 else None
-        self.measure = make_measure(job, module, validation, device, session.runtime.stamp)
+        self.validations = session.validations(steps_end_it=True)
+        self.measure = make_measure(job, module, validation, device, session.runtime.stamp, self.validations)
         self.stepper = self._make_stepper()
         self.hook: CodecHook | None = self.stepper.parallel.hook if self.stepper.parallel else None
         per_epoch = -(-session.catalogue.num_samples // (job.step_samples * self.num_workers))
@@ -91,9 +93,17 @@ class Trainer:
         if kept is not None:
             self.stepper.failure, self.meter = kept.failure, kept.meter or self.meter
             self.checkpoints.go_on_from(self.stepper.samples)
+        self._clock_validations()
         self._own_before: dict[str, Any] = {}
         self.stepper.before_forward, self.stepper.before_update = self.delay.begin, self._before_update
         self._remember()
+
+    def _clock_validations(self) -> None:
+        """Where the job counts seconds, the ranks agree on when they validate."""
+        self.validations.begin(self.epoch, self.stepper.samples, time.monotonic())
+        if self.validations.counts_seconds:
+            self.validations.agreed = self.checkpoints.validates_now
+            self.checkpoints.wants_validation = lambda: self.validations.time_is_up(time.monotonic())
 
     def _make_stepper(self) -> Stepper:
         """What takes the steps."""
@@ -151,10 +161,11 @@ class Trainer:
 
     def run(self) -> None:
         """Epochs until all are done, `--steps` is reached, a step is not finite or the run is asked to end."""
+        self._look_at_end()
         while self._goes_on:
             self._epoch()
-            if self._goes_on and not self.limited:
-                self._validate(self.epoch - 1)
+            if self._goes_on:
+                self._look_at_validation(self.epoch)
 
     @property
     def _goes_on(self) -> bool:
@@ -184,6 +195,8 @@ class Trainer:
                 stepper.samples, stepper.step, lease.epoch + 1, value, **self._progress_fields()
             )
             self._settle()
+            if self._goes_on:
+                self._look_at_validation(self.epoch + 1)
 
     def _take_round(self) -> list[Lease] | None:
         """The leases of the next step, by rank; None where the epoch has come to its end."""
@@ -222,9 +235,18 @@ class Trainer:
         self.meter.event("codec", **statistics)
         return {"codec": {"name": str(self.hook.codec), **statistics}}
 
-    def _validate(self, epoch: int) -> None:
-        if self.measure is not None:
-            self.meter.validation(self.measure, epoch + 1, self.stepper.samples)
+    def _look_at_validation(self, epoch: int) -> None:
+        """Validate, where it is time to; `epoch` is the one to report, counted from 1."""
+        measure, samples = self.measure, self.stepper.samples
+        if not self.validations.is_due(self.epoch, samples, time.monotonic()):
+            return
+        if measure is not None:
+            self.meter.validation(lambda: measure(samples), epoch, samples)
+        self._look_at_end()
+
+    def _look_at_end(self) -> None:
+        if self.validations.may_end:
+            self.checkpoints.end_early(self.rank == 0 and self.validations.over, self.stepper.samples)
 
     def outcome(self) -> dict[str, Any]:
         """Counts of this rank; rank 0 adds the metrics and saves the model, whatever happened."""
@@ -249,8 +271,9 @@ class Trainer:
                 "nonfinite": self.stepper.nonfinite,
                 "samples_left_out": self.left_out,
             }
-            metrics = self.measure() if self.measure else {}
-            counts |= self._counts()
+            chosen_by = None if self.checkpoints.ended else self.stepper.samples
+            metrics = self.measure(chosen_by) if self.measure else {}
+            counts |= self._counts() | self.validations.result()
             outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": str(path)}
         return outcome
 

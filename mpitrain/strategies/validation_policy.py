@@ -1,0 +1,101 @@
+"""When a run validates, counted in whole epochs, accepted samples or seconds.
+
+Invariants: pure arithmetic. Epochs and samples are known to every rank that takes the same steps, so all of them come
+to a validation together without a message; seconds are one rank's, which the others have to learn of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpitrain.errors import UsageError
+
+
+class ValidationPolicy(NamedTuple):
+    """One of: every so many `epochs`, accepted `samples` or `seconds`; all 0 is only at the end."""
+
+    epochs: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+
+
+EVERY_EPOCH = ValidationPolicy(epochs=1)
+
+
+def read_validation_policy(when: int | str | None) -> ValidationPolicy:
+    """`2` or `"2 epochs"`, `"10000 samples"`, `"60s"`, `"never"` (only at the end); None is every epoch.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if when is None:
+        return EVERY_EPOCH
+    if isinstance(when, int) and not isinstance(when, bool) and when > 0:
+        return ValidationPolicy(epochs=when)
+    text = when.strip() if isinstance(when, str) else ""
+    if text == "never":
+        return ValidationPolicy()
+    if (match := re.fullmatch(r"(\d+) ?(epochs?|samples?)", text)) and int(match[1]):
+        number = int(match[1])
+        return (
+            ValidationPolicy(epochs=number)
+            if match[2].startswith("epoch")
+            else ValidationPolicy(samples=number)
+        )
+    if (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?s", text)) and float(match[1]):
+        return ValidationPolicy(seconds=float(match[1]))
+    raise UsageError(
+        f'validate_every={when!r}: expected epochs such as "2 epochs", samples such as "10000 samples", seconds such '
+        'as "60s", or "never" for only at the end'
+    )
+
+
+class ValidationCadence:
+    """Whether a validation is due, asked as often as there may be one; the first question is where the run begins.
+
+    Args:
+        agreed: where ranks validate together by the clock: whether they have agreed to do so now.
+    """
+
+    may_end = False  # whether a validation may end the run
+    over = False  # whether one has
+
+    def __init__(self, policy: ValidationPolicy = EVERY_EPOCH, agreed: Callable[[], bool] | None = None):
+        self.policy, self.agreed = policy, agreed
+        self._epochs: int | None = None
+        self._samples, self._since_s = 0, 0.0
+
+    @property
+    def counts_seconds(self) -> bool:
+        """Whether time matters."""
+        return self.policy.seconds > 0
+
+    def time_is_up(self, now_s: float) -> bool:
+        """Whether so many seconds have passed since the last validation."""
+        return self.counts_seconds and now_s - self._since_s >= self.policy.seconds
+
+    def begin(self, epochs: int, samples: int, now_s: float) -> None:
+        """The run is here."""
+        self._epochs, self._samples, self._since_s = epochs, samples, now_s
+
+    def is_due(self, epochs: int, samples: int, now_s: float = 0.0) -> bool:
+        """Whether to validate now, after so many whole epochs and accepted samples."""
+        if self._epochs is None:
+            self.begin(epochs, samples, now_s)
+            return False
+        policy, epochs = self.policy, max(epochs, self._epochs)  # what a lost worker had comes late
+        due = _crossed(policy.epochs, self._epochs, epochs) or _crossed(
+            policy.samples, self._samples, samples
+        )
+        self._epochs, self._samples = epochs, samples
+        if self.counts_seconds:
+            due = self.time_is_up(now_s) if self.agreed is None else self.agreed()
+            self._since_s = now_s if due else self._since_s
+        return due
+
+
+def _crossed(every: int, before: int, now: int) -> bool:
+    """Whether a multiple of `every` lies in (before, now]."""
+    return every > 0 and now // every > before // every

@@ -1,0 +1,25 @@
+"""The end of a run on the rank that validates: the model is saved, and then measured.
+
+Invariants: the model is on disk before it is measured, whatever comes of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpitrain.model import Replica
+from mpitrain.model.peer_replica import PeerReplica
+from mpitrain.training.best_model import Validations
+from mpitrain.training.measure import MODEL_FILE, save_model
+from mpitrain.training.session import Session
+
+
+def finish_model(
+    session: Session, replica: Replica | PeerReplica, samples: int | None, validations: Validations
+) -> dict[str, Any]:
+    """The end of the run on the rank that validates: save the model, then measure it. `samples`: as for a `Measure`."""
+    path = session.run_dir / MODEL_FILE
+    metadata = {"strategy": str(session.strategy), "job": session.job.name or ""}
+    save_model(replica.take_module(), path, metadata)
+    metrics = replica.validate(samples)
+    return {"metrics": metrics, "model": str(path), **validations.result()}
