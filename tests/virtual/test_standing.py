@@ -23,7 +23,7 @@ def test_nothing_is_written_of_options_that_hooks_on_the_workers_change():
     store = shard_store(model, 0, optimizer, strategy, 1)
     server = FaultTolerantServer(strategy, store, (1,), NullReport())
     orders = SimpleNamespace(
-        overrides=SimpleNamespace(watchdog_s=1.0), job=SimpleNamespace(batch_size=1), strategy=strategy
+        overrides=SimpleNamespace(watchdog_s=1.0), job=SimpleNamespace(step_samples=1), strategy=strategy
     )
     writer, _ = shard_writer(orders, server, store, None, module)
     assert isinstance(writer, Emergency)
