@@ -28,7 +28,7 @@ RANKS ?= 4
 JOBS ?= 2
 ARGS ?=
 # What tests run on ranks and in other processes.
-PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool
+PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_start
 
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
@@ -57,7 +57,7 @@ test-oldest: $(VENV_OLDEST)/.installed $(VENV_MPICH)/.installed
 coverage: $(VENV)/.installed-coverage $(VENV_MPICH)/.installed
 	rm -rf build/coverage && mkdir -p build/coverage
 	export COVERAGE_PROCESS_START=$(abspath setup.cfg) COVERAGE_FILE=$(abspath build/coverage/data) && \
-	{ PYTHONPATH=$(abspath tests/coverage_start) MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) \
+	{ PYTHONPATH=$(abspath tests/at_start) MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) \
 	    $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); code=$$?; } ; \
 	$(VENV)/bin/coverage combine --quiet --rcfile setup.cfg && \
 	$(VENV)/bin/coverage report --rcfile setup.cfg --show-missing --skip-covered --sort=-miss > build/coverage/report.txt; \

@@ -21,6 +21,7 @@ from tests.ranks import SEGMENTS_FOLDER
 
 # Before torch is imported, and for every process a test starts: ranks share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # see ranks.NO_FABRIC
 # Tests behave alike inside an allocation or under mpirun: what a launcher left in the environment is removed.
 _LEFT_BY_LAUNCHERS = (
     "OMPI_COMM_",

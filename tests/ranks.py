@@ -30,6 +30,8 @@ import pytest
 from tests.rank_pool.pool import may_be_warm, pool_of
 
 ROOT = Path(__file__).resolve().parents[1]
+# It looks for a fabric and sleeps for a second where there is none, in every MPI_Init.
+NO_FABRIC = {"OMPI_MCA_btl": "^ofi"}
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")  # Open MPI's, also in the middle of a line
 _FOREIGN = (
     "OMPI_",
@@ -141,7 +143,8 @@ def _launch(
             argv = pool_of(python, _environment({})).client(str(ranks), argv[1:])
         command = [str(mpirun), *_launcher_args(mpi, scratch), *mpirun_args, "-n", str(n), *argv]
         started_s = time.monotonic()
-        code, out, err, hung = _run(command, _environment(env), timeout_s, cwd, ranks)
+        full = _environment({**NO_FABRIC, **env})
+        code, out, err, hung = _run(command, full, timeout_s, cwd, ranks)
         seconds = time.monotonic() - started_s
         ranks_out, out = _by_rank(out, n) if mpi == "openmpi" else _from_files(out, n, f"{scratch}/out")
         ranks_err, err = _by_rank(err, n) if mpi == "openmpi" else _from_files(err, n, f"{scratch}/err")
@@ -152,11 +155,20 @@ def run_plain(
     command: Sequence[str], *, cwd: str | Path | None = None, code: int = 0, timeout_s: float = 280
 ) -> str:
     """Run a command that starts its own ranks, or none, under the same deadline; returns its stdout."""
-    got, out, err, hung = _run(list(command), _environment({}), timeout_s, cwd)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as ranks:
+        env = warm_environment(_environment(NO_FABRIC), Path(ranks))
+        got, out, err, hung = _run(list(command), env, timeout_s, cwd, Path(ranks))
     assert got == code and not hung, (
         f"{hung or f'exit code {got}, wanted {code}'}\n$ {' '.join(command)}\n--- stdout\n{out}\n--- stderr\n{err}"
     )
     return out
+
+
+def warm_environment(env: Mapping[str, str], ranks: Path, mpi: str = "openmpi") -> dict[str, str]:
+    """`env` with what makes the ranks warm that are started in it, by whatever launcher; `ranks` is an empty folder,
+    or none, where each of them leaves a file with its number: it leads a session of its own."""
+    python = Path(sys.executable) if mpi == "openmpi" else find_mpi(mpi)[0]
+    return pool_of(python, _environment({})).variables(str(ranks), env)
 
 
 def find_mpi(mpi: str = "openmpi") -> tuple[Path, Path]:
@@ -264,6 +276,11 @@ def members(*sessions: int) -> dict[int, str]:
         if int(its_session) in sessions and state not in "ZX":
             found[int(entry.name)] = name.split("(", 1)[1]
     return found
+
+
+def living(launcher: int, ranks: Path) -> dict[int, str]:
+    """Living processes of a launch: pid -> command name; `ranks` is what `warm_environment` was given."""
+    return members(*_sessions(launcher, ranks))
 
 
 def _standing(*sessions: int) -> str:

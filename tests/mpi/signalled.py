@@ -44,5 +44,5 @@ if launched_rank() == 1:
     stand("preparing")  # the others wait for it, MPI is up
 
 job = toy.make_job(
-    epochs=100, batch_size=4, loss=loss, checkpoint_every="48", validate=toy.Memory(), metrics=metrics
+    epochs=20, batch_size=4, loss=loss, checkpoint_every="48", validate=toy.Memory(), metrics=metrics
 )

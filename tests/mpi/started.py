@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.checkpoint.parts import newest
-from tests.ranks import ROOT, find_mpi, members
+from tests.ranks import ROOT, find_mpi, living, warm_environment
 
 JOB = ROOT / "tests" / "mpi" / "signalled.py"
 DEADLINE_S = 240.0
@@ -25,6 +25,7 @@ class Started:
     Args:
         words: for `train`; options: for `launch`.
         deaf: they stand still there also when they are asked to end; by_mpirun: without `launch`.
+        path: what comes first on their PYTHONPATH; anything of its own is read while a rank starts, cold.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class Started:
         path: Path = ROOT,
     ):
         self.folder, self.run_dir = folder, folder / "run"
-        folder.mkdir(exist_ok=True)
+        self.ranks = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
+        self.ranks.mkdir(parents=True)
         train = ["train", str(JOB), "--quiet", "--run-dir", str(self.run_dir), *words]
         command = [sys.executable, "-m", "mpitrain", "launch", *options, *train]
         if by_mpirun:
@@ -46,10 +48,13 @@ class Started:
             command = [str(mpirun), "--oversubscribe", "-n", "2", sys.executable, "-m", "mpitrain", *train]
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
         env = {**os.environ, **root, "PYTHONPATH": f"{path}:{ROOT}", "SIGNALLED": str(folder), "PHASE": phase}
+        env |= {"DEAF": "1"} if deaf else {}
+        if path == ROOT:
+            env = warm_environment(env, self.ranks)
         with open(folder / "out", "ab") as out:
             self.process = subprocess.Popen(
                 command,
-                env=env | ({"DEAF": "1"} if deaf else {}),
+                env=env,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
@@ -78,16 +83,16 @@ class Started:
         try:
             code = self.process.wait(DEADLINE_S)
             deadline_s = time.monotonic() + 5
-            while members(self.process.pid) and time.monotonic() < deadline_s:
+            while living(self.process.pid, self.ranks) and time.monotonic() < deadline_s:
                 time.sleep(0.02)
-            assert members(self.process.pid) == {}, self.told()
+            assert living(self.process.pid, self.ranks) == {}, self.told()
         finally:
             self.kill()
         return code
 
     def kill(self) -> None:
         """Whatever is left."""
-        for pid in members(self.process.pid):
+        for pid in living(self.process.pid, self.ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

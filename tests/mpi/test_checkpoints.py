@@ -15,6 +15,7 @@ from mpitrain.system.run_directory import Identity
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training.measure import same_model
 from tests.mpi.cases import PROGRAMS, call, launch_calls, launch_program
+from tests.ranks import warm_environment
 
 # One launch trains every strategy to its end, writing checkpoints; the next resumes each from its first one.
 
@@ -125,8 +126,7 @@ def signalled(tmp_path_factory):
     """Every strategy stopped by a signal to one rank; what it left copied, then resumed; and trained whole."""
     path = tmp_path_factory.mktemp("signalled")
     first = [call("run", name, text, None, victim, how) for name, (text, victim, how) in SIGNALS.items()]
-    # a rank signals its parent, which is to be mpirun
-    stopped = launch_calls(4, "signalled_runs", path, first, warm=False)
+    stopped = launch_calls(4, "signalled_runs", path, first)
     assert stopped.code == 75, stopped
     for name in SIGNALS:
         shutil.copytree(path / name, path / f"{name}-stopped")
@@ -171,7 +171,7 @@ def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):
     earlier = Identity("earlier", "a")  # a run that has come further, and a folder that is nobody's
     write_part(folder_of(tmp_path / "run", 5530), "shard-0", {}, earlier, ["shard-0"], {})
     (tmp_path / "run" / FOLDER / "notes").mkdir()
-    ended = subprocess.run(run, env=env, **options)
+    ended = subprocess.run(run, env=warm_environment(env, tmp_path / "ranks"), **options)
     assert ended.returncode == 0, ended.stderr
     assert "restart 2 of 3 from the checkpoint at" in ended.stderr and "restart 3" not in ended.stderr
     result = result_of(tmp_path / "run")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.mpi.cases import PROGRAMS
 from tests.rank_pool.pool import HERE, Pool, may_be_warm
-from tests.ranks import ROOT, find_mpi, run_ranks
+from tests.ranks import ROOT, find_mpi, run_ranks, warm_environment
 
 
 def about(tmp_path, **options):
@@ -28,6 +28,35 @@ def about(tmp_path, **options):
 def test_a_warm_rank_has_all_that_a_cold_one_has_from_its_launcher(tmp_path):
     warm, cold = about(tmp_path), about(tmp_path, warm=False)
     assert warm == cold and warm["argv"] == ["one", "two words"] and warm["environ"]["SOME_VALUE"]
+
+
+def through_a_shell(tmp_path, setup, pool):
+    """What a rank that a shell has started says about itself, and how many warm ranks there were."""
+    (ranks := tmp_path / pool).mkdir()
+    env = warm_environment({"PYTHONPATH": str(ROOT)}, ranks)
+    env["RANK_POOL"] = env["RANK_POOL"] if pool == "warm" else f"{tmp_path}:{tmp_path}:{tmp_path}"
+    program = [str(find_mpi()[0]), str(PROGRAMS / "about_itself.py"), "one"]
+    command = ["sh", "-c", f'{setup} "$@"', "sh", *program]
+    told = json.loads(run_ranks(1, command, cwd=tmp_path, env=env).check().stdout)
+    told["environ"].pop("RANK_POOL", None)  # a warm rank's children are cold
+    return told, len(list(ranks.iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("setup", "num_warm"),
+    [
+        ("trap '' INT; ulimit -c 0; ulimit -n 500; umask 7; exec", 1),
+        ("export OMP_NUM_THREADS=2; exec", 0),
+        ("exec unshare --uts sh -c 'hostname another && exec \"$@\"' sh", 1),
+        ("exec unshare --net", 0),
+    ],
+    ids=["limits", "threads", "host name", "network"],
+)
+def test_a_rank_is_warm_however_it_was_started_unless_it_would_not_be_the_same(tmp_path, setup, num_warm):
+    if "unshare" in setup and os.geteuid() != 0:
+        pytest.skip("a namespace of its own needs root")
+    warm, cold = (through_a_shell(tmp_path, setup, pool) for pool in ("warm", "cold"))
+    assert warm == (cold[0], num_warm) and cold[1] == 0 and warm[0]["argv"] == ["one"]
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])

@@ -15,7 +15,7 @@ from tests.mpi.started import Started
 from tests.ranks import ROOT, find_mpi
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
-NUM_SAMPLES = 100 * 48
+NUM_SAMPLES = 20 * 48
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.mpi.cases import PROGRAMS, launch_program
 from tests.mpi.started import DEADLINE_S, Started
-from tests.ranks import ROOT, find_mpi
+from tests.ranks import ROOT, find_mpi, warm_environment
 
 ULFM = ("-n", "3", "--ft", "ulfm", "--max-restarts", "0")
 
@@ -62,6 +62,7 @@ def test_under_ulfm_a_death_before_the_first_step_is_told_in_a_sentence_and_trie
     command = [sys.executable, "-m", "mpitrain", "launch", "-n", "3", "--ft", "ulfm", "train"]
     command += [str(PROGRAMS / "dies_once.py"), "--quiet", "--run-dir", str(tmp_path / "run")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DIED": str(tmp_path / "died")}
+    env = warm_environment(env, tmp_path / "ranks")
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == 0, ended
     here = os.uname().nodename

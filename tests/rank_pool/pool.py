@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import subprocess
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
+AT_START = HERE.parent / "at_start"
 # What an interpreter or a library reads only while it starts: ranks that need it otherwise are started cold.
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "KMP_", "GOMP_")
 
@@ -23,19 +25,28 @@ class Pool:
 
     def __init__(self, python: Path, environ: Mapping[str, str]):
         self.python = python
-        self.environ = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+        left_out = ("PYTHONPATH", "RANK_POOL")
+        self.environ = {name: value for name, value in environ.items() if name not in left_out}
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.mkdtemp(prefix="pool-")
 
     def client(self, folder: str, argv: Sequence[str]) -> list[str]:
         """The command that runs `python *argv` in a warm process; the server names a file in `folder` after it."""
-        address = f"{self._folder}/socket"
+        return [str(self.python), "-I", "-S", str(HERE / "client.py"), self._address(), folder, *argv]
+
+    def variables(self, folder: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """`environ` with what makes the ranks warm that are started in it, however: see `at_start/`."""
+        path = os.pathsep.join(filter(None, [str(AT_START), environ.get("PYTHONPATH", "")]))
+        pool = os.pathsep.join([str(self.python.parent.parent), self._address(), folder])
+        return {**environ, "PYTHONPATH": path, "RANK_POOL": pool}
+
+    def _address(self) -> str:
+        """Of the server, which is there then."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._folder = tempfile.mkdtemp(prefix="pool-")
-            address = f"{self._folder}/socket"
-            self._process = self._start(address)
-        return [str(self.python), "-I", "-S", str(HERE / "client.py"), address, folder, *argv]
+            self._process = self._start(f"{self._folder}/socket")
+        return f"{self._folder}/socket"
 
     def _start(self, address: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(

@@ -10,16 +10,19 @@ its standard input closes: whoever started it has ended then, also by being kill
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
 import json
 import os
 import random
+import resource
 import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import types
 from typing import Any
@@ -40,6 +43,9 @@ PRELOADED = (
     "torch.nn.parallel",
 )
 _MOST_FILES = 250
+# A client may have a host name of its own, as on an emulated node; nothing else of where it lives can be taken over.
+_HOST_NAME, _SHARED = "uts", ("net", "mnt", "ipc", "pid", "user")
+_CLONE_NEWUTS = 0x04000000
 
 
 class _Rank:
@@ -83,6 +89,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
             client, _ = listener.accept()
             files: list[int] = []
             try:
+                asker = _asker(client)
                 request, files = _read(client)
                 pid = os.fork()
             except (
@@ -99,11 +106,12 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                     rank.close()
                 client.close()
                 listener.close()
-                _become(request, files)
+                _become(request, files, asker)
                 return request
             ranks.append(_Rank(pid, client))
-            with contextlib.suppress(OSError):  # the client has been killed meanwhile, or the launch is over
+            with contextlib.suppress(OSError):  # the launch is over
                 open(f"{request['folder']}/{pid}", "w").close()
+            with contextlib.suppress(OSError):  # the client has been killed meanwhile
                 client.sendall(b"%d\n" % pid)
             for number in files:
                 os.close(number)
@@ -113,6 +121,18 @@ def _forget_client(rank: _Rank) -> None:
     # its end is still waited for; a closed connection would be ready for ever
     rank.client.close()
     rank.client = socket.socket(socket.AF_UNIX)
+
+
+def _asker(client: socket.socket) -> int:
+    """The client's process number; OSError if it lives where no fork of this process can be."""
+    pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if any(_namespace(pid, kind) != _namespace(os.getpid(), kind) for kind in _SHARED):
+        raise OSError(f"process {pid} has namespaces of its own")
+    return int(pid)
+
+
+def _namespace(pid: int, kind: str) -> str:
+    return os.readlink(f"/proc/{pid}/ns/{kind}")
 
 
 def _read(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -126,9 +146,13 @@ def _read(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(b"".join(parts)), list(files)
 
 
-def _become(request: dict[str, Any], files: list[int]) -> None:
+def _become(request: dict[str, Any], files: list[int], asker: int) -> None:
     """Take over all that the client has from its launcher."""
     os.setsid()
+    if _namespace(asker, _HOST_NAME) != _namespace(os.getpid(), _HOST_NAME):
+        with open(f"/proc/{asker}/ns/{_HOST_NAME}") as host_name:
+            if ctypes.CDLL(None, use_errno=True).setns(host_name.fileno(), _CLONE_NEWUTS):
+                raise OSError(ctypes.get_errno(), "no host name of its own")
     # above every wanted number first, so that none is overwritten before it has been moved
     top = max([*files, *request["files"]]) + 1
     moved = []
@@ -144,6 +168,12 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.sched_setaffinity(0, request["cores"])
     os.environ.clear()
     os.environ.update(request["environ"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    for kind, *limits in request["limits"]:
+        if limits != list(resource.getrlimit(kind)):
+            resource.setrlimit(kind, (limits[0], limits[1]))
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     random.seed()
     sys.modules["numpy"].random.seed()
@@ -155,22 +185,23 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
 
 
 def run(argv: list[str]) -> None:
-    """What `python ARGV` does: a file, `-m module` or `-c text`, with its arguments."""
+    """What `python ARGV` does: a file, `-m module` or `-c text`, with its arguments; `-P` may come first."""
     path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    kind, rest = argv[0], argv[1:]
+    is_safe = argv[0] == "-P" or bool(os.environ.get("PYTHONSAFEPATH"))
+    kind, *rest = argv[1:] if argv[0] == "-P" else argv
     if kind == "-m":
-        sys.path[:0] = [os.getcwd(), *path]
+        sys.path[:0] = path if is_safe else [os.getcwd(), *path]
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
     main = types.ModuleType("__main__")
     if kind == "-c":
-        sys.path[:0] = ["", *path]
+        sys.path[:0] = path if is_safe else ["", *path]
         sys.argv = ["-c", *rest[1:]]
         code = compile(rest[0], "<string>", "exec")
     else:
-        sys.path[:0] = [os.path.dirname(os.path.abspath(kind)), *path]
-        sys.argv = argv
+        sys.path[:0] = path if is_safe else [os.path.dirname(os.path.abspath(kind)), *path]
+        sys.argv = [kind, *rest]
         main.__file__ = kind
         with open(kind, "rb") as source:
             code = compile(source.read(), kind, "exec", dont_inherit=True)

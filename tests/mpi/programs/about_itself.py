@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import signal
 import sys
 
 LAUNCHERS = ("PMIX", "OMPI", "PRTE")
@@ -16,6 +18,9 @@ print(
             "cwd": os.getcwd(),
             "path": sys.path,
             "mask": os.umask(0o27),
+            "limits": [resource.getrlimit(kind) for kind in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE)],
+            "interrupt": str(signal.getsignal(signal.SIGINT)),
+            "host": os.uname().nodename,
             "cores": sorted(os.sched_getaffinity(0)),
             "files": sorted(os.listdir("/proc/self/fd")),
             "environ": {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k != "_"},

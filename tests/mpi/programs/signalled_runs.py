@@ -22,6 +22,11 @@ signal.signal(
 )  # what mpirun hands on may come to a rank whose run is already over
 
 
+def mpirun():
+    """Its process number, by which Open MPI names a launch: a warm rank has another parent."""
+    return int(os.environ["PMIX_NAMESPACE"].split("@")[0].rpartition("-")[2])
+
+
 def signal_when_waiting(number, told):
     while not runtime.engine.arriving:  # in a collective, and somebody has not come there
         time.sleep(0.001)
@@ -39,7 +44,7 @@ def run(name, text, resume=None, victim=-1, how=""):
         if len(calls) == 7 and runtime.rank == victim and where == "waiting":
             threading.Thread(target=signal_when_waiting, args=(getattr(signal, number), told)).start()
         elif len(calls) == 7 and runtime.rank == victim:
-            os.kill(os.getppid() if where == "mpirun" else os.getpid(), getattr(signal, number))
+            os.kill(mpirun() if where == "mpirun" else os.getpid(), getattr(signal, number))
             while not signals.asked():  # mpirun hands it on when it gets a core
                 time.sleep(0.001)
         while len(calls) == 7 and runtime.rank == 0 and where == "waiting" and not told.exists():
