@@ -83,8 +83,32 @@ _VALIDATED = (
     Row(("localsgd(period=2)",), "the mean of the parameters of all workers"),
     Row(("decentralized()", 'decentralized(topology="ring")'), "the parameters of the first peer"),
 )
+_PIPELINE = "pipeline(microbatches=2)"
 
 FEATURES = (
+    Feature(
+        'precision="bfloat16"',
+        {"precision": "bfloat16"},
+        (
+            Row(
+                (*_ADDED.strategies, _PIPELINE, "async(push_every=2)"),
+                "forward pass, loss and metrics; parameters, gradients and what is sent stay float32 (between the "
+                "stages of a pipeline bfloat16 travels)",
+            ),
+        ),
+    ),
+    Feature(
+        'precision="float16"',
+        {"precision": "float16"},
+        (
+            Row(
+                (*_ADDED.strategies, _PIPELINE, "async(push_every=2)"),
+                "on a CPU, in this test and in virtual time: `bfloat16` needs no loss scale. On CUDA devices the loss "
+                "is scaled under all of them but `allreduce()` with a codec; this was not run on a GPU",
+                "scales the loss on a CUDA device",
+            ),
+        ),
+    ),
     Feature(
         "accumulate",
         {"accumulate": 3},
@@ -96,7 +120,7 @@ FEATURES = (
                 "pushes the sum over several batches already",
             ),
             Row(
-                ("pipeline(microbatches=2)",),
+                (_PIPELINE,),
                 "microbatches are that; multiply `batch_size` and `microbatches` by the same number",
                 "adds up the gradients of its microbatches",
             ),

@@ -38,6 +38,7 @@ METRICS_REDUCTION = "mean over batches"  # said in results, where a job has metr
 ON_NONFINITE = ("stop", "skip")
 CLIPPED = ("clip_norm", "clip_value")
 VALIDATED = ("validate_every", "keep_best", "patience")
+PRECISIONS = ("float32", "bfloat16", "float16")
 SLICES = ("column", "row", "gather")
 AUTO_WHERE = (
     "--resume auto goes on with the run in --run-dir, and none is given, so every start has a new one; say --run-dir "
@@ -97,6 +98,9 @@ class Job:
         accumulate: batches whose gradients a worker adds up, without communication in between, before a step or a push:
             the gradient is the mean over all their samples (or by the loss's own weights), as of one batch of
             `accumulate * batch_size` samples, and the memory that of one of `batch_size`.
+        precision: "bfloat16": model, loss and metrics are computed under torch's autocast; parameters, gradients, sums,
+            servers and the saved model stay float32. "float16" is for CUDA devices only: the loss is scaled, and a step
+            whose gradients overflow is computed again with half the scale.
         drop_last: leave an incomplete last batch of an epoch out, unless an epoch has no complete one.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is asked
@@ -144,6 +148,7 @@ class Job:
     clip_norm: float | None = None
     clip_value: float | None = None
     accumulate: int = 1
+    precision: str = "float32"
     drop_last: bool = False
     checkpoint_every: str = "auto"
     keep_checkpoints: int = 2
@@ -176,6 +181,7 @@ class Job:
                 "Job: "
                 f"on_nonfinite={self.on_nonfinite!r}{nearest(str(self.on_nonfinite), list(ON_NONFINITE))}"
             )
+        _check_precision("Job: precision", self.precision)
         if self.strategy is not None and not isinstance(self.strategy, Strategy):
             raise UsageError(
                 f"Job: strategy must be a value such as mpitrain.Async(servers=1), got {self.strategy!r}; a text is "
@@ -249,6 +255,11 @@ class Job:
                 raise UsageError(f"Job: tensor_plan {pattern!r}: {way!r}{nearest(str(way), list(SLICES))}")
 
 
+def _check_precision(name: str, value: Any) -> None:
+    if value not in PRECISIONS:
+        raise UsageError(f"{name}={value!r}{nearest(str(value), list(PRECISIONS))}")
+
+
 def _check_limit(name: str, value: Any, off: str) -> None:
     """Refuse what no gradient can be clipped to."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -305,6 +316,7 @@ class Overrides:
     clip_norm: float | None = None
     clip_value: float | None = None
     accumulate: int | None = None
+    precision: str | None = None
     seed: int | None = None
     run_dir: str | None = None
     synthetic: bool = False
@@ -353,6 +365,8 @@ class Overrides:
             raise UsageError(f"--lr must be finite and not negative, got {self.lr}")
         for key in CLIPPED:
             _check_limit(f"--{key.replace('_', '-')}", getattr(self, key), "left out for what the job says")
+        if self.precision is not None:
+            _check_precision("--precision", self.precision)
         if not 0 <= self.watchdog_s < float("inf"):
             raise UsageError(f"--watchdog-s must be finite and not negative, got {self.watchdog_s}")
         if self.heartbeat_s is not None and not 0 < self.heartbeat_s < float("inf"):
@@ -375,6 +389,7 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
             "epochs",
             "batch_size",
             "accumulate",
+            "precision",
             "seed",
             "checkpoint_every",
             "init",
@@ -403,9 +418,10 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
         changes |= {"data": job.synthetic, "validate": None, "target": {}, **unset}
     if overrides.target:
         changes["target"] = dict(read_option(text) for text in overrides.target)
-    changes["loss"] = Checked(unwrapped(job.loss), "loss")
+    precision = changes.get("precision", job.precision)
+    changes["loss"] = Checked(unwrapped(job.loss), "loss", precision)
     if job.metrics is not None:
-        changes["metrics"] = Checked(unwrapped(job.metrics), "metrics")
+        changes["metrics"] = Checked(unwrapped(job.metrics), "metrics", precision)
     return dataclasses.replace(job, **changes)
 
 

@@ -171,14 +171,8 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
     job.add_argument("--schedule", metavar="TEXT", help='factor on the rate, such as "gradual(epochs=5)"')
     job.add_argument("--epochs", type=positive, metavar="N", help="passes over the data")
     job.add_argument("--batch-size", type=positive, metavar="N", help="samples per worker and step")
-    job.add_argument(
-        "--accumulate",
-        type=positive,
-        metavar="K",
-        help="add up the gradients of K batches, without communication in between, before a step or a push",
-    )
     job.add_argument("--lr", type=rate, metavar="X", help="learning rate of every parameter group")
-    _add_clipping_options(job)
+    _add_step_options(job)
     job.add_argument(
         "--seed", type=natural, metavar="N", help="key of initial weights, data order and all draws"
     )
@@ -284,7 +278,20 @@ def _add_validation_options(job: Any) -> None:
     )
 
 
-def _add_clipping_options(job: Any) -> None:
+def _add_step_options(job: Any) -> None:
+    job.add_argument(
+        "--accumulate",
+        type=positive,
+        metavar="K",
+        help="add up the gradients of K batches, without communication in between, before a step or a push",
+    )
+    job.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16", "float16"),
+        metavar="P",
+        help="numbers that model and loss are computed in: float32, bfloat16, or float16 with loss scaling (on CUDA); "
+        "parameters, gradients and sums stay float32",
+    )
     job.add_argument(
         "--clip-norm",
         type=above_zero,
@@ -310,6 +317,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,
         accumulate=arguments.accumulate,
+        precision=arguments.precision,
         lr=arguments.lr,
         clip_norm=arguments.clip_norm,
         clip_value=arguments.clip_value,

@@ -177,6 +177,10 @@ class FlatModel:
                 self._place(shard, self.parameters[index], start, stop, at)
 
     @torch.no_grad()
+    def gradients(self) -> list[torch.Tensor]:
+        """What backward has left on the parameters."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
     def _place(self, shard: int, parameter: nn.Parameter, start: int, stop: int, at: int) -> None:
         home = self.wire_buffers[shard].body[at : at + stop - start]
         home.copy_(parameter.detach().reshape(-1)[start:stop])

@@ -26,6 +26,7 @@ from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_la
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
+from mpitrain.model.precision import LossScale, backward_scaled
 from mpitrain.model.worker_replica import Batch, Gradient, seed_step
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Turn
@@ -40,7 +41,8 @@ class PeerReplica:
         strategy: what is sent; number: of peers, rank: this one's.
         loss, fetch, prefetch, seed, measure, shared: as for `Replica`.
         schedule: factor on the rates, by samples of all peers; epoch_samples: in an epoch.
-        clipping: of this peer's gradients, before its optimizer's step; part_samples: as for `Replica`.
+        clipping: of this peer's gradients, before its optimizer's step; part_samples, loss_scale: as for
+            `Replica`.
 
     Raises:
         UsageError: a codec for parameters that are not float32, or that has a momentum beside the optimizer's.
@@ -63,11 +65,13 @@ class PeerReplica:
         epoch_samples: int = 0,
         clipping: Clipping = NO_CLIPPING,
         part_samples: int = 0,
+        loss_scale: LossScale | None = None,
     ):
         self.model, self.optimizer, self.strategy, self.rank = model, optimizer, strategy, rank
         self.loss, self.reader, self.seed = loss, LeaseReader(fetch, prefetch, part_samples), seed
         self.measure, self.shared = measure, shared
         self.schedule, self.epoch_samples, self.clipping = schedule, epoch_samples, clipping
+        self.loss_scale = loss_scale
         self._rates = Rates(optimizer)
         self._own_step = optimizer.step  # `wrap` lets the user's optimizer step the peers from here on
         self.encoder = self._make_encoder(number)
@@ -104,13 +108,18 @@ class PeerReplica:
         self.model.module.train()
         for parameter in self.model.parameters:
             parameter.grad = None
-        mean = backward_in_parts(
-            self.reader.read(lease),
-            lease.num_samples,
-            self._loss,
-            lambda part: seed_step(self.seed, self.rank, turn.step, part),
-            self.model.parameters,
-            turn.weight,
+        mean = backward_scaled(
+            self.loss_scale,
+            self.model.module,
+            lambda factor: backward_in_parts(
+                self.reader.read(lease),
+                lease.num_samples,
+                self._loss,
+                lambda part: seed_step(self.seed, self.rank, turn.step, part),
+                self.model.parameters,
+                turn.weight * factor,
+            ),
+            self.model.gradients,
         )
         self.clipping.clip_parameters(self.model.parameters)
         if self.schedule is not None and self.epoch_samples:
@@ -125,8 +134,7 @@ class PeerReplica:
 
     def collect(self, loss: float, num_samples: int) -> Gradient:
         """One step of the peer's optimizer with the gradients that backward left on the parameters."""
-        gradients = [p.grad for p in self.model.parameters if p.grad is not None]
-        finite = loss - loss == 0.0 and all_finite(gradients)
+        finite = loss - loss == 0.0 and all_finite(self.model.gradients())
         self._move(finite)
         return Gradient(loss, num_samples, finite, num_samples)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.model.loss import read_loss
+from mpitrain.model.precision import autocast
 
 BatchFunction = Callable[[Any, dict[str, torch.Tensor]], Any]
 
@@ -25,18 +26,20 @@ class Checked:
 
     Args:
         function: the job's own; name: the field of `Job` it stands in.
+        precision: in which torch computes what the function asks for, as in `Job`.
 
     Raises:
         UsageError: when called: the batch has no such array; the loss is no scalar (nor such a sum with its weight), or
             has no gradient; the metrics are no numbers by name.
     """
 
-    def __init__(self, function: BatchFunction, name: str):
-        self.function, self.name = function, name
+    def __init__(self, function: BatchFunction, name: str, precision: str = "float32"):
+        self.function, self.name, self.precision = function, name, precision
 
     def __call__(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
         try:
-            value = self.function(model, batch)
+            with autocast(self.precision, next(iter(batch.values())).device.type):
+                value = self.function(model, batch)
         except KeyError as error:
             raise _explained(error, self.name, batch) from None
         if self.name == "loss":

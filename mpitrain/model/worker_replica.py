@@ -20,6 +20,7 @@ from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.local_steps import LocalSteps
 from mpitrain.model.loss import BatchLoss, read_loss
+from mpitrain.model.precision import LossScale, backward_scaled
 from mpitrain.model.push_codec import PushCoder
 from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.model.server_steps import ServerSteps
@@ -60,6 +61,7 @@ class Replica:
         server_steps: the job's optimizer, where servers take its steps: its hooks act here, its options travel.
         clipping: of this worker's own gradients.
         part_samples: samples that are computed at once, where a lease is more than one batch; 0: a lease is one.
+        loss_scale: of losses that are computed in float16.
     """
 
     def __init__(
@@ -77,11 +79,12 @@ class Replica:
         server_steps: ServerSteps | None = None,
         clipping: Clipping = NO_CLIPPING,
         part_samples: int = 0,
+        loss_scale: LossScale | None = None,
     ):
         self.model, self.loss, self.reader = model, loss, LeaseReader(fetch, prefetch, part_samples)
         self.seed, self.worker, self.measure, self.shared = seed, worker, measure, shared
         self.local, self.coder, self.server_steps = local, coder, server_steps
-        self.clipping = clipping
+        self.clipping, self.loss_scale = clipping, loss_scale
         self._reader = ReplyReader(model.layout) if model.replies_coded else None
         self._finite = True  # all that the next push is made of
         self._stepped = False  # hooks have run before a step, and not yet after it
@@ -139,12 +142,18 @@ class Replica:
         self.model.module.train()
         for parameter in self.model.parameters:
             parameter.grad = None
-        mean = backward_in_parts(
-            self.reader.read(lease),
-            lease.num_samples,
-            self._loss,
-            lambda part: seed_step(self.seed, self.worker, step, part),
-            self.model.parameters,
+        mean = backward_scaled(
+            self.loss_scale,
+            self.model.module,
+            lambda factor: backward_in_parts(
+                self.reader.read(lease),
+                lease.num_samples,
+                self._loss,
+                lambda part: seed_step(self.seed, self.worker, step, part),
+                self.model.parameters,
+                factor,
+            ),
+            self.model.gradients,
         )
         self.clipping.clip_parameters(self.model.parameters)
         value = mean.value
@@ -161,8 +170,7 @@ class Replica:
 
     def _may_step(self, loss: float) -> bool:
         """Hooks of a step that is not taken do not run."""
-        gradients = [p.grad for p in self.model.parameters if p.grad is not None]
-        return loss - loss == 0.0 and all_finite(gradients)
+        return loss - loss == 0.0 and all_finite(self.model.gradients())
 
     def _after_step(self, broken_off: bool = False) -> None:
         """The hooks after the step before, once its answer is here."""

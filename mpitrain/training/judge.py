@@ -50,6 +50,7 @@ def judge(
         "seed": job.seed,
         "batch_size": job.batch_size,
         "accumulate": job.accumulate,
+        "precision": job.precision,
         "epochs": job.epochs,
         "options": dict(job.options),
         "inject": [str(one) for one in injections],

@@ -17,6 +17,7 @@ from torch import nn
 
 from mpitrain.job import Job
 from mpitrain.model.optimizer import set_learning_rate
+from mpitrain.model.precision import check_float32
 from mpitrain.model.user_code import check_made_optimizer, check_module
 from mpitrain.reporting.report import writing
 from mpitrain.system.atomic import durably_replaced
@@ -47,6 +48,7 @@ def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, 
     """The job's module and optimizer, made under the job's seed so that every rank gets the same."""
     torch.manual_seed(job.seed)
     module = check_module(job.model if isinstance(job.model, nn.Module) else job.model())
+    check_float32(module, job.precision)
     module = module.to(device)
     return module, build_optimizer(job, module, lr)
 

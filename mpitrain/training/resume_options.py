@@ -45,6 +45,7 @@ ON_RESUME = {
     "on_nonfinite": ACTS,
     "clip_norm": ACTS,
     "clip_value": ACTS,
+    "precision": ACTS,
     "accumulate": REFUSED,  # as batch_size, unless the two make as many samples as before
     "find_unused_parameters": ACTS,
     "drop_last": ACTS,

@@ -39,7 +39,7 @@ from mpitrain.training.fault_tolerance import level, survives, warning
 from mpitrain.training.fingerprint import contents_of, file_digest, options
 from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.open_run import open_run
-from mpitrain.training.validate import validate_run
+from mpitrain.training.validate import check_precision, validate_run
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -169,6 +169,8 @@ def prepare(
     Raises:
         AgreedError: something is wrong on some rank; rank 0 has reported it.
     """
+    import torch
+
     started_s = time.monotonic()
     job = attempt(runtime, lambda: apply_overrides(make_job(), overrides))
     strategy = job.strategy
@@ -178,6 +180,7 @@ def prepare(
     assert strategy is not None  # `apply_overrides` has found one
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
     attempt(runtime, lambda: validate_run(job, overrides, len(roles.workers)))
+    attempt(runtime, lambda: check_precision(job, on_cuda=torch.cuda.is_available()))
     runtime.role = roles.of(runtime.rank)
     catalogue = _scan(runtime, job.data)
     validation = None if job.validate is None else _scan(runtime, job.validate)

@@ -50,6 +50,7 @@ def validate_simulation(job: Job, overrides: Overrides) -> None:
     _check_pushes(job, overrides)
     _check_clipping(job)
     _check_accumulation(job)
+    check_precision(job, on_cuda=False)
     _check_patience(job)
     if read_validation_policy(job.validate_every).seconds:
         raise UsageError(
@@ -77,6 +78,22 @@ def _check_accumulation(job: Job) -> None:
         raise UsageError(f"{job.strategy}: accumulate={job.accumulate}: {why_not}")
     if isinstance(job.strategy, AllReduce) and job.find_unused_parameters:
         raise UsageError(UNUSED_IN_PARTS)
+
+
+def check_precision(job: Job, on_cuda: bool) -> None:
+    """Raise `UsageError` where a rank cannot compute in the job's precision."""
+    if job.precision != "float16":
+        return
+    if not on_cuda:
+        raise UsageError(
+            'precision="float16" (--precision) scales the loss on a CUDA device, and this run computes on a CPU: use '
+            '"bfloat16", which needs no scale'
+        )
+    if isinstance(job.strategy, AllReduce) and not job.strategy.codec.is_none:
+        raise UsageError(
+            f'{job.strategy}: a codec keeps what it does not send, and with precision="float16" that would be of '
+            'gradients that have overflowed: use "bfloat16"'
+        )
 
 
 def _check_pushes(job: Job, overrides: Overrides) -> None:

@@ -86,6 +86,17 @@ def character_job(directory):
     )
 
 
+def small_character_job(directory, **changes):
+    """jobs/charnn.py in float32 with two narrow layers."""
+    layer = load_job(str(ROOT / "jobs" / "charnn.py")).model.__globals__["Recurrent"]
+
+    def model():
+        layers = [layer(64, 64, batch_first=True) for _ in range(2)]
+        return nn.Sequential(nn.Embedding(128, 64), *layers, nn.Linear(64, 128))
+
+    return dataclasses.replace(character_job(directory), model=model, epochs=3, batch_size=8, **changes)
+
+
 def pack_some_topics(directory):
     arrays = {name: array[:330] for name, array in load_source("topics").items()}
     pack(arrays, Path(directory) / "topics", PackOptions(0.2, None, None, 0), "topics")

@@ -339,6 +339,8 @@ CASES = [
         )
         for family in (ALL, "sync()", "decentralized()", "sharded()")
     ),
+    Case("precision", ALL, "precision='bfloat16'", acts=moved),
+    Case("precision", "sync()", options="precision='bfloat16'", acts=moved),
     Case("servers", "sync(servers=2)", base=("sync(servers=1)",), acts=finished),
     Case("workers", "async(servers=1)", base=("async(servers=2)",), acts=finished),
 ]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mpitrain.job import Job
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
+from mpitrain.model.precision import loss_scale
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import Report
@@ -63,7 +64,7 @@ class PeerBuilder:
         return PeerReplica(
             model, optimizer, self.strategy, self.number, rank, job.loss if job else brought_by_loop, fetch,
             prefetch, job.seed if job else 0, measure, shared, job.schedule if job else None, self.epoch_samples,
-            clipping_of(job), job.part_samples if job else 0,
+            clipping_of(job), job.part_samples if job else 0, loss_scale(job.precision) if job else None,
         )  # fmt: skip
 
     def partition(self, rank: int) -> PeerPartition | Endless:

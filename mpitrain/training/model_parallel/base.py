@@ -224,6 +224,12 @@ class SplitRun(Stepper):
         self._norm = math.sqrt(squares)
         return loss, bad == 0.0
 
+    def is_finite(self, gradients: list[torch.Tensor]) -> bool:
+        """As `Stepper.is_finite`; ranks see different gradients."""
+        overflown = torch.tensor([0.0 if all_finite(gradients) else 1.0])
+        dist.all_reduce(overflown)
+        return not overflown
+
     def num_copies(self, gradient: torch.Tensor) -> int:
         """How many ranks hold what this rank holds of a gradient."""
         return self.num_replicas

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from mpitrain.data.format.catalogue import OFFSETS
 from mpitrain.errors import UsageError
 from mpitrain.model.pipeline_stages import Stage, keep_only, split_stages
+from mpitrain.model.precision import autocast_forward
 from mpitrain.model.step_hooks import check_whole
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.reporting.targets import LOSS
@@ -101,6 +102,7 @@ class PipelineRun(SplitRun):
         self.stage, self.owners, self.untouched, self.sizes = stage, owners, untouched, sizes
         self.module = stage.module.to(device)
         self.use(optimizer)
+        autocast_forward(self.module, session.job.precision, device.type)
         mesh = device_mesh(grid, device)
         self.forwarder = StageForward(self.module, mesh.get_group("part"), device)
         self.model: Any = self.module
@@ -120,6 +122,7 @@ class PipelineRun(SplitRun):
         job, engine = self.session.job, self.session.runtime.engine
         num_microbatches = self.strategy.microbatches if share == job.batch_size else 1
         self.module.train()
+        weight *= self.loss_factor
         self.weight = weight
         if self.last:
             assert batch is not None

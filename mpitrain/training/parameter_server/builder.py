@@ -26,6 +26,7 @@ from mpitrain.model import (
     server_steps,
     shard_store,
 )
+from mpitrain.model.precision import loss_scale
 from mpitrain.roles import FaultTolerantServer, SaveRequest, SavingServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.protocols import CheckpointWriter, Report
@@ -145,6 +146,7 @@ class RoleBuilder:
             server_steps=server_steps(self.model, optimizer, self.strategy),
             clipping=clipping_of(self.job, not self.strategy.clips_mean),
             part_samples=self._part_samples,
+            loss_scale=loss_scale(self.job.precision) if self.job else None,
         )
 
     def worker(

@@ -30,6 +30,7 @@ from mpitrain.model.accumulation import MeanLoss, scale_gradients
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
+from mpitrain.model.precision import backward_scaled, loss_scale
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
@@ -73,6 +74,7 @@ class Stepper:
         self.step = self.samples = self.nonfinite = 0
         self.compute_s, self.failure = 0.0, ""
         self._part, self._waited_s = 0, 0.0
+        self.loss_scale, self.loss_factor = loss_scale(job.precision), 1.0
         self.clipping = clipping_of(job)
         self.before_forward: Callable[[], None] = _nothing
         self.before_update: Callable[[], None] = _nothing
@@ -96,9 +98,28 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         began_s, waited_s = time.monotonic(), self._waited_s
         self.before_forward()
-        value = self.backward(itertools.chain([first], arriving), share, share * self.num_replicas / count)
+        value = self._backward_scaled(
+            itertools.chain([first], arriving), share, share * self.num_replicas / count
+        )
         self.compute_s += time.monotonic() - began_s - (self._waited_s - waited_s)
         return value
+
+    def _backward_scaled(self, parts: Parts, share: int, weight: float) -> float:
+        """`backward`, done again with a smaller scale where float16 overflows."""
+        if self.loss_scale is None:
+            return self.backward(parts, share, weight)
+        kept = list(parts)
+
+        def backward(factor: float) -> float:
+            self.loss_factor, self._part = factor, 0
+            self.seed()
+            return self.backward(kept, share, weight)
+
+        return backward_scaled(self.loss_scale, self.module, backward, self.gradients, self.is_finite)
+
+    def is_finite(self, gradients: list[torch.Tensor]) -> bool:
+        """Whether the gradients under a loss scale are finite; the same on all ranks that exchange them."""
+        return all_finite(gradients)
 
     def _awaited(self, parts: Iterator[tuple[Batch | None, int]]) -> Iterator[tuple[Batch | None, int]]:
         """The same, with what is waited for them counted."""
@@ -160,6 +181,7 @@ class Stepper:
 
     def _go_back(self, loss: torch.Tensor, factor: float, value: float) -> None:
         """The backward pass of `factor` times the loss of a batch, whose mean is `value`."""
+        factor *= self.loss_factor
         if value - value != 0.0:
             factor = float("nan")  # poisons the reduced gradient, so that every rank sees it
         added_up = self._addresses() if self._part and self.parallel is not None else {}
