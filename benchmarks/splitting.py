@@ -26,8 +26,8 @@ import torch
 from common import machine, make_parser, median_ratio, table, write_row
 
 import mpitrain as mt
-from mpitrain.job import load_job
 from mpitrain.mpi.runtime import start
+from mpitrain.training.job_file import load_job
 
 JOB = str(Path(__file__).resolve().parents[1] / "jobs" / "charnn.py")
 BATCH = 32

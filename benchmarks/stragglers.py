@@ -44,11 +44,11 @@ import mpitrain as mt
 from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
 from mpitrain.inject import Straggler, read
-from mpitrain.job import load_job
 from mpitrain.mpi.runtime import start
 from mpitrain.reporting.report import NullReport
 from mpitrain.reporting.targets import read_target
 from mpitrain.strategies.sampling.dealer import share_out
+from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import Meter, build, num_warmup
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.validation import make_measure

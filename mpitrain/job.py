@@ -1,4 +1,4 @@
-"""What is to be trained: a job is one frozen value, and a job file is Python that ends in a `job`.
+"""What is to be trained: a job is one frozen value.
 
 Invariants: a job knows nothing of ranks or MPI. Command-line options override its fields by making
 another job, never in place.
@@ -9,16 +9,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-import runpy
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain import inject as injection
 from mpitrain.errors import UsageError
-from mpitrain.options import check_value, reading
+from mpitrain.options import check_value
 from mpitrain.reporting.listeners import check_callbacks, read_logs
 from mpitrain.reporting.targets import LOSS, Choice, check_targets, option_text, read_choice, read_option
 from mpitrain.strategies.allreduce import AllReduce
@@ -423,69 +419,3 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
     if job.metrics is not None:
         changes["metrics"] = Checked(unwrapped(job.metrics), "metrics", precision)
     return dataclasses.replace(job, **changes)
-
-
-def _explain_fields(path: str, error: TypeError) -> str:
-    """What is wrong with the arguments of a `Job(...)` in the job file at `path`."""
-    known = [field.name for field in dataclasses.fields(Job)]
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    text = str(error).removeprefix("Job.__init__() ")
-    unknown = text.split("'")[1] if text.startswith("got an unexpected keyword argument") else ""
-    reason = f"Job has no field {unknown!r}{nearest(unknown, known)}" if unknown else f"Job(...) {text}"
-    return f"{path}, line {lines[-1] if lines else '?'}: {reason}"
-
-
-def load_job(path: str, settings: Sequence[str] = ()) -> Job:
-    """Run a job file and return its `job`.
-
-    Args:
-        settings: values for what the file declares with `Options`, as texts such as "model.hidden=256".
-
-    Raises:
-        UsageError: no such file, it does not define `job = mpitrain.Job(...)`, or it declares no such parameter, or one
-            of another type.
-    """
-    with reading(path, settings) as declared:
-        job = _run_file(path)
-    if job.options:
-        raise UsageError(
-            f"{path}: Job: options is entered from what the file declares with mpitrain.Options(...)"
-        )
-    return dataclasses.replace(job, options=dict(declared))
-
-
-def _run_file(path: str) -> Job:
-    file = Path(path)
-    if not file.is_file():
-        raise UsageError(f"no job file {path!r} (looked in {Path.cwd()})")
-    sys.path.insert(0, str(file.resolve().parent))
-    try:
-        names = runpy.run_path(str(file), run_name="mpitrain_job")
-    except SyntaxError as error:
-        where = f"{error.filename}, line {error.lineno}"
-        raise UsageError(f"{where}: {error.msg}: {(error.text or '').strip()}") from None
-    except TypeError as error:
-        if "Job.__init__() " not in str(error):
-            raise
-        raise UsageError(_explain_fields(str(file), error)) from None
-    except ModuleNotFoundError as error:
-        frames = [
-            one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")
-        ]
-        if frames[-1].filename != str(file):
-            raise
-        raise UsageError(
-            f"{file}, line {frames[-1].lineno}: {error.msg}; install it beside mpitrain, or correct the name"
-        ) from None
-    except SystemExit as end:
-        raise UsageError(f"{file} exits ({end.code!r}) before it has defined its `job`") from None
-    finally:
-        sys.path.pop(0)
-    job = names.get("job")
-    if not isinstance(job, Job):
-        found = "no 'job'" if job is None else f"'job' is {type(job).__name__}"
-        raise UsageError(
-            f"{path}: {found}; a job file ends in `job = mpitrain.Job(model=..., loss=..., "
-            "optimizer=..., data=...)`"
-        )
-    return job if job.name else dataclasses.replace(job, name=file.stem)

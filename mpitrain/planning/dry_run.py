@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.errors import EXIT_OK, UsageError, printable
-from mpitrain.job import Job, Overrides, apply_overrides, load_job
+from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.planning.codecs import describe_allreduce_codec, describe_server_codecs, message_sizes
 from mpitrain.planning.serverless import describe_decentralized, describe_local_sgd
 from mpitrain.planning.units import size_text
@@ -24,6 +24,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles, allot, assign
+from mpitrain.training.job_file import load_job
 
 if TYPE_CHECKING:
     from torch import nn

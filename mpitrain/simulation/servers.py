@@ -18,7 +18,7 @@ import torch
 from mpitrain.effects import Role
 from mpitrain.errors import UsageError
 from mpitrain.inject import SILENT
-from mpitrain.job import Job, Overrides, apply_overrides, load_job
+from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.model import Replica, check_optimizer, flat_model
 from mpitrain.options import settings_of
 from mpitrain.reporting.report import NullReport
@@ -32,6 +32,7 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
+from mpitrain.training.job_file import load_job
 from mpitrain.training.judge import NOBODY_LEFT
 from mpitrain.training.measure import MODEL_FILE, build_optimizer, same_model
 from mpitrain.training.parameter_server.builder import RoleBuilder

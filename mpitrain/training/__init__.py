@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import AgreedError
-from mpitrain.job import Job, Overrides, load_job
+from mpitrain.job import Job, Overrides
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.decentralized import Decentralized
@@ -17,6 +17,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
+from mpitrain.training.job_file import load_job
 
 if TYPE_CHECKING:
     from mpitrain.training.session import Session

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from mpitrain.errors import EXIT_ERROR, EXIT_REQUEUE, UsageError
-from mpitrain.job import Job, load_job
+from mpitrain.job import Job
 from mpitrain.model.user_code import check_module
 from mpitrain.options import settings_of
 from mpitrain.system.run_directory import RUN_FILE, read_json
 from mpitrain.training.best_model import BEST_MODEL_FILE
 from mpitrain.training.fingerprint import file_digest
 from mpitrain.training.initial_weights import load_weights, read_weights
+from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import MODEL_FILE
 from mpitrain.values import nearest
 

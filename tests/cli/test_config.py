@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import mpitrain as mt
 from mpitrain.cli import main as cli
 from mpitrain.errors import UsageError
-from mpitrain.job import load_job
+from mpitrain.training.job_file import load_job
 
 JOB = """
 import mpitrain as mt

@@ -11,9 +11,9 @@ from torch import nn
 import mpitrain as mt
 from mpitrain.data.sources import load_source
 from mpitrain.data.write.pack import PackOptions, pack
-from mpitrain.job import load_job
 from mpitrain.model.loss import read_loss
 from mpitrain.model.worker_replica import seed_step
+from mpitrain.training.job_file import load_job
 from tests import toy
 
 ROOT = Path(__file__).resolve().parents[2]

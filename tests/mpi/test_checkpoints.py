@@ -10,9 +10,9 @@ import pytest
 
 from mpitrain import Sync, simulate
 from mpitrain.checkpoint.parts import FOLDER, _digest, folder_of, newest, write_part
-from mpitrain.job import load_job
 from mpitrain.system.run_directory import Identity
 from mpitrain.system.run_lock import RunLock
+from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import same_model
 from tests.mpi.cases import PROGRAMS, call, launch_calls, launch_program
 from tests.ranks import warm_environment

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from mpitrain import Sync, simulate
-from mpitrain.job import load_job
+from mpitrain.training.job_file import load_job
 from tests.ranks import ROOT, find_mpi
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from mpitrain.errors import AgreedError
-from mpitrain.job import load_job
 from mpitrain.mpi.runtime import start
+from mpitrain.training.job_file import load_job
 from tests.mpi.start_files import STRATEGIES
 
 runtime = start()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import mpitrain as mt
-from mpitrain.job import load_job
 from mpitrain.mpi.runtime import start
+from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
 
 runtime = start()
