@@ -29,6 +29,7 @@ _home = {
     "PackOptions": "mpitrain.data.write.plan",
     "pack": "mpitrain.data.write.pack",
     "load": "mpitrain.training.trained_model",
+    "predict": "mpitrain.training.predict",
     "simulate": "mpitrain.simulation.servers",
     "train": "mpitrain.training",
     "finish": "mpitrain.wrapping.loop",

@@ -46,12 +46,14 @@ CALLED = {
     "loss": ("model", "batch"),
     "optimizer": ("parameters",),
     "metrics": ("model", "batch"),
+    "predict": ("model", "batch"),
 }
 EXAMPLES = {
     "model": "lambda: Net(width=8)",
     "loss": 'lambda model, batch: cross_entropy(model(batch["x"]), batch["y"])',
     "optimizer": "lambda parameters: SGD(parameters, lr=0.1)",
     "metrics": 'lambda model, batch: {"accuracy": accuracy(model(batch["x"]), batch["y"])}',
+    "predict": 'lambda model, batch: model(batch["x"])',
 }
 
 
@@ -71,6 +73,8 @@ class Job:
         metrics: `metrics(model, batch) -> {name: mean over the batch}`; the loss is always measured. What is reported
             is the mean over batches of at least 256 samples, by their samples: right for what is a mean over samples,
             such as accuracy, and not the whole set's value of an AUC, an F1 or a correlation.
+        predict: `predict(model, batch) -> tensor`, or tensors by name, with a row for each sample: what `mpitrain
+            predict` writes; None: what the model returns for the array `x`, or for the only one.
         epochs: passes over the data; batch_size: samples per worker and step.
         strategy: how workers agree; `AllReduce()` if None.
         schedule: factor on the learning rate by progress in samples, such as `Gradual(epochs=5)`; None is
@@ -131,6 +135,7 @@ class Job:
     data: Source
     validate: Source | None = None
     metrics: Callable[[Any, dict[str, torch.Tensor]], Mapping[str, Any]] | None = None
+    predict: Callable[[Any, dict[str, torch.Tensor]], Any] | None = None
     epochs: int = 1
     batch_size: int = 32
     strategy: Strategy | None = None
@@ -269,7 +274,7 @@ def _check_function(key: str, function: Any, arguments: tuple[str, ...]) -> None
     """Refuse what cannot be called as a job's function of this name is."""
     if key == "model" and hasattr(function, "named_parameters") and not isinstance(function, type):
         return  # the module itself
-    if key == "metrics" and function is None:
+    if key in ("metrics", "predict") and function is None:
         return
     example = EXAMPLES[key]
     if not callable(function):

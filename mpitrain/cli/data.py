@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from mpitrain.cli.parser import natural, positive
-from mpitrain.errors import EXIT_OK, AgreedError, UsageError, printable
-from mpitrain.system.launch_variables import is_rank, launched_rank, launched_size
+from mpitrain.cli.ranks import with_ranks
+from mpitrain.errors import EXIT_OK, printable
+from mpitrain.system.launch_variables import launched_rank
 
 _DESCRIPTION = """\
 Make HDF5 shards from samples, and show what shards hold."""
@@ -206,32 +206,7 @@ def _size(text: str) -> tuple[int, int]:
 
 def run_pack(arguments: argparse.Namespace) -> int:
     """Pack, alone or with the other ranks of the launch; rank 0 prints one line for each kind of shard."""
-    return _with_ranks(_pack, arguments)
-
-
-def _with_ranks(work: Callable[[argparse.Namespace, Any], int], arguments: argparse.Namespace) -> int:
-    """`work(arguments, ranks)` on every rank of the launch, or alone where there is none; MPI is started only if."""
-    if not is_rank() or launched_size() == 1:
-        from mpitrain.data.write.ranks import ALONE
-
-        return work(arguments, ALONE)
-    from mpitrain.mpi.runtime import start
-
-    runtime = start()
-    try:
-        if runtime.size == 1 < (launched_size() or 1):  # all of them would write the same files
-            raise UsageError(
-                f"MPI knows one rank and the launcher {launched_size()}: it belongs to another MPI; use"
-                " `mpitrain launch`, which finds the right one"
-            )
-        code = work(arguments, runtime)
-    except AgreedError as error:
-        code = error.exit_code
-    except BaseException as error:
-        runtime.end_job(error)
-    runtime.exit_code = code
-    runtime.finish()
-    return code
+    return with_ranks(_pack, arguments)
 
 
 def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
@@ -291,7 +266,7 @@ def run_stage(arguments: argparse.Namespace) -> int:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Check, alone or with the other ranks; what is wrong is one error that names every place."""
-    return _with_ranks(_check, arguments)
+    return with_ranks(_check, arguments)
 
 
 def _check(arguments: argparse.Namespace, ranks: Any) -> int:

@@ -27,8 +27,8 @@ a Slurm allocation, else the mpirun installed beside it, else the one on the
 PATH. `mpirun -n N mpitrain train ...` by hand does the same."""
 
 _EPILOG = """\
-COMMAND is `train ...`, `data pack ...`, `env`, or a script (`script.py ...`).
-Options of launch come before it, options of the command after it.
+COMMAND is `train ...`, `predict ...`, `data pack ...`, `env`, or a script
+(`script.py ...`). Options of launch come before it, those of the command after.
 
 Ctrl-C ends the ranks (exit code 130). SIGTERM and SIGUSR1 ask `train` for a
 checkpoint, then end it (75); a second SIGTERM ends it at once (143). Nothing is
@@ -41,7 +41,7 @@ examples:
   mpitrain launch -n 8 --host-args "--hostfile hosts" train jobs/digits.py
   mpitrain launch -n 4 --dry-run train jobs/digits.py      print the command"""
 
-_RANKED = ("train", "env", "data")
+_RANKED = ("train", "predict", "data", "env")
 _ALONE = ("simulate", "data stage", "data info")
 
 
@@ -266,8 +266,8 @@ def _program(words: list[str]) -> list[str]:
             raise UsageError(f"no script {first!r} (looked in {Path.cwd()})")
         return [sys.executable, *words]
     raise UsageError(
-        f"cannot launch {first!r}{did_you_mean(first, _RANKED)}; launch takes train, data pack, data check, env or"
-        " a script.py"
+        f"cannot launch {first!r}{did_you_mean(first, _RANKED)}; launch takes train, predict, data pack, data check, "
+        "env or a script.py"
     )
 
 

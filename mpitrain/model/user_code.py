@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.errors import UsageError
 from mpitrain.model.loss import read_loss
 from mpitrain.model.precision import autocast
@@ -30,7 +31,7 @@ class Checked:
 
     Raises:
         UsageError: when called: the batch has no such array; the loss is no scalar (nor such a sum with its weight), or
-            has no gradient; the metrics are no numbers by name.
+            has no gradient; the metrics are no numbers by name; what is predicted has not a row for each sample.
     """
 
     def __init__(self, function: BatchFunction, name: str, precision: str = "float32"):
@@ -44,6 +45,8 @@ class Checked:
             raise _explained(error, self.name, batch) from None
         if self.name == "loss":
             _check_loss(value)
+        elif self.name == "predict":
+            _check_predictions(value, num_samples_in(batch))
         else:
             _check_metrics(value)
         return value
@@ -83,6 +86,23 @@ def _check_loss(returned: Any) -> None:
             "Job: the loss does not depend on any parameter that is trained; compute it from model(...), without "
             ".detach() or torch.no_grad()"
         )
+
+
+def _check_predictions(returned: Any, num_samples: int) -> None:
+    named = returned if isinstance(returned, Mapping) else {"": returned}
+    for name, value in named.items():
+        what = f"Job: predict[{name!r}]" if name else "Job: predict"
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{what} must be a tensor with a row for each sample, or a dict of such, got {type(value).__name__}"
+            )
+        if value.dim() == 0 or len(value) != num_samples:
+            raise UsageError(
+                f"{what} must have a row for each of the batch's {num_samples} samples, got a tensor of shape "
+                f"{tuple(value.shape)}"
+            )
+    if not named:
+        raise UsageError("Job: predict has returned no tensor")
 
 
 def _check_metrics(returned: Any) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
-
-if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
-
+from typing import Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
 
-def attempt(runtime: Runtime, action: Callable[[], T]) -> T:
+class Agreeing(Protocol):
+    """All ranks, such as `mpitrain.mpi.runtime.Runtime` has them."""
+
+    def agree(self, error: Exception | None) -> None: ...
+
+
+def attempt(runtime: Agreeing, action: Callable[[], T]) -> T:
     """Do `action` on this rank and return its result; if it failed on any rank, all leave together."""
     error, value = None, None
     try:

@@ -33,6 +33,7 @@ ON_RESUME = {
     "data": REFUSED,  # other samples; the same samples in another place act
     "validate": ACTS,
     "metrics": ACTS,
+    "predict": ACTS,  # on the trained model
     "epochs": ACTS,
     "batch_size": REFUSED,  # within an epoch; between two epochs it acts
     "strategy": CONVERTED,  # of the same family, unless a codec's residual would be lost

@@ -43,6 +43,13 @@ def load(run_dir: str | Path, job: Job | str | Path | None = None, which: str = 
         UsageError: there is no run, it is not finished or has failed, its job file is gone or has changed, or the
             weights do not fit the job's model. The message says what to do.
     """
+    return load_with_job(run_dir, job, which)[1]
+
+
+def load_with_job(
+    run_dir: str | Path, job: Job | str | Path | None = None, which: str = "last"
+) -> tuple[Job, nn.Module]:
+    """The job besides the module; all else is as with `load`."""
     if which not in FILES:
         raise UsageError(f"mpitrain.load: which={which!r}{nearest(which, list(FILES))}")
     folder = Path(run_dir)
@@ -56,16 +63,17 @@ def load(run_dir: str | Path, job: Job | str | Path | None = None, which: str = 
     _check_finished(folder, result)
     if which != "last" and not weights.is_file():
         raise UsageError(f"the run in {folder} has kept no {which} model: {KEPT_BY[which]}")
-    made_by = (
-        job if isinstance(job, Job) else _job_of(folder, run or {}) if job is None else load_job(str(job))
-    )
+    settings = settings_of((run or {}).get("options", {}))
+    if job is None:
+        job = _job_file(folder, run or {})
+    made_by = job if isinstance(job, Job) else load_job(str(job), settings)
     module = _make(made_by)
     if misfit := load_weights(module, read_weights(weights, "the model"), partial=False):
         raise UsageError(
             f"the weights in {weights} do not fit the model of job {made_by.name or '?'}: {misfit}; pass "
             "the job that the run has trained: mpitrain.load(run_dir, job=...)"
         )
-    return module.eval()
+    return made_by, module.eval()
 
 
 def _make(job: Job) -> nn.Module:
@@ -90,8 +98,8 @@ def _check_finished(folder: Path, result: dict[str, Any] | None) -> None:
         )
 
 
-def _job_of(folder: Path, run: dict[str, Any]) -> Job:
-    """The job of the file from which the run was started."""
+def _job_file(folder: Path, run: dict[str, Any]) -> Path:
+    """The file from which the run was started."""
     path = run.get("job_file")
     if not path:
         raise UsageError(
@@ -108,4 +116,4 @@ def _job_of(folder: Path, run: dict[str, Any]) -> Job:
             f"{file} has changed since the run in {folder} was started, and its model may be another; if it is still "
             f'the same, pass the file itself: mpitrain.load(run_dir, job="{file}")'
         )
-    return load_job(str(file), settings_of(run.get("options", {})))
+    return file

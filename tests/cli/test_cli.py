@@ -21,6 +21,7 @@ COMMANDS = [
     ["launch"],
     ["train"],
     ["simulate"],
+    ["predict"],
     ["data"],
     ["data", "pack"],
     ["data", "check"],
@@ -147,9 +148,9 @@ def test_version_is_the_packages() -> None:
     [
         (
             ["trian"],
-            "no 'trian' among launch, train, simulate, data, slurm, doctor, env; did you mean 'train'?",
+            "no 'trian' among launch, train, simulate, predict, data, slurm, doctor, env; did you mean 'train'?",
         ),
-        (["bench"], "no 'bench' among launch, train, simulate, data, slurm, doctor, env\n"),
+        (["bench"], "no 'bench' among launch, train, simulate, predict, data, slurm, doctor, env\n"),
         (
             ["train", "x.py", "--epoch", "3"],
             "mpitrain train: error: unknown option '--epoch'; did you mean '--epochs'?",

@@ -100,6 +100,7 @@ CASES = [
         "validate=toy.Memory(), metrics=lambda m, b: {'one': 1.0}",
         acts=lambda run, plain: run["result"]["one"] == 1.0,
     ),
+    Case("predict", ALL, "predict=lambda m, b: m(b['x'])", acts=finished),
     Case("epochs", ALL, "epochs=3", acts=lambda run, plain: run["result"]["samples"] == 3 * SAMPLES),
     Case("epochs", "async()", "epochs=3", acts=lambda run, plain: run["result"]["samples"] == 3 * SAMPLES),
     *(

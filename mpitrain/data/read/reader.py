@@ -75,10 +75,11 @@ class Reader:
             self._ahead.follow(())  # what was wanted until here may not be wanted any more
         self._ahead.expect((epoch, start, count), *order.locate(start, count))
 
-    def sequential(self, batch_size: int) -> Iterator[Batch]:
-        """All samples once in the order of the files; the last batch may be smaller. For validation."""
-        total = self.order.num_samples
-        runs = [(None, start, min(batch_size, total - start)) for start in range(0, total, batch_size)]
+    def sequential(self, batch_size: int, first: int = 0, end: int | None = None) -> Iterator[Batch]:
+        """The samples from `first` up to `end` (all of them) once in the order of the files; the last batch may be
+        smaller. For validation."""
+        total = self.order.num_samples if end is None else end
+        runs = [(None, start, min(batch_size, total - start)) for start in range(first, total, batch_size)]
         for run, following in zip(runs, [*runs[1:], None]):
             batch = self._take(run)
             if following is not None:

@@ -17,6 +17,9 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def local_rank(self) -> int: ...
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank."""
         ...
@@ -31,7 +34,7 @@ class Ranks(Protocol):
 
 
 class _Alone:
-    rank, size = 0, 1
+    rank, size, local_rank = 0, 1, 0
 
     def broadcast(self, value: Any) -> Any:
         return value

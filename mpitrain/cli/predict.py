@@ -1,0 +1,80 @@
+"""`mpitrain predict`: what a trained model says of the samples of a set."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mpitrain.cli.parser import positive
+from mpitrain.cli.ranks import with_ranks
+from mpitrain.errors import EXIT_OK, printable
+
+_DESCRIPTION = """\
+Apply the model of a finished run to every sample of a set of shards, alone or
+with the other ranks of a launch, and write one HDF5 file. Row i belongs to
+sample i in the order of the shards. The job's predict function says what is
+computed; without one it is what the model returns for the array x."""
+
+_EPILOG = """\
+examples:
+  mpitrain predict runs/mine "data/mine/validate-*.h5" -o predictions.h5
+  mpitrain launch -n 8 predict runs/mine data/new -o predictions.h5"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `predict` to the command's subparsers."""
+    parser = commands.add_parser(
+        "predict", help="apply a trained model", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="of the finished run")
+    parser.add_argument("data", metavar="DATA", help="shards: a file, a folder, or a pattern in quotes")
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="the HDF5 file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    parser.add_argument(
+        "--job", metavar="JOB", help="job file, where the run's own has moved or does not say what to predict"
+    )
+    parser.add_argument(
+        "--which",
+        default="last",
+        metavar="NAME",
+        help="which of the run's models: last (the default) or best",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help="samples that are computed at once (default: the job's, and at least 256)",
+    )
+    parser.set_defaults(run=run_predict)
+
+
+def run_predict(arguments: argparse.Namespace) -> int:
+    """Predict; rank 0 prints what the file holds."""
+    return with_ranks(_predict, arguments)
+
+
+def _predict(arguments: argparse.Namespace, ranks: Any) -> int:
+    import sys
+
+    from mpitrain.data.write.progress import Pace
+    from mpitrain.reporting.console import Console
+    from mpitrain.training.predict import predict
+
+    console = Console(sys.stderr, quiet=ranks.rank != 0)
+    try:
+        done = predict(
+            arguments.run_dir,
+            arguments.data,
+            arguments.out,
+            job=arguments.job,
+            which=arguments.which,
+            batch_size=arguments.batch_size,
+            overwrite=arguments.overwrite,
+            ranks=ranks,
+            progress=Pace(console, "predicting", "samples", ranks.size),
+        )
+    finally:
+        console.clear()
+    if ranks.rank == 0:
+        print(printable(f"{arguments.out}: {done.num_samples} samples: {', '.join(done.arrays)}"), flush=True)
+    return EXIT_OK
