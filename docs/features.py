@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
 class Feature(NamedTuple):
     """Fields of a `Job`, as the table names them and as the test sets them. `leaves`: a file in the run directory;
-    `says`: what is true in `result.json`."""
+    `says`: what is true in `result.json`; `keeps_model`: the model is the same to the bit as without the feature."""
 
     name: str
     fields: dict[str, Any]
@@ -30,6 +30,7 @@ class Feature(NamedTuple):
     changes_model: bool = True
     leaves: str = ""
     says: str = ""
+    keeps_model: bool = False
 
 
 _MEAN = ("allreduce()", "sync()", "backup()", "pipeline(microbatches=2)", "tensor(parallel=2)", "sharded()")
@@ -108,6 +109,18 @@ FEATURES = (
                 "scales the loss on a CUDA device",
             ),
         ),
+    ),
+    Feature(
+        "activation_checkpointing",
+        {"activation_checkpointing": True},
+        (
+            Row(
+                (*_ADDED.strategies, _PIPELINE, "async(push_every=2)"),
+                "the layers of the model; the trained model is the same to the bit",
+            ),
+        ),
+        changes_model=False,
+        keeps_model=True,
     ),
     Feature(
         "accumulate",

@@ -101,6 +101,9 @@ class Job:
         precision: "bfloat16": model, loss and metrics are computed under torch's autocast; parameters, gradients, sums,
             servers and the saved model stay float32. "float16" is for CUDA devices only: the loss is scaled, and a step
             whose gradients overflow is computed again with half the scale.
+        activation_checkpointing: True: the layers that lie in the model's containers keep their inputs only, and
+            compute the rest again in the backward pass; or names or patterns (`"blocks.*"`) of the layers that do. The
+            trained model is the same to the bit.
         drop_last: leave an incomplete last batch of an epoch out, unless an epoch has no complete one.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is asked
@@ -150,6 +153,7 @@ class Job:
     clip_value: float | None = None
     accumulate: int = 1
     precision: str = "float32"
+    activation_checkpointing: bool | Sequence[str] = False
     drop_last: bool = False
     checkpoint_every: str = "auto"
     keep_checkpoints: int = 2
@@ -250,6 +254,13 @@ class Job:
             raise UsageError(
                 'Job: tensor_plan must be a dict such as {"layers.*.up": "column"}, got '
                 + repr(self.tensor_plan)
+            )
+        layers = self.activation_checkpointing
+        named = isinstance(layers, list | tuple) and all(isinstance(name, str) for name in layers)
+        if not (isinstance(layers, bool) or named):
+            raise UsageError(
+                'Job: activation_checkpointing must be True, False or names of layers such as ["blocks.*"], got '
+                + repr(layers)
             )
         for pattern, way in self.tensor_plan.items():
             if way not in SLICES:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mpitrain.job import Job
+from mpitrain.model.activation_checkpointing import checkpoint_activations
 from mpitrain.model.optimizer import set_learning_rate
 from mpitrain.model.precision import check_float32
 from mpitrain.model.user_code import check_made_optimizer, check_module
@@ -49,6 +50,7 @@ def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, 
     torch.manual_seed(job.seed)
     module = check_module(job.model if isinstance(job.model, nn.Module) else job.model())
     check_float32(module, job.precision)
+    checkpoint_activations(module, job.activation_checkpointing)
     module = module.to(device)
     return module, build_optimizer(job, module, lr)
 

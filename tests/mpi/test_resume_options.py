@@ -39,6 +39,10 @@ def moved(run, plain):
     )
 
 
+def stayed(run, plain):
+    return finished(run, plain) and not moved(run, plain)
+
+
 def finished(run, plain):
     return run["code"] == 0 and run["result"]["samples"] == 2 * SAMPLES
 
@@ -340,6 +344,7 @@ CASES = [
         )
         for family in (ALL, "sync()", "decentralized()", "sharded()")
     ),
+    Case("activation_checkpointing", ALL, "activation_checkpointing=True", acts=stayed),
     Case("precision", ALL, "precision='bfloat16'", acts=moved),
     Case("precision", "sync()", options="precision='bfloat16'", acts=moved),
     Case("servers", "sync(servers=2)", base=("sync(servers=1)",), acts=finished),

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from mpitrain.model.activation_checkpointing import layers
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import build_optimizer, pick_device, share_module
@@ -20,8 +21,6 @@ from mpitrain.training.model_parallel.base import compare_parameters, device_mes
 from mpitrain.training.model_parallel.mesh import MeshRun
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session
-
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def run_sharded(session: Session) -> dict[str, Any]:
@@ -50,16 +49,6 @@ def shard_module(module: nn.Module, mesh: Any, leave: Collection[nn.Module] = ()
 
 def units(module: nn.Module) -> list[nn.Module]:
     """Layers that have parameters of their own which no other layer uses."""
-    layers = _layers(module)
-    uses = Counter(id(parameter) for layer in layers for parameter in set(layer.parameters()))
-    return [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
-
-
-def _layers(module: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for child in module.children():
-        if isinstance(child, CONTAINERS):
-            found += _layers(child)
-        elif next(child.parameters(), None) is not None:
-            found.append(child)
-    return found
+    found = layers(module)
+    uses = Counter(id(parameter) for layer in found for parameter in set(layer.parameters()))
+    return [layer for layer in found if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
