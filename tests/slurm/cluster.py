@@ -73,7 +73,7 @@ PartitionName=cpu Nodes={first} MaxTime=INFINITE State=UP
 _SITE = """\
 # shellcheck shell=bash disable=SC2034,SC2016
 source {repository}/slurm/site.sh
-export PATH={bin}:$PATH PYTHONPATH={repository} PYTHONSAFEPATH=1
+export PATH={bin}:$PATH PYTHONPATH={repository}/tests/at_start:{repository} PYTHONSAFEPATH=1
 {mpi}
 export OMP_NUM_THREADS=1 PYTHONFAULTHANDLER=1
 DOCTOR=(--devices '{root}/nodes/$SLURMD_NODENAME/gpu*' --min-free-gib 0.01 --min-memory-gib 0.1)

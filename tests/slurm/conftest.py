@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import find_mpi
+from tests.ranks import find_mpi, warm_environment
 from tests.slurm.cluster import ROOT, Cluster, why_not
 
 
@@ -29,11 +29,13 @@ class Site:
         """Submit; the job id."""
         python = self.python if mpi == "openmpi" else find_mpi("mpich")[0]
         site = {"MPITRAIN_SITE": str(self.cluster.site(python, mpi))}
-        return self.run("sbatch", "--parsable", *words, **{**site, **env}).strip()
+        return self.run("sbatch", "--parsable", *words, mpi=mpi, **{**site, **env}).strip()
 
-    def run(self, *words: str, code: int = 0, **env: str) -> str:
-        """Run a command from the folder and return its output, both streams."""
-        full = {**os.environ, **self.cluster.env, "PYTHONPATH": str(ROOT), **env}
+    def run(self, *words: str, code: int = 0, mpi: str = "openmpi", **env: str) -> str:
+        """Run a command from the folder and return its output, both streams. Open MPI's ranks of its jobs are warm."""
+        full = {**os.environ, **self.cluster.env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+        if mpi == "openmpi":  # MPICH's exchange of addresses over Slurm's PMI fails between forked ranks
+            full = warm_environment(full, self.folder / "ranks")
         full["PATH"] = f"{self.python.parent}:{full['PATH']}"
         run = subprocess.run(
             words,

@@ -19,9 +19,7 @@ def launch(site: Site, run: str, *words: str, **env: str) -> str:
     """One server and three workers on a node, by `mpitrain launch`; what was printed. Its exit code is to be 0."""
     python, _ = find_mpi("mpich")
     command = [str(python), "-m", "mpitrain", "launch", "--ft", "heartbeat", "-n", "4", "train", *words]
-    return site.run(
-        "salloc", "--nodes=1", "--ntasks=4", *command, "--run-dir", run, OMP_NUM_THREADS="1", **env
-    )
+    return site.run("salloc", "--nodes=1", "--ntasks=4", *command, "--run-dir", run, mpi="mpich", **env)
 
 
 def test_workers_that_die_are_missed_and_the_run_ends_with_all_samples(site: Site) -> None:
