@@ -195,6 +195,15 @@ class Runtime:
         """The number of this rank at launch."""
         return self.launched[self.rank]
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank, and never was."""
+        return self.size == 1 and not self.lost
+
+    def forget_run(self) -> None:
+        """A run has failed, and the process goes on: no later error is reported with it."""
+        self.role, self.run_dir, self._step = "", None, -1
+
     # ---- collectives: every rank calls them, in the same order
 
     def collective(self, function: Callable[[], Any], what: str) -> Any:

@@ -38,7 +38,7 @@ def train(job: Job, strategy: Strategy | None = None, **overrides: Any) -> dict[
 
     Raises:
         AgreedError: the input is wrong on some rank; rank 0 has reported which and why. Any other exception ends
-            the whole job.
+            the whole job, and of a single rank it is raised, as in a notebook or a test: the process can train again.
     """
     if strategy is not None:
         overrides["strategy"] = str(strategy)
@@ -65,7 +65,7 @@ def train_command(path: str, overrides: Overrides, settings: Sequence[str] = ())
 
 
 def _train(make_job: Callable[[], Job], overrides: Overrides, job_file: str | None = None) -> dict[str, Any]:
-    """One run from start to finish; an exception other than an agreed one ends the whole job."""
+    """One run from start to finish; an exception other than an agreed one ends the whole job, of several ranks."""
     from mpitrain.mpi.runtime import start
     from mpitrain.training import signals
     from mpitrain.training.session import begin, prepare
@@ -80,7 +80,12 @@ def _train(make_job: Callable[[], Job], overrides: Overrides, job_file: str | No
     except AgreedError:
         raise
     except BaseException as error:
-        runtime.end_job(error)
+        if not runtime.is_alone:
+            runtime.end_job(error)
+        if session is not None:
+            session.report.close()
+        runtime.forget_run()
+        raise
     finally:
         signals.uninstall()
         if session is not None:

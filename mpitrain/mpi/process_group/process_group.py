@@ -34,12 +34,14 @@ def init_default_group(runtime: Runtime) -> None:
 @contextlib.contextmanager
 def default_group(runtime: Runtime) -> Iterator[None]:
     """`init_default_group` for the length of a `with`; after it, and after an error that all ranks have agreed on, the
-    caller owns MPI again and may make another. Any other error ends the job."""
+    caller owns MPI again and may make another, as after any error where there is one rank. Any other error ends the
+    job."""
     init_default_group(runtime)
     try:
         yield
-    except AgreedError:
-        leave_default_group(runtime)
+    except BaseException as error:
+        if isinstance(error, AgreedError) or runtime.is_alone:
+            leave_default_group(runtime)
         raise
     leave_default_group(runtime)
 
