@@ -167,6 +167,29 @@ FEATURES = (
         ),
     ),
     Feature(
+        "scheduler",
+        {"scheduler": "one cycle"},
+        (
+            Row(
+                (*_MEAN, "sync(servers=2)", "allreduce(codec=topk())"),
+                "the optimizer of all workers, stepped once an update of a full batch of all workers",
+            ),
+            Row(
+                _SERVED[:-1],
+                "the servers' optimizer, by accepted samples: as many steps as under `allreduce()`",
+            ),
+            Row(
+                (
+                    "elastic(push_every=2)",
+                    'sync(optimizer="worker")',
+                    "localsgd(period=2)",
+                    "decentralized()",
+                ),
+                "each worker's own optimizer, by the samples of all workers",
+            ),
+        ),
+    ),
+    Feature(
         "keep_best",
         {"keep_best": "validation_loss"},
         _VALIDATED,

@@ -20,7 +20,7 @@ from mpitrain.reporting.targets import LOSS, Choice, check_targets, option_text,
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
-from mpitrain.strategies.schedules import Schedule
+from mpitrain.strategies.schedules import ByFunction, Schedule
 from mpitrain.strategies.validation_policy import read_validation_policy
 from mpitrain.values import nearest, parse
 
@@ -47,6 +47,8 @@ CALLED = {
     "optimizer": ("parameters",),
     "metrics": ("model", "batch"),
     "predict": ("model", "batch"),
+    "scheduler": ("optimizer",),
+    "schedule": ("epochs", "workers"),
 }
 EXAMPLES = {
     "model": "lambda: Net(width=8)",
@@ -54,6 +56,8 @@ EXAMPLES = {
     "optimizer": "lambda parameters: SGD(parameters, lr=0.1)",
     "metrics": 'lambda model, batch: {"accuracy": accuracy(model(batch["x"]), batch["y"])}',
     "predict": 'lambda model, batch: model(batch["x"])',
+    "scheduler": "lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000)",
+    "schedule": "lambda epochs, workers: 0.5 ** (epochs / 10)",
 }
 
 
@@ -68,7 +72,8 @@ class Job:
             each rank's own mean would count alike whatever its batch weighs: return `(sum, weight)`, and the step takes
             the sum of all over the weight of all, exactly as one process with the whole batch.
         optimizer: makes the torch optimizer from the parameters. Its rate multiplies the mean gradient and is
-            never scaled behind your back.
+            never scaled behind your back. A function whose argument is called `named_parameters` gets pairs of name
+            and parameter, for groups by name.
         data: training samples (`Shards` or `Synthetic`); validate: samples to validate on, or None.
         metrics: `metrics(model, batch) -> {name: mean over the batch}`; the loss is always measured. What is reported
             is the mean over batches of at least 256 samples, by their samples: right for what is a mean over samples,
@@ -77,8 +82,11 @@ class Job:
             predict` writes; None: what the model returns for the array `x`, or for the only one.
         epochs: passes over the data; batch_size: samples per worker and step.
         strategy: how workers agree; `AllReduce()` if None.
-        schedule: factor on the learning rate by progress in samples, such as `Gradual(epochs=5)`; None is
-            constant.
+        schedule: factor on the learning rate by progress in samples, such as `Gradual(epochs=5)`, or a function of
+            (epochs so far, number of workers) that returns it; None is constant.
+        scheduler: `scheduler(optimizer)` makes a torch scheduler, which is stepped once for every full batch of all
+            workers that is accepted (and for an epoch's incomplete last one): as often as all step together under
+            `allreduce()`, whatever the strategy.
         target: metrics that validation must reach: a number is at least that, `"<X"` is below and `">X"` above X, as in
             `{"accuracy": 0.97, "validation_loss": "<0.3"}`; missing one is `status=fail` and exit code 3.
         validate_every: when to validate: epochs (2, or "2 epochs"), accepted samples ("10000 samples"), seconds ("60s")
@@ -142,7 +150,8 @@ class Job:
     epochs: int = 1
     batch_size: int = 32
     strategy: Strategy | None = None
-    schedule: Schedule | None = None
+    schedule: Schedule | Callable[[float, int], float] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     target: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     validate_every: int | str | None = None
     keep_best: str | None = None
@@ -180,6 +189,8 @@ class Job:
         for key in CLIPPED:
             _check_limit(f"Job: {key}", getattr(self, key), "None for no clipping")
         for key, arguments in CALLED.items():
+            if key == "schedule":  # which may be a value
+                continue
             _check_function(key, getattr(self, key), arguments)
         if self.on_nonfinite not in ON_NONFINITE:
             raise UsageError(
@@ -192,10 +203,7 @@ class Job:
                 f"Job: strategy must be a value such as mpitrain.Async(servers=1), got {self.strategy!r}; a text is "
                 "for --strategy"
             )
-        if self.schedule is not None and not isinstance(self.schedule, Schedule):
-            raise UsageError(
-                f"Job: schedule must be a value such as mpitrain.Gradual(epochs=5), got {self.schedule!r}"
-            )
+        self._check_schedule()
         for key in ("data", "validate", "synthetic"):
             _check_source(key, getattr(self, key), optional=key != "data")
         read_policy(self.checkpoint_every, self.mtbf_s)
@@ -219,6 +227,25 @@ class Job:
     def part_samples(self) -> int:
         """Samples that a worker computes at once, where a step is more than that; 0: all of a step."""
         return self.batch_size if self.accumulate > 1 else 0
+
+    def _check_schedule(self) -> None:
+        schedule = self.schedule
+        if schedule is not None and not isinstance(schedule, Schedule):
+            if not callable(schedule):
+                raise UsageError(
+                    "Job: schedule must be a value such as mpitrain.Gradual(epochs=5), or a function of (epochs, "
+                    f"workers), got {schedule!r}"
+                )
+            _check_function("schedule", schedule, CALLED["schedule"])
+            object.__setattr__(self, "schedule", ByFunction(schedule))
+        if schedule is not None and self.scheduler is not None:
+            raise UsageError("Job: schedule and scheduler both set the learning rates; give one of them")
+
+    @property
+    def progress(self) -> Schedule | None:
+        """The schedule as a value."""
+        assert self.schedule is None or isinstance(self.schedule, Schedule), "read when the job was made"
+        return self.schedule
 
     def _check_validation(self) -> None:
         read_validation_policy(self.validate_every)
@@ -285,7 +312,7 @@ def _check_function(key: str, function: Any, arguments: tuple[str, ...]) -> None
     """Refuse what cannot be called as a job's function of this name is."""
     if key == "model" and hasattr(function, "named_parameters") and not isinstance(function, type):
         return  # the module itself
-    if key in ("metrics", "predict") and function is None:
+    if key in ("metrics", "predict", "scheduler") and function is None:
         return
     example = EXAMPLES[key]
     if not callable(function):
@@ -420,7 +447,7 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
     if overrides.init_partial:
         changes["init_partial"] = True
     if overrides.schedule is not None:
-        changes["schedule"] = parse(overrides.schedule, "schedule")
+        changes |= {"schedule": parse(overrides.schedule, "schedule"), "scheduler": None}
     if overrides.synthetic:
         if job.synthetic is None:
             raise UsageError(

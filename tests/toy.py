@@ -13,6 +13,7 @@ import mpitrain as mt
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.model.loss import read_loss
 from mpitrain.model.worker_replica import seed_step
+from mpitrain.training.measure import build_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,26 @@ def hooked(parameters):
     return optimizer
 
 
+SCHEDULERS = {
+    "steps": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40),
+    "warm up": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        ],
+        [3],
+    ),
+}
+
+
+def scheduled(fields):
+    """Fields of a job that are fit for JSON, with the scheduler that they name."""
+    named = fields.get("scheduler")
+    return fields | {"scheduler": SCHEDULERS[named]} if isinstance(named, str) else fields
+
+
 def make_job(**changes):
     return mt.Job(
         **{
@@ -135,7 +156,8 @@ def serial(job, worker=0):
     """What one process makes of the job: the same leases, the same randomness as that worker's, torch's own loop."""
     torch.manual_seed(job.seed)
     module = job.model()
-    optimizer = job.optimizer(module.parameters())
+    optimizer = build_optimizer(job, module, None)
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
     reader = job.data.reader(None, job.seed)
     step = 0
     for epoch in range(job.epochs):
@@ -146,6 +168,8 @@ def serial(job, worker=0):
             read_loss(job.loss(module, batch)).mean.backward()
             clip(job, module)
             optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
             step += 1
     return module.state_dict()
 

@@ -81,7 +81,7 @@ class ElasticStore:
             payload.release()
         self._gathered.clear()
 
-    def set_rate(self, factor: float) -> None:
+    def set_rate(self, factor: Any) -> None:
         """Workers hold the rates."""
 
     def statistics(self) -> dict[str, float]:

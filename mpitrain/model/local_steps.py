@@ -24,7 +24,7 @@ from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.step_hooks import without_global_hooks
 from mpitrain.strategies.base import ServerStrategy
-from mpitrain.strategies.schedules import Schedule
+from mpitrain.strategies.schedules import Progress
 
 
 class LocalSteps:
@@ -43,7 +43,7 @@ class LocalSteps:
         model: FlatModel,
         optimizer: Optimizer,
         pushes: str,
-        schedule: Schedule | None = None,
+        schedule: Progress | None = None,
         epoch_samples: int = 0,
         num_workers: int = 1,
         source: Optimizer | None = None,
@@ -61,7 +61,12 @@ class LocalSteps:
     def progress(self, samples: int) -> None:
         """So many samples have been accepted: the rate of the next step follows."""
         if self.schedule is not None and self.epoch_samples:
-            self._rates.set(self.schedule.factor(samples / self.epoch_samples, self.num_workers))
+            factor = self.schedule.factor(samples / self.epoch_samples, self.num_workers)
+            if (
+                isinstance(factor, list) and self.source is not None
+            ):  # the server's momentum is none of these steps'
+                factor = [{"lr": group["lr"]} for group in factor]
+            self._rates.set(factor)
 
     def step(self) -> bool:
         """Take one step on the gradients that backward left; False, and nothing done, if they are not finite."""
@@ -161,7 +166,7 @@ def local_steps(
     model: FlatModel,
     optimizer: Optimizer,
     strategy: ServerStrategy,
-    schedule: Schedule | None = None,
+    schedule: Progress | None = None,
     epoch_samples: int = 0,
     num_workers: int = 1,
 ) -> LocalSteps | None:

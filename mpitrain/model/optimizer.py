@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,19 +107,33 @@ def check_closure(optimizer: Optimizer, strategy: str) -> None:
 class Rates:
     """The options that an optimizer's parameter groups began with: a schedule's factor is applied to their rates, and a
     run that is resumed with other options takes these, while it keeps the optimizer's state.
+
+    Args:
+        groups: which group of the job's optimizer each group here is, where they are others.
     """
 
-    def __init__(self, optimizer: Optimizer):
+    def __init__(self, optimizer: Optimizer, groups: Sequence[int] | None = None):
         self.optimizer = optimizer
+        self._groups = list(groups) if groups is not None else list(range(len(optimizer.param_groups)))
         self._first = [_options(group) for group in optimizer.param_groups]
         found = attached_schedulers(optimizer)
         self._schedulers = sorted(found, key=lambda each: f"{type(each).__name__} {_numbers(each)}")
         self._counts = [_numbers(scheduler) for scheduler in self._schedulers]
         self._is_scheduled = False  # whether `set` makes the rates, and nobody else
 
-    def set(self, factor: float) -> None:
-        """Every group's rate becomes `factor` times what it was at first."""
+    @property
+    def first(self) -> list[dict[str, Any]]:
+        """Each group's options at first."""
+        return [{key: _copy(value) for key, value in group.items()} for group in self._first]
+
+    def set(self, factor: Any) -> None:
+        """Every group's rate becomes `factor` times what it was at first; or, where that is a list, the groups of the
+        job's optimizer get these options."""
         self._is_scheduled = True
+        if isinstance(factor, list):
+            for group, index in zip(self.optimizer.param_groups, self._groups, strict=True):
+                group.update({key: _copy(value) for key, value in factor[index].items() if key in group})
+            return
         for group, first in zip(self.optimizer.param_groups, self._first, strict=True):
             group["lr"] = first["lr"] * factor
 

@@ -30,7 +30,7 @@ from mpitrain.model.precision import LossScale, backward_scaled
 from mpitrain.model.worker_replica import Batch, Gradient, seed_step
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Turn
-from mpitrain.strategies.schedules import Schedule
+from mpitrain.strategies.schedules import Progress
 
 
 class PeerReplica:
@@ -61,7 +61,7 @@ class PeerReplica:
         seed: int,
         measure: Callable[[int | None], dict[str, float]] | None = None,
         shared: bool = False,
-        schedule: Schedule | None = None,
+        schedule: Progress | None = None,
         epoch_samples: int = 0,
         clipping: Clipping = NO_CLIPPING,
         part_samples: int = 0,

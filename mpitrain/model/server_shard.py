@@ -75,9 +75,9 @@ class ShardStore:
         self._parameters = [nn.Parameter(self.live.body[start:stop]) for start, stop in self._slices]
         groups = [group for group, _, _ in layout.group_slices(shard)]
         self.optimizer = rebuild(prototype, list(zip(groups, self._parameters, strict=True)))
-        self._rates = Rates(self.optimizer)
+        self._rates = Rates(self.optimizer, groups)
         self._options = FollowedOptions(self.optimizer, groups)
-        self._factor: float | None = None  # of the job's schedule, where there is one
+        self._factor: Any = None  # of the job's schedule, where there is one
         self.correction = damping.make_correction()
         self._reads: dict[
             int, deque[FixedBuffer]
@@ -222,8 +222,8 @@ class ShardStore:
         self.live.release()
         self.live = fresh
 
-    def set_rate(self, factor: float) -> None:
-        """Learning rates become `factor` times what they were at first."""
+    def set_rate(self, factor: Any) -> None:
+        """Learning rates become `factor` times what they were at first, or options what a list says, as in `Rates`."""
         self._factor = factor
         self._rates.set(factor)
 

@@ -31,8 +31,8 @@ class Store(Protocol):
     def apply(self) -> None:
         """Take one optimizer step with the mean of what has been gathered."""
 
-    def set_rate(self, factor: float) -> None:
-        """Learning rates become `factor` times what they were at first."""
+    def set_rate(self, factor: Any) -> None:
+        """Learning rates become `factor` times what they were at first, or what a schedule of options says."""
 
     def read(self, worker: int, full: bool = False, uses: int = 1) -> Payload:
         """The present parameters for `worker`, which will compute `uses` pushes on them (or the difference that answers

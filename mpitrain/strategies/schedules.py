@@ -8,7 +8,9 @@ frozen value with one pure function.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from mpitrain.errors import UsageError
 from mpitrain.values import Value, nearest, register
@@ -25,6 +27,30 @@ class Schedule(Value):
         `num_workers` workers.
         """
         raise NotImplementedError
+
+
+class Progress(Protocol):
+    """What a role or a replica follows: a schedule, or a torch scheduler."""
+
+    def factor(self, epochs: float, num_workers: int) -> Any:
+        """As of a `Schedule`, or the options of each parameter group."""
+
+
+class ByFunction(Schedule):
+    """A function of the job's own, of (epochs, workers)."""
+
+    def __init__(self, function: Callable[[float, int], float]):
+        object.__setattr__(self, "function", function)
+
+    function: Callable[[float, int], float]
+
+    def factor(self, epochs: float, num_workers: int) -> float:
+        return float(self.function(epochs, num_workers))
+
+    def __str__(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    __repr__ = __str__
 
 
 @register("schedule", "constant_rate")

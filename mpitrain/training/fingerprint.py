@@ -17,6 +17,7 @@ from mpitrain.data.format.manifest import Manifest
 from mpitrain.errors import DataError
 from mpitrain.job import Job
 from mpitrain.model.user_code import unwrapped
+from mpitrain.strategies.schedules import ByFunction
 
 
 def options(job: Job) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def options(job: Job) -> dict[str, Any]:
 
 def fingerprint(value: Any) -> Any:
     value = unwrapped(value)
+    value = value.function if isinstance(value, ByFunction) else value
     code = getattr(value, "__code__", None)
     if code is not None:
         return f"{value.__qualname__}@{hashlib.sha256(_code_text(code).encode()).hexdigest()[:12]}"

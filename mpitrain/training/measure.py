@@ -6,6 +6,7 @@ leaves out the first steps, in which buffers are allocated and connections made.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -55,9 +56,22 @@ def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, 
     return module, build_optimizer(job, module, lr)
 
 
+def takes_names(make: Any) -> bool:
+    """Whether a job's `optimizer` asks for pairs of name and parameter."""
+    try:
+        return next(iter(inspect.signature(make).parameters), "") == "named_parameters"
+    except (TypeError, ValueError):  # of a function in C nobody knows
+        return False
+
+
 def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.optim.Optimizer:
     """A new optimizer of the job for `module`, with `lr` as its rate unless that is None."""
-    optimizer = check_made_optimizer(job.optimizer(module.parameters()))
+    given = module.named_parameters() if takes_names(job.optimizer) else module.parameters()
+    optimizer = check_made_optimizer(job.optimizer(given))
+    for group in optimizer.param_groups:
+        group.pop(
+            "param_names", None
+        )  # torch's own record of them, which would have to follow every cut of a group
     if lr is not None:
         set_learning_rate(optimizer, lr)
     return optimizer

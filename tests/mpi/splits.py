@@ -107,6 +107,7 @@ def serial(job, num_pieces, rank=0):
     torch.manual_seed(job.seed)
     module = job.model()
     optimizer = job.optimizer(module.parameters())
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
     catalogue = job.data.scan()
     reader, step = job.data.reader(catalogue, job.seed), 0
     for epoch in range(job.epochs):
@@ -125,6 +126,8 @@ def serial(job, num_pieces, rank=0):
                 parameter.grad.div_(pieces)
             toy.clip(job, module)
             optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
             step += 1
     module.eval()
     with torch.no_grad():

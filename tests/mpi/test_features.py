@@ -25,6 +25,8 @@ CLIPPED = {
     "norm": {"clip_norm": 0.3},
     "value": {"clip_value": 0.02},
     "both": {"clip_norm": 0.3, "clip_value": 0.02},
+    "one cycle": {"scheduler": "one cycle"},
+    "warm up": {"scheduler": "warm up"},
     "huge": {"clip_norm": 1e30, "clip_value": 1e30},
     "not": {},
 }
@@ -86,7 +88,7 @@ def test_what_the_table_says_of_a_feature_under_a_strategy_is_so(feature, row, t
     if row.said:
         with pytest.raises(UsageError, match=row.said):
             mt.simulate(
-                toy.make_job(validate=toy.Memory(), **feature.fields),
+                toy.make_job(validate=toy.Memory(), **toy.scheduled(feature.fields)),
                 parse(text, "strategy"),
                 run_dir=str(tmp_path / "refused"),
             )
@@ -94,7 +96,7 @@ def test_what_the_table_says_of_a_feature_under_a_strategy_is_so(feature, row, t
     if is_virtual(text):
         options = {"workers": 3, "quiet": True}
         for name, fields in (("with", feature.fields), ("none", {})):
-            job = toy.make_job(validate=toy.Memory(), **fields)
+            job = toy.make_job(validate=toy.Memory(), **toy.scheduled(fields))
             mt.simulate(job, parse(text, "strategy"), run_dir=str(tmp_path / name), **options)
         runs = (tmp_path / "with", tmp_path / "none")
     else:
@@ -108,14 +110,16 @@ def test_what_the_table_says_of_a_feature_under_a_strategy_is_so(feature, row, t
     assert not feature.changes_model or not same_model(*(run / "model.safetensors" for run in runs))
 
 
-@pytest.mark.parametrize("how", ["norm", "value", "both"])
+@pytest.mark.parametrize("how", ["norm", "value", "both", "one cycle", "warm up"])
 @pytest.mark.parametrize(
     ("num_ranks", "text"), [*(("two", text) for text in WHOLE[:-1]), *(("four", text) for text in WHOLE)]
 )
-def test_all_ranks_together_clip_as_one_process_with_the_whole_batch(num_ranks, text, how, request):
+def test_all_ranks_together_clip_and_schedule_as_one_process_with_the_whole_batch(
+    num_ranks, text, how, request
+):
     """In float64, the last batch of an epoch an incomplete one; how long the gradients are matters everywhere."""
     path = request.getfixturevalue(num_ranks)
-    expected, _ = splits.serial(splits.changed(splits.deep_job(), **CLIPPED[how]), 1)
+    expected, _ = splits.serial(splits.changed(splits.deep_job(), **toy.scheduled(CLIPPED[how])), 1)
     found = load_file(path / f"{text} {how}" / "model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)

@@ -186,6 +186,10 @@ CASES = [
     Case("schedule", ALL, "schedule=mt.Decay(every=1, by=0.1)", acts=moved),
     Case("schedule", "async()", "schedule=mt.Decay(every=1, by=0.1)", acts=moved),
     Case("schedule", ALL, base=(ALL, "schedule=mt.Cosine(2)"), acts=moved),
+    *(
+        Case("scheduler", family, "scheduler=toy.SCHEDULERS['steps']", acts=moved)
+        for family in (ALL, "async()", "sharded()", "decentralized()")
+    ),
     Case(
         "target",
         ALL,

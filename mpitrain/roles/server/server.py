@@ -48,7 +48,7 @@ from mpitrain.strategies.base import Arrival, ReadsLeft, ServerStrategy, Verdict
 from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_any
 from mpitrain.strategies.parameter_server.staleness import ShardCounts
 from mpitrain.strategies.sampling.dealer import BatchDealer
-from mpitrain.strategies.schedules import Schedule
+from mpitrain.strategies.schedules import Progress
 
 Steps = Generator[Effect, Any, None]
 
@@ -69,7 +69,7 @@ class Server:
     def __init__(
         self, strategy: ServerStrategy, store: Store, workers: tuple[int, ...], report: Report,
         dealer: BatchDealer | None = None, on_nonfinite: str = "stop", epoch_samples: int = 0,
-        schedule: Schedule | None = None, batch_size: int = 0, writer: CheckpointWriter | None = None,
+        schedule: Progress | None = None, batch_size: int = 0, writer: CheckpointWriter | None = None,
     ):  # fmt: skip
         self.strategy, self.store, self.report = strategy, store, report
         self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule

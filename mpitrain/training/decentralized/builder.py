@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from mpitrain.job import Job
 from mpitrain.model.flat import FlatModel
+from mpitrain.model.optimizer import Rates
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.model.precision import loss_scale
 from mpitrain.roles.peer import Peer
@@ -21,9 +22,11 @@ from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.roles.protocols import Report
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
+from mpitrain.strategies.schedules import Progress
 from mpitrain.strategies.validation_policy import ValidationCadence
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
+from mpitrain.training.schedule import schedule_of
 
 Fetch = Callable[[int, int, int], Any]
 
@@ -63,9 +66,12 @@ class PeerBuilder:
         job = self.job
         return PeerReplica(
             model, optimizer, self.strategy, self.number, rank, job.loss if job else brought_by_loop, fetch,
-            prefetch, job.seed if job else 0, measure, shared, job.schedule if job else None, self.epoch_samples,
+            prefetch, job.seed if job else 0, measure, shared, self._schedule(optimizer), self.epoch_samples,
             clipping_of(job), job.part_samples if job else 0, loss_scale(job.precision) if job else None,
         )  # fmt: skip
+
+    def _schedule(self, optimizer: Optimizer) -> Progress | None:
+        return schedule_of(self.job, Rates(optimizer), self.epoch_samples, self.number) if self.job else None
 
     def partition(self, rank: int) -> PeerPartition | Endless:
         """The peer's part of the data, step by step; without an end where the data are the user's own."""

@@ -30,6 +30,7 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
+from mpitrain.training.schedule import schedule_of
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
@@ -94,6 +95,10 @@ class SplitRun(Stepper):
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with this optimizer, which holds this rank's parameters."""
         self.optimizer, self.rates = optimizer, Rates(optimizer)
+        num_samples, job = self.epoch_samples, self.session.job
+        self.schedule = attempt(
+            self.session.runtime, lambda: schedule_of(job, self.rates, num_samples, self.num_replicas)
+        )
 
     @property
     def reads(self) -> bool:

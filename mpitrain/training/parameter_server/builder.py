@@ -26,6 +26,7 @@ from mpitrain.model import (
     server_steps,
     shard_store,
 )
+from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import loss_scale
 from mpitrain.roles import FaultTolerantServer, SaveRequest, SavingServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
@@ -34,9 +35,11 @@ from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.batch_size import PerRound, PerWorker
 from mpitrain.strategies.placement import Roles
 from mpitrain.strategies.sampling.dealer import BatchDealer
+from mpitrain.strategies.schedules import Progress
 from mpitrain.strategies.validation_policy import ValidationCadence
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import brought_by_loop, read_nothing_ahead
+from mpitrain.training.schedule import schedule_of
 
 AnyStore = ShardStore | ElasticStore
 
@@ -62,6 +65,7 @@ class RoleBuilder:
         self.strategy, self.roles, self.model = strategy, roles, model
         self.job, self.catalogue, self.num_batches = job, catalogue, num_batches
         self.num_workers = len(roles.workers)
+        self._schedule: Progress | None = None  # that the servers follow
 
     @property
     def _epoch_samples(self) -> int:
@@ -76,6 +80,8 @@ class RoleBuilder:
     def store(self, shard: int, optimizer: Optimizer) -> AnyStore:
         """One server's shard of the model."""
         clipping = clipping_of(self.job, self.strategy.clips_mean)
+        if self.strategy.optimizer == "server":
+            self._schedule = schedule_of(self.job, Rates(optimizer), self._epoch_samples, self.num_workers)
         return shard_store(self.model, shard, optimizer, self.strategy, self.num_workers, clipping)
 
     def server(
@@ -94,7 +100,7 @@ class RoleBuilder:
             )  # fmt: skip
         return FaultTolerantServer(
             self.strategy, store, self.roles.workers, report, dealer, job.on_nonfinite, self._epoch_samples,
-            job.schedule if self.strategy.optimizer == "server" else None, job.step_samples, writer,
+            self._schedule, job.step_samples, writer,
             delivers=True, floor_s=floor_s, by_heartbeat=by_heartbeat,
         )  # fmt: skip
 
@@ -110,7 +116,9 @@ class RoleBuilder:
 
     def local(self, optimizer: Optimizer) -> LocalSteps | None:
         """What a worker does between two reads, as `mpitrain.model.local_steps`."""
-        schedule = self.job.schedule if self.job else None
+        schedule = None
+        if self.strategy.moves:
+            schedule = schedule_of(self.job, Rates(optimizer), self._epoch_samples, self.num_workers)
         return local_steps(
             self.model, optimizer, self.strategy, schedule, self._epoch_samples, self.num_workers
         )

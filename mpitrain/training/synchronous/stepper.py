@@ -33,6 +33,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import backward_scaled, loss_scale
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.training.clipping import clipping_of
+from mpitrain.training.schedule import schedule_of
 from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
 
 Batch = dict[str, torch.Tensor]
@@ -82,6 +83,7 @@ class Stepper:
     def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
         """Step this module with the optimizer of `rates`."""
         self.module, self.rates, self.optimizer, self.parallel = module, rates, rates.optimizer, parallel
+        self.schedule = schedule_of(self.job, rates, self.epoch_samples, self.num_replicas)
         self._trainable = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
 
     def take(self, parts: Parts, share: int, count: int) -> float:
@@ -256,8 +258,8 @@ class Stepper:
 
     def follow_schedule(self) -> None:
         """Set the learning rates of this step."""
-        if self.job.schedule is not None:
-            self.rates.set(self.job.schedule.factor(self.samples / self.epoch_samples, self.num_replicas))
+        if self.schedule is not None:
+            self.rates.set(self.schedule.factor(self.samples / self.epoch_samples, self.num_replicas))
 
     def step_optimizer(self) -> None:
         """One step with the gradients that are there."""

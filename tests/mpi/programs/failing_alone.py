@@ -27,14 +27,7 @@ class Broken:
 
 
 handler = signal.getsignal(signal.SIGTERM)
-texts = [
-    "allreduce()",
-    "allreduce(codec=topk())",
-    "localsgd(period=2)",
-    "decentralized()",
-    "sharded()",
-    "tensor()",
-]
+texts = ["allreduce()", "allreduce(codec=topk())", "localsgd(period=2)", "decentralized()", "sharded()"]
 for number, text in enumerate(texts):
     strategy = parse(text, "strategy")
     job = toy.make_job(checkpoint_every="6", tensor_plan={"0": "column"}, model=toy.smooth)

@@ -26,5 +26,5 @@ for name, (text, fields) in json.loads(sys.argv[2]).items():
     else:
         batch_size //= fields.get("accumulate", 1)
         fields |= {"loss": splits.weighted_loss} if "loss" in fields else {}
-    job = splits.changed(splits.deep_job(), batch_size=batch_size, **fields)
+    job = splits.changed(splits.deep_job(), batch_size=batch_size, **toy.scheduled(fields))
     mt.train(job, strategy, run_dir=str(Path(sys.argv[1]) / name), quiet=True)

@@ -1,0 +1,99 @@
+"""A torch learning-rate scheduler, followed by accepted samples.
+
+Invariants: the job's scheduler steps an optimizer that stands for its own, with the same groups and nothing to train.
+So its options at some progress are a function of that progress alone: of how many full batches of all workers have been
+accepted, each epoch's incomplete last one counted as one. Where all workers take one step together this is the number
+of steps, as in a loop that calls `scheduler.step()` after each. Nothing of it is in a checkpoint: a run that goes on
+steps it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from mpitrain.errors import UsageError
+from mpitrain.model.optimizer import Rates
+
+ALSO_CHANGED = ("momentum", "betas")  # by OneCycleLR and CyclicLR
+Factory = Callable[[Optimizer], Any]
+
+
+class StandIn(Optimizer):
+    """Groups and defaults of another optimizer, with a parameter each that nobody trains."""
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]):
+        super().__init__([{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in groups], defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing to train."""
+
+
+class TorchSchedule:
+    """What a torch scheduler makes of each group's options, as a function of progress.
+
+    Args:
+        make: the job's `scheduler`.
+        rates: of the job's optimizer, as it began.
+        epoch_samples: in an epoch, by which progress is counted; step_samples: in a full batch of all workers.
+        accepted_samples: of an epoch, where an incomplete last batch is left out.
+
+    Raises:
+        UsageError: `make` returns no scheduler, or one that goes by a metric.
+    """
+
+    def __init__(
+        self, make: Factory, rates: Rates, epoch_samples: int, step_samples: int, accepted_samples: int = 0
+    ):
+        self.make, self.epoch_samples, self.step_samples = make, epoch_samples, step_samples
+        self.accepted_samples = accepted_samples or epoch_samples
+        self.first, self.defaults = rates.first, dict(rates.optimizer.defaults)
+        self._changed = {"lr"}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.count = 0
+        self._optimizer = StandIn([{**group} for group in self.first], self.defaults)
+        scheduler = self.make(self._optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(
+                "Job: scheduler: ReduceLROnPlateau goes by a metric, and schedulers here go by accepted samples; use a "
+                "schedule of samples, and patience= to end the run"
+            )
+        if not isinstance(scheduler, LRScheduler) or scheduler.optimizer is not self._optimizer:
+            raise UsageError(
+                "Job: scheduler must return a torch scheduler of the optimizer that it is given, such as `lambda "
+                f"optimizer: CosineAnnealingLR(optimizer, T_max=1000)`; it returned {scheduler!r}"
+            )
+        self._scheduler = scheduler
+
+    def steps_at(self, samples: int) -> int:
+        """How many steps of all workers `samples` accepted samples are."""
+        per_epoch = -(-self.accepted_samples // self.step_samples)
+        epochs, rest = divmod(samples, self.accepted_samples)
+        return epochs * per_epoch + rest // self.step_samples
+
+    def options_at(self, samples: int) -> list[dict[str, Any]]:
+        """Each group's options after so many accepted samples."""
+        count = self.steps_at(samples)
+        if count < self.count:  # steps that are done again
+            self._begin()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without
+        while self.count < count:
+            self._scheduler.step()
+            self.count += 1
+        found = self._optimizer.param_groups
+        for key in ALSO_CHANGED:
+            pairs = zip(found, self.first, strict=True)
+            if any(key in first and group[key] != first[key] for group, first in pairs):
+                self._changed.add(key)
+        return [{key: group[key] for key in self._changed if key in group} for group in found]
+
+    def factor(self, epochs: float, num_workers: int) -> list[dict[str, Any]]:
+        """As of a `Schedule`; each group's options instead of a factor on the rates."""
+        return self.options_at(round(epochs * self.epoch_samples))

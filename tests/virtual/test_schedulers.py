@@ -1,0 +1,111 @@
+"""torch's schedulers, functions as schedules, and groups by name, in virtual time against torch's own loop."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mpitrain as mt
+from mpitrain.errors import UsageError
+from mpitrain.model.optimizer import Rates
+from mpitrain.model.torch_scheduler import TorchSchedule
+from mpitrain.values import parse
+from tests import toy
+
+
+def by_name(named_parameters):
+    named = dict(named_parameters)
+    weights = [one for name, one in named.items() if name.endswith("weight")]
+    biases = [one for name, one in named.items() if name.endswith("bias")]
+    return torch.optim.SGD(
+        [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.02}], lr=0.05, momentum=0.9
+    )
+
+
+def trained(path, job, strategy="sync()", workers=1):
+    mt.simulate(job, parse(strategy, "strategy"), workers=workers, run_dir=str(path), quiet=True)
+    return load_file(path / "model.safetensors")
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("scheduler", toy.SCHEDULERS)
+@pytest.mark.parametrize("optimizer", [toy.sgd, toy.two_groups, by_name])
+@pytest.mark.parametrize(
+    "strategy",
+    ["sync()", "async(servers=2)", 'async(optimizer="worker")', "localsgd(period=1)", "decentralized()"],
+)
+def test_one_worker_follows_a_torch_scheduler_as_torchs_own_loop_does(
+    strategy, optimizer, scheduler, tmp_path
+):
+    job = toy.make_job(optimizer=optimizer, scheduler=toy.SCHEDULERS[scheduler], data=toy.Memory(50))
+    found, expected = trained(tmp_path / "a", job, strategy), toy.serial(job)
+    if strategy in ('async(optimizer="worker")', "decentralized()"):  # which add differences
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    else:
+        assert same(found, expected)
+    assert not same(expected, toy.serial(toy.make_job(optimizer=optimizer, data=toy.Memory(50))))
+
+
+@pytest.mark.parametrize("strategy", ["sync()", "sync(servers=2)", "localsgd(start=100)"])
+@pytest.mark.parametrize("scheduler", toy.SCHEDULERS)
+def test_workers_in_lockstep_step_it_as_one_process_with_their_whole_batch(strategy, scheduler, tmp_path):
+    fields = {"model": toy.smooth, "scheduler": toy.SCHEDULERS[scheduler], "data": toy.Memory(52)}
+    found = trained(tmp_path / "a", toy.make_job(batch_size=4, **fields), strategy, workers=3)
+    for name, tensor in toy.serial(toy.make_job(batch_size=12, **fields)).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def lambda_by_samples(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1.0 / (1 + count))
+
+
+def test_it_counts_full_batches_of_all_workers_whatever_the_updates_are():
+    rates = Rates(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    schedule = TorchSchedule(lambda_by_samples, rates, 50, 12)
+    assert [schedule.steps_at(at) for at in (0, 4, 12, 48, 49, 50, 61, 62, 100)] == [
+        0,
+        0,
+        1,
+        4,
+        4,
+        5,
+        5,
+        6,
+        10,
+    ]
+    assert [schedule.options_at(at)[0]["lr"] for at in (0, 12, 50, 12)] == [1, 1 / 2, 1 / 6, 1 / 2]
+    left_out = TorchSchedule(lambda_by_samples, rates, 50, 12, 48)
+    assert [left_out.steps_at(at) for at in (48, 60)] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["sync()", "async()", "localsgd(period=2)", "decentralized()", "elastic(push_every=2)"]
+)
+def test_a_function_of_epochs_and_workers_is_a_schedule(strategy, tmp_path):
+    value = toy.make_job(schedule=mt.Decay(every=1, by=0.1))
+    function = toy.make_job(schedule=lambda epochs, workers: 0.1 ** int(epochs) * (workers == 2))
+    found = [trained(tmp_path / name, job, strategy, 2) for name, job in (("a", value), ("b", function))]
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-5, atol=1e-7)
+
+
+def plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scheduler": plateau}, "goes by a metric"), ({"scheduler": lambda optimizer: None}, "it returned None"),
+        ({"scheduler": 3}, "scheduler must be a function"),
+        ({"schedule": 3}, "schedule must be a value.*or a function"),
+        ({"schedule": lambda epochs: 1.0}, r"called with \(epochs, workers\)"),
+        ({"schedule": mt.Cosine(2), "scheduler": lambda_by_samples}, "give one of them"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_schedule_is_refused(changes, said, tmp_path):
+    with pytest.raises(UsageError, match=said):
+        trained(tmp_path / "a", toy.make_job(**changes))
