@@ -1,7 +1,7 @@
 # The commands of the README, from a fresh clone:
 #
 #   make train              train jobs/digits.py on 4 ranks            (options: make train ARGS="--epochs 2")
-#   make test               lint, then every test this machine can run, two files at a time
+#   make test               lint, then every test this machine can run, three files at a time
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
 #   make test-oldest the same tests with the oldest torch that setup.cfg allows, in an environment of its own
 #                                                                    (options: make test-oldest ARGS="tests/model")
@@ -25,7 +25,8 @@ VENV_MPICH := .venv-mpich
 VENV_OLDEST := .venv-oldest
 OLDEST_TORCH = $(shell sed -n 's/^ *torch>=//p' setup.cfg)
 RANKS ?= 4
-JOBS ?= 2
+# More than there are cores: much of a test of ranks is a wait for a silence to be noticed.
+JOBS ?= 3
 ARGS ?=
 # What tests run on ranks and in other processes.
 PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_start

@@ -60,11 +60,20 @@ def signal_mask() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_SLOWEST = ("tests/slurm/", "tests/mpi/", "tests/launch/", "tests/cli/", "tests/training/", "tests/test_")
+_SLOWEST = (
+    "tests/slurm/",
+    "tests/mpi/",
+    "tests/test_",
+    "tests/virtual/",
+    "tests/launch/",
+    "tests/cli/",
+    "tests/training/",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What mostly waits comes first: where files are run two at a time, the many short tests then fill the gaps."""
+    """What mostly waits comes first, then what is long: where files are run side by side, the many short tests fill
+    the gaps at the end."""
     items.sort(
         key=lambda item: next((i for i, start in enumerate(_SLOWEST) if item.nodeid.startswith(start)), 9)
     )
