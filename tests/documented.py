@@ -21,6 +21,7 @@ ELSEWHERE = (
     (r"^make (train|test)$", "the commands of a fresh clone: they are run by hand"),
     (r"^make (chaos|hostile)$", "takes minutes to hours; small runs are in the tests of their programs"),
     (r"^(sbatch|srun|mpitrain slurm) ", "needs Slurm: `tests/slurm`"),
+    (r" report runs/", "needs finished runs: `tests/reporting/test_page.py`"),
     (r" predict runs/", "needs a finished run: `tests/mpi/test_predict.py`"),
     (r"--ft heartbeat ", "needs MPICH under Slurm: `tests/slurm/test_heartbeat.py`"),
     (r"--hostfile |hosts\.py ", "needs several hosts, or root to emulate them"),

@@ -42,7 +42,7 @@ examples:
   mpitrain launch -n 4 --dry-run train jobs/digits.py      print the command"""
 
 _RANKED = ("train", "predict", "data", "env")
-_ALONE = ("simulate", "data stage", "data info")
+_ALONE = ("simulate", "report", "data stage", "data info")
 
 
 def add_parser(commands: Any) -> None:

@@ -22,6 +22,7 @@ COMMANDS = [
     ["train"],
     ["simulate"],
     ["predict"],
+    ["report"],
     ["data"],
     ["data", "pack"],
     ["data", "check"],
@@ -148,9 +149,9 @@ def test_version_is_the_packages() -> None:
     [
         (
             ["trian"],
-            "no 'trian' among launch, train, simulate, predict, data, slurm, doctor, env; did you mean 'train'?",
+            "report, data, slurm, doctor, env; did you mean 'train'?",
         ),
-        (["bench"], "no 'bench' among launch, train, simulate, predict, data, slurm, doctor, env\n"),
+        (["bench"], "no 'bench' among launch, train, simulate, predict, report, data, slurm, doctor, env\n"),
         (
             ["train", "x.py", "--epoch", "3"],
             "mpitrain train: error: unknown option '--epoch'; did you mean '--epochs'?",

@@ -1,0 +1,40 @@
+"""`mpitrain report`: a page of one run, or of several beside one another."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mpitrain.errors import EXIT_OK, printable
+
+_DESCRIPTION = """\
+Write one HTML page that needs no network: curves of loss, metrics and
+throughput, staleness, where the workers' time went, faults and restarts, the
+environment; of several runs, their curves together and what was different.
+It draws with matplotlib (pip install "mpitrain[plot]")."""
+
+_EPILOG = """\
+examples:
+  mpitrain report runs/mine
+  mpitrain report runs/sync runs/async runs/localsgd -o strategies.html"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `report` to the command's subparsers."""
+    parser = commands.add_parser(
+        "report", help="make a page of one or more runs", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="of a run, finished or not")
+    parser.add_argument(
+        "-o", "--out", default="report.html", metavar="FILE", help="the page (default: report.html)"
+    )
+    parser.set_defaults(run=run_report)
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Write the page, and print where it is."""
+    from mpitrain.reporting.page import write_page
+
+    write_page(arguments.run_dirs, arguments.out)
+    print(printable(f"written: {arguments.out}"), flush=True)
+    return EXIT_OK

@@ -1,0 +1,216 @@
+"""`mpitrain report`: one HTML page of one run, or of several beside one another, that needs no network.
+
+Invariants: every text that comes from a run is escaped. What a run has not left is left out, and a run that is not
+finished, or has failed, says so at the top.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.reporting import figures
+from mpitrain.reporting.rows import metrics_in
+from mpitrain.reporting.run_files import Row, RunFiles, read_runs
+
+MOST_EVENTS = 200
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd }
+table { border-collapse: collapse; margin: .6rem 0; font-size: .9rem; display: block; overflow-x: auto }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #eee; vertical-align: top }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+.figures { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0; flex: 1 1 26rem; max-width: 34rem }
+figure svg { width: 100%; height: auto } figcaption { font-size: .85rem; color: #555 }
+.fail { color: #b00020; font-weight: 600 } .note { color: #555; font-size: .9rem }
+"""
+# What a table of a run's figures shows first, in this order; the metrics stand between.
+_FIRST = ("status", "strategy", "workers", "servers", "nodes")
+_THEN = (
+    "samples_per_second", "train_s", "wall_s", "steps", "samples", "epochs", "batch_size", "accumulate", "precision",
+    "seed", "staleness_mean", "staleness_max", "dropped", "late", "nonfinite", "failure",
+)  # fmt: skip
+
+
+def write_page(run_dirs: Sequence[str | Path], out: str | Path) -> None:
+    """Write the page of these runs to `out`.
+
+    Raises:
+        UsageError: a directory holds no run, or matplotlib is missing.
+    """
+    from mpitrain.system.atomic import write_whole
+
+    write_whole(Path(out), page(read_runs([Path(one) for one in run_dirs])))
+
+
+def page(runs: Sequence[RunFiles]) -> str:
+    """The whole page."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    body = [f"<h1>{_text(title)}</h1>", *_state(runs), _summary(runs), *_curves(runs), *_staleness(runs)]
+    body += [*_times(runs), *_events(runs), *_differences(runs), *_environments(runs)]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body>\n'
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        value = f"{value:.6g}"
+    elif not isinstance(value, str):
+        value = json.dumps(value, default=str)
+    return html.escape(value)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = ["<tr>" + "".join(f"<th>{_text(one)}</th>" for one in head) + "</tr>"] if head else []
+    lines += ["<tr>" + "".join(f"<td>{_text(one)}</td>" for one in row) + "</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>{svg}<figcaption>{_text(caption)}</figcaption></figure>"
+
+
+def _state(runs: Sequence[RunFiles]) -> Iterable[str]:
+    """What a reader must know before any figure."""
+    for run in runs:
+        if not run.result:
+            yield f'<p class="fail">{_text(run.name)} has not come to its end: it is under way, or was ended.</p>'
+        elif run.result.get("status") != "ok":
+            why = run.result.get("failure") or "no reason was given"
+            status = f"status={run.result.get('status')}, exit code {run.result.get('exit_code')}"
+            yield f'<p class="fail">{_text(f"{run.name}: {status}: {why}")}</p>'
+        if run.num_torn:
+            yield f'<p class="note">{_text(run.name)}: {run.num_torn} lines of metrics.jsonl could not be read.</p>'
+        if any("virtual_s" in row for row in run.rows):
+            yield f'<p class="note">{_text(run.name)} is a simulation: its seconds are virtual ones.</p>'
+
+
+def _measured(run: RunFiles) -> dict[str, Any]:
+    """Metrics of the run's end, or of its last validation so far."""
+    last = run.of_kind("validation")
+    return dict(run.result.get("metrics") or (_metrics(last[-1]) if last else {}))
+
+
+def _metrics(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in metrics_in(row).items() if name != "at_s"}
+
+
+def _summary(runs: Sequence[RunFiles]) -> str:
+    rows: list[list[Any]] = []
+    metrics = dict.fromkeys(name for run in runs for name in _measured(run))
+    for name in [*_FIRST, *metrics, *_THEN]:
+        values = [_measured(run).get(name, run.result.get(name, "")) for run in runs]
+        if any(value not in ("", None) for value in values):
+            rows.append([name, *values])
+    options = dict.fromkeys(name for run in runs for name in run.result.get("options") or {})
+    rows += [[name, *((run.result.get("options") or {}).get(name, "") for run in runs)] for name in options]
+    return _table(["", *(run.name for run in runs)], rows)
+
+
+def _curves(runs: Sequence[RunFiles]) -> Iterable[str]:
+    found = []
+    names = dict.fromkeys(name for run in runs for row in run.of_kind("validation") for name in _metrics(row))
+
+    def progress(run: RunFiles) -> list[Row]:
+        return run.of_kind("progress")
+
+    def validations(run: RunFiles) -> list[Row]:
+        return run.of_kind("validation")
+
+    if any("loss" in row for run in runs for row in progress(run)):
+        found.append(
+            _figure(figures.curves(runs, progress, "loss", "samples", ("samples", "loss")), "Training loss")
+        )
+    for name in names:
+        for x, label in (("samples", "samples"), ("at_s", "seconds since the start")):
+            svg = figures.curves(runs, validations, name, x, (label, name))
+            found.append(_figure(svg, f"{name} of validation, by {'samples' if x == 'samples' else 'time'}"))
+    if any("samples_per_second" in row for run in runs for row in progress(run)):
+        svg = figures.curves(
+            runs, progress, "samples_per_second", "at_s", ("seconds since the start", "samples per second")
+        )
+        found.append(_figure(svg, "Throughput"))
+    if found:
+        yield f'<h2>Curves</h2><div class="figures">{"".join(found)}</div>'
+
+
+def _staleness(runs: Sequence[RunFiles]) -> Iterable[str]:
+    stale = [run for run in runs if run.result.get("staleness_histogram")]
+    if stale:
+        caption = "Versions between what a gradient was computed from and what it was applied to"
+        yield f'<h2>Staleness</h2><div class="figures">{_figure(figures.histogram(stale), caption)}</div>'
+
+
+def _times(runs: Sequence[RunFiles]) -> Iterable[str]:
+    found = []
+    for run in runs:
+        if times := figures.worker_times(run):
+            some = f" ({figures.MOST_BARS} of {len(times)} at most)" if len(times) > figures.MOST_BARS else ""
+            found.append(_figure(figures.shares(run), f"{run.name}: the workers' time{some}"))
+    if found:
+        yield f'<h2>Where the time went</h2><div class="figures">{"".join(found)}</div>'
+
+
+def _events(runs: Sequence[RunFiles]) -> Iterable[str]:
+    yield "<h2>Faults, restarts and warnings</h2>"
+    for run in runs:
+        rows = run.unusual()
+        shown = [[f"{row['at_s']:.1f} s", row["event"], _details(row)] for row in rows[:MOST_EVENTS]]
+        if len(runs) > 1:
+            yield f"<h3>{_text(run.name)}</h3>"
+        yield _table((), shown) if shown else '<p class="note">None.</p>'
+        if len(rows) > MOST_EVENTS:
+            yield f'<p class="note">{len(rows) - MOST_EVENTS} more are in metrics.jsonl.</p>'
+
+
+def _details(row: Row) -> str:
+    left_out = ("event", "time", "t", "at_s", "virtual_s")
+    return ", ".join(f"{key}: {value}" for key, value in row.items() if key not in left_out)
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """A tree of JSON objects as one level, `name.name`."""
+    if not isinstance(value, dict) or not value:
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, one in value.items():
+        found |= _flat(one, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def _known(run: RunFiles) -> dict[str, Any]:
+    """How the run was asked for, and where it ran."""
+    environment = {key: value for key, value in run.environment.items() if key not in ("ranks", "command")}
+    known = _flat({"option": run.started.get("overrides") or {}, "environment": environment})
+    known.pop("environment.variables.MPITRAIN_RUN_DIR", None)  # of every launch another
+    return known
+
+
+def _differences(runs: Sequence[RunFiles]) -> Iterable[str]:
+    if len(runs) == 1:
+        return
+    known = [_known(run) for run in runs]
+    names = dict.fromkeys(name for one in known for name in one)
+    rows = [
+        [name, *(one.get(name, "") for one in known)]
+        for name in names
+        if any(one.get(name) != known[0].get(name) for one in known)
+    ]
+    yield "<h2>What was different</h2>"
+    yield _table(["", *(run.name for run in runs)], rows) if rows else '<p class="note">Nothing.</p>'
+
+
+def _environments(runs: Sequence[RunFiles]) -> Iterable[str]:
+    yield "<h2>Environment</h2>"
+    for run in runs:
+        command = " ".join(map(str, run.environment.get("command") or ()))
+        rows = [["run directory", str(run.folder)], ["command", command], *_known(run).items()]
+        body = _table((), [row for row in rows if row[1] not in ("", None, {}, [])])
+        yield f"<details{' open' if len(runs) == 1 else ''}><summary>{_text(run.name)}</summary>{body}</details>"

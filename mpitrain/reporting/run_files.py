@@ -1,0 +1,98 @@
+"""What a run has left in its directory, read for people who look at it: rows, result, environment.
+
+Invariants: it only reads; every file may be missing, and a row may be torn by a crash or by a run that is going on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import UsageError
+from mpitrain.reporting.rows import kind_of
+from mpitrain.system.run_directory import RUN_FILE, read_json
+
+Row = dict[str, Any]
+_USUAL = {"progress", "validation", "end", "start", "checkpoint"}
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run.
+
+    Attributes:
+        name: as the page calls it; the directory's, unless two runs share that.
+        rows: of metrics.jsonl, each with `at_s`: seconds since the first start, those of earlier starts added up.
+        num_torn: lines that could not be read.
+        result, started, environment: of result.json, run.json and env.json, empty where there is none.
+    """
+
+    name: str
+    folder: Path
+    rows: tuple[Row, ...]
+    num_torn: int
+    result: dict[str, Any]
+    started: dict[str, Any]
+    environment: dict[str, Any]
+
+    def of_kind(self, kind: str) -> list[Row]:
+        """Rows of progress, or of validations (the end of a run that was measured is one)."""
+        return [row for row in self.rows if kind_of(row) == kind]
+
+    def unusual(self) -> list[Row]:
+        """What happened besides progress: starts after the first, faults, warnings, a failure."""
+        starts = [row for row in self.rows if row["event"] == "start"]
+        found = [row for row in self.rows if row["event"] not in _USUAL]
+        found += [row | {"event": "started again"} for row in starts[1:]]
+        found += [row for row in self.rows if row["event"] == "end" and row.get("failure")]
+        return sorted(found, key=lambda row: float(row["at_s"]))
+
+
+def read_runs(folders: list[Path]) -> list[RunFiles]:
+    """The runs in these directories, in the order given.
+
+    Raises:
+        UsageError: a directory is not there, or holds no run.
+    """
+    names = [folder.resolve().name for folder in folders]
+    return [
+        _read(folder, name if names.count(name) == 1 else str(folder)) for folder, name in zip(folders, names)
+    ]
+
+
+def _read(folder: Path, name: str) -> RunFiles:
+    if not folder.is_dir():
+        raise UsageError(f"there is no directory {folder} (looked in {Path.cwd()})")
+    rows, num_torn = _rows(folder / "metrics.jsonl")
+    result = read_json(folder / "result.json") or {}
+    if not rows and not result:
+        raise UsageError(
+            f"{folder} holds no run: it has neither metrics.jsonl nor result.json; give the directory that the run has "
+            "printed as run_dir"
+        )
+    started, environment = (read_json(folder / file) or {} for file in (RUN_FILE, "env.json"))
+    return RunFiles(name, folder, tuple(rows), num_torn, result, started, environment)
+
+
+def _rows(path: Path) -> tuple[list[Row], int]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return [], 0
+    rows: list[Row] = []
+    num_torn, before_s, last_s = 0, 0.0, 0.0
+    for line in lines:
+        try:
+            row = json.loads(line)
+            since_s = float(row.get("virtual_s", row["t"]))
+            event = str(row["event"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            num_torn += 1
+            continue
+        if event == "start" and rows:
+            before_s = last_s
+        last_s = before_s + since_s
+        rows.append(row | {"event": event, "at_s": last_s})
+    return rows, num_torn

@@ -1,0 +1,234 @@
+"""The page of `mpitrain report`: it shows what the files say, needs nothing else, and takes half-written files."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from mpitrain import Async, simulate
+from mpitrain.cli import main as cli
+from mpitrain.errors import UsageError
+from mpitrain.reporting import figures
+from mpitrain.reporting.page import page, write_page
+from mpitrain.reporting.run_files import read_runs
+from tests import toy
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Tables(HTMLParser):
+    """Rows of all tables as lists of texts, tags that were opened, and what points elsewhere."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.tags: list[str] = []
+        self.points_to: list[str] = []
+        self._in_cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.points_to += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self._in_cell = True
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_cell = self._in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_cell:
+            self.rows[-1][-1] += data
+
+    def row(self, name: str) -> list[str]:
+        (found,) = [row[1:] for row in self.rows if row[0] == name]
+        return found
+
+
+def write_run(
+    folder: Path, rows: list[dict[str, Any]] | None = None, result: dict[str, Any] | None = None, **more: Any
+) -> Path:
+    folder.mkdir()
+    usual = [
+        {"event": "start", "t": 0.0},
+        {"event": "progress", "t": 1.0, "step": 1, "samples": 10, "loss": 2.0, "samples_per_second": 10.0},
+        {"event": "progress", "t": 2.0, "step": 2, "samples": 20, "loss": 1.0, "samples_per_second": 12.0},
+        {"event": "validation", "t": 2.5, "epoch": 1, "samples": 20, "validation_loss": 1.5},
+    ]
+    lines = [json.dumps({"time": "now"} | row) for row in (usual if rows is None else rows)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    if result is not None:
+        (folder / "result.json").write_text(
+            json.dumps({"status": "ok", "exit_code": 0, "metrics": {}} | result)
+        )
+    for name, value in more.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+def made(*folders: Path) -> tuple[str, Tables]:
+    text = page(read_runs(list(folders)))
+    return text, Tables(text)
+
+
+def lines_of(svg: str) -> list[int]:
+    """How many points each line has that is a curve (drawn in one of the colours and not filled)."""
+    found = []
+    for path in ElementTree.fromstring(svg).iter(f"{SVG}path"):
+        style = path.get("style", "")
+        if "fill: none" in style and any(f"stroke: {colour}" in style for colour in figures.COLOURS[:6]):
+            found.append(len(re.findall("[ML]", path.get("d", ""))))
+    return found
+
+
+def test_a_real_run_is_shown_with_the_figures_of_its_result(tmp_path: Path) -> None:
+    job = toy.make_job(validate=toy.Memory(12))
+    simulate(job, Async(), run_dir=str(tmp_path / "run"), quiet=True, workers=3, log_every=3)
+    text, tables = made(tmp_path / "run")
+    assert "at_s of validation" not in text
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert tables.row("strategy") == ["async()"] and tables.row("steps") == [str(result["steps"])]
+    assert float(tables.row("validation_loss")[0]) == pytest.approx(result["validation_loss"], rel=1e-4)
+    for heading in ("Curves", "Staleness", "Faults, restarts and warnings", "Environment"):
+        assert f"<h2>{heading}</h2>" in text
+    assert "its seconds are virtual ones" in text
+    assert all(one.startswith("#") for one in tables.points_to), "nothing is fetched"
+    assert not {"script", "link", "img", "iframe"} & set(tables.tags)
+
+
+def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", result={"staleness_histogram": {"0": 3, "2": 1}})
+    assert made(run)[0] == made(run)[0]
+
+
+def test_curves_go_through_the_rows_and_break_where_a_run_went_back(tmp_path: Path) -> None:
+    rows = [{"event": "start", "t": 0.0}]
+    rows += [{"event": "progress", "t": float(i), "samples": 10 * i, "loss": 1.0 / i} for i in range(1, 6)]
+    rows += [{"event": "start", "t": 0.0}, {"event": "worker lost", "t": 0.5, "worker": 3}]
+    rows += [{"event": "progress", "t": 1.0 + i, "samples": 30 + 10 * i, "loss": 0.5} for i in range(3)]
+    rows += [{"event": "progress", "t": 9.0, "samples": 99, "loss": float("nan")}]
+    (run,) = read_runs([write_run(tmp_path / "run", rows)])
+    progress = run.of_kind("progress")
+    assert [row["at_s"] for row in progress[4:7]] == [5.0, 6.0, 7.0]
+    svg = figures.curves([run], lambda run: run.of_kind("progress"), "loss", "samples", ("samples", "loss"))
+    assert lines_of(svg) == [5, 3]
+    happened = [(row["at_s"], row["event"]) for row in run.unusual()]
+    assert happened == [(5.0, "started again"), (5.5, "worker lost")]
+    text, tables = made(run.folder)
+    assert tables.row("5.5 s") == ["worker lost", "worker: 3"] and "has not come to its end" in text
+
+
+def test_the_shares_of_a_workers_time_are_those_of_its_training(tmp_path: Path) -> None:
+    ranks = [
+        {"rank": 0, "role": "server"},
+        {
+            "rank": 1,
+            "role": "worker",
+            "compute_s": 3.0,
+            "wait_s": 2.0,
+            "checkpoints": {"copy_s": 0.5, "wait_s": 0.25},
+        },
+        {"rank": 2, "role": "worker", "compute_s": 11.0},
+    ]
+    (run,) = read_runs([write_run(tmp_path / "run", result={"train_s": 10.0, "ranks": ranks})])
+    assert figures.worker_times(run) == [
+        {"rank": 1, "compute_s": 3.0, "wait_s": 2.0, "checkpoint_s": 0.75, "rest_s": 4.25},
+        {"rank": 2, "compute_s": 11.0, "wait_s": 0.0, "checkpoint_s": 0.0, "rest_s": 0.0},
+    ]
+    many = [{"rank": rank, "role": "worker", "compute_s": 1.0} for rank in range(1000)]
+    (run,) = read_runs([write_run(tmp_path / "many", result={"train_s": 10.0, "ranks": many})])
+    ElementTree.fromstring(figures.shares(run))
+    assert "64 of 1000 at most" in made(run.folder)[0]
+
+
+def test_several_runs_lie_over_one_another_and_their_differences_are_told(tmp_path: Path) -> None:
+    one = write_run(
+        tmp_path / "one", result={"strategy": "sync()", "seed": 1}, run={"overrides": {"lr": 0.5, "seed": 1}},
+        env={"packages": {"torch": "2.13"}, "platform": {"host": "a"}},
+    )  # fmt: skip
+    two = write_run(
+        tmp_path / "two", result={"strategy": "async()", "seed": 1, "options": {"model.hidden": 9}},
+        run={"overrides": {"lr": 0.25, "seed": 1}}, env={"packages": {"torch": "2.13"}, "platform": {"host": "b"}},
+    )  # fmt: skip
+    text, tables = made(one, two)
+    different = Tables(text.partition("What was different")[2].partition("<h2>")[0])
+    assert different.rows == [
+        ["", "one", "two"], ["option.lr", "0.5", "0.25"], ["environment.platform.host", "a", "b"],
+    ]  # fmt: skip
+    assert tables.row("strategy") == ["sync()", "async()"] and tables.row("model.hidden") == ["", "9"]
+    runs = read_runs([one, two])
+    assert lines_of(figures.curves(runs, lambda run: run.of_kind("progress"), "loss", "samples", ("x", "y")))[
+        :2
+    ] == [2, 2]
+
+
+def test_two_directories_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        (tmp_path / parent).mkdir()
+        write_run(tmp_path / parent / "run", result={})
+    names = [run.name for run in read_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])]
+    assert names == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
+
+
+def test_what_comes_from_a_run_is_never_markup(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>$\\frac{"
+    rows = [
+        {"event": "start", "t": 0},
+        {"event": "validation", "t": 1, "samples": 1, evil: 1.0},
+        {"event": "warning", "t": 1, "text": evil},
+        {"event": "end", "t": 2, "failure": evil},
+    ]
+    run = write_run(
+        tmp_path / "run<b>", rows, {"status": "fail", "failure": evil, "strategy": evil, "options": {evil: evil}},
+        env={"command": [evil], evil: evil}, run={"overrides": {evil: evil}},
+    )  # fmt: skip
+    text, tables = made(run)
+    assert "script" not in tables.tags and "b" not in tables.tags
+    assert "&lt;script&gt;" in text and tables.row("strategy") == [evil]
+
+
+def test_torn_rows_and_missing_files_are_said_and_passed_over(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(
+            '{"event": "progress", "t": 3.0, "sam\n[1]\n{"event": "progress"}\n{"t": "x", "event": "a"}\n'
+        )
+    (run / "result.json").write_text('{"stat')
+    text, _ = made(run)
+    assert "4 lines of metrics.jsonl could not be read" in text and "has not come to its end" in text
+    only = tmp_path / "only"
+    only.mkdir()
+    (only / "result.json").write_text(json.dumps({"status": "ok", "metrics": {"accuracy": 0.5}}))
+    assert made(only)[1].row("accuracy") == ["0.5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("nowhere", "there is no directory"), ("empty", "holds no run")]
+)
+def test_a_directory_without_a_run_is_refused(
+    tmp_path: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    run = write_run(tmp_path / "run", result={})
+    out = tmp_path / "report.html"
+    assert cli.main(["report", str(run), str(tmp_path / name), "-o", str(out)]) == 2
+    assert message in capsys.readouterr().err and not out.exists()
+    assert cli.main(["report", str(run), "-o", str(out)]) == 0 and out.read_text().startswith(
+        "<!doctype html>"
+    )
+    assert capsys.readouterr().out == f"written: {out}\n"
+
+
+def test_without_matplotlib_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"pip install 'mpitrain\[plot\]'"):
+        write_page([write_run(tmp_path / "run", result={})], tmp_path / "report.html")
