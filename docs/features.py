@@ -123,6 +123,17 @@ FEATURES = (
         keeps_model=True,
     ),
     Feature(
+        "compile",
+        {"compile": "eager"},
+        (
+            Row(
+                (*_ADDED.strategies, _PIPELINE, "async(push_every=2)"),
+                "the model, a stage of it, or what of it torch can compile around the messages of its layers",
+            ),
+        ),
+        changes_model=False,
+    ),
+    Feature(
         "accumulate",
         {"accumulate": 3},
         (

@@ -112,6 +112,7 @@ class Job:
         activation_checkpointing: True: the layers that lie in the model's containers keep their inputs only, and
             compute the rest again in the backward pass; or names or patterns (`"blocks.*"`) of the layers that do. The
             trained model is the same to the bit.
+        compile: True: torch compiles the model in place at its first call; a text names the backend ("inductor").
         drop_last: leave an incomplete last batch of an epoch out, unless an epoch has no complete one.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is asked
@@ -163,6 +164,7 @@ class Job:
     accumulate: int = 1
     precision: str = "float32"
     activation_checkpointing: bool | Sequence[str] = False
+    compile: bool | str = False
     drop_last: bool = False
     checkpoint_every: str = "auto"
     keep_checkpoints: int = 2
@@ -281,6 +283,10 @@ class Job:
             raise UsageError(
                 'Job: tensor_plan must be a dict such as {"layers.*.up": "column"}, got '
                 + repr(self.tensor_plan)
+            )
+        if not isinstance(self.compile, bool | str) or self.compile == "":
+            raise UsageError(
+                f"Job: compile must be True, False or the name of a backend, got {self.compile!r}"
             )
         layers = self.activation_checkpointing
         named = isinstance(layers, list | tuple) and all(isinstance(name, str) for name in layers)

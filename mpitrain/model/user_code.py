@@ -16,6 +16,7 @@ from torch import nn
 
 from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.errors import UsageError
+from mpitrain.model.compiling import unwrap_compiled
 from mpitrain.model.loss import read_loss
 from mpitrain.model.precision import autocast
 
@@ -127,17 +128,18 @@ def check_module(module: Any) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"Job: model must make a torch.nn.Module, got {type(module).__name__}")
-    for name, layer in module.named_modules():
+    plain = unwrap_compiled(module)
+    for name, layer in plain.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise UsageError(
                 f"layer {name or type(layer).__name__!r} is {type(layer).__name__}(sparse=True), and sparse gradients "
                 "travel under no strategy; leave sparse=True out"
             )
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    if not any(parameter.requires_grad for parameter in plain.parameters()):
         raise UsageError(
-            f"Job: {type(module).__name__} has no parameter to train: requires_grad is False for all of them"
+            f"Job: {type(plain).__name__} has no parameter to train: requires_grad is False for all of them"
         )
-    return module
+    return plain
 
 
 def check_made_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -18,6 +18,7 @@ from mpitrain.codecs import add_message, whole, write_message
 from mpitrain.codecs.eightbit import EightBitEncoder
 from mpitrain.job import Job
 from mpitrain.model.accumulation import LeaseReader
+from mpitrain.model.compiling import compile_in_place
 from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.averager import Ask, Averager
@@ -54,6 +55,8 @@ def make_replicas(
     leases = LeaseReader(fetch, read_nothing_ahead, job.part_samples)
     replicas = []
     for rank, own in enumerate([module, *(copy.deepcopy(module) for _ in range(number - 1))]):
+        if rank:
+            compile_in_place(own, job.compile)  # a copy is not
         optimizer = build_optimizer(job, own, lr)
         averager = Averager(own, optimizer, strategy, means=means.shares[rank])
         replica = LocalReplica(

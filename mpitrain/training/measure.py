@@ -18,6 +18,7 @@ from torch import nn
 
 from mpitrain.job import Job
 from mpitrain.model.activation_checkpointing import checkpoint_activations
+from mpitrain.model.compiling import compile_in_place
 from mpitrain.model.optimizer import set_learning_rate
 from mpitrain.model.precision import check_float32
 from mpitrain.model.user_code import check_made_optimizer, check_module
@@ -53,6 +54,7 @@ def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, 
     check_float32(module, job.precision)
     checkpoint_activations(module, job.activation_checkpointing)
     module = module.to(device)
+    compile_in_place(module, job.compile)
     return module, build_optimizer(job, module, lr)
 
 

@@ -71,7 +71,7 @@ def accumulated(strategies):
 
 
 def launch(path, num_ranks, runs):
-    launch_program(num_ranks, "feature_runs", str(path), json.dumps(runs), cwd=path, timeout_s=300).check()
+    launch_program(num_ranks, "feature_runs", str(path), json.dumps(runs), cwd=path, timeout_s=600).check()
     return path
 
 

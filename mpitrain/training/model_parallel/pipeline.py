@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from mpitrain.data.format.catalogue import OFFSETS
 from mpitrain.errors import UsageError
+from mpitrain.model.compiling import compile_in_place
 from mpitrain.model.pipeline_stages import Stage, keep_only, split_stages
 from mpitrain.model.precision import autocast_forward
 from mpitrain.model.step_hooks import check_whole
@@ -103,6 +104,7 @@ class PipelineRun(SplitRun):
         self.module = stage.module.to(device)
         self.use(optimizer)
         autocast_forward(self.module, session.job.precision, device.type)
+        compile_in_place(self.module, session.job.compile)
         mesh = device_mesh(grid, device)
         self.forwarder = StageForward(self.module, mesh.get_group("part"), device)
         self.model: Any = self.module
