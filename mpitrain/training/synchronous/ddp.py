@@ -137,6 +137,8 @@ class ParallelModule:
         left_out = [
             name for name, one in trained if one.grad is None or one.grad.data_ptr() == added_up.get(id(one))
         ]
+        if left_out and added_up:
+            raise UsageError(UNUSED_IN_PARTS)
         if left_out:
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
             raise UsageError(
