@@ -201,6 +201,31 @@ FEATURES = (
         ),
     ),
     Feature(
+        "ema",
+        {"ema": 0.5},
+        (
+            Row(
+                (*_MEAN[:1], *_MEAN[3:]),
+                "the weights that all workers hold, after every update, each its part",
+            ),
+            Row(
+                ("sync()", "backup()", *_SERVED, "sync(servers=2)"),
+                "what each server holds, after each of its updates",
+            ),
+            Row(
+                ("localsgd(period=2)",),
+                "the mean of all workers, after every averaging; the weights, after every step in which gradients are "
+                "averaged",
+            ),
+            Row(
+                ("decentralized()", 'decentralized(topology="ring")'),
+                "the first peer's weights, after every step",
+            ),
+        ),
+        changes_model=False,
+        leaves="model-ema.safetensors",
+    ),
+    Feature(
         "keep_best",
         {"keep_best": "validation_loss"},
         _VALIDATED,

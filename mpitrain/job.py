@@ -113,6 +113,9 @@ class Job:
             compute the rest again in the backward pass; or names or patterns (`"blocks.*"`) of the layers that do. The
             trained model is the same to the bit.
         compile: True: torch compiles the model in place at its first call; a text names the backend ("inductor").
+        ema: decay of an exponential moving average of the weights, such as 0.999, which follows every update and is
+            saved as `model-ema.safetensors`; None is none. Servers average what they hold, workers of `localsgd` after
+            every averaging, and of peers the first one its own parameters.
         drop_last: leave an incomplete last batch of an epoch out, unless an epoch has no complete one.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is asked
@@ -165,6 +168,7 @@ class Job:
     precision: str = "float32"
     activation_checkpointing: bool | Sequence[str] = False
     compile: bool | str = False
+    ema: float | None = None
     drop_last: bool = False
     checkpoint_every: str = "auto"
     keep_checkpoints: int = 2
@@ -213,6 +217,10 @@ class Job:
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
         self._check_validation()
+        if self.ema is not None and not (type(self.ema) in (int, float) and 0 <= self.ema < 1):
+            raise UsageError(
+                f"Job: ema must be a decay of at least 0 and below 1, such as 0.999, got {self.ema!r}"
+            )
         read_logs(self.log)
         check_callbacks(self.callbacks)
         for name, value in self.options.items():
@@ -370,6 +378,7 @@ class Overrides:
     validate_every: int | str | None = None
     keep_best: str | None = None
     patience: int | None = None
+    ema: float | None = None
     quiet: bool = False
     inject: tuple[str, ...] = ()
     checkpoint_every: str | None = None
@@ -441,6 +450,7 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
             "log_every",
             *CLIPPED,
             *VALIDATED,
+            "ema",
         )
         if (value := getattr(overrides, key)) is not None
     }

@@ -8,6 +8,7 @@ import dataclasses
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mpitrain as mt
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
@@ -152,7 +153,7 @@ def clip(job, module):
         nn.utils.clip_grad_value_(module.parameters(), job.clip_value)
 
 
-def serial(job, worker=0):
+def serial(job, worker=0, on_step=lambda module: None):
     """What one process makes of the job: the same leases, the same randomness as that worker's, torch's own loop."""
     torch.manual_seed(job.seed)
     module = job.model()
@@ -170,8 +171,22 @@ def serial(job, worker=0):
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
+            on_step(module)
             step += 1
     return module.state_dict()
+
+
+def serial_ema(job, decay):
+    """The last model of `serial`, and torch's moving average of its weights."""
+    averaged = []
+
+    def follow(module):
+        if not averaged:
+            averaged.append(AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay)))
+        averaged[0].update_parameters(module)
+
+    last = serial(job, on_step=follow)
+    return last, averaged[0].module.state_dict()
 
 
 def linear_float64():

@@ -108,6 +108,17 @@ def rate(text: str) -> float:
     return value
 
 
+def decay(text: str) -> float:
+    """A number of at least 0 and below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
+    return value
+
+
 def above_zero(text: str) -> float:
     """A finite number greater than 0."""
     try:

@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.parser import above_zero, natural, positive, rate
+from mpitrain.cli.parser import above_zero, decay, natural, positive, rate
 from mpitrain.system.launch_variables import launched_nodes, launched_rank, launched_size
 
 if TYPE_CHECKING:
@@ -258,6 +258,12 @@ def _add_parameter_options(job: Any) -> None:
 
 def _add_validation_options(job: Any) -> None:
     job.add_argument(
+        "--ema",
+        type=decay,
+        metavar="X",
+        help="decay of a moving average of the weights, such as 0.999, saved as model-ema.safetensors",
+    )
+    job.add_argument(
         "--validate-every",
         metavar="WHEN",
         help='epochs ("2 epochs"), samples ("10000 samples"), seconds ("60s") or never, which is only at the end '
@@ -329,6 +335,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         validate_every=arguments.validate_every,
         keep_best=arguments.keep_best,
         patience=arguments.patience,
+        ema=arguments.ema,
         quiet=arguments.quiet,
         inject=tuple(arguments.inject),
         checkpoint_every=getattr(arguments, "checkpoint_every", None),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mpitrain.model.buffers import BufferPool, FixedBuffer, wire_dtype
+from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import Layout
 
 
@@ -37,6 +38,7 @@ class ElasticStore:
         share: float,
         push_wire: str = "full",
         reply_wire: str = "full",
+        ema: float | None = None,
     ):
         self.share = share
         self.pool = BufferPool(layout.size(shard), layout.dtype)
@@ -44,6 +46,7 @@ class ElasticStore:
         self._replies = BufferPool(self.pool.numel, wire_dtype(reply_wire, layout.dtype))
         self.centre = self.pool.take()
         self.centre.body.copy_(initial)
+        self.ema = ema_of(ema, lambda: [self.centre.body])
         self._gathered: list[tuple[int, FixedBuffer]] = []
         self._answers: dict[int, FixedBuffer] = {}
 
@@ -80,6 +83,8 @@ class ElasticStore:
             self._answers[worker] = difference
             payload.release()
         self._gathered.clear()
+        if self.ema is not None:
+            self.ema.update()
 
     def set_rate(self, factor: Any) -> None:
         """Workers hold the rates."""
@@ -101,7 +106,8 @@ class ElasticStore:
     def state(self) -> dict[str, Any]:
         """The centre; a copy."""
         assert not self._gathered, "state is taken between exchanges"
-        return {"parameters": self.centre.body.clone()}
+        ema = {"ema": self.ema.state()} if self.ema is not None else {}
+        return {"parameters": self.centre.body.clone(), **ema}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; workers read anew."""
@@ -110,3 +116,5 @@ class ElasticStore:
             self.centre.release()
             self.centre = self.pool.take()
         self.centre.body.copy_(state["parameters"])
+        if self.ema is not None:
+            self.ema.restore(state.get("ema"))

@@ -74,17 +74,22 @@ def shard_store(
     strategy: ServerStrategy,
     num_workers: int,
     clipping: Clipping = NO_CLIPPING,
+    ema: float | None = None,
 ) -> ShardStore | ElasticStore:
     """One server's shard of `model`, starting from the parameters it holds and the state of `optimizer`, where it has
     any. Where workers keep their own optimizer the server adds what they push: w <- w - mean of it. `clipping`: of the
-    mean gradient."""
+    mean gradient; `ema`: decay of the moving average of the parameters."""
     initial, wires = model.wire_buffers[shard].body, (strategy.push_numbers, strategy.reply_numbers)
     if strategy.elastic:
-        return ElasticStore(model.layout, shard, initial, cast(Elastic, strategy).share(num_workers), *wires)
+        return ElasticStore(
+            model.layout, shard, initial, cast(Elastic, strategy).share(num_workers), *wires, ema
+        )
     if strategy.optimizer == "worker":
         optimizer = SGD([{"params": group["params"]} for group in optimizer.param_groups], lr=1.0)
     codecs = (strategy.push_codec, strategy.reply_codec)
-    store = ShardStore(model.layout, shard, initial, optimizer, strategy.damping, *wires, *codecs, clipping)
+    store = ShardStore(
+        model.layout, shard, initial, optimizer, strategy.damping, *wires, *codecs, clipping, ema
+    )
     store.begin_with(
         state_slices(
             optimizer, model.parameters, model.layout.pieces(shard), model.layout.group_slices(shard)

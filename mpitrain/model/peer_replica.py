@@ -23,6 +23,7 @@ from mpitrain.model.accumulation import LeaseReader, backward_in_parts
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
+from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import FlatModel, all_finite
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
@@ -43,6 +44,7 @@ class PeerReplica:
         schedule: factor on the rates, by samples of all peers; epoch_samples: in an epoch.
         clipping: of this peer's gradients, before its optimizer's step; part_samples, loss_scale: as for
             `Replica`.
+        ema: decay of the moving average of this peer's parameters; None for none.
 
     Raises:
         UsageError: a codec for parameters that are not float32, or that has a momentum beside the optimizer's.
@@ -66,6 +68,7 @@ class PeerReplica:
         clipping: Clipping = NO_CLIPPING,
         part_samples: int = 0,
         loss_scale: LossScale | None = None,
+        ema: float | None = None,
     ):
         self.model, self.optimizer, self.strategy, self.rank = model, optimizer, strategy, rank
         self.loss, self.reader, self.seed = loss, LeaseReader(fetch, prefetch, part_samples), seed
@@ -85,6 +88,7 @@ class PeerReplica:
         buffers = [buffer for buffer in model.module.buffers() if buffer is not None]
         self._module_buffers = buffers if shared else []
         self._buffers = [buffer.clone() for buffer in buffers] if shared else buffers
+        self.ema = ema_of(ema, lambda: [self.x])
         self.num_messages, self.codec_s, self._kept = 0, 0.0, 0.0
 
     def _make_encoder(self, number: int) -> Encoder | None:
@@ -266,6 +270,11 @@ class PeerReplica:
         self._enter()
         return self.model.module
 
+    def end_step(self) -> None:
+        """A step is over, with what others have sent taken in: the moving average follows."""
+        if self.ema is not None:
+            self.ema.update()
+
     def show(self) -> None:
         """Make the parameters x, where they do not live in it."""
         self.model.install(0)
@@ -306,6 +315,7 @@ class PeerReplica:
             "parameters": self.x.clone(), "optimizer": optimizer, "encoder": encoder, "copies": copies,
             "common": (self.x if self._common is None else self._common).clone(),
             "buffers": [buffer.detach().clone() for buffer in self._buffers],
+            "ema": self.ema.state() if self.ema else [],
         }  # fmt: skip
 
     @torch.no_grad()
@@ -314,6 +324,8 @@ class PeerReplica:
         self.x.copy_(state["parameters"])
         self.show()
         self._rates.restore(state["optimizer"])
+        if self.ema is not None:
+            self.ema.restore(state.get("ema"))
         for buffer, saved in zip(self._buffers, state["buffers"], strict=True):
             buffer.copy_(saved)
         if self.encoder is not None and state["encoder"]:

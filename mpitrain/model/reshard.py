@@ -20,6 +20,10 @@ def reshard(states: Sequence[dict[str, Any]], layout: Layout, shard: int) -> dic
     whole = torch.cat([state["parameters"] for state in states])
     low, high = layout.cuts[shard], layout.cuts[shard + 1]
     made = {**states[0], "parameters": whole[low:high].clone()}
+    if all(state.get("ema") for state in states):
+        made["ema"] = [torch.cat([state["ema"][0] for state in states])[low:high].clone()]
+    else:
+        made.pop("ema", None)
     made.pop("replies", None)  # workers' copies are of the old cuts: each is sent the parameters in full
     if "optimizer" in states[0]:
         made["optimizer"] = _optimizer(states, layout, shard)

@@ -22,6 +22,7 @@ from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
+from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import Layout
 from mpitrain.model.group_options import FollowedOptions
 from mpitrain.model.optimizer import Rates, check_elementwise, coupled_decays, rebuild, scaled
@@ -57,6 +58,7 @@ class ShardStore:
         push_codec: Codec = Uncompressed(),  # noqa: B008 - frozen
         reply_codec: Codec = Uncompressed(),  # noqa: B008 - frozen
         clipping: Clipping = NO_CLIPPING,
+        ema: float | None = None,
     ):
         check_elementwise(prototype)
         assert clipping.norm is None or layout.num_shards == 1, "the norm of a shard is not the gradient's"
@@ -82,6 +84,7 @@ class ShardStore:
         self._reads: dict[
             int, deque[FixedBuffer]
         ] = {}  # for a correction: what each worker read, the oldest first
+        self.ema = ema_of(ema, lambda: [self.live.body])
         self._gathered: FixedBuffer | None = None
         self._weights: list[float] = []  # of what is gathered, times its share
         self._shares: list[float] = []
@@ -190,6 +193,8 @@ class ShardStore:
         if self._reply is not None:
             self._reply.release()
             self._reply = None
+        if self.ema is not None:
+            self.ema.update()
         self._gathered = None
         self._weights.clear()
         self._shares.clear()
@@ -263,7 +268,11 @@ class ShardStore:
             lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self._rates.state()
         )
         correction = self.correction.state() if self.correction else {}
-        replies = {"replies": {"codec": self._coder.codec.name, **self._coder.state()}} if self._coder else {}
+        replies: dict[str, Any] = (
+            {"replies": {"codec": self._coder.codec.name, **self._coder.state()}} if self._coder else {}
+        )
+        if self.ema is not None:
+            replies["ema"] = self.ema.state()
         return {
             "parameters": self.live.body.clone(), "optimizer": copied, "correction": correction, **replies,
         }  # fmt: skip
@@ -277,6 +286,8 @@ class ShardStore:
             self._move_to(self.pool.take())
         self.live.body.copy_(state["parameters"])
         self._rates.restore(state["optimizer"])
+        if self.ema is not None:
+            self.ema.restore(state.get("ema"))
         if self.correction and state["correction"]:
             self.correction.restore(state["correction"])
         if self._coder is not None:

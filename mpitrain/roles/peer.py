@@ -187,6 +187,7 @@ class Peer:
         if self.strategy.mixes:
             weights = self.strategy.weights(self.rank, turn.num_active, turn.step)
             self.replica.mix(self.rank, weights, self.strategy.mixing_rate)
+        self.replica.end_step()
         self.wait_s += (yield Now()) - computed_s
         return float(gradient.loss)
 

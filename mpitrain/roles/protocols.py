@@ -137,6 +137,9 @@ class PeerReplica(Protocol):
     def mix(self, rank: int, weights: dict[int, float], rate: float) -> None:
         """Gossip: move towards the copies."""
 
+    def end_step(self) -> None:
+        """A step is over, with all that was taken in."""
+
     def total(self) -> Any:
         """The parameters, as a payload that sums can be added to."""
 

@@ -131,9 +131,9 @@ class VirtualRun:
         """What lets roles agree on an end, where a validation may end the run."""
         return Ends() if self.validations.may_end else None
 
-    def save(self, module: nn.Module) -> Path:
+    def save(self, module: nn.Module, name: str = MODEL_FILE) -> Path:
         """Write the trained module; returns the file."""
-        path = self.run_dir / MODEL_FILE
+        path = self.run_dir / name
         save_model(module, path, {"strategy": str(self.job.strategy)})
         return path
 

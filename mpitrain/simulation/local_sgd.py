@@ -13,6 +13,7 @@ from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.replicas_in_one_process import MeansInOneProcess, make_replicas
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
+from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.local_sgd.replica import LocalReplica
 
 
@@ -41,6 +42,9 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
         ended = replicas[0].ended
         metrics = measure(None if ended else replicas[0].samples) if measure is not None else {}
     virtual.save(module)
+    if (ema := replicas[0].ema) is not None:
+        with ema.swapped():
+            virtual.save(module, EMA_MODEL_FILE)
     failures = sorted((one.failure for one in replicas), key=lambda text: (text[:4] != "rank", not text))
     result = virtual.result(replicas[0].samples, metrics, failures[0]) | _counted(replicas, courses[0])
     result["ended_early"] = ended

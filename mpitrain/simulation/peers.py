@@ -14,6 +14,7 @@ from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.strategies.checkpoint_policy import Cadence, CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.run import summary
 from mpitrain.training.measure import build_optimizer
@@ -49,6 +50,10 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
         ]
         returned = virtual.run([peer.run() for peer in peers])
         virtual.save(replicas[0].take_module())
+        if (ema := replicas[0].ema) is not None:
+            with ema.swapped():
+                virtual.save(replicas[0].take_module(), EMA_MODEL_FILE)
+            replicas[0].take_module()
         ended = peers[0].checkpoints is not None and peers[0].checkpoints.ended
         metrics = replicas[0].validate(None if ended else peers[0].partition.samples)
     everybody = [one | replica.statistics(with_norm=True) for one, replica in zip(returned, replicas)]

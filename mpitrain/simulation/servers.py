@@ -32,6 +32,7 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
+from mpitrain.training.averaged_model import join
 from mpitrain.training.job_file import load_job
 from mpitrain.training.judge import NOBODY_LEFT
 from mpitrain.training.measure import MODEL_FILE, build_optimizer, same_model
@@ -169,10 +170,11 @@ class _Simulation(VirtualRun):
             measure = self.measure(module)
             # virtual seconds have no scale: nobody is too late, unless somebody is to fall silent
             floor_s = None if self.silence else math.inf
+            stores = [builder.store(shard, optimizer) for shard in range(len(self.roles.servers))]
             servers = [
                 builder.server(
                     shard,
-                    builder.store(shard, optimizer),
+                    stores[shard],
                     NullReport() if shard else self.log,
                     self.ends(),
                     floor_s,
@@ -191,6 +193,9 @@ class _Simulation(VirtualRun):
         for rank, replica in replicas.items():
             replica.finish()
             returned[rank] |= {"codec": replica.statistics()} if replica.coder else {}
+        averages = [one.ema.values()[0] for one in stores if one.ema is not None]
+        if averages and servers[0].delivered:
+            join(self.run_dir, model.module, model.layout, averages)
         result = self._result(returned, servers[0].delivered)
         self.log.finish(result)
         return result

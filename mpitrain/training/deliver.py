@@ -9,6 +9,7 @@ from typing import Any
 
 from mpitrain.model import Replica
 from mpitrain.model.peer_replica import PeerReplica
+from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.best_model import Validations
 from mpitrain.training.measure import MODEL_FILE, save_model
 from mpitrain.training.session import Session
@@ -21,5 +22,10 @@ def finish_model(
     path = session.run_dir / MODEL_FILE
     metadata = {"strategy": str(session.strategy), "job": session.job.name or ""}
     save_model(replica.take_module(), path, metadata)
+    ema = replica.ema if isinstance(replica, PeerReplica) else None  # of workers the servers keep it
+    if ema is not None:
+        with ema.swapped():
+            save_model(replica.take_module(), session.run_dir / EMA_MODEL_FILE, metadata)
+        replica.take_module()
     metrics = replica.validate(samples)
     return {"metrics": metrics, "model": str(path), **validations.result()}

@@ -38,6 +38,7 @@ ON_RESUME = {
     "batch_size": REFUSED,  # within an epoch; between two epochs it acts
     "strategy": CONVERTED,  # of the same family, unless a codec's residual would be lost
     "schedule": ACTS,
+    "ema": ACTS,  # it begins with the next update, where there was none
     "scheduler": ACTS,
     "target": ACTS,
     "validate_every": ACTS,

@@ -56,6 +56,7 @@ class Session:
         place: this rank's number when the run began; should other ranks die, it may get another.
         report: of rank 0; the other ranks report nothing. lock: of the run directory, on rank 0.
         contents: see `fingerprint.contents_of`.
+        before_result: is called on rank 0 when all ranks have come to the end.
         emergency: what this rank would write if the run stood still, or why it cannot.
     """
 
@@ -74,6 +75,7 @@ class Session:
     lock: RunLock | None = None
     contents: dict[str, str] = dataclasses.field(default_factory=dict)
     emergency: Emergency | str = "the run had not begun"
+    before_result: Callable[[], None] = lambda: None
 
     @property
     def strategy(self) -> Strategy:
@@ -144,6 +146,7 @@ class Session:
         gathered = self._gather_living(outcome) if living else self.runtime.gather(outcome)
         result = None
         if gathered is not None:
+            self.before_result()
             result = result_of(self, gathered)
             report_end(self.report, result)
             requeue = self.run_dir / REQUEUE_FILE

@@ -18,6 +18,7 @@ from mpitrain.job import Job
 from mpitrain.model.user_code import check_module
 from mpitrain.options import settings_of
 from mpitrain.system.run_directory import RUN_FILE, read_json
+from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.best_model import BEST_MODEL_FILE
 from mpitrain.training.fingerprint import file_digest
 from mpitrain.training.initial_weights import load_weights, read_weights
@@ -26,8 +27,11 @@ from mpitrain.training.measure import MODEL_FILE
 from mpitrain.values import nearest
 
 RESULT_FILE = "result.json"
-FILES = {"last": MODEL_FILE, "best": BEST_MODEL_FILE}
-KEPT_BY = {"best": 'a job with keep_best="accuracy" (--keep-best accuracy) keeps one'}
+FILES = {"last": MODEL_FILE, "best": BEST_MODEL_FILE, "ema": EMA_MODEL_FILE}
+KEPT_BY = {
+    "best": 'a job with keep_best="accuracy" (--keep-best accuracy) keeps one',
+    "ema": "a job with ema=0.999 (--ema 0.999) keeps one",
+}
 
 
 def load(run_dir: str | Path, job: Job | str | Path | None = None, which: str = "last") -> nn.Module:
@@ -37,7 +41,8 @@ def load(run_dir: str | Path, job: Job | str | Path | None = None, which: str = 
         run_dir: of the run, on a cluster or in virtual time.
         job: that makes the module, or its file; by default the job file from which the run was started, which must not
             have changed since.
-        which: "last", as training has left it, or "best", by the metric of the job's `keep_best`.
+        which: "last", as training has left it, or "best", by the metric of the job's `keep_best`, or "ema",
+            the moving average of its weights.
 
     Raises:
         UsageError: there is no run, it is not finished or has failed, its job file is gone or has changed, or the

@@ -27,6 +27,7 @@ CLIPPED = {
     "both": {"clip_norm": 0.3, "clip_value": 0.02},
     "one cycle": {"scheduler": "one cycle"},
     "warm up": {"scheduler": "warm up"},
+    "ema": {"ema": 0.7},
     "huge": {"clip_norm": 1e30, "clip_value": 1e30},
     "not": {},
 }
@@ -141,6 +142,16 @@ def test_ranks_that_take_a_step_in_batches_are_one_process_with_the_whole_batch(
     found = load_file(path / f"{text} {how}" / "model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("text", WHOLE[1:])
+def test_parts_of_a_model_have_the_moving_average_of_the_whole(four, text):
+    """In virtual time that of `allreduce` is compared with torch's."""
+    found, expected = (load_file(four / f"{one} ema" / "model-ema.safetensors") for one in (text, WHOLE[0]))
+    last = load_file(four / f"{text} ema" / "model.safetensors")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+        assert not torch.equal(last[name], tensor)
 
 
 @pytest.mark.parametrize("text", WHOLE)

@@ -352,6 +352,11 @@ CASES = [
     Case("compile", ALL, "compile='eager'", acts=finished),
     Case("precision", ALL, "precision='bfloat16'", acts=moved),
     Case("precision", "sync()", options="precision='bfloat16'", acts=moved),
+    *(
+        Case("ema", family, "ema=0.5", acts=lambda run, plain: "model-ema.safetensors" in run["files"])
+        for family in (ALL, "sync()", "sync(servers=2)", "sharded()", "decentralized()", "localsgd(period=2)")
+    ),
+    Case("ema", "async(servers=2)", options="ema=0.5", base=("async(servers=1)", "ema=0.5"), acts=finished),
     Case("servers", "sync(servers=2)", base=("sync(servers=1)",), acts=finished),
     Case("workers", "async(servers=1)", base=("async(servers=2)",), acts=finished),
 ]

@@ -68,6 +68,7 @@ class PeerBuilder:
             model, optimizer, self.strategy, self.number, rank, job.loss if job else brought_by_loop, fetch,
             prefetch, job.seed if job else 0, measure, shared, self._schedule(optimizer), self.epoch_samples,
             clipping_of(job), job.part_samples if job else 0, loss_scale(job.precision) if job else None,
+            ema=job.ema if job and rank == 0 else None,
         )  # fmt: skip
 
     def _schedule(self, optimizer: Optimizer) -> Progress | None:

@@ -95,5 +95,6 @@ def _of_others(resume: Checkpoint, peer: Peer, number: int, mine: dict[str, Any]
         "copies": {},
         "optimizer": mine["replica"]["optimizer"],
         "buffers": mine["replica"]["buffers"],
+        "ema": mine["replica"].get("ema"),
         "encoder": merge_states(first, kept, peer.number / number) if first else {},
     }

@@ -21,6 +21,7 @@ from torch import nn
 from mpitrain.errors import UsageError
 from mpitrain.messages import Lease
 from mpitrain.model.accumulation import LeaseReader
+from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import all_finite
 from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import Rates
@@ -28,6 +29,7 @@ from mpitrain.reporting.targets import check_targets
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
+from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
 from mpitrain.training.schedule import schedule_of
@@ -95,6 +97,7 @@ class SplitRun(Stepper):
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with this optimizer, which holds this rank's parameters."""
         self.optimizer, self.rates = optimizer, Rates(optimizer)
+        self.ema = ema_of(self.session.job.ema, self._held)
         num_samples, job = self.epoch_samples, self.session.job
         self.schedule = attempt(
             self.session.runtime, lambda: schedule_of(job, self.rates, num_samples, self.num_replicas)
@@ -149,7 +152,12 @@ class SplitRun(Stepper):
 
     def own(self) -> dict[str, Any]:
         """What this rank goes on from: its part of the model and of the optimizer, and where the run is."""
-        return take_shards(self.module, self.rates) | {"counts": {key: getattr(self, key) for key in _COUNTS}}
+        ema = {"ema": self.ema.state()} if self.ema is not None else {}
+        return (
+            take_shards(self.module, self.rates)
+            | ema
+            | {"counts": {key: getattr(self, key) for key in _COUNTS}}
+        )
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from what `own` returned, here or on a rank that held the same part."""
@@ -162,6 +170,8 @@ class SplitRun(Stepper):
             )
             check_batch_size(before, now, counts["epoch"], is_over or counts["cursor"] == 0)
         restore_shards(self.module, self.rates, saved)
+        if self.ema is not None:
+            self.ema.restore(saved.get("ema"))
         vars(self).update(saved["counts"])
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - self.step), self.samples)
 
@@ -239,6 +249,10 @@ class SplitRun(Stepper):
         """How many ranks hold what this rank holds of a gradient."""
         return self.num_replicas
 
+    def _held(self) -> list[torch.Tensor]:
+        groups = self.optimizer.param_groups
+        return [local(parameter).detach() for group in groups for parameter in group["params"]]
+
     def _stepped(self) -> list[torch.Tensor]:
         """The gradients of what this rank's optimizer holds, as they are split."""
         held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
@@ -298,9 +312,14 @@ class SplitRun(Stepper):
         self.checkpoints.writer.wait()
         tensors = self.gather()
         path = self.session.run_dir / MODEL_FILE
+        metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
         if self.rank == 0:
-            metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
             save_tensors(tensors, path, metadata)
+        if self.ema is not None:
+            with self.ema.swapped():
+                tensors = self.gather()
+            if self.rank == 0:
+                save_tensors(tensors, self.session.run_dir / EMA_MODEL_FILE, metadata)
         metrics = {}
         if self.session.validation is not None:
             metrics = self.measure() if self.checkpoints.ended else self._judged()

@@ -82,7 +82,15 @@ class RoleBuilder:
         clipping = clipping_of(self.job, self.strategy.clips_mean)
         if self.strategy.optimizer == "server":
             self._schedule = schedule_of(self.job, Rates(optimizer), self._epoch_samples, self.num_workers)
-        return shard_store(self.model, shard, optimizer, self.strategy, self.num_workers, clipping)
+        return shard_store(
+            self.model,
+            shard,
+            optimizer,
+            self.strategy,
+            self.num_workers,
+            clipping,
+            self.job.ema if self.job else None,
+        )
 
     def server(
         self, shard: int, store: AnyStore, report: Report, writer: CheckpointWriter | None = None,

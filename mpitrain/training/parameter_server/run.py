@@ -20,6 +20,7 @@ from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import reshard_role
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.training.averaged_model import join_parts, save_part
 from mpitrain.training.deliver import finish_model
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
@@ -67,6 +68,8 @@ def run_servers(session: Session) -> dict[str, Any]:
         strategy, session.roles, model, session.job, session.catalogue, session.num_batches()
     )
     local = attempt(runtime, lambda: builder.local(optimizer))
+    if session.job.ema is not None:
+        session.before_result = lambda: join_parts(session.run_dir, module, layout)
     return (
         _serve(session, builder, optimizer, about_this_run)
         if session.role == "server"
@@ -115,6 +118,8 @@ def _serve(
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}
     save_order(session.run_dir, shard, order)
+    if store.ema is not None:
+        save_part(session.run_dir, shard, store.ema.values())
     writer.wait()
     counts["checkpoints"] = writer.summary()
     counts |= store.statistics()

@@ -27,6 +27,7 @@ from torch import nn
 
 from mpitrain.job import Job
 from mpitrain.model.accumulation import MeanLoss, scale_gradients
+from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
@@ -85,6 +86,7 @@ class Stepper:
         self.module, self.rates, self.optimizer, self.parallel = module, rates, rates.optimizer, parallel
         self.schedule = schedule_of(self.job, rates, self.epoch_samples, self.num_replicas)
         self._trainable = [parameter for _, parameter, _ in trainable(module, self.optimizer)]
+        self.ema = ema_of(self.job.ema, lambda: self._trainable)
 
     def take(self, parts: Parts, share: int, count: int) -> float:
         """One step on this rank's `share` samples of the `count` of all ranks; returns the loss to report."""
@@ -141,6 +143,7 @@ class Stepper:
             self.clip()
             self.follow_schedule()
             self.step_optimizer()
+            self.track()
             self.samples += count
         else:
             self.on_nonfinite(value, count)
@@ -260,6 +263,11 @@ class Stepper:
         """Set the learning rates of this step."""
         if self.schedule is not None:
             self.rates.set(self.schedule.factor(self.samples / self.epoch_samples, self.num_replicas))
+
+    def track(self) -> None:
+        """All ranks hold the same update: the moving average of the weights follows."""
+        if self.ema is not None:
+            self.ema.update()
 
     def step_optimizer(self) -> None:
         """One step with the gradients that are there."""

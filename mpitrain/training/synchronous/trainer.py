@@ -19,6 +19,7 @@ from mpitrain.messages import Lease
 from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.sampling.step_partition import StepPartition
+from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import (
     MODEL_FILE,
@@ -133,6 +134,7 @@ class Trainer:
             "optimizer": self.rates.state(),
             "counts": counts,
             "rounds": self.rounds.state(),
+            "ema": stepper.ema.state() if stepper.ema else [],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -144,6 +146,8 @@ class Trainer:
         stepper.step, stepper.samples = counts["step"], counts["samples"]
         stepper.nonfinite = counts["nonfinite"]
         self.rounds.restore(state["rounds"])
+        if stepper.ema is not None:
+            stepper.ema.restore(state.get("ema"))
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - stepper.step), stepper.samples)
 
     def keep(self) -> RecoveryState:
@@ -266,6 +270,9 @@ class Trainer:
             path = self.session.run_dir / MODEL_FILE
             metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
             save_model(self.module, path, metadata)
+            if self.stepper.ema is not None:
+                with self.stepper.ema.swapped():
+                    save_model(self.module, self.session.run_dir / EMA_MODEL_FILE, metadata)
             counts: dict[str, Any] = {
                 "accepted": self.stepper.step - self.stepper.nonfinite,
                 "nonfinite": self.stepper.nonfinite,
