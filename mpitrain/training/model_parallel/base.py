@@ -317,9 +317,9 @@ class SplitRun(Stepper):
             save_tensors(tensors, path, metadata)
         if self.ema is not None:
             with self.ema.swapped():
-                tensors = self.gather()
-            if self.rank == 0:
-                save_tensors(tensors, self.session.run_dir / EMA_MODEL_FILE, metadata)
+                tensors = self.gather()  # some are the parameters themselves
+                if self.rank == 0:
+                    save_tensors(tensors, self.session.run_dir / EMA_MODEL_FILE, metadata)
         metrics = {}
         if self.session.validation is not None:
             metrics = self.measure() if self.checkpoints.ended else self._judged()
