@@ -21,7 +21,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
 
 from mpitrain.mpi.runtime import start
 
@@ -238,6 +238,7 @@ def main():
         show(rows)
         head = {"ranks": runtime.size, "hosts": runtime.num_nodes, "link": rate, "mpi": runtime.library}
         write_row("collectives", {**head, "transport": told, "rows": rows})
+    never_destroyed(gloo)
     dist.destroy_process_group()
     runtime.finish()
 

@@ -8,6 +8,7 @@ interval, and a row with machine, versions and commit goes to `results/`.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -33,6 +34,16 @@ class _Record(argparse.Action):
     def __call__(self, *_: Any) -> None:
         global _folder
         _folder = TRACKED
+
+
+def never_destroyed(*objects: Any) -> None:
+    """Keep groups of torch's gloo, and what holds them, for as long as the process lives.
+
+    torch 2.13 destroys such a group by joining its threads with Python's lock held, and a thread that just then lets go
+    of its last work waits for that lock: the process hangs, under load once in some tens of times.
+    """
+    for one in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
 from step_time import MODELS, runtime
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -184,6 +184,7 @@ def main():
     seconds, told = measure(options, groups)
     if runtime.rank == 0:
         show(options, seconds, told)
+    never_destroyed(dist.group.WORLD)
     dist.destroy_process_group()
     runtime.finish()
 

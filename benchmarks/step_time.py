@@ -22,7 +22,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -216,6 +216,7 @@ def main():
         seconds = measure(name, options, groups, pair, engine)
         if runtime.rank == 0:
             show(name, seconds, options)
+    never_destroyed(dist.group.WORLD, groups[1])
     dist.destroy_process_group()
     runtime.finish()
 

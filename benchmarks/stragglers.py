@@ -37,7 +37,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import machine, make_parser, median_ratio, table, write_row
+from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
@@ -277,6 +277,7 @@ def main():
             }
             write_row("stragglers", row | {"mpi": runtime.library})
         shutil.rmtree(folder)
+    never_destroyed(dist.group.WORLD, group)
     dist.destroy_process_group()
     runtime.finish()
 

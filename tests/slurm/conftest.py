@@ -34,7 +34,9 @@ class Site:
     def run(self, *words: str, code: int = 0, mpi: str = "openmpi", **env: str) -> str:
         """Run a command from the folder and return its output, both streams. Open MPI's ranks of its jobs are warm."""
         full = {**os.environ, **self.cluster.env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
-        if mpi == "openmpi":  # MPICH's exchange of addresses over Slurm's PMI fails between forked ranks
+        if (
+            mpi == "openmpi"
+        ):  # MPICH's ranks failed in MPI_Init when they were forked under Slurm; not looked into
             full = warm_environment(full, self.folder / "ranks")
         full["PATH"] = f"{self.python.parent}:{full['PATH']}"
         run = subprocess.run(

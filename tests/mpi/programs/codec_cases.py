@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mpitrain as mt
+from benchmarks.common import never_destroyed
 from mpitrain.codecs import Part, write_message
 from mpitrain.model.clipping import Clipping
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
@@ -69,6 +70,7 @@ def case_groups(rt):
     store = dist.FileStore(name, rt.size)
     dist.init_process_group("gloo", store=store, rank=rt.rank, world_size=rt.size)
     GROUPS["gloo"] = dist.group.WORLD
+    never_destroyed(GROUPS["gloo"])
     GROUPS["mpi4py"] = dist.new_group(backend="mpi4py")
 
 

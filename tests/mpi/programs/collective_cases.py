@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
+from benchmarks.common import never_destroyed
 from mpitrain.errors import MismatchError
 from mpitrain.mpi.allreduce_plan import VARIABLE
 from tests.mpi.cases import run_cases, starts
@@ -211,6 +212,7 @@ def case_groups_of_both_kinds(rt):
     dist.init_process_group("mpi4py", store=store, rank=rt.rank, world_size=rt.size)
     groups["ours"] = dist.group.WORLD
     groups["gloo"] = dist.new_group(backend="gloo")
+    never_destroyed(groups["gloo"])
 
 
 def case_reductions_equal_gloo_and_numpy(rt):

@@ -4,6 +4,9 @@ import os
 import pathlib
 import sys
 
+import torch.distributed as dist
+
+from benchmarks.common import never_destroyed
 from tests.ranks import ROOT
 
 os.environ |= {"RANK": os.environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": os.environ["OMPI_COMM_WORLD_SIZE"]}
@@ -15,7 +18,17 @@ for name, port in (text.split("=") for text in sys.argv[1:]):
     for backend in ("gloo", "mpi4py"):
         code = pathlib.Path(ROOT, "jobs", "scripts", name + ".py").read_text()
         if backend == "gloo":
-            code = code.replace('"mpi4py"', '"gloo"').replace("import mpitrain  # noqa: F401", "")
+            for ours, theirs in [
+                ('"mpi4py"', '"gloo"'),
+                ("import mpitrain  # noqa: F401", ""),
+                ("dist.destroy_process_group()", ""),
+            ]:
+                assert ours in code
+                code = code.replace(ours, theirs)
         print(name, backend, end=" ", flush=True)
-        exec(compile(code, name, "exec"), {})
+        names: dict[str, object] = {}
+        exec(compile(code, name, "exec"), names)
+        if backend == "gloo":
+            never_destroyed(dist.group.WORLD, names)
+            dist.destroy_process_group()
         print(flush=True)

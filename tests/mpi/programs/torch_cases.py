@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
+from benchmarks.common import never_destroyed
 from mpitrain.mpi.process_group import wire_hooks
 from tests.mpi.cases import run_cases, starts
 
@@ -74,6 +75,7 @@ def case_start(rt):
     store = dist.TCPStore("127.0.0.1", port, rt.size, rt.rank == 0)
     dist.init_process_group("mpi4py", store=store, rank=rt.rank, world_size=rt.size)
     groups["gloo"] = dist.new_group(backend="gloo")
+    never_destroyed(groups["gloo"])
 
 
 def case_ddp_accumulates_without_sync(rt):
