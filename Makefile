@@ -5,6 +5,7 @@
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
 #   make test-oldest the same tests with the oldest torch that setup.cfg allows, in an environment of its own
 #                                                                    (options: make test-oldest ARGS="tests/model")
+#   make tables      every cell of the tables of features and of resumes, of which `make test` enters a sample
 #   make coverage    the same tests, measuring which branches they enter, in rank processes, too
 #                                                                    (options: make coverage ARGS="tests/mpi")
 #   make chaos              kill workers and writers at random and count what is lost, an hour or more
@@ -34,7 +35,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest coverage chaos hostile docs slurm lint format clean
+.PHONY: help train test test-oldest tables coverage chaos hostile docs slurm lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -53,6 +54,12 @@ test-oldest: $(VENV_OLDEST)/.installed $(VENV_MPICH)/.installed
 	    MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV_OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); } \
 	    | tee $(VENV_OLDEST)/tests.log; code=$$?; \
 	sed -n '1p; /short test summary/,$$p' $(VENV_OLDEST)/tests.log > tests/oldest.txt; tail -1 $(VENV_OLDEST)/tests.log >> tests/oldest.txt; exit $$code
+
+# What it printed last goes to tests/tables.txt, which is committed.
+TABLES = tests/mpi/test_features.py tests/mpi/test_resume_options.py tests/mpi/test_best_models.py
+tables: $(VENV)/.installed-test
+	set -o pipefail; { git rev-parse --short HEAD; MPITRAIN_TABLES=all $(VENV)/bin/python -m pytest $(TABLES) $(ARGS); } | tee $(VENV)/tables.log; \
+	    code=$$?; { head -1 $(VENV)/tables.log; tail -1 $(VENV)/tables.log; } > tests/tables.txt; exit $$code
 
 # What a killed rank has run is lost. The tests' own exit code comes last, so that a failure hides no figures.
 coverage: $(VENV)/.installed-coverage $(VENV_MPICH)/.installed

@@ -80,7 +80,7 @@ def _train(make_job: Callable[[], Job], overrides: Overrides, job_file: str | No
     except AgreedError:
         raise
     except BaseException as error:
-        if not runtime.is_alone:
+        if job_file is not None or not runtime.is_alone:
             runtime.end_job(error)
         if session is not None:
             session.report.close()
