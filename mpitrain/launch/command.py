@@ -45,6 +45,9 @@ _HOST_OPTIONS = (
 # Batch systems whose allocation mpirun reads by itself.
 _ALLOCATIONS = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 
+# Which transports Open MPI takes. That of libfabric looks for a fabric, and sleeps for a second where it finds none;
+# ranks on one host use shared memory.
+_BTL = "OMPI_MCA_btl"
 # Open MPI's launcher looks after 300 s, and then for 180 s more, whether a silent host is still there.
 _KEEPALIVE = {
     "oob_tcp_keepalive_time": "20",
@@ -108,6 +111,8 @@ def launch_command(
     env = {**_threads(ask), **({"MPITRAIN_FT": fault_tolerance} if fault_tolerance != "none" else {})}
     if launcher.flavour == "openmpi":
         options = _openmpi_options(ask, env)
+        if ask.local and _BTL not in environ:
+            env[_BTL] = "^ofi"
         if is_root:
             env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     elif launcher.flavour == "srun":

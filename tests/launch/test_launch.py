@@ -24,6 +24,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 OPENMPI = Launcher("openmpi", "/v/bin/mpirun", "openmpi", "/v")
 MPICH = Launcher("mpich", "/v/bin/mpirun", "mpich")
 SRUN = Launcher("srun", "/usr/bin/srun", "openmpi", "/v")
+LOCAL = {"OMPI_MCA_btl": "^ofi"}
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 WHEEL = {"OPAL_PREFIX": "/v", "PMIX_PREFIX": "/v", "PMIX_MCA_psec": "native", "PMIX_MCA_gds": "hash"}
 KEEPALIVE = " ".join(
@@ -40,23 +41,28 @@ def golden(launcher: Launcher, num_ranks: int, num_cores: int, **options: Any) -
 
 
 def test_openmpi_on_a_host_with_cores_enough() -> None:
-    assert golden(OPENMPI, 4, 8) == ("-n 4 --oversubscribe", {"OMP_NUM_THREADS": "2"})
+    assert golden(OPENMPI, 4, 8) == ("-n 4 --oversubscribe", {"OMP_NUM_THREADS": "2", **LOCAL})
+
+
+def test_a_choice_of_transports_is_left_alone() -> None:
+    assert "OMPI_MCA_btl" not in golden(OPENMPI, 4, 8, environ={"OMPI_MCA_btl": "self,tcp"})[1]
+    assert "OMPI_MCA_btl" not in golden(OPENMPI, 4, 8, host_args=["-H", "a,b"])[1]
 
 
 def test_openmpi_with_more_ranks_than_cores_yields() -> None:
     expected = "-n 4 --oversubscribe --mca mpi_yield_when_idle 1"
-    assert golden(OPENMPI, 4, 2) == (expected, {"OMP_NUM_THREADS": "1"})
+    assert golden(OPENMPI, 4, 2) == (expected, {"OMP_NUM_THREADS": "1", **LOCAL})
     assert golden(OPENMPI, 2, 2)[0] == "-n 2 --oversubscribe"
 
 
 def test_openmpi_as_root() -> None:
-    assert golden(OPENMPI, 1, 1, is_root=True)[1] == {"OMP_NUM_THREADS": "1", **ROOT}
+    assert golden(OPENMPI, 1, 1, is_root=True)[1] == {"OMP_NUM_THREADS": "1", **LOCAL, **ROOT}
 
 
 def test_openmpi_fault_tolerant() -> None:
     arguments, env = golden(OPENMPI, 2, 4, fault_tolerance="ulfm")
     assert arguments == "-n 2 --oversubscribe --with-ft ulfm"
-    assert env == {"OMP_NUM_THREADS": "2", "MPITRAIN_FT": "ulfm"}
+    assert env == {"OMP_NUM_THREADS": "2", "MPITRAIN_FT": "ulfm", **LOCAL}
 
 
 SRUN_MPICH = Launcher("srun", "/usr/bin/srun", "mpich")
