@@ -82,4 +82,5 @@ def test_validations_by_the_clock_are_agreed_on(runs, strategy):
     """Ranks that validate together ask one another about twice a second."""
     _, found = runs
     assert found[strategy]["timed"]["result"]["samples"] == 12 * SAMPLES
-    assert 1 <= len(found[strategy]["timed"]["validations"]) <= 30
+    times_s = [row["t"] for row in found[strategy]["timed"]["validations"]]
+    assert 1 <= len(times_s) <= (times_s[-1] - times_s[0]) / 0.3 + 2

@@ -25,7 +25,8 @@ class Pool:
 
     def __init__(self, python: Path, environ: Mapping[str, str]):
         self.python = python
-        left_out = ("PYTHONPATH", "RANK_POOL")
+        # a rank measures itself, from its fork on
+        left_out = ("PYTHONPATH", "RANK_POOL", "COVERAGE_PROCESS_START")
         self.environ = {name: value for name, value in environ.items() if name not in left_out}
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.mkdtemp(prefix="pool-")
