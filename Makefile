@@ -61,15 +61,17 @@ tables: $(VENV)/.installed-test
 	set -o pipefail; { git rev-parse --short HEAD; MPITRAIN_TABLES=all $(VENV)/bin/python -m pytest $(TABLES) $(ARGS); } | tee $(VENV)/tables.log; \
 	    code=$$?; { head -1 $(VENV)/tables.log; tail -1 $(VENV)/tables.log; } > tests/tables.txt; exit $$code
 
-# What a killed rank has run is lost. The tests' own exit code comes last, so that a failure hides no figures.
+# What a killed rank has run is lost. The tests' own exit code comes last, so that a failure hides no figures. What no
+# test enters goes to tests/coverage.txt, which is committed.
 coverage: $(VENV)/.installed-coverage $(VENV_MPICH)/.installed
 	rm -rf build/coverage && mkdir -p build/coverage
 	export COVERAGE_PROCESS_START=$(abspath setup.cfg) COVERAGE_FILE=$(abspath build/coverage/data) && \
 	{ PYTHONPATH=$(abspath tests/at_start) MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) \
 	    $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); code=$$?; } ; \
 	$(VENV)/bin/coverage combine --quiet --rcfile setup.cfg && \
-	$(VENV)/bin/coverage report --rcfile setup.cfg --show-missing --skip-covered --sort=-miss > build/coverage/report.txt; \
-	tail -1 build/coverage/report.txt; echo "branches that no test enters: build/coverage/report.txt"; exit $$code
+	{ git rev-parse --short HEAD; $(VENV)/bin/coverage report --rcfile setup.cfg --show-missing --skip-covered --sort=-miss \
+	    | sed 's,$(CURDIR)/,,; s/  *$$//'; } > tests/coverage.txt; \
+	grep ^TOTAL tests/coverage.txt; echo "branches that no test enters: tests/coverage.txt"; exit $$code
 
 chaos: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits
