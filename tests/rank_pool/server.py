@@ -178,7 +178,6 @@ def _become(request: dict[str, Any], files: list[int], asker: int) -> None:
     random.seed()
     sys.modules["numpy"].random.seed()
     if "COVERAGE_PROCESS_START" in os.environ:  # a started process would do so by itself
-        sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         import coverage
 
         coverage.process_startup(force=True)
