@@ -1,7 +1,7 @@
 # The commands of the README, from a fresh clone:
 #
 #   make train              train jobs/digits.py on 4 ranks            (options: make train ARGS="--epochs 2")
-#   make test               lint, then every test this machine can run, three files at a time
+#   make test               lint, then the tests this machine can run, three files at a time
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
 #   make test-oldest the same tests with the oldest torch that setup.cfg allows, in an environment of its own
 #                                                                    (options: make test-oldest ARGS="tests/model")

@@ -1,7 +1,7 @@
 """What a job can ask for, under every strategy: the table of `docs/features.md`.
 
-`tests/mpi/test_features.py` runs every cell: what works has to finish and, where `changes_model`, to train another
-model than without the feature; what is refused has to say the words of its row.
+`tests/mpi/test_features.py` runs every cell (`make tables`), or a sample (`make test`): what works has to finish and,
+where `changes_model`, to train another model than without the feature; what is refused has to say the words of its row.
 """
 
 from __future__ import annotations

@@ -251,12 +251,6 @@ class Job:
         if schedule is not None and self.scheduler is not None:
             raise UsageError("Job: schedule and scheduler both set the learning rates; give one of them")
 
-    @property
-    def progress(self) -> Schedule | None:
-        """The schedule as a value."""
-        assert self.schedule is None or isinstance(self.schedule, Schedule), "read when the job was made"
-        return self.schedule
-
     def _check_validation(self) -> None:
         read_validation_policy(self.validate_every)
         if self.keep_best is not None:
@@ -266,7 +260,7 @@ class Job:
                 raise UsageError(f"Job: {key}={getattr(self, key)!r} needs validate= data to be measured on")
 
     @property
-    def choice(self) -> Choice | None:
+    def best_by(self) -> Choice | None:
         """What validations are compared by; None where nothing depends on it."""
         if self.keep_best is None:
             return None if self.patience is None else read_choice(LOSS)

@@ -82,7 +82,8 @@ class Options(Mapping[str, Any]):
             be of the same type, with whole numbers for floats, too.
 
     Raises:
-        UsageError: a default is of another type, a value that is given does not fit, or a name is declared twice.
+        UsageError: a default is of another type, a value that is given does not fit, a name is declared twice, or is
+            that of a method.
     """
 
     def __init__(self, group: str, /, **defaults: bool | float | str | Sequence[bool | float | str]):
@@ -91,6 +92,9 @@ class Options(Mapping[str, Any]):
         if not defaults:
             raise UsageError(f'Options: say which, such as Options("{group}", hidden=64)')
         checked = {name: check_value(f"{group}.{name}", value) for name, value in defaults.items()}
+        for name in defaults:
+            if name.startswith("_") or name in dir(Mapping):
+                raise UsageError(f"Options: {group}.{name}: this name is a method's; take another")
         reading = _reading.get()
         self._group = group
         self._values = checked if reading is None else reading.declare(group, checked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.parser import natural, positive
+from mpitrain.cli.parser import fraction, natural, positive
 from mpitrain.cli.ranks import with_ranks
 from mpitrain.errors import EXIT_OK, printable
 from mpitrain.system.launch_variables import launched_rank
@@ -92,7 +92,7 @@ def _add_pack(actions: Any) -> None:
     pack.add_argument("dest", metavar="DEST", help="directory for the shards")
     pack.add_argument(
         "--validate",
-        type=_fraction,
+        type=fraction,
         default=0.2,
         metavar="FRACTION",
         help="part for validation (default: 0.2)",
@@ -172,17 +172,6 @@ def _add_stage(actions: Any) -> None:
     check.add_argument("--workers", type=positive, metavar="N", help="are there chunks enough for N workers?")
     _add_trust(check)
     check.set_defaults(run=run_check)
-
-
-def _fraction(text: str) -> float:
-    """A number in [0, 1)."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
-    return value
 
 
 def _gib(text: str) -> float:

@@ -108,7 +108,7 @@ def rate(text: str) -> float:
     return value
 
 
-def decay(text: str) -> float:
+def fraction(text: str) -> float:
     """A number of at least 0 and below 1."""
     try:
         value = float(text)

@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
         "--which",
         default="last",
         metavar="NAME",
-        help="which of the run's models: last (the default) or best",
+        help="which of the run's models: last (the default), best or ema",
     )
     parser.add_argument(
         "--batch-size",

@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.parser import above_zero, decay, natural, positive, rate
+from mpitrain.cli.parser import above_zero, fraction, natural, positive, rate
 from mpitrain.system.launch_variables import launched_nodes, launched_rank, launched_size
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def _add_parameter_options(job: Any) -> None:
 def _add_validation_options(job: Any) -> None:
     job.add_argument(
         "--ema",
-        type=decay,
+        type=fraction,
         metavar="X",
         help="decay of a moving average of the weights, such as 0.999, saved as model-ema.safetensors",
     )

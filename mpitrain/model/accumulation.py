@@ -97,7 +97,6 @@ def backward_in_parts(
     for number, (batch, count) in enumerate(parts):
         seed(number)
         returned = loss(batch)
-        mean.add(returned, count)
         if count == num_samples:  # the only one
             one = returned.mean
         elif returned.weight is None:
@@ -105,6 +104,7 @@ def backward_in_parts(
         else:
             one, rescale = returned.total, True
         (one if factor == 1.0 else one * factor).backward()
+        mean.add(returned, count)  # waits for the device, which has the backward pass to do by now
     if rescale and mean.weight != 1.0:
         gradients = [one.grad for one in parameters if one.grad is not None]
         scale_gradients(gradients, 1.0 / mean.weight if mean.weight else 0.0)

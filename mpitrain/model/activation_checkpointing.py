@@ -1,4 +1,5 @@
-"""Layers that keep their inputs only and compute the rest again in the backward pass: less memory, a third more time.
+"""Layers that keep their inputs only and compute the rest again in the backward pass: less memory for the
+time of about one more forward pass (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
 
 Invariants: what is computed again is the same bits: random numbers are those of the first pass, and running statistics
 move once. A layer keeps its parameters, their names and its type, so whoever looks at a model sees it as it was.

@@ -19,16 +19,15 @@ from torch.optim import Optimizer
 from mpitrain.codecs import Encoder, Part, add_message
 from mpitrain.errors import UsageError
 from mpitrain.messages import Lease
-from mpitrain.model.accumulation import LeaseReader, backward_in_parts
+from mpitrain.model.accumulation import LeaseReader
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import check_optimizer, make_encoder, make_layout_of
 from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import FlatModel, all_finite
-from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.precision import LossScale, backward_scaled
-from mpitrain.model.worker_replica import Batch, Gradient, seed_step
+from mpitrain.model.precision import LossScale
+from mpitrain.model.worker_replica import Batch, Gradient, backward_on_lease, seed_step
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.strategies.schedules import Progress
@@ -109,21 +108,14 @@ class PeerReplica:
         lease = turn.lease
         assert lease is not None
         self._enter()
-        self.model.module.train()
-        for parameter in self.model.parameters:
-            parameter.grad = None
-        mean = backward_scaled(
+        mean = backward_on_lease(
+            self.model,
+            self.loss,
+            self.reader,
+            lease,
+            lambda part: seed_step(self.seed, self.rank, turn.step, part),
             self.loss_scale,
-            self.model.module,
-            lambda factor: backward_in_parts(
-                self.reader.read(lease),
-                lease.num_samples,
-                self._loss,
-                lambda part: seed_step(self.seed, self.rank, turn.step, part),
-                self.model.parameters,
-                turn.weight * factor,
-            ),
-            self.model.gradients,
+            turn.weight,
         )
         self.clipping.clip_parameters(self.model.parameters)
         if self.schedule is not None and self.epoch_samples:
@@ -131,10 +123,6 @@ class PeerReplica:
         gradient = self.collect(mean.value, lease.num_samples)
         self._leave()
         return gradient
-
-    def _loss(self, batch: Batch) -> BatchLoss:
-        on_device = {name: x.to(self.model.device, non_blocking=True) for name, x in batch.items()}
-        return read_loss(self.loss(self.model.module, on_device))
 
     def collect(self, loss: float, num_samples: int) -> Gradient:
         """One step of the peer's optimizer with the gradients that backward left on the parameters."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpitrain.model.accumulation import LeaseReader, backward_in_parts
+from mpitrain.model.accumulation import LeaseReader, MeanLoss, backward_in_parts
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.flat import FlatModel, all_finite
@@ -26,6 +26,7 @@ from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.model.server_steps import ServerSteps
 
 Batch = dict[str, torch.Tensor]
+Loss = Callable[[Any, Batch], Any]
 
 
 class Gradient(NamedTuple):
@@ -45,6 +46,32 @@ def seed_step(seed: int, worker: int, step: int, part: int = 0) -> None:
     key = f"{seed}/{worker}/{step}" + (f"/{part}" if part else "")
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def backward_on_lease(
+    model: FlatModel,
+    loss: Loss,
+    reader: LeaseReader,
+    lease: Any,
+    seed: Callable[[int], None],
+    scale: LossScale | None,
+    weight: float = 1.0,
+) -> MeanLoss:
+    """Forward and backward over the batches of a lease, in training mode; leaves the gradient of `weight` times their
+    mean loss on the parameters. `seed(number)`: called before each batch."""
+
+    def loss_of(batch: Batch) -> BatchLoss:
+        on_device = {name: x.to(model.device, non_blocking=True) for name, x in batch.items()}
+        return read_loss(loss(model.module, on_device))
+
+    def backward(factor: float) -> MeanLoss:
+        parts = reader.read(lease)
+        return backward_in_parts(parts, lease.num_samples, loss_of, seed, model.parameters, factor * weight)
+
+    model.module.train()
+    for parameter in model.parameters:
+        parameter.grad = None
+    return backward_scaled(scale, model.module, backward, model.gradients)
 
 
 class Replica:
@@ -139,21 +166,13 @@ class Replica:
         """Forward and backward over the lease's batch, on the parameters loaded last."""
         self._enter()
         self._after_step(broken_off=self._wire_buffers is not None)
-        self.model.module.train()
-        for parameter in self.model.parameters:
-            parameter.grad = None
-        mean = backward_scaled(
+        mean = backward_on_lease(
+            self.model,
+            self.loss,
+            self.reader,
+            lease,
+            lambda part: seed_step(self.seed, self.worker, step, part),
             self.loss_scale,
-            self.model.module,
-            lambda factor: backward_in_parts(
-                self.reader.read(lease),
-                lease.num_samples,
-                self._loss,
-                lambda part: seed_step(self.seed, self.worker, step, part),
-                self.model.parameters,
-                factor,
-            ),
-            self.model.gradients,
         )
         self.clipping.clip_parameters(self.model.parameters)
         value = mean.value
@@ -163,10 +182,6 @@ class Replica:
         gradient = self.collect(value, lease.num_samples, mean.weight)
         self._leave()
         return gradient
-
-    def _loss(self, batch: Batch) -> BatchLoss:
-        on_device = {name: x.to(self.model.device, non_blocking=True) for name, x in batch.items()}
-        return read_loss(self.loss(self.model.module, on_device))
 
     def _may_step(self, loss: float) -> bool:
         """Hooks of a step that is not taken do not run."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
+from mpitrain.reporting.report import METRICS_FILE
 from mpitrain.reporting.rows import kind_of
 from mpitrain.system.run_directory import RUN_FILE, read_json
 
@@ -65,7 +66,7 @@ def read_runs(folders: list[Path]) -> list[RunFiles]:
 def _read(folder: Path, name: str) -> RunFiles:
     if not folder.is_dir():
         raise UsageError(f"there is no directory {folder} (looked in {Path.cwd()})")
-    rows, num_torn = _rows(folder / "metrics.jsonl")
+    rows, num_torn = _rows(folder / METRICS_FILE)
     result = read_json(folder / "result.json") or {}
     if not rows and not result:
         raise UsageError(

@@ -45,7 +45,7 @@ class Validations(ValidationCadence):
     ):
         super().__init__(policy, agreed)
         self.job, self.run_dir, self.writes = job, run_dir, writes
-        self.choice, self.may_end = job.choice, job.patience is not None
+        self.best_by, self.may_end = job.best_by, job.patience is not None
         self._found: dict[str, Any] | None = None
 
     @property
@@ -53,8 +53,8 @@ class Validations(ValidationCadence):
         """The best validation so far, {"metric", "value", "samples"}, and the samples at those "since" then; without a
         value before the first."""
         if self._found is None:
-            found = read_json(self.run_dir / BEST_FILE) if self.choice else None
-            metric = self.choice.metric if self.choice else ""
+            found = read_json(self.run_dir / BEST_FILE) if self.best_by else None
+            metric = self.best_by.metric if self.best_by else ""
             same = found is not None and (found.get("metric"), found.get("less_is_better")) == self._key()
             self._found = (
                 found if same and found else {"metric": metric, "value": None, "samples": -1, "since": []}
@@ -66,8 +66,8 @@ class Validations(ValidationCadence):
         self._found = record
 
     def _key(self) -> tuple[str, bool]:
-        assert self.choice is not None
-        return self.choice.metric, self.choice.less_is_better
+        assert self.best_by is not None
+        return self.best_by.metric, self.best_by.less_is_better
 
     @property
     def over(self) -> bool:  # type: ignore[override]
@@ -80,9 +80,9 @@ class Validations(ValidationCadence):
         Raises:
             UsageError: names it.
         """
-        if self.choice is not None and self.choice.metric not in metrics:
+        if self.best_by is not None and self.best_by.metric not in metrics:
             raise UsageError(
-                f"keep_best {self.choice.metric!r}: validation reports no metric of that name; it reports "
+                f"keep_best {self.best_by.metric!r}: validation reports no metric of that name; it reports "
                 + ", ".join(sorted(metrics))
             )
 
@@ -97,12 +97,12 @@ class Validations(ValidationCadence):
         Raises:
             UsageError: as `check`.
         """
-        if self.choice is None:
+        if self.best_by is None:
             return
         self.check(metrics)
         metric, less_is_better = self._key()
         value, record = float(metrics[metric]), self.record
-        if self.choice.is_better(value, record["value"]):
+        if self.best_by.is_better(value, record["value"]):
             self._found = {
                 "metric": metric, "less_is_better": less_is_better, "value": value, "samples": samples, "since": [],
             }  # fmt: skip
@@ -118,7 +118,7 @@ class Validations(ValidationCadence):
 
     def result(self) -> dict[str, Any]:
         """What `result.json` says of it."""
-        if self.choice is None:
+        if self.best_by is None:
             return {}
         record = self.record
         path = self.run_dir / BEST_MODEL_FILE

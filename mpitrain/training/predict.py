@@ -115,10 +115,10 @@ def _look(path: Path, overwrite: bool, source: Source) -> str:
 def _computed(
     job: Job, module: nn.Module, batches: Iterable[Batch], local_rank: int
 ) -> Iterator[dict[str, Array]]:
-    """What the job's function returns for each batch, as arrays on the host."""
+    """What the job's function returns for each batch, in the job's precision, as arrays on the host."""
     device = pick_device(local_rank)
     module.to(device)
-    function = Checked(job.predict or _of_x, "predict")
+    function = Checked(job.predict or _of_x, "predict", job.precision)
     with torch.inference_mode():
         for batch in batches:
             found = function(module, {name: tensor.to(device) for name, tensor in batch.items()})

@@ -9,7 +9,7 @@ from mpitrain.job import Job
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.torch_scheduler import TorchSchedule
 from mpitrain.strategies.base import ServerStrategy
-from mpitrain.strategies.schedules import Progress
+from mpitrain.strategies.schedules import Progress, Schedule
 
 
 def schedule_of(job: Job | None, rates: Rates, epoch_samples: int, num_workers: int) -> Progress | None:
@@ -23,7 +23,9 @@ def schedule_of(job: Job | None, rates: Rates, epoch_samples: int, num_workers: 
         UsageError: its `scheduler` makes none.
     """
     if job is None or job.scheduler is None:
-        return job.progress if job is not None else None
+        schedule = job.schedule if job is not None else None
+        assert schedule is None or isinstance(schedule, Schedule), "a job makes a value of a function"
+        return schedule
     step_samples = job.step_samples * num_workers
     rest = epoch_samples % step_samples
     shared = not isinstance(job.strategy, ServerStrategy)  # where a last batch is, it is of all workers

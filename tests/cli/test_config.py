@@ -100,6 +100,8 @@ def test_a_file_without_declarations_says_how_to_declare(folder: Path) -> None:
         ('mt.Options("other", at=[None])', "other.at must hold numbers"),
         ('mt.Options("a.b", at=1)', "the group must be a word"),
         ('mt.Options("other")', "Options: say which"),
+        ('mt.Options("other", values=3)', "other.values: this name is a method's"),
+        ('mt.Options("other", _values=3)', "other._values: this name is a method's"),
     ],
 )
 def test_a_wrong_declaration_is_refused(folder: Path, declaration: str, message: str) -> None:

@@ -135,7 +135,7 @@ class LocalReplica(Stepper):
             other = f"step {self.step - 1}: another worker's gradient is not finite"
             self.failure = self._refused or other
         yield from self.averager.rounds()
-        super().track()
+        super().update_ema()
 
     def _agree_to_end(self, ends: bool) -> Asking:
         rows = yield Ask(numbers=(int(ends),))
@@ -178,9 +178,9 @@ class LocalReplica(Stepper):
             self.averages_gradients and self.parallel is not None
         )  # or nobody else is asked in a backward pass
 
-    def track(self) -> None:
+    def update_ema(self) -> None:
         if self.averages_gradients:  # or else at the next averaging
-            super().track()
+            super().update_ema()
 
     def on_nonfinite(self, value: float, count: int) -> None:
         if self.averages_gradients:

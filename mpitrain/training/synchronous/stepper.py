@@ -143,7 +143,7 @@ class Stepper:
             self.clip()
             self.follow_schedule()
             self.step_optimizer()
-            self.track()
+            self.update_ema()
             self.samples += count
         else:
             self.on_nonfinite(value, count)
@@ -264,7 +264,7 @@ class Stepper:
         if self.schedule is not None:
             self.rates.set(self.schedule.factor(self.samples / self.epoch_samples, self.num_replicas))
 
-    def track(self) -> None:
+    def update_ema(self) -> None:
         """All ranks hold the same update: the moving average of the weights follows."""
         if self.ema is not None:
             self.ema.update()
