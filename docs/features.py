@@ -123,6 +123,37 @@ FEATURES = (
         keeps_model=True,
     ),
     Feature(
+        "sync_batchnorm",
+        {"sync_batchnorm": True, "model": "normed"},
+        (
+            Row(
+                ("allreduce()", "sharded()", "allreduce(codec=topk())", "allreduce(codec=float16())"),
+                "statistics of the batches of all workers, in training; gradients are then exchanged as ever",
+            ),
+            Row(
+                (
+                    "sync()",
+                    "backup()",
+                    "async()",
+                    "softsync(updates=2)",
+                    "ssp(bound=3)",
+                    "bounded(staleness=2)",
+                    "elastic()",
+                    "localsgd(period=2)",
+                    "decentralized()",
+                ),
+                "workers do not meet in the forward pass; use `allreduce()`",
+                "do not meet in the forward pass",
+            ),
+            Row(
+                (_PIPELINE, "tensor(parallel=2)"),
+                "layers may be slices or stages; use `allreduce()` or `sharded()`",
+                "slices or stages",
+            ),
+        ),
+        changes_model=False,
+    ),
+    Feature(
         "compile",
         {"compile": "eager"},
         (

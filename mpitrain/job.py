@@ -112,6 +112,8 @@ class Job:
         activation_checkpointing: True: the layers that lie in the model's containers keep their inputs only, and
             compute the rest again in the backward pass; or names or patterns (`"blocks.*"`) of the layers that do. The
             trained model is the same to the bit.
+        sync_batchnorm: BatchNorm layers take their statistics from the batches of all workers, as of one process with
+            all of them, under `allreduce()` and `sharded()`.
         compile: True: torch compiles the model in place at its first call; a text names the backend ("inductor").
         ema: decay of an exponential moving average of the weights, such as 0.999, which follows every update and is
             saved as `model-ema.safetensors`; None is none. Servers average what they hold, workers of `localsgd` after
@@ -167,6 +169,7 @@ class Job:
     accumulate: int = 1
     precision: str = "float32"
     activation_checkpointing: bool | Sequence[str] = False
+    sync_batchnorm: bool = False
     compile: bool | str = False
     ema: float | None = None
     drop_last: bool = False
@@ -286,6 +289,8 @@ class Job:
                 'Job: tensor_plan must be a dict such as {"layers.*.up": "column"}, got '
                 + repr(self.tensor_plan)
             )
+        if not isinstance(self.sync_batchnorm, bool):
+            raise UsageError(f"Job: sync_batchnorm must be True or False, got {self.sync_batchnorm!r}")
         if not isinstance(self.compile, bool | str) or self.compile == "":
             raise UsageError(
                 f"Job: compile must be True, False or the name of a backend, got {self.compile!r}"

@@ -125,10 +125,15 @@ SCHEDULERS = {
 }
 
 
+NORMED = {"normed": normed, "normed in float64": lambda: normed().double()}
+
+
 def scheduled(fields):
-    """Fields of a job that are fit for JSON, with the scheduler that they name."""
-    named = fields.get("scheduler")
-    return fields | {"scheduler": SCHEDULERS[named]} if isinstance(named, str) else fields
+    """Fields of a job that are fit for JSON, with the scheduler and the model that they name."""
+    names = {"scheduler": SCHEDULERS, "model": NORMED}
+    return fields | {
+        key: named[fields[key]] for key, named in names.items() if isinstance(fields.get(key), str)
+    }
 
 
 def make_job(**changes):

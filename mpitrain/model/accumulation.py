@@ -15,6 +15,7 @@ import torch
 
 from mpitrain.messages import Lease
 from mpitrain.model.loss import BatchLoss
+from mpitrain.strategies.sampling.dealer import share_out
 
 Batch = dict[str, torch.Tensor]
 Part = tuple[Batch, int]  # with its number of samples
@@ -58,6 +59,17 @@ class LeaseReader:
             for one in following:
                 self._prefetch(one.epoch, one.start, one.num_samples)
             yield batch, part.num_samples
+
+
+def read_alike(leases: LeaseReader, lease: Lease, largest: int) -> Iterator[Part]:
+    """The batches of a lease, as many as one of `largest` samples has, which has at most one more: for ranks that talk
+    in every forward pass. One that is a sample short computes one more batch, which has no samples that count."""
+    num_parts = -(-largest // leases.size) if leases.size else 1
+    if lease.num_samples < num_parts:
+        yield next(leases.read(lease._replace(num_samples=1)))[0], 0
+        num_parts = lease.num_samples
+    shares = (share_out(lease.start, lease.num_samples, num_parts, part) for part in range(num_parts))
+    yield from leases.read_all([Lease(lease.epoch, *share) for share in shares])
 
 
 class MeanLoss:

@@ -30,3 +30,6 @@ class AllReduce(Strategy):
     @property
     def clips_mean(self) -> bool:
         return self.codec.is_none
+
+    def why_not_batch_statistics(self) -> str:
+        return ""

@@ -123,6 +123,13 @@ class Strategy(Value):
         """Empty, or why it cannot add up the gradients of several batches before a step."""
         return ""
 
+    def why_not_batch_statistics(self) -> str:
+        """Empty, or why BatchNorm cannot look at the batches of all workers (`sync_batchnorm`)."""
+        return (
+            "its workers do not meet in the forward pass, so there is no common batch to take statistics of; use "
+            "allreduce() or sharded()"
+        )
+
     def why_not_ended(self) -> str:
         """Empty, or why a validation cannot end the run for all workers (`patience`)."""
         return ""

@@ -21,6 +21,7 @@ from mpitrain.model.activation_checkpointing import checkpoint_activations
 from mpitrain.model.compiling import compile_in_place
 from mpitrain.model.optimizer import set_learning_rate
 from mpitrain.model.precision import check_float32
+from mpitrain.model.sync_batchnorm import sync_batchnorm
 from mpitrain.model.user_code import check_made_optimizer, check_module
 from mpitrain.reporting.report import writing
 from mpitrain.system.atomic import durably_replaced
@@ -52,6 +53,8 @@ def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, 
     torch.manual_seed(job.seed)
     module = check_module(job.model if isinstance(job.model, nn.Module) else job.model())
     check_float32(module, job.precision)
+    if job.sync_batchnorm:
+        sync_batchnorm(module)
     checkpoint_activations(module, job.activation_checkpointing)
     module = module.to(device)
     compile_in_place(module, job.compile)

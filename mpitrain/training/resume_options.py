@@ -50,6 +50,7 @@ ON_RESUME = {
     "clip_value": ACTS,
     "precision": ACTS,
     "activation_checkpointing": ACTS,
+    "sync_batchnorm": ACTS,
     "compile": ACTS,
     "accumulate": REFUSED,  # as batch_size, unless the two make as many samples as before
     "find_unused_parameters": ACTS,

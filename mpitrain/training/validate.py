@@ -27,6 +27,7 @@ def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
     _check_pushes(job, overrides)
     _check_clipping(job)
     _check_accumulation(job)
+    _check_batch_statistics(job)
     _check_patience(job)
     if overrides.heartbeat_s is not None and not isinstance(job.strategy, ServerStrategy):
         raise UsageError(
@@ -50,6 +51,7 @@ def validate_simulation(job: Job, overrides: Overrides) -> None:
     _check_pushes(job, overrides)
     _check_clipping(job)
     _check_accumulation(job)
+    _check_batch_statistics(job)
     check_precision(job, on_cuda=False)
     _check_patience(job)
     if read_validation_policy(job.validate_every).seconds:
@@ -78,6 +80,15 @@ def _check_accumulation(job: Job) -> None:
         raise UsageError(f"{job.strategy}: accumulate={job.accumulate}: {why_not}")
     if isinstance(job.strategy, AllReduce) and job.find_unused_parameters:
         raise UsageError(UNUSED_IN_PARTS)
+
+
+def _check_batch_statistics(job: Job) -> None:
+    if (
+        job.sync_batchnorm
+        and job.strategy is not None
+        and (why_not := job.strategy.why_not_batch_statistics())
+    ):
+        raise UsageError(f"{job.strategy}: sync_batchnorm: {why_not}")
 
 
 def check_precision(job: Job, on_cuda: bool) -> None:

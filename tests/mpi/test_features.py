@@ -14,6 +14,7 @@ from docs.features import FEATURES
 from mpitrain.errors import UsageError
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.model_parallel.base import Split
+from mpitrain.strategies.sampling.dealer import share_out
 from mpitrain.training.measure import same_model
 from mpitrain.values import names, parse
 from tests import toy
@@ -45,6 +46,15 @@ ACCUMULATED = {
     "thrice, weighted": {"accumulate": 3, "loss": "weighted"},
     "thrice, clipped": {"accumulate": 3, **CLIPPED["both"]},
 }
+_NORMED = {"model": "normed in float64", "sync_batchnorm": True}
+NORMED = {
+    "normed": _NORMED,
+    "normed, recomputed": _NORMED | {"activation_checkpointing": True},
+    "normed, compiled": _NORMED | {"compile": "eager"},
+    "normed, thrice": _NORMED | {"accumulate": 3},
+}
+IN_BFLOAT16 = {"model": "normed", "sync_batchnorm": True, "precision": "bfloat16"}
+NORMED_ON = ("allreduce()", "sharded()")
 # the last one needs four ranks
 WHOLE = ("allreduce()", "sharded()", "pipeline(microbatches=3)", "tensor()", "sharded(replicas=2)")
 
@@ -62,6 +72,8 @@ def four(tmp_path_factory):
     real = [(feature, text) for feature, row, text in CELLS if not is_virtual(text) and not row.said]
     runs = {cell_name(feature.name, text): (text, feature.fields) for feature, text in real}
     runs |= {cell_name("none", text): (text, {}) for _, text in real}
+    runs |= {f"{text} {how}": (text, fields) for text in NORMED_ON for how, fields in NORMED.items()}
+    runs["cell normed in bfloat16"] = (NORMED_ON[0], IN_BFLOAT16)
     return launch(
         tmp_path_factory.mktemp("four"), 4, runs | clipped(ON_FOUR) | accumulated(IN_BATCHES_ON_FOUR)
     )
@@ -166,3 +178,62 @@ def test_parts_of_a_model_have_the_moving_average_of_the_whole(four, text):
 @pytest.mark.parametrize("text", ON_FOUR)
 def test_limits_that_nothing_exceeds_change_no_bit(four, text):
     assert same_model(*(four / f"{text} {how}" / "model.safetensors" for how in ("huge", "not")))
+
+
+def serial_in_batches(job, num_ranks, accumulate):
+    """One process whose batches are those of all ranks, `accumulate` of each rank a step."""
+    torch.manual_seed(job.seed)
+    module, steps = job.model(), []
+    optimizer = job.optimizer(module.parameters())
+    data = job.data.reader(None, 0).batch(0, 0, job.data.num_samples)
+    for start in range(0, job.data.num_samples, splits.BATCH):
+        size = min(splits.BATCH, job.data.num_samples - start)
+        shares = [share_out(start, size, num_ranks, rank) for rank in range(num_ranks)]
+        parts = -(-max(share for _, share in shares) // (splits.BATCH // num_ranks // accumulate))
+        # one with fewer samples than batches begins with none
+        taken = [
+            [share_out(first, share, min(parts, share), part) for part in range(min(parts, share))]
+            for first, share in shares
+        ]
+        taken = [[(0, 0)] * (parts - len(ranges)) + ranges for ranges in taken]
+        steps.append(
+            [
+                [i for ranges in taken for i in range(ranges[part][0], sum(ranges[part]))]
+                for part in range(parts)
+            ]
+        )
+    for step in steps * job.epochs:
+        optimizer.zero_grad()
+        for part in step:
+            loss = job.loss(module, {name: tensor[part] for name, tensor in data.items()})
+            (loss * (len(part) / sum(map(len, step)))).backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("how", NORMED)
+@pytest.mark.parametrize("text", NORMED_ON)
+def test_batch_statistics_of_all_ranks_are_those_of_one_process_with_the_whole_batch(four, text, how):
+    """Running statistics included; of the last step of an epoch ranks have two samples or one."""
+    job = splits.changed(splits.deep_job(), model=toy.NORMED["normed in float64"])
+    accumulate = NORMED[how].get("accumulate", 1)
+    expected = serial_in_batches(job, 4, accumulate)
+    found = load_file(four / f"{text} {how}" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10)
+    if accumulate == 1:
+        whole, validation_loss = splits.serial(job, 1)
+        torch.testing.assert_close(expected, whole, rtol=1e-12, atol=1e-12)
+        result = json.loads((four / f"{text} {how}" / "result.json").read_text())
+        assert result["validation_loss"] == pytest.approx(validation_loss, rel=1e-9)
+
+
+def test_batch_statistics_of_all_ranks_are_added_up_in_32_bits(four):
+    """Where the layer's inputs are of 16."""
+    job = splits.changed(splits.deep_job(), model=toy.normed, loss=toy.square_loss)
+    found = load_file(four / "cell normed in bfloat16" / "model.safetensors")
+    expected, _ = splits.serial(job, 1)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        torch.testing.assert_close(found[name], tensor, rtol=0.05, atol=0.05)

@@ -313,6 +313,7 @@ CASES = [
         "find_unused_parameters=True",
         acts=lambda run, plain: run["seen"][0]["find_unused"] and not plain["seen"][0]["find_unused"],
     ),
+    Case("sync_batchnorm", ALL, "sync_batchnorm=True", "", moved, base=(ALL, "model=normed")),
     *(Case("clip_norm", family, "clip_norm=0.01", acts=moved) for family in (ALL, "sync()", "sharded()")),
     Case("clip_norm", ALL, options="clip_norm=0.01", acts=moved),
     Case("clip_value", ALL, "clip_value=0.001", acts=moved),

@@ -27,6 +27,9 @@ class Split(Strategy):
     def clips_mean(self) -> bool:
         return True
 
+    def why_not_batch_statistics(self) -> str:
+        return "its layers may be slices or stages, of which each rank holds another; use allreduce() or sharded()"
+
     def sits_together(self) -> str:
         """What is kept on one node: "parts" of one model, or "replicas" of one part."""
         return "parts"

@@ -39,6 +39,9 @@ class Sharded(Split):
     def num_replicas(self, num_workers: int) -> int:
         return num_workers
 
+    def why_not_batch_statistics(self) -> str:
+        return ""
+
     def check_workers(self, num_workers: int) -> None:
         if num_workers % self.replicas:
             raise UsageError(

@@ -20,7 +20,7 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.messages import Lease
-from mpitrain.model.accumulation import LeaseReader
+from mpitrain.model.accumulation import LeaseReader, read_alike
 from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import all_finite
 from mpitrain.model.loss import Tally
@@ -208,19 +208,11 @@ class SplitRun(Stepper):
         self.meter.progress(self.samples, self.step, epoch + 1, loss)
 
     def _parts(self, lease: Lease, count: int) -> Parts:
-        """This rank's batches of a step of `count` samples, as many on all ranks: they talk in every forward pass. A
-        rank that is one sample short computes one more batch, which has no samples that count."""
+        """This rank's batches of a step of `count` samples, as many on all ranks."""
         if not self.reads:
             yield None, lease.num_samples
             return
-        size, largest = self.leases.size, -(-count // self.num_replicas)
-        num_parts = -(-largest // size) if size else 1
-        if lease.num_samples < num_parts:
-            first = next(self.leases.read(lease._replace(num_samples=1)))[0]
-            yield self._on_device(first), 0
-            num_parts = lease.num_samples
-        shares = (share_out(lease.start, lease.num_samples, num_parts, part) for part in range(num_parts))
-        for batch, num_samples in self.leases.read_all([Lease(lease.epoch, *share) for share in shares]):
+        for batch, num_samples in read_alike(self.leases, lease, -(-count // self.num_replicas)):
             yield self._on_device(batch), num_samples
 
     def _on_device(self, batch: Batch) -> Batch:

@@ -32,6 +32,7 @@ from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import backward_scaled, loss_scale
+from mpitrain.model.sync_batchnorm import count_batch
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.schedule import schedule_of
@@ -176,6 +177,8 @@ class Stepper:
             self.exchange(is_last)
             if self._part:
                 self.seed()
+            if self.job.sync_batchnorm:
+                count_batch(self.module, bool(num_samples))
             returned = self.forward(batch)
             if self._part == 0 and is_last:
                 value = mean.add(returned, num_samples)

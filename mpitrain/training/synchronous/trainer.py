@@ -10,13 +10,14 @@ samples.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from mpitrain.messages import Lease
-from mpitrain.model.accumulation import LeaseReader
+from mpitrain.model.accumulation import LeaseReader, read_alike
 from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.sampling.step_partition import StepPartition
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
@@ -194,7 +195,7 @@ class Trainer:
         stepper = self.stepper
         while self._goes_on and (leases := self._take_round()) is not None:
             lease = leases[self.rank]
-            value = stepper.take(self._parts(lease), lease.num_samples, count_samples(leases))
+            value = stepper.take(self._parts(lease, leases), lease.num_samples, count_samples(leases))
             self.meter.progress(
                 stepper.samples, stepper.step, lease.epoch + 1, value, **self._progress_fields()
             )
@@ -213,10 +214,14 @@ class Trainer:
             self.leases.announce(following[self.rank])
         return leases
 
-    def _parts(self, lease: Lease) -> Parts:
-        """The batches of the step that begins."""
+    def _parts(self, lease: Lease, leases: Sequence[Lease] = ()) -> Parts:
+        """The batches of the step that begins, in which every rank has one of `leases`."""
         self.session.runtime.step = self.stepper.step
-        for read, num_samples in self.leases.read(lease):
+        if self.session.job.sync_batchnorm:
+            parts = read_alike(self.leases, lease, max(one.num_samples for one in leases))
+        else:
+            parts = self.leases.read(lease)
+        for read, num_samples in parts:
             yield {name: x.to(self.device, non_blocking=True) for name, x in read.items()}, num_samples
 
     def _settle(self) -> None:

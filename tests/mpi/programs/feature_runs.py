@@ -22,7 +22,7 @@ for name, (text, fields) in json.loads(sys.argv[2]).items():
     assert isinstance(strategy, Strategy)
     batch_size = splits.BATCH // strategy.num_replicas(runtime.size)
     if name.startswith("cell"):
-        fields |= FLOAT32
+        fields = FLOAT32 | fields
     else:
         batch_size //= fields.get("accumulate", 1)
         fields |= {"loss": splits.weighted_loss} if "loss" in fields else {}

@@ -51,6 +51,10 @@ def model(width=6):
     return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
+def normed():
+    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+
+
 def sgd(parameters, **options):
     return torch.optim.SGD(parameters, **({"lr": 0.05, "momentum": 0.9} | options))
 
