@@ -263,6 +263,25 @@ FEATURES = (
         changes_model=False,
         leaves="model-best.safetensors",
     ),
+    Feature(
+        "trace",
+        {"trace": "steps=1:3"},
+        (
+            Row((*_MEAN[:1], *_MEAN[3:], "localsgd(period=2)"), "the steps that all ranks take together"),
+            Row(
+                ("sync()", "backup()", *_SERVED, "async(inflight=2)"),
+                "each worker's own steps; each server from the first push of one of them until all workers are past "
+                "them",
+            ),
+            Row(
+                ("decentralized()", "decentralized(asynchronous=True)", "decentralized(codec=topk())"),
+                "each peer's own steps",
+            ),
+        ),
+        changes_model=False,
+        leaves="trace-rank-0.json",
+        keeps_model=True,
+    ),
     Feature("validate_every", {"validate_every": "12 samples"}, _VALIDATED, changes_model=False),
     Feature(
         "patience",

@@ -40,7 +40,8 @@ class Recv(NamedTuple):
 class Compute(NamedTuple):
     """Run `task()` and answer its result. `what` names what a virtual world charges for: "gradient", "apply",
     "validate", "checkpoint" or "deliver", `size` by how much more than usual; `interruptible`: there, a message breaks
-    it off. `num_batches`: computed one after the other, each of which takes its own time.
+    it off. `num_batches`: computed one after the other, each of which takes its own time. `step`: of this rank, counted
+    from 0, where this is a gradient.
     """
 
     task: Callable[[], Any]
@@ -48,6 +49,7 @@ class Compute(NamedTuple):
     interruptible: bool = True
     size: float = 1.0
     num_batches: int = 1
+    step: int = 0
 
 
 class Interrupted(NamedTuple):

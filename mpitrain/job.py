@@ -22,6 +22,7 @@ from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.strategies.schedules import ByFunction, Schedule
 from mpitrain.strategies.validation_policy import read_validation_policy
+from mpitrain.system.trace import read_steps
 from mpitrain.values import nearest, parse
 
 if TYPE_CHECKING:
@@ -139,6 +140,8 @@ class Job:
         log: "csv" (`metrics.csv`), "tensorboard" (event files in `tensorboard/`) or several of them: the rows of
             `metrics.jsonl` once more.
         log_every: a row of progress after every so many steps; None: one a second on a terminal, one in 5 s in a log.
+        trace: "steps=50:60" writes what each rank does in these of its steps into the run directory
+            (`trace-rank-0.json` and so on), for chrome://tracing or ui.perfetto.dev.
         callbacks: objects with any of the methods `on_step(row)`, `on_validation(row)` and `on_checkpoint(row)`, which
             rank 0 calls with the rows of `metrics.jsonl`.
         options: parameters to record with the run. Those that a job file declares with `mpitrain.Options` are entered
@@ -184,6 +187,7 @@ class Job:
     init_partial: bool = False
     log: str | Sequence[str] | None = None
     log_every: int | None = None
+    trace: str | None = None
     callbacks: Sequence[Any] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str | None = None
@@ -225,6 +229,7 @@ class Job:
                 f"Job: ema must be a decay of at least 0 and below 1, such as 0.999, got {self.ema!r}"
             )
         read_logs(self.log)
+        read_steps(self.trace)
         check_callbacks(self.callbacks)
         for name, value in self.options.items():
             check_value(name, value)
@@ -388,6 +393,7 @@ class Overrides:
     init_partial: bool = False
     log: tuple[str, ...] = ()
     log_every: int | None = None
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inject", injection.texts(self.inject))
@@ -427,6 +433,7 @@ class Overrides:
         if self.resume == "auto" and not (self.run_dir or os.environ.get("MPITRAIN_RUN_DIR")):
             raise UsageError(AUTO_WHERE)
         injection.read(self.inject)
+        read_steps(self.trace)
         for text in self.target:
             read_option(text)
 
@@ -447,6 +454,7 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
             "checkpoint_every",
             "init",
             "log_every",
+            "trace",
             *CLIPPED,
             *VALIDATED,
             "ema",

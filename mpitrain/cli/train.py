@@ -232,6 +232,12 @@ def _add_output_options(out: Any) -> None:
         help="a row of progress after every N steps (default: one a second on a terminal, one in 5 s in a log)",
     )
     out.add_argument(
+        "--trace",
+        metavar="STEPS",
+        help="steps=50:60 writes what each rank does in these of its steps, for chrome://tracing or ui.perfetto.dev "
+        "(trace-rank-0.json and so on)",
+    )
+    out.add_argument(
         "--quiet",
         action="store_true",
         help="no progress lines; errors, why a run failed and the figure of merit stay",
@@ -346,6 +352,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         init_partial=arguments.init_partial,
         log=tuple(arguments.log),
         log_every=arguments.log_every,
+        trace=arguments.trace,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from mpitrain.messages import Lease
 from mpitrain.model.loss import BatchLoss
 from mpitrain.strategies.sampling.dealer import share_out
+from mpitrain.system import trace
 
 Batch = dict[str, torch.Tensor]
 Part = tuple[Batch, int]  # with its number of samples
@@ -51,7 +52,8 @@ class LeaseReader:
     def read_all(self, parts: Sequence[Lease]) -> Iterator[Part]:
         """The batches of a lease that has been cut already."""
         for number, part in enumerate(parts, 1):
-            batch = self.fetch(part.epoch, part.start, part.num_samples)
+            with trace.span("read", trace.READ):
+                batch = self.fetch(part.epoch, part.start, part.num_samples)
             following = list(parts[number : number + 1])
             if not following:
                 following = [*self._announced]
@@ -107,15 +109,17 @@ def backward_in_parts(
     mean loss on the parameters. `seed(number)`: called before each batch."""
     mean, rescale = MeanLoss(), False
     for number, (batch, count) in enumerate(parts):
-        seed(number)
-        returned = loss(batch)
+        with trace.span("forward", trace.COMPUTE):
+            seed(number)
+            returned = loss(batch)
         if count == num_samples:  # the only one
             one = returned.mean
         elif returned.weight is None:
             one = returned.total * (count / num_samples)
         else:
             one, rescale = returned.total, True
-        (one if factor == 1.0 else one * factor).backward()
+        with trace.span("backward", trace.COMPUTE):
+            (one if factor == 1.0 else one * factor).backward()
         mean.add(returned, count)  # waits for the device, which has the backward pass to do by now
     if rescale and mean.weight != 1.0:
         gradients = [one.grad for one in parameters if one.grad is not None]

@@ -25,6 +25,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.step_hooks import without_global_hooks
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.schedules import Progress
+from mpitrain.system import trace
 
 
 class LocalSteps:
@@ -68,6 +69,7 @@ class LocalSteps:
                 factor = [{"lr": group["lr"]} for group in factor]
             self._rates.set(factor)
 
+    @trace.spanned("optimizer", trace.OPTIMIZER)
     def step(self) -> bool:
         """Take one step on the gradients that backward left; False, and nothing done, if they are not finite."""
         if self.pushes == "gradient":

@@ -31,6 +31,7 @@ from mpitrain.model.worker_replica import Batch, Gradient, backward_on_lease, se
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.strategies.schedules import Progress
+from mpitrain.system import trace
 
 
 class PeerReplica:
@@ -130,6 +131,7 @@ class PeerReplica:
         self._move(finite)
         return Gradient(loss, num_samples, finite, num_samples)
 
+    @trace.spanned("optimizer", trace.OPTIMIZER)
     @torch.no_grad()
     def _move(self, finite: bool) -> None:
         """The optimizer's step: on x in gossip, into the update otherwise."""
@@ -157,7 +159,8 @@ class PeerReplica:
             sent = self.x - self._copy_of(self.rank)
             if self.encoder.residual:
                 self.encoder.memory.clear(self.encoder.residual)
-        message = self.encoder.encode([Part(sent, self._layout)])
+        with trace.span("encode", trace.CODEC):
+            message = self.encoder.encode([Part(sent, self._layout)])
         self.num_messages += 1
         self.codec_s += time.perf_counter() - began_s
         return VariableBuffer(message)
@@ -181,7 +184,8 @@ class PeerReplica:
         if self.encoder is None:
             into.add_(payload.body, alpha=weight)
         else:
-            add_message(payload.body, [Part(into, self._layout)], weight)
+            with trace.span("decode", trace.CODEC):
+                add_message(payload.body, [Part(into, self._layout)], weight)
         self.codec_s += time.perf_counter() - began_s
         payload.release()
 

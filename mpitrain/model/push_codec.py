@@ -23,6 +23,7 @@ from mpitrain.codecs.base import Codec
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.codec_registry import make_encoder, make_layout_of, merge_states
 from mpitrain.model.flat import Layout
+from mpitrain.system import trace
 
 _PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
@@ -56,6 +57,7 @@ class PushCoder:
             encoder.clip = 0.0  # it sees one shard only
         self.num_steps, self.sent_bytes, self.codec_s = 0, 0, 0.0
 
+    @trace.spanned("encode", trace.CODEC)
     @torch.no_grad()
     def encode(self, wire_buffers: Sequence[FixedBuffer], finite: bool) -> list[VariableBuffer]:
         """One message for every shard's wire buffer, which is released."""
@@ -162,6 +164,7 @@ class PushDecoder:
         """Where a push is to be received."""
         return VariableBuffer()
 
+    @trace.spanned("decode", trace.CODEC)
     @torch.no_grad()
     def add(self, payload: VariableBuffer, into: torch.Tensor) -> None:
         """into += the message; the payload is released."""

@@ -20,6 +20,7 @@ from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.codec_registry import make_encoder
 from mpitrain.model.flat import Layout
 from mpitrain.model.push_codec import fields_of
+from mpitrain.system import trace
 
 
 class ReplyCoder:
@@ -36,6 +37,7 @@ class ReplyCoder:
         self._met: set[int] = set()  # workers that hold their copy
         self.num_messages, self.codec_s = 0, 0.0
 
+    @trace.spanned("encode the reply", trace.CODEC)
     @torch.no_grad()
     def encode(self, worker: int, now: torch.Tensor) -> VariableBuffer:
         """The message that brings `worker`'s copy nearer to `now`."""
@@ -101,6 +103,7 @@ class ReplyReader:
         if not isinstance(payload, VariableBuffer):
             return payload
         copy = self._copies[shard]
-        add_message(payload.body, [Part(copy.body, self._fields[shard])])
+        with trace.span("decode the reply", trace.CODEC):
+            add_message(payload.body, [Part(copy.body, self._fields[shard])])
         payload.release()
         return copy.hold()

@@ -24,6 +24,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles, allot, assign
+from mpitrain.system.trace import file_name
 from mpitrain.training.job_file import load_job
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def describe(
         f"job         {job.name}, {job.epochs} epochs, batch {_batch(job)} per worker, seed {job.seed}",
         f"strategy    {job.strategy}  =  {job.strategy!r}",
         f"world       {len(nodes)} ranks on {max(nodes) + 1} node(s)",
+        *([f"trace       {job.trace} of each rank, {file_name(0)} and so on"] if job.trace else []),
         "",
     ]
     if isinstance(job.strategy, Split):

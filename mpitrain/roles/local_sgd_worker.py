@@ -119,6 +119,7 @@ class LocalSGDWorker:
             lambda: replica.local_step(turn),
             interruptible=False,
             num_batches=num_parts(turn.lease, self.part_samples),
+            step=turn.step,
         )
         computed_s = yield Now()
         yield from self._reduce(replica.reduce_gradients())

@@ -163,6 +163,7 @@ class Peer:
             lambda: self.replica.step(turn),
             interruptible=False,
             num_batches=num_parts(turn.lease, self.part_samples),
+            step=turn.step,
         )
         if gradient is None:  # whoever brings the data has no more
             return None

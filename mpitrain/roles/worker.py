@@ -196,6 +196,7 @@ class Worker:
             interruptible=self.inflight == 1,
             size=lease.num_samples / self.batch_size / count if lease and self.batch_size else 1.0,
             num_batches=count,
+            step=self.num_batches,
         )
         if gradient is None:
             return False

@@ -22,14 +22,19 @@ from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, default_run_dir
 from mpitrain.simulation.report import VirtualLog
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.validation_policy import ValidationCadence, read_validation_policy
+from mpitrain.system.trace import TraceSteps, file_name, read_steps
 from mpitrain.training.best_model import Validations, begin_from
 from mpitrain.training.initial_weights import start_from
 from mpitrain.training.judge import judge
 from mpitrain.training.measure import MODEL_FILE, build, save_model
+from mpitrain.training.tracing import nothing_traced
 from mpitrain.training.validation import Measure, make_measure
 from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
 from mpitrain.virtual.ring import Reduce
+from mpitrain.virtual.traces import VirtualTrace
 
 
 class Ends:
@@ -62,6 +67,7 @@ class VirtualRun:
 
     world: VirtualWorld
     log: VirtualLog
+    servers: tuple[int, ...] = ()
     _loaded: dict[str, Any]
 
     def __init__(self, job: Job, options: Overrides, number: int, compute: ComputeLaw, network: NetworkLaw):
@@ -105,12 +111,28 @@ class VirtualRun:
         )  # fmt: skip
         begin_from(self.run_dir, None, None)
         self.world = world
+        if (steps := read_steps(job.trace)) is not None:
+            world.traces = {
+                rank: self._trace(steps, rank, world) for rank in range(self.number + len(self.servers))
+            }
         self.log = VirtualLog(report, world, math.ceil(planned / samples_per_row), self.options.quiet)
         if warns:
             self.log.warn_if_short(math.ceil(planned / job.step_samples), self.number)
         if self._loaded:
             self.log.event("initial weights", **self._loaded)
         self.started_s = time.monotonic()
+
+    def _trace(self, steps: TraceSteps, rank: int, world: VirtualWorld) -> VirtualTrace:
+        strategy = self.job.strategy
+        role = (
+            "server" if rank in self.servers else "peer" if isinstance(strategy, Decentralized) else "worker"
+        )
+        return VirtualTrace(
+            steps, self.run_dir / file_name(rank), rank, f"rank {rank} ({role}, virtual)",
+            clock=lambda: world.now_s,
+            batches_per_push=strategy.push_every if isinstance(strategy, ServerStrategy) else 1,
+            about={"clock": "virtual time, the same on all ranks"},
+        )  # fmt: skip
 
     def start_alike(self) -> None:
         """`start`, for ranks that are all alike and report once a step of all."""
@@ -147,6 +169,9 @@ class VirtualRun:
 
     def result(self, samples: int, metrics: dict[str, float], *failures: str) -> dict[str, Any]:
         """What was asked for, what it took, and the verdict on it; of `failures` those count that are not empty."""
+        traces = self.world.traces.values()
+        if self.job.trace is not None and not any(one.num_steps for one in traces):
+            self.log.event("warning", text=nothing_traced(self.job.trace))
         return {
             **judge(self.job, metrics, list(filter(None, failures)), self.options.injections),
             **self.validations.result(),

@@ -161,7 +161,7 @@ class _Simulation(VirtualRun):
         module, optimizer = self.build()
         check_optimizer(optimizer, self.strategy)
         model = flat_model(module, optimizer, self.strategy)
-        workers = self.roles.workers
+        workers, self.servers = self.roles.workers, self.roles.servers
         world = VirtualWorld(self.compute, self.network, job.seed, workers, workers)
         self.start(job.step_samples * self.strategy.push_every, world, warns=self.replay is None)
         num_batches = None if self.options.steps is None else self.options.steps * self.number

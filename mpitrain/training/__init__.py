@@ -67,6 +67,7 @@ def train_command(path: str, overrides: Overrides, settings: Sequence[str] = ())
 def _train(make_job: Callable[[], Job], overrides: Overrides, job_file: str | None = None) -> dict[str, Any]:
     """One run from start to finish; an exception other than an agreed one ends the whole job, of several ranks."""
     from mpitrain.mpi.runtime import start
+    from mpitrain.system import trace
     from mpitrain.training import signals
     from mpitrain.training.session import begin, prepare
     from mpitrain.training.watchdog.watchdog import Watchdog
@@ -87,6 +88,7 @@ def _train(make_job: Callable[[], Job], overrides: Overrides, job_file: str | No
         runtime.forget_run()
         raise
     finally:
+        trace.finish()
         signals.uninstall()
         if session is not None:
             session.close()

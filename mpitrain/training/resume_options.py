@@ -65,6 +65,7 @@ ON_RESUME = {
     "tensor_plan": REFUSED,  # other layers sliced
     "log": ACTS,
     "log_every": ACTS,
+    "trace": ACTS,
     "callbacks": ACTS,
     "options": ACTS,  # unless they change what is refused, such as shapes of parameters
     "name": ACTS,

@@ -28,7 +28,7 @@ from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
 from mpitrain.strategies.validation_policy import ValidationPolicy, read_validation_policy
-from mpitrain.system import rank_status
+from mpitrain.system import rank_status, trace
 from mpitrain.system.launch_variables import launched_server_nodes
 from mpitrain.system.run_directory import RUN_FILE, Identity
 from mpitrain.system.run_lock import RunLock
@@ -39,6 +39,7 @@ from mpitrain.training.fault_tolerance import level, survives, warning
 from mpitrain.training.fingerprint import contents_of, file_digest, options
 from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.open_run import open_run
+from mpitrain.training.tracing import begin_trace, nothing_traced
 from mpitrain.training.validate import check_precision, validate_run
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class Session:
         """Gather every rank's `outcome`, judge the run, write `result.json` and print the FOM line on rank
         0; returns the result.
         """
+        outcome["traced_steps"] = trace.finish()
         # where ranks may be lost: messages from those that answer, no collective
         living = isinstance(self.strategy, ServerStrategy) or survives(self.runtime, self.strategy)
         gathered = self._gather_living(outcome) if living else self.runtime.gather(outcome)
@@ -148,6 +150,8 @@ class Session:
         if gathered is not None:
             self.before_result()
             result = result_of(self, gathered)
+            if self.job.trace is not None and not any(one.get("traced_steps") for one in gathered):
+                self.report.event("warning", text=nothing_traced(self.job.trace))
             report_end(self.report, result)
             requeue = self.run_dir / REQUEUE_FILE
             if result["exit_code"] == EXIT_REQUEUE:
@@ -216,6 +220,7 @@ def prepare(
         _describe_start(session)
         for name, fields in opened.events:
             session.report.event(name, **fields)
+    begin_trace(runtime, job, session.role, run_dir)
     signals.install()
     return session
 

@@ -30,9 +30,11 @@ from mpitrain.effects import (
 )
 from mpitrain.errors import DeadlockError, LostRankError, WireError
 from mpitrain.messages import Alive, Lost, payload_of
+from mpitrain.system.trace import active
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.network import Links, NetworkLaw
 from mpitrain.virtual.ring import Reduce, Ring
+from mpitrain.virtual.traces import VirtualTrace
 
 DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
 MOST_LOOKS = 100_000  # of those who wait, while nothing happens but that somebody is silent
@@ -50,6 +52,7 @@ class _Process:
         self.num_draws = self.num_waits = 0
         self.finished = self.tears = False
         self.result: Any = None
+        self.trace: VirtualTrace | None = None
 
 
 class VirtualWorld:
@@ -76,6 +79,7 @@ class VirtualWorld:
         self.num_events = 0
         self.ended_s: dict[int, float] = {}  # by rank
         self.broken: dict[int, str] = {}  # by rank: how it failed, as `--inject` ordered
+        self.traces: dict[int, VirtualTrace] = {}  # by rank, where what it does is recorded
         self._may_die = frozenset(may_die)
         self._numbers = {rank: number for number, rank in enumerate(workers)}
         self._num_looks = 0  # deadlines since anything else has happened
@@ -98,6 +102,7 @@ class VirtualWorld:
             roles = {rank: ring.follow(rank, role) for rank, role in roles.items()}
         self._processes = {rank: _Process(rank, role) for rank, role in roles.items()}
         for process in self._processes.values():
+            process.trace = self.traces.get(process.rank)
             self._schedule(self.now_s, process, None)
         while self._heap:
             self.now_s, _, process, event = heapq.heappop(self._heap)
@@ -118,6 +123,8 @@ class VirtualWorld:
                 self._advance(process, None)
             elif not event.broken_off:
                 process.computing = None
+                if process.trace is not None:
+                    process.trace.computed(event.took_s)
                 self._advance(process, event.result)
         self.now_s = max(self.ended_s.values(), default=self.now_s)  # deadlines that nobody needed come later
         processes = self._processes.values()
@@ -163,6 +170,8 @@ class VirtualWorld:
         process.inbox.append(message)
         breaks_off = not isinstance(message[1], Alive)  # a sign of life changes nothing
         if process.computing is not None and process.computing.interruptible and breaks_off:
+            if process.trace is not None:
+                process.trace.computed(process.computing.took_s)
             process.computing.broken_off, process.computing = True, None
             self._advance(process, Interrupted())
         elif process.waiting:
@@ -171,12 +180,15 @@ class VirtualWorld:
 
     def _advance(self, process: _Process, answer: Any) -> None:
         """Run a role until it has to wait for a message or for time to pass."""
+        trace = process.trace
         while True:
             try:
-                effect: Effect = process.role.send(answer)
+                effect: Effect = _send_on(process, answer)
             except StopIteration as end:
                 process.finished, process.result = True, end.value
                 self.ended_s[process.rank] = self.now_s
+                if trace is not None:
+                    trace.write()
                 return
             answer = None
             if isinstance(effect, Send):
@@ -184,14 +196,16 @@ class VirtualWorld:
             elif isinstance(effect, Now):
                 answer = self.now_s
             elif isinstance(effect, Compute):
-                result = effect.task()
+                result = _carry_out(process, effect)
                 if effect.what == "gradient":
-                    process.computing = _Computed(result, effect.interruptible)
                     took_s = effect.size * sum(self._draw(process) for _ in range(effect.num_batches))
+                    process.computing = _Computed(result, effect.interruptible, took_s)
                     self._schedule(self.now_s + took_s, process, process.computing)
                     return
                 answer = result
             elif isinstance(effect, Sleep):
+                if trace is not None:
+                    trace.sleep(effect.seconds)
                 process.computing = _Computed(None, effect.interruptible)
                 self._schedule(self.now_s + effect.seconds, process, process.computing)
                 return
@@ -201,12 +215,16 @@ class VirtualWorld:
                         continue
                     process.waiting = True
                     process.num_waits += 1
+                    if trace is not None:
+                        trace.wait()
                     pending = self._num_pending or self._waits_for_silent()
                     if effect.timeout_s is not None and pending:  # else nobody is left who could send
                         self._schedule(self.now_s + effect.timeout_s, process, _TimeUp(process.num_waits))
                     return
                 answer = process.inbox.popleft()
             elif isinstance(effect, Forget):
+                if trace is not None:
+                    trace.forget(effect.rank)
                 self._forgotten.update(() if effect.listen else (effect.rank,))
             elif isinstance(effect, Break):
                 if effect.how == "torn":
@@ -224,6 +242,8 @@ class VirtualWorld:
         num_bytes = HEADER_BYTES + (payload.num_bytes if payload is not None else 0)
         arrival_s = self.network.arrival_s(self._links, self.now_s, source, effect.to, num_bytes)
         sender = self._processes[source]
+        if sender.trace is not None:
+            sender.trace.send(effect.to, effect.message, arrival_s)
         message: Any = effect.message
         if sender.tears and payload is not None:
             sender.tears = False
@@ -235,6 +255,25 @@ class VirtualWorld:
         stream = random.Random(f"{self.seed}/{worker}/{process.num_draws}")
         process.num_draws += 1
         return self.compute.seconds(stream)
+
+
+def _send_on(process: _Process, answer: Any) -> Effect:
+    """The role's next effect."""
+    if process.trace is None:
+        return process.role.send(answer)
+    process.trace.resume(answer)
+    with active(process.trace):
+        return process.role.send(answer)
+
+
+def _carry_out(process: _Process, effect: Compute) -> Any:
+    """The result of a task."""
+    if process.trace is None:
+        return effect.task()
+    if effect.what != "gradient":
+        return process.trace.run(effect.what, effect.task)
+    process.trace.step(effect.step)
+    return process.trace.compute(effect.task)
 
 
 def _throw_away(event: Any) -> None:
@@ -257,6 +296,6 @@ class _TimeUp:
 class _Computed:
     """A gradient (or a sleep's None) that will be there when its time has passed, unless a message breaks it off."""
 
-    def __init__(self, result: Any, interruptible: bool):
-        self.result, self.interruptible = result, interruptible
+    def __init__(self, result: Any, interruptible: bool, took_s: float = 0.0):
+        self.result, self.interruptible, self.took_s = result, interruptible, took_s
         self.broken_off = False

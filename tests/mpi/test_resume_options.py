@@ -287,6 +287,12 @@ CASES = [
         acts=lambda run, plain: len(steps_of(run)) > 0 == len(steps_of(plain)),
     ),
     Case(
+        "trace",
+        ALL,
+        options="trace='steps=7:8'",
+        acts=lambda run, plain: "trace-rank-0.json" in run["files"],
+    ),
+    Case(
         "callbacks",
         ALL,
         "callbacks=[Heard()]",

@@ -21,6 +21,7 @@ import torch
 
 from mpitrain.data.read.order import IntArray
 from mpitrain.errors import DataError
+from mpitrain.system import trace
 
 Batch = dict[str, torch.Tensor]
 MAX_EXPECTED = 2  # batches announced and held ready; further ones replace the oldest
@@ -135,7 +136,8 @@ class ReadAhead:
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
-            work()
+            with trace.span("read ahead", trace.READ):
+                work()
 
     def _next(self) -> Callable[[], object] | None:
         """What to do now, waiting for it; None at the end."""

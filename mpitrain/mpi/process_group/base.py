@@ -26,6 +26,7 @@ from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group import algorithm_choice
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime
+from mpitrain.system import trace
 
 MEETING_TAG = 3  # on the world's communicator, whose other messages have other tags
 _PROBE_TAG, _PROBE_BYTES, _NUM_PROBES = 5, 1 << 18, 4
@@ -133,6 +134,8 @@ class GroupBase(dist.ProcessGroup):
         op = self._engine.submit_collective(
             carry, self._control_comm, text, balance, timeout.total_seconds(), quiet
         )
+        if (land := trace.flight(name, what=what)) is not None:
+            op.then(land)
         op.then(work.settle)
         return self._remember(work)
 

@@ -19,6 +19,7 @@ from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group.base import GroupBase, as_list, shape_of
 from mpitrain.mpi.process_group.work import MpiWork
+from mpitrain.system import trace
 
 _HEAD = struct.Struct("<QQQQ")  # digest(dtype), elements, bytes, number of the body
 _INLINE_BYTES = 4096 - _HEAD.size
@@ -120,7 +121,10 @@ class PointToPoint(GroupBase):
                 work.source = op.result
             work.settle(op)
 
-        self._engine.call(carry).then(over)
+        op = self._engine.call(carry)
+        if (land := trace.flight(what)) is not None:
+            op.then(land)
+        op.then(over)
         return self._remember(work)
 
     # ---- barriers

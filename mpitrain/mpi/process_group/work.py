@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.operation import Op
+from mpitrain.system import trace
 
 _NO_TIMEOUT = timedelta(0)  # what torch passes when the user gives none
 _GRACE_S = 2.0
@@ -99,7 +100,8 @@ class MpiWork(Work):
             )  # then the engine itself lets the operation fail; this is for when it cannot
             limit_s = self._timeout.total_seconds() + _GRACE_S if own else timeout.total_seconds()
             try:
-                self._engine.wait_any(self.is_completed, limit_s)
+                with trace.span(f"wait: {self._what}", trace.WAIT):
+                    self._engine.wait_any(self.is_completed, limit_s)
             except TimeoutError:
                 raise TimeoutError(
                     f"{self._what} is not done after {limit_s:g} s: not all ranks have called it"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from mpitrain.codecs import add_message, whole, write_message
 from mpitrain.codecs.eightbit import EightBitEncoder
+from mpitrain.system import trace
 
 CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -52,7 +53,8 @@ class Means:
                 flat = self._eight_bits(name, flat)
             else:
                 began_s = time.perf_counter()
-                small = flat.to(CASTS[self.wire])
+                with trace.span("cast", trace.CODEC):
+                    small = flat.to(CASTS[self.wire])
                 self.codec_s += time.perf_counter() - began_s
                 self._reduce(small)
                 flat = small.to(flat.dtype)
@@ -67,6 +69,7 @@ class Means:
         self.sent_bytes += 2 * (self.size - 1) / self.size * flat.numel() * flat.element_size()
         dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group)
 
+    @trace.spanned("average in eight bits", trace.CODEC)
     def _eight_bits(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         began_s = time.perf_counter()
         parts = equal_parts(flat.float(), self.size)

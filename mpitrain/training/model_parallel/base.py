@@ -29,6 +29,7 @@ from mpitrain.reporting.targets import check_targets
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
+from mpitrain.system import trace
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
@@ -196,16 +197,19 @@ class SplitRun(Stepper):
                 )
             self._one_step(epoch, cursor, count)
             self.cursor += count
-            self.checkpoints.after_step(self.step, self.samples)
+            with trace.span("settle", trace.OTHER):
+                self.checkpoints.after_step(self.step, self.samples)
             if self._goes_on:
                 self._look_at_validation(epoch + 1)
         return 0
 
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
         self.session.runtime.step = self.step
+        trace.begin_step(self.step)
         start, share = share_out(cursor, count, self.num_replicas, self.share)
         loss = self.take(self._parts(Lease(epoch, start, share), count), share, count)
-        self.meter.progress(self.samples, self.step, epoch + 1, loss)
+        with trace.span("report", trace.OTHER):
+            self.meter.progress(self.samples, self.step, epoch + 1, loss)
 
     def _parts(self, lease: Lease, count: int) -> Parts:
         """This rank's batches of a step of `count` samples, as many on all ranks."""
@@ -279,7 +283,8 @@ class SplitRun(Stepper):
         if self.session.validation is None:
             return
         if self.validations.is_due(self.epoch, self.samples, time.monotonic()):
-            self.meter.validation(self._judged, epoch, self.samples)
+            with trace.span("validate", trace.OTHER):
+                self.meter.validation(self._judged, epoch, self.samples)
             self._look_at_end()
 
     def _judged(self) -> dict[str, float]:

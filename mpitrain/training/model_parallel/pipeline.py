@@ -27,6 +27,7 @@ from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
+from mpitrain.system import trace
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import pick_device, share_module
 from mpitrain.training.model_parallel.base import SplitRun, compare_parameters, device_mesh, grid_of
@@ -145,7 +146,8 @@ class PipelineRun(SplitRun):
         if "return_outputs" in inspect.signature(schedule.step).parameters:
             options["return_outputs"] = False
         began_s, waited_s = time.monotonic(), engine.waited_s
-        schedule.step(*(inputs or ()), **options)
+        with trace.span("microbatches", trace.COMPUTE):
+            schedule.step(*(inputs or ()), **options)
         waited_s = engine.waited_s - waited_s
         if self.meter.num_calls >= self.meter.num_warmup:
             self.idle_s += waited_s
@@ -168,6 +170,9 @@ class PipelineRun(SplitRun):
                 returned,
                 group=self.forwarder.group,
             )
+            for name in ("forward", "backward"):
+                chunk = f"{name}_one_chunk"
+                setattr(stage, chunk, trace.spanned(name, trace.COMPUTE)(getattr(stage, chunk)))
             kind = SCHEDULES[
                 self.strategy.schedule if num_microbatches == self.strategy.microbatches else "gpipe"
             ]

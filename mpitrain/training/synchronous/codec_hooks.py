@@ -28,6 +28,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import make_encoder, merge_states
 from mpitrain.model.flat import all_finite
+from mpitrain.system import trace
 
 # torch 2.13 renamed it and warns at the old name
 _allgather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,7 +116,8 @@ class CodecHook:
 
     def _cast_and_reduce(self, flat: torch.Tensor, is_first: bool, is_last: bool) -> Future[Any]:
         began_s = time.perf_counter()
-        small = flat.to(self._cast).div_(self.size)
+        with trace.span("cast", trace.CODEC):
+            small = flat.to(self._cast).div_(self.size)
         self._count(small.numel() * small.element_size(), began_s, is_last, is_first)
         work = dist.all_reduce(small, group=self.group, async_op=True)
         assert work is not None
@@ -159,18 +161,21 @@ class CodecHook:
                 exchanged_s[0] += time.perf_counter() - started_s
 
             began_s = time.perf_counter()
-            encoder.reduce(parts, mean)
+            with trace.span("encode and decode", trace.CODEC):
+                encoder.reduce(parts, mean)
             self.codec_s += time.perf_counter() - began_s - exchanged_s[0]
         else:
             began_s = time.perf_counter()
-            message = encoder.encode(parts)
+            with trace.span("encode", trace.CODEC):
+                message = encoder.encode(parts)
             self.codec_s += time.perf_counter() - began_s
             messages = self._allgather(message, parts[0].flat.device)
             began_s = time.perf_counter()
-            for part in parts:
-                part.flat.zero_()
-            for other in messages:
-                add_message(other, parts, 1.0 / self.size)
+            with trace.span("decode", trace.CODEC):
+                for part in parts:
+                    part.flat.zero_()
+                for other in messages:
+                    add_message(other, parts, 1.0 / self.size)
             self.codec_s += time.perf_counter() - began_s
         self.sent_bytes += int(encoder.statistics()["bytes"])
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import backward_scaled, loss_scale
 from mpitrain.model.sync_batchnorm import count_batch
 from mpitrain.model.worker_replica import seed_step
+from mpitrain.system import trace
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.schedule import schedule_of
 from mpitrain.training.synchronous.ddp import ParallelModule, weight_among_all
@@ -94,6 +96,7 @@ class Stepper:
         value = self.compute(parts, share, count)
         return self.update(value, share, count)
 
+    @trace.spanned("gradient", trace.COMPUTE)
     def compute(self, parts: Parts, share: int, count: int) -> float:
         """The first half: forward and backward. Returns this rank's loss."""
         arriving = self._awaited(iter(parts))
@@ -130,7 +133,8 @@ class Stepper:
         """The same, with what is waited for them counted."""
         while True:
             began_s = time.monotonic()
-            part = next(parts, None)
+            with trace.span("next batch", trace.READ):
+                part = next(parts, None)
             self._waited_s += time.monotonic() - began_s
             if part is None:
                 return
@@ -138,13 +142,15 @@ class Stepper:
 
     def update(self, value: float, share: int, count: int) -> float:
         """The second half: use the gradient, if it is finite. Returns the loss to report."""
-        loss, finite = self.judge(value, share / count)
+        with trace.span("is it finite", trace.OTHER):
+            loss, finite = self.judge(value, share / count)
         self.before_update()
         if finite:
-            self.clip()
-            self.follow_schedule()
-            self.step_optimizer()
-            self.update_ema()
+            with trace.span("optimizer", trace.OPTIMIZER):
+                self.clip()
+                self.follow_schedule()
+                self.step_optimizer()
+                self.update_ema()
             self.samples += count
         else:
             self.on_nonfinite(value, count)
@@ -179,7 +185,8 @@ class Stepper:
                 self.seed()
             if self.job.sync_batchnorm:
                 count_batch(self.module, bool(num_samples))
-            returned = self.forward(batch)
+            with trace.span("forward", trace.COMPUTE):
+                returned = self.forward(batch)
             if self._part == 0 and is_last:
                 value = mean.add(returned, num_samples)
                 self._go_back(*self.weigh(returned, weight), value)
@@ -193,9 +200,16 @@ class Stepper:
         if value - value != 0.0:
             factor = float("nan")  # poisons the reduced gradient, so that every rank sees it
         added_up = self._addresses() if self._part and self.parallel is not None else {}
-        (loss if factor == 1.0 else loss * factor).backward()
+        with trace.span("backward", trace.COMPUTE), self._waiting():
+            (loss if factor == 1.0 else loss * factor).backward()
         if self.parallel is not None:
             self.parallel.check_all_used(added_up)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """In the backward pass, after the last bucket has been sent on its way."""
+        hook = self.parallel.hook if self.parallel is not None else None
+        name = "wait for the mean gradient"
+        return trace.waiting_at_the_end(name) if hook is None or hook.encoder is None else nullcontext()
 
     def _add_part(
         self, returned: BatchLoss, mean: MeanLoss, num_samples: int, share: int, weight: float, is_last: bool

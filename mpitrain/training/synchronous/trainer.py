@@ -20,6 +20,7 @@ from mpitrain.messages import Lease
 from mpitrain.model.accumulation import LeaseReader, read_alike
 from mpitrain.model.optimizer import Rates
 from mpitrain.strategies.sampling.step_partition import StepPartition
+from mpitrain.system import trace
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.clipping import clipping_of
 from mpitrain.training.measure import (
@@ -195,14 +196,18 @@ class Trainer:
         stepper = self.stepper
         while self._goes_on and (leases := self._take_round()) is not None:
             lease = leases[self.rank]
+            trace.begin_step(stepper.step)
             value = stepper.take(self._parts(lease, leases), lease.num_samples, count_samples(leases))
-            self.meter.progress(
-                stepper.samples, stepper.step, lease.epoch + 1, value, **self._progress_fields()
-            )
-            self._settle()
+            with trace.span("report", trace.OTHER):
+                self.meter.progress(
+                    stepper.samples, stepper.step, lease.epoch + 1, value, **self._progress_fields()
+                )
+            with trace.span("settle", trace.OTHER):
+                self._settle()
             if self._goes_on:
                 self._look_at_validation(self.epoch + 1)
 
+    @trace.spanned("take leases", trace.OTHER)
     def _take_round(self) -> list[Lease] | None:
         """The leases of the next step, by rank; None where the epoch has come to its end."""
         with self.checkpoints.guard.changing():
@@ -250,7 +255,8 @@ class Trainer:
         if not self.validations.is_due(self.epoch, samples, time.monotonic()):
             return
         if measure is not None:
-            self.meter.validation(lambda: measure(samples), epoch, samples)
+            with trace.span("validate", trace.OTHER):
+                self.meter.validation(lambda: measure(samples), epoch, samples)
         self._look_at_end()
 
     def _look_at_end(self) -> None:

@@ -1,0 +1,42 @@
+"""The trace of a run (`Job(trace=)`): which rank writes which file, and by which clock."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.job import Job
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.system import trace
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
+
+
+def begin_trace(runtime: Runtime, job: Job, role: str, run_dir: Path) -> None:
+    """Collective: where the job asks for it, this rank traces its steps. All times are those of rank 0's clock."""
+    if (steps := trace.read_steps(job.trace)) is None:
+        return
+    from mpitrain.mpi.clock import measure_offset  # a simulation imports this file, and starts no MPI
+
+    offset_s, uncertainty_s = measure_offset(runtime)
+    zero_s = float(runtime.broadcast(time.monotonic()))
+    strategy = job.strategy
+    rank = runtime.launched_rank
+    about = {
+        "clock": "rank 0's monotonic clock; offsets were measured at the start of the run",
+        "offset_s": offset_s,
+        "offset_uncertainty_s": uncertainty_s,
+    }
+    label = f"rank {rank} ({role} on {runtime.hosts[runtime.rank]})"
+    pushes = strategy.push_every if isinstance(strategy, ServerStrategy) else 1
+    path = run_dir / trace.file_name(rank)
+    trace.activate(
+        trace.Trace(steps, path, rank, label, zero_s=zero_s + offset_s, batches_per_push=pushes, about=about)
+    )
+
+
+def nothing_traced(text: str) -> str:
+    """What to report where no step of the run was one of those to trace."""
+    return f"trace={text!r}: the run took none of these steps, so nothing was traced"

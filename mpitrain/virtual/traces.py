@@ -1,0 +1,104 @@
+"""The trace of a rank in virtual time.
+
+Invariants: a gradient's spans are measured in real time while it is computed, and stretched to the virtual time that it
+takes; what takes no virtual time has spans of no length. What other threads of this process do (reading ahead) belongs
+to no rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpitrain.messages import Message, Push, payload_of
+from mpitrain.system.trace import COMMUNICATION, COMPUTE, KINDS, WAIT, Event, Trace, active
+
+
+class VirtualTrace(Trace):
+    """A `Trace` whose clock is a virtual world's."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._owner = threading.get_ident()
+        self._waits_since: float | None = None
+        self._computed: tuple[list[Event], float, float, float] | None = None
+
+    def add(
+        self, name: str, category: str, began_s: float, ended_s: float, args: dict[str, Any] | None = None,
+        flight: int = -1,
+    ) -> None:  # fmt: skip
+        if threading.get_ident() == self._owner:
+            super().add(name, category, began_s, ended_s, args, flight)
+
+    def step(self, number: int) -> None:
+        """As `begin_step`, for this rank."""
+        with active(self):
+            self.begin_step(number)
+
+    def run(self, what: str, task: Callable[[], Any]) -> Any:
+        """Run a task that takes no virtual time; returns its result."""
+        began_s = self.clock()
+        with active(self):
+            result = task()
+        if self.recording:
+            self.add(what, KINDS[what], began_s, self.clock())
+        return result
+
+    def compute(self, task: Callable[[], Any]) -> Any:
+        """Run a gradient's task, which takes virtual time from now on; returns its result."""
+        virtual_clock, num_before = self.clock, len(self.events)
+        began_s = virtual_clock()
+        with active(self):
+            self.clock = time.perf_counter
+            real_s = self.clock()
+            try:
+                result = task()
+            finally:
+                ended_s, self.clock = self.clock(), virtual_clock
+        if self.recording:
+            spans, self.events[num_before:] = self.events[num_before:], []
+            self._computed = spans, real_s, ended_s, began_s
+        return result
+
+    def computed(self, took_s: float) -> None:
+        """The gradient that takes `took_s` is there, or has been broken off."""
+        if self._computed is None:
+            return
+        spans, real_s, real_end_s, began_s = self._computed
+        self._computed, now_s = None, self.clock()
+        scale = took_s / max(real_end_s - real_s, 1e-12)
+        for one in spans:
+            first, last = (
+                min(now_s, began_s + (at_s - real_s) * scale) for at_s in (one.began_s, one.ended_s)
+            )
+            self.add(one.name, one.category, first, last, one.args)
+        self.add("gradient", COMPUTE, began_s, now_s)
+
+    def wait(self) -> None:
+        """The rank waits for a message."""
+        self._waits_since = self.clock() if self.recording else None
+
+    def resume(self, answer: Any) -> None:
+        """The rank goes on with this answer."""
+        if self._waits_since is not None:
+            if self.recording and self.clock() > self._waits_since:
+                self.add("wait for a message", WAIT, self._waits_since, self.clock())
+            self._waits_since = None
+        if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Push):
+            with active(self):
+                self.hear_push(answer[0], answer[1].step)
+
+    def sleep(self, seconds: float) -> None:
+        """The rank sleeps from now on."""
+        if self.recording:
+            self.add("sleep", WAIT, self.clock(), self.clock() + seconds)
+
+    def send(self, to: int, message: Message, arrival_s: float) -> None:
+        """A message leaves, which will arrive then."""
+        if self.recording:
+            payload = payload_of(message)
+            args = {"bytes": payload.num_bytes if payload is not None else 0}
+            name = f"{type(message).__name__} to {to}"
+            self.add(name, COMMUNICATION, self.clock(), arrival_s, args, next(self._numbers))
