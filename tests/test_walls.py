@@ -40,7 +40,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
     {
         "model": {"torch"},
         "checkpoint": {"torch", "safetensors"},
-        "reporting": {"torch", "matplotlib"},
+        "reporting": {"torch", "matplotlib", "mlflow", "wandb"},
         "doctor": {"torch", "numpy", "h5py"},
     },
     {"roles": set(), "job": {"torch"}},

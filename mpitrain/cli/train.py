@@ -222,8 +222,8 @@ def _add_output_options(out: Any) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="also write the rows of metrics.jsonl as csv (metrics.csv) or tensorboard (event files), as often as you "
-        "like",
+        help="also write the rows of metrics.jsonl as csv (metrics.csv), tensorboard (event files), mlflow (a store of "
+        "files) or wandb (an offline run), as often as you like; nothing goes over the network",
     )
     out.add_argument(
         "--log-every",

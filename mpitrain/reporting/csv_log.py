@@ -28,7 +28,7 @@ class CsvLog:
     """
 
     def __init__(self, path: Path, resumed_at: int | None):
-        self.path = path
+        self.path, self.place = path, path.name
         self.columns: list[str] = []
         if path.exists() and resumed_at == 0:
             _set_aside(path)

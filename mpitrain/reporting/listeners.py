@@ -13,15 +13,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpitrain.errors import UsageError
-from mpitrain.reporting.rows import kind_of
+from mpitrain.reporting.guarded_log import GuardedLog, Library
+from mpitrain.reporting.rows import METRICS_FILE, earlier_rows, kind_of
 from mpitrain.values import nearest
 
-CSV, TENSORBOARD = LOGS = ("csv", "tensorboard")
+CSV, TENSORBOARD, MLFLOW, WANDB = LOGS = ("csv", "tensorboard", "mlflow", "wandb")
 METHODS = {"progress": "on_step", "validation": "on_validation", "checkpoint": "on_checkpoint"}
 
 
 class Log(Protocol):
-    """Takes rows to a place of its own."""
+    """Takes rows to a place of its own.
+
+    Attributes:
+        place: its name in the run directory.
+    """
+
+    place: str
 
     def row(self, row: Mapping[str, Any]) -> None:
         """One row of `metrics.jsonl`; raises OSError where it cannot be written."""
@@ -40,7 +47,9 @@ def read_logs(names: str | Iterable[str] | None) -> tuple[str, ...]:
     found = [one.strip() for name in given for one in str(name).split(",")]
     for name in found:
         if name not in LOGS:
-            raise UsageError(f"log={name!r}: choose {' or '.join(LOGS)}{nearest(name, list(LOGS))}")
+            raise UsageError(
+                f"log={name!r}: choose {', '.join(LOGS[:-1])} or {LOGS[-1]}{nearest(name, list(LOGS))}"
+            )
     return tuple(dict.fromkeys(found))
 
 
@@ -50,8 +59,9 @@ def check_installed(logs: Iterable[str]) -> None:
     Raises:
         UsageError: says how to install it.
     """
-    if TENSORBOARD in logs and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError("log='tensorboard' needs the package tensorboard: pip install mpitrain[tensorboard]")
+    for name in logs:
+        if name != CSV and importlib.util.find_spec(name) is None:
+            raise UsageError(f"log={name!r} needs the package {name}: pip install mpitrain[{name}]")
 
 
 def open_logs(names: Iterable[str], run_dir: Path, resumed_at: int | None) -> list[Log]:
@@ -67,11 +77,29 @@ def open_logs(names: Iterable[str], run_dir: Path, resumed_at: int | None) -> li
             from mpitrain.reporting.csv_log import CsvLog
 
             opened.append(CsvLog(run_dir / "metrics.csv", resumed_at))
-        else:
+        elif name == TENSORBOARD:
             from mpitrain.reporting.tensorboard_log import TensorBoardLog
 
             opened.append(TensorBoardLog(run_dir, resumed_at))
+        else:
+            opened.append(_guarded(name, run_dir, resumed_at))
     return opened
+
+
+def _guarded(name: str, run_dir: Path, resumed_at: int | None) -> Log:
+    """A log that is written anew, with the rows so far, where a run goes on."""
+    so_far = [] if resumed_at == 0 else earlier_rows(run_dir / METRICS_FILE, resumed_at)
+
+    def make() -> Library:
+        if name == MLFLOW:
+            from mpitrain.reporting.mlflow_log import MlflowLog
+
+            return MlflowLog(run_dir, so_far)
+        from mpitrain.reporting.wandb_log import WandbLog
+
+        return WandbLog(run_dir, so_far, resumed_at == 0)
+
+    return GuardedLog(name, make)
 
 
 def check_callbacks(callbacks: Any) -> None:

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 from mpitrain.errors import OutputError
 from mpitrain.reporting.console import Console, date, short
 from mpitrain.reporting.listeners import call, open_logs
+from mpitrain.reporting.rows import METRICS_FILE
 from mpitrain.system.atomic import write_durable
 from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import position_of
@@ -31,7 +32,6 @@ from mpitrain.system.run_directory import position_of
 FOM_SCHEMA = 1
 # 2 said `meetings`, `lead_max` and `workers_detail`, 1 also `metrics_are` for `metrics_reduction`
 RESULT_SCHEMA = 3
-METRICS_FILE = "metrics.jsonl"
 FOM_KEYS = ("samples_per_second", "status", "strategy", "workers", "servers", "nodes", "steps")
 
 
@@ -269,7 +269,7 @@ class Report:
             try:
                 log.row(stamped)
             except OSError as error:
-                self._say_unwritten(error, type(log).__name__)
+                self._say_unwritten(error, log.place)
         call(self._callbacks, stamped)
 
     def _say_unwritten(self, error: OSError, what: str = METRICS_FILE) -> None:

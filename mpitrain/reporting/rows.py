@@ -5,10 +5,16 @@ Invariants: standard library only.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+METRICS_FILE = "metrics.jsonl"
+Row = dict[str, Any]
 _BESIDE_METRICS = {"time", "t", "event", "status", "samples", "failure", "model", "virtual_s", "epoch"}
+# Of the row `start`: what is no number to draw.
+SETTINGS = ("job", "strategy", "workers", "servers", "batch_size", "accumulate", "run_dir", "fault_tolerance")
 
 
 def metrics_in(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,3 +26,48 @@ def kind_of(row: Mapping[str, Any]) -> str:
     """The event of a row; the end of a run that was measured is its last validation."""
     event = str(row["event"])
     return "validation" if event == "end" and metrics_in(row) else event
+
+
+def points_in(row: Mapping[str, Any]) -> dict[str, float]:
+    """Every number of a row of progress as `train/NAME`, every metric of a validation as `validation/NAME`."""
+    kind = kind_of(row)
+    if kind not in ("progress", "validation"):
+        return {}
+    found = metrics_in(row)
+    if kind == "progress":
+        kind, found = "train", found | {name: row[name] for name in ("epoch", "virtual_s") if name in row}
+    numbers = {f"{kind}/{name}": _number(value) for name, value in found.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _number(value: Any) -> float | None:
+    """The value as a number, if it is one; the file of rows holds those that are not finite as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
+        return None
+    return float(value)
+
+
+def earlier_rows(path: Path, resumed_at: int | None) -> list[Row]:
+    """The rows in this file that a run goes on from: of every start those up to the samples from which the next one
+    went on. `resumed_at`: from which this one does; None for all."""
+    found: list[Row] = []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        try:
+            row = json.loads(line)
+            event, samples = str(row["event"]), float(row.get("samples") or 0)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue  # torn by a crash
+        if event == "resume":
+            found = _up_to(samples, found)
+        found.append(row)
+    return found if resumed_at is None else _up_to(resumed_at, found)
+
+
+def _up_to(samples: float, rows: list[Row]) -> list[Row]:
+    return [row for row in rows if float(row.get("samples") or 0) <= samples]

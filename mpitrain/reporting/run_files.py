@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.reporting.report import METRICS_FILE
-from mpitrain.reporting.rows import kind_of
+from mpitrain.reporting.rows import METRICS_FILE, kind_of
 from mpitrain.system.run_directory import RUN_FILE, read_json
 
 Row = dict[str, Any]

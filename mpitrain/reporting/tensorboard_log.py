@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.reporting.rows import kind_of, metrics_in
+from mpitrain.reporting.rows import kind_of, points_in
 from mpitrain.system.folders import make_private
 
 FOLDER = "tensorboard"
@@ -29,6 +29,8 @@ class TensorBoardLog:
         UsageError: the package does not work here.
     """
 
+    place = FOLDER
+
     def __init__(self, run_dir: Path, resumed_at: int | None):
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -44,27 +46,11 @@ class TensorBoardLog:
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Every number of a row of progress under `train/`, every metric of a validation under `validation/`."""
-        kind = kind_of(row)
-        if kind not in ("progress", "validation"):
-            return
-        found = metrics_in(row)
-        if kind == "progress":
-            kind, found = "train", found | {name: row[name] for name in ("epoch", "virtual_s") if name in row}
-        for name, value in found.items():
-            if (number := _number(value)) is not None:
-                self._writer.add_scalar(f"{kind}/{name}", number, int(row["samples"]))
-        if kind == "validation":
+        for name, value in points_in(row).items():
+            self._writer.add_scalar(name, value, int(row["samples"]))
+        if kind_of(row) == "validation":
             self._writer.flush()
 
     def close(self) -> None:
         """Write what is left."""
         self._writer.close()
-
-
-def _number(value: Any) -> float | None:
-    """The value as a number, if it is one; the file of rows holds those that are not finite as text."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        return None
-    return float(value)

@@ -157,18 +157,19 @@ def test_a_log_that_cannot_be_written_costs_its_rows_and_one_warning(tmp_path, m
 def test_names_of_logs():
     assert read_logs(None) == () and read_logs("csv") == ("csv",)
     assert read_logs("csv, tensorboard") == read_logs(["csv", "tensorboard", "csv"]) == ("csv", "tensorboard")
-    for name in ("cvs", "wandb", "mlflow", ""):
-        with pytest.raises(UsageError, match="choose csv or tensorboard"):
+    for name in ("cvs", "wb", "mlruns", ""):
+        with pytest.raises(UsageError, match="choose csv, tensorboard, mlflow or wandb"):
             read_logs(name)
-    with pytest.raises(UsageError, match="choose csv or tensorboard.*'csv'"):
+    with pytest.raises(UsageError, match="choose csv, tensorboard, mlflow or wandb.*'csv'"):
         toy.make_job(log="cvs")
 
 
 def test_a_missing_package_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_installed(["csv"])
-    with pytest.raises(UsageError, match=r"pip install mpitrain\[tensorboard\]$"):
-        check_installed(["csv", "tensorboard"])
+    for name in ("tensorboard", "mlflow", "wandb"):
+        with pytest.raises(UsageError, match=rf"needs the package {name}: pip install mpitrain\[{name}\]$"):
+            check_installed(["csv", name])
     with pytest.raises(UsageError, match=r"pip install mpitrain\[tensorboard\]$"):
         mt.simulate(toy.make_job(log="tensorboard"), mt.Async(), workers=2, quiet=True)
 
@@ -208,5 +209,5 @@ def test_the_command_line_takes_them(tmp_path, capsys):
     given = ["simulate", str(tmp_path / "job.py"), "--strategy", "async()", "--workers", "2", "--quiet"]
     assert main([*given, "--run-dir", str(tmp_path / "run"), "--log", "csv", "--log-every", "4"]) == 0
     assert len([row for row in table(tmp_path / "run") if row["event"] == "progress"]) == 4
-    assert main([*given, "--log", "wandb"]) == 2
-    assert "choose csv or tensorboard" in capsys.readouterr().err
+    assert main([*given, "--log", "wb"]) == 2
+    assert "choose csv, tensorboard, mlflow or wandb" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 
 from mpitrain.checkpoint import CheckpointWriter, newest, read_part
 from mpitrain.errors import CheckpointError
-from mpitrain.reporting.report import METRICS_FILE
+from mpitrain.reporting.rows import METRICS_FILE
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.watchdog.alarm_files import Alarm

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from mpitrain.checkpoint import newest
 from mpitrain.errors import CheckpointError, MpitrainError
-from mpitrain.reporting.report import METRICS_FILE
+from mpitrain.reporting.rows import METRICS_FILE
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.placement import Roles
 from mpitrain.system.folders import make_private
