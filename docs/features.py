@@ -232,6 +232,40 @@ FEATURES = (
         ),
     ),
     Feature(
+        "optimizer={...}, step",
+        {"step": "gan"},
+        (
+            Row(
+                ("allreduce()",),
+                "the mean gradient of all workers, once a step of each optimizer",
+            ),
+            Row(
+                (
+                    "sync()",
+                    "backup()",
+                    "async()",
+                    "softsync(updates=2)",
+                    "ssp(bound=3)",
+                    "bounded(staleness=2)",
+                    "elastic()",
+                    "localsgd(period=2)",
+                    "decentralized()",
+                    "sharded()",
+                    "tensor(parallel=2)",
+                    _PIPELINE,
+                ),
+                "a step function takes several steps in a batch, each from where the one before has led, and here a "
+                "batch is one gradient",
+                "a batch is one gradient",
+            ),
+            Row(
+                ("allreduce(codec=topk())", "allreduce(codec=float16())"),
+                "a codec codes the gradients of one backward pass a step",
+                "of one backward pass a step",
+            ),
+        ),
+    ),
+    Feature(
         "ema",
         {"ema": 0.5},
         (

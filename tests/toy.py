@@ -125,15 +125,32 @@ SCHEDULERS = {
 }
 
 
+def by_turns(model, optimizers, batch):
+    """Two optimizers of two parts, the second one's step from where the first one's has led."""
+    for optimizer in optimizers.values():
+        optimizer.zero_grad()
+        loss = square_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+    return loss
+
+
+BY_TURNS = {
+    "model": lambda: smooth(),
+    "optimizer": {"0": sgd, "2": adam},
+    "step": by_turns,
+    "loss": square_loss,
+}
 NORMED = {"normed": normed, "normed in float64": lambda: normed().double()}
 
 
 def scheduled(fields):
     """Fields of a job that are fit for JSON, with the scheduler and the model that they name."""
     names = {"scheduler": SCHEDULERS, "model": NORMED}
-    return fields | {
+    fields = fields | {
         key: named[fields[key]] for key, named in names.items() if isinstance(fields.get(key), str)
     }
+    return fields | BY_TURNS if "step" in fields else fields
 
 
 def make_job(**changes):

@@ -215,7 +215,8 @@ def attached_schedulers(optimizer: Optimizer) -> list[LRScheduler]:
     if not any("initial_lr" in group for group in optimizer.param_groups):
         return []
     found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
-    return [each for each in found if getattr(each, "optimizer", None) is optimizer]
+    owners = [optimizer, *getattr(optimizer, "optimizers", {}).values()]
+    return [each for each in found if any(getattr(each, "optimizer", None) is one for one in owners)]
 
 
 def _numbers(scheduler: LRScheduler) -> dict[str, Any]:

@@ -142,6 +142,22 @@ def check_module(module: Any) -> nn.Module:
     return plain
 
 
+def named_part(module: nn.Module, name: str) -> nn.Module:
+    """The part of the model whose optimizer has this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        parts = ", ".join(repr(part) for part, _ in module.named_children())
+        raise UsageError(
+            f"Job: optimizer names {name!r}, and the model has no part of this name; it has {parts or 'none'}. "
+            'torch.nn.ModuleDict({"generator": ..., "discriminator": ...}) makes a model of named parts'
+        ) from None
+
+
 def check_made_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that a job has made.
 
@@ -154,7 +170,8 @@ def check_made_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     got = f"a {type(optimizer).__name__} of {len(optimizer)}" if many else type(optimizer).__name__
     raise UsageError(
         f"Job: optimizer must make one torch.optim.Optimizer, got {got}; one optimizer may have several parameter "
-        'groups, each with options of its own: SGD([{"params": a, "lr": 0.1}, {"params": b, "lr": 0.01}])'
+        'groups, each with options of its own: SGD([{"params": a, "lr": 0.1}, {"params": b, "lr": 0.01}]). Several '
+        'optimizers have names and a step function: Job(optimizer={"generator": ..., "discriminator": ...}, step=...)'
     )
 
 

@@ -33,3 +33,8 @@ class AllReduce(Strategy):
 
     def why_not_batch_statistics(self) -> str:
         return ""
+
+    def why_not_joint_steps(self) -> str:
+        if self.codec.is_none:
+            return ""
+        return "a codec codes the gradients of one backward pass a step; use allreduce() without one"

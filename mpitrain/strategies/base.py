@@ -130,6 +130,13 @@ class Strategy(Value):
             "allreduce() or sharded()"
         )
 
+    def why_not_joint_steps(self) -> str:
+        """Empty, or why a job's `step` function cannot step several optimizers."""
+        return (
+            "a step function takes several steps in a batch, each from where the one before has led, and here a batch "
+            "is one gradient; use allreduce()"
+        )
+
     def why_not_ended(self) -> str:
         """Empty, or why a validation cannot end the run for all workers (`patience`)."""
         return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -35,6 +36,8 @@ def fingerprint(value: Any) -> Any:
     code = getattr(value, "__code__", None)
     if code is not None:
         return f"{value.__qualname__}@{hashlib.sha256(_code_text(code).encode()).hexdigest()[:12]}"
+    if isinstance(value, Mapping) and any(map(callable, value.values())):
+        return {str(name): fingerprint(one) for name, one in value.items()}
     if isinstance(value, int | float | str | bool | type(None)):
         return value
     if isinstance(value, type):

@@ -21,8 +21,9 @@ from mpitrain.model.activation_checkpointing import checkpoint_activations
 from mpitrain.model.compiling import compile_in_place
 from mpitrain.model.optimizer import set_learning_rate
 from mpitrain.model.precision import check_float32
+from mpitrain.model.several_optimizers import SeveralOptimizers
 from mpitrain.model.sync_batchnorm import sync_batchnorm
-from mpitrain.model.user_code import check_made_optimizer, check_module
+from mpitrain.model.user_code import check_made_optimizer, check_module, named_part
 from mpitrain.reporting.report import writing
 from mpitrain.system.atomic import durably_replaced
 
@@ -52,12 +53,17 @@ def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, 
     """The job's module and optimizer, made under the job's seed so that every rank gets the same."""
     torch.manual_seed(job.seed)
     module = check_module(job.model if isinstance(job.model, nn.Module) else job.model())
+    for name in job.optimizer if isinstance(job.optimizer, Mapping) else ():
+        named_part(module, name)
     check_float32(module, job.precision)
     if job.sync_batchnorm:
         sync_batchnorm(module)
     checkpoint_activations(module, job.activation_checkpointing)
     module = module.to(device)
-    compile_in_place(module, job.compile)
+    for called in (
+        map(module.get_submodule, job.optimizer) if isinstance(job.optimizer, Mapping) else (module,)
+    ):
+        compile_in_place(called, job.compile)
     return module, build_optimizer(job, module, lr)
 
 
@@ -70,9 +76,16 @@ def takes_names(make: Any) -> bool:
 
 
 def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.optim.Optimizer:
-    """A new optimizer of the job for `module`, with `lr` as its rate unless that is None."""
-    given = module.named_parameters() if takes_names(job.optimizer) else module.parameters()
-    optimizer = check_made_optimizer(job.optimizer(given))
+    """A new optimizer of the job for `module`, with `lr` as its rate unless that is None. Several are one, made of
+    them."""
+    optimizer: torch.optim.Optimizer
+    if isinstance(job.optimizer, Mapping):
+        parts = {name: named_part(module, name) for name in job.optimizer}
+        optimizer = SeveralOptimizers(
+            {name: _make_optimizer(make, parts[name]) for name, make in job.optimizer.items()}
+        )
+    else:
+        optimizer = _make_optimizer(job.optimizer, module)
     for group in optimizer.param_groups:
         group.pop(
             "param_names", None
@@ -80,6 +93,11 @@ def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.opti
     if lr is not None:
         set_learning_rate(optimizer, lr)
     return optimizer
+
+
+def _make_optimizer(make: Callable[..., Any], module: nn.Module) -> torch.optim.Optimizer:
+    given = module.named_parameters() if takes_names(make) else module.parameters()
+    return check_made_optimizer(make(given))
 
 
 def share_module(runtime: Runtime, module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
+from mpitrain.model.several_optimizers import SeveralOptimizers
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training.fingerprint import fingerprint, options
@@ -33,6 +34,7 @@ ON_RESUME = {
     "data": REFUSED,  # other samples; the same samples in another place act
     "validate": ACTS,
     "metrics": ACTS,
+    "step": ACTS,
     "predict": ACTS,  # on the trained model
     "epochs": ACTS,
     "batch_size": REFUSED,  # within an epoch; between two epochs it acts
@@ -85,6 +87,12 @@ _NOT_COMPARED = ("name", "run_dir", "resume", "quiet", "synthetic")
 
 def describe_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The optimizer's class, and the parameters of each of its groups: what its saved state belongs to."""
+    if isinstance(optimizer, SeveralOptimizers):
+        several = optimizer.optimizers.items()
+        return [
+            "several",
+            *(f"{name}: {text}" for name, one in several for text in describe_optimizer(module, one)),
+        ]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [
         " ".join(names.get(id(parameter), "?") for parameter in group["params"])

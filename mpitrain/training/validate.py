@@ -28,6 +28,7 @@ def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
     _check_clipping(job)
     _check_accumulation(job)
     _check_batch_statistics(job)
+    _check_joint_steps(job)
     _check_patience(job)
     if overrides.heartbeat_s is not None and not isinstance(job.strategy, ServerStrategy):
         raise UsageError(
@@ -52,6 +53,7 @@ def validate_simulation(job: Job, overrides: Overrides) -> None:
     _check_clipping(job)
     _check_accumulation(job)
     _check_batch_statistics(job)
+    _check_joint_steps(job)
     check_precision(job, on_cuda=False)
     _check_patience(job)
     if read_validation_policy(job.validate_every).seconds:
@@ -89,6 +91,11 @@ def _check_batch_statistics(job: Job) -> None:
         and (why_not := job.strategy.why_not_batch_statistics())
     ):
         raise UsageError(f"{job.strategy}: sync_batchnorm: {why_not}")
+
+
+def _check_joint_steps(job: Job) -> None:
+    if job.step is not None and job.strategy is not None and (why_not := job.strategy.why_not_joint_steps()):
+        raise UsageError(f"{job.strategy}: several optimizers: {why_not}")
 
 
 def check_precision(job: Job, on_cuda: bool) -> None:

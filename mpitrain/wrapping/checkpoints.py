@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -125,10 +125,22 @@ class Saver:
     part: str
     parts: list[str]
     take: Callable[[int, Path, int], dict[str, Any]]
+    others: list[Saver] = dataclasses.field(default_factory=list)  # of further models of the program
+
+    @property
+    def number_of_next(self) -> int:
+        """Which model of the program the next one is."""
+        return 1 + len(self.others)
+
+    def take_along(self, other: Saver) -> None:
+        """Write what this worker holds of another model into the same part."""
+        self.others.append(other)
+        self.about["further_models"] = [one.about["parameters"] for one in self.others]
 
     def save(self, run_dir: Path, step: int, state: Any, keep: int) -> None:
         """`mt.save`."""
-        tree = copied({**self.take(step, run_dir, keep), "loop": state})
+        further = [other.take(step, run_dir, keep) for other in self.others]
+        tree = copied({**self.take(step, run_dir, keep), "loop": state, "further_models": further})
         identity = self.run.open(run_dir, step, first=bool(self.parts))
         try:
             write_part(folder_of(run_dir, step), self.part, tree, identity, self.parts, self.about)
@@ -147,19 +159,43 @@ def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> 
     }  # fmt: skip
 
 
+class FoundModel:
+    """A checkpoint as one of its further models sees it; all else is the checkpoint's."""
+
+    def __init__(self, checkpoint: Checkpoint, number: int):
+        self._checkpoint, self._number = checkpoint, number
+        models = checkpoint.about.get("further_models", [])
+        parameters = models[number - 1] if number <= len(models) else f"not among {1 + len(models)} model(s)"
+        self.about = {**checkpoint.about, "parameters": parameters}
+
+    def part(self, name: str) -> Any:
+        """What stands in this part of the model."""
+        return self._checkpoint.part(name)["further_models"][self._number - 1] | {"loop": None}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._checkpoint, name)
+
+
 def find_run(
-    runtime: Runtime, resume: str | os.PathLike[str] | None, about: dict[str, Any], same_number: bool
+    runtime: Runtime,
+    resume: str | os.PathLike[str] | None,
+    about: dict[str, Any],
+    same_number: bool,
+    number: int = 0,
 ) -> LoopRun:
     """The newest checkpoint under `resume`, if there is one, and whose checkpoints the loop writes; collective.
 
     Args:
         same_number: whether only as many workers can go on from it.
+        number: which of the program's models asks; the first one names the run.
 
     Raises:
         AgreedError: none verifies, or it is of another run.
     """
     directory = runtime.broadcast(None if resume is None else str(Path(resume).resolve()))
     found = find(runtime, Path(directory)) if directory is not None else None
+    if found is not None and number:
+        found = cast(Checkpoint, FoundModel(found, number))
     new = Identity(*runtime.broadcast(identify(found, new_run_id(), new_attempt_id())))
 
     def check() -> None:

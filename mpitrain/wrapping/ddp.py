@@ -23,9 +23,15 @@ if TYPE_CHECKING:
 
 
 def join_ddp(
-    runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: AllReduce, resume: Any
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: AllReduce,
+    resume: Any,
+    number: int = 0,
 ) -> tuple[Any, Saver, Resumed | None]:
-    """The model to go on with, how to save, and what to go on from.
+    """The model to go on with, how to save, and what to go on from. `number`: of the model, where the program has
+    several.
 
     Raises:
         UsageError (AgreedError under MPI): the codec does not fit the optimizer, or a checkpoint of another run.
@@ -39,7 +45,7 @@ def join_ddp(
     runtime.role = "worker"
     check_optimizer(strategy.codec, optimizer)
     about = about_loop(strategy, model, runtime.size)
-    run = find_run(runtime, resume, about, same_number=False)
+    run = find_run(runtime, resume, about, same_number=False, number=number)
     found = run.found
     rates = Rates(optimizer)
     first = found.part("shard-0") if found else None
@@ -47,7 +53,8 @@ def join_ddp(
         model.load_state_dict(first["module"])
         rates.restore(first["optimizer"])
     share_module(runtime, model)
-    init_default_group(runtime)
+    if number == 0:
+        init_default_group(runtime)
     parallel = data_parallel(model)
     hook = attach(parallel, strategy.codec)
     _watch_steps(runtime, model, optimizer)

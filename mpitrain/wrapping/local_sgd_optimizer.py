@@ -98,9 +98,14 @@ class LocalSGDOptimizer(DelegatingOptimizer):
 
 
 def join_local_sgd(
-    runtime: Runtime, model: nn.Module, optimizer: Optimizer, strategy: LocalSGD, resume: Any
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: LocalSGD,
+    resume: Any,
+    number: int = 0,
 ) -> tuple[Any, LocalSGDOptimizer, Saver, Resumed | None]:
-    """Workers that step by themselves and average now and then.
+    """Workers that step by themselves and average now and then. `number`: of the model, where the program has several.
 
     Raises:
         UsageError (AgreedError under MPI): periods in samples, or a checkpoint of another run or number of workers.
@@ -120,10 +125,11 @@ def join_local_sgd(
     attempt(runtime, lambda: check_closure(optimizer, str(strategy)))
     runtime.compare({"strategy": str(strategy)})
     about = about_loop(strategy, model, runtime.size)
-    run = find_run(runtime, resume, about, same_number=True)
+    run = find_run(runtime, resume, about, same_number=True, number=number)
     found = run.found
     share_module(runtime, model)
-    init_default_group(runtime)
+    if number == 0:
+        init_default_group(runtime)
     averager = Averager(model, optimizer, strategy)
     parallel = data_parallel(model) if strategy.start else None
     part, rates = own_part(runtime.rank), Rates(optimizer)

@@ -49,13 +49,16 @@ class Joined(Protocol):
 
 @dataclasses.dataclass
 class _Wrapped:
-    """What `worker_index`, `num_workers`, `finish`, `save` and `resumed` speak about."""
+    """What `worker_index`, `num_workers`, `finish`, `save` and `resumed` speak about. `optimizers`: of all models,
+    where another stands for the user's own; `saver`: of the first model, which takes what the others hold along."""
 
     roles: Roles
     rank: int
-    optimizer: Joined | None
+    optimizers: list[Joined]
     saver: Saver
     resumed: Resumed | None
+    strategy: Strategy
+    resume: ResumeFrom = None
     watchdog: LoopWatchdog | None = None
 
 
@@ -90,12 +93,15 @@ def wrap(
         `step()` averages when it is due, under `Decentralized` it exchanges with the other peers; take equally many
         steps on all workers.
 
+    A program with several models, such as a GAN, calls `wrap` for each, all under the same `AllReduce` or `LocalSGD`;
+    `save`, `resumed` and `finish` are then of all of them. Servers and peers take one model.
+
     Under ULFM (`mpitrain launch --ft ulfm`) a server strategy goes on without a worker that dies; what it would have
     taken of the data is your loop's affair, since nothing but the loop knows it. Otherwise a death ends the job.
 
     Raises:
         UsageError (AgreedError under MPI): an optimizer or dtype that a server cannot hold, too few ranks, or
-            a second `wrap`.
+            a second model where there can be one only.
         LostRankError (from `step()` under `LocalSGD` and `Decentralized`): a rank has left its loop early.
     """
     global _wrapped
@@ -104,27 +110,63 @@ def wrap(
     strategy = strategy or AllReduce()
     runtime = start()
     if _wrapped is not None:
-        raise UsageError("mpitrain.wrap was called before in this process; one model per run")
+        _check_another(_wrapped, strategy, resume)
+        model, another, joined = _join_all(
+            runtime, model, optimizer, strategy, _wrapped.resume, _wrapped.saver.number_of_next
+        )
+        _wrapped.saver.take_along(another.saver)
+        _wrapped.optimizers += another.optimizers
+        return model, joined
     watchdog = _watch(runtime, strategy, resume, watchdog_s)
-    model, _wrapped = _join_all(runtime, model, optimizer, strategy, resume)
+    model, _wrapped, joined = _join_all(runtime, model, optimizer, strategy, resume)
     _wrapped.watchdog = watchdog
-    return model, optimizer if _wrapped.optimizer is None else _wrapped.optimizer
+    return model, joined
+
+
+def _check_another(first: _Wrapped, strategy: Strategy, resume: ResumeFrom) -> None:
+    """Refuse a second model where the first one's strategy takes no other."""
+    if not isinstance(strategy, AllReduce | LocalSGD):
+        who = (
+            "servers serve the first model"
+            if isinstance(strategy, ServerStrategy)
+            else "peers hold one model"
+        )
+        raise UsageError(
+            f"{strategy}: mpitrain.wrap was called before, and its {who} alone; several models train under allreduce() "
+            "and localsgd()"
+        )
+    if strategy != first.strategy:
+        raise UsageError(
+            f"mpitrain.wrap: another model of this program is trained under {first.strategy}, and this one under "
+            f"{strategy}; give all of them the same strategy"
+        )
+    if resume is not None and (first.resume is None or Path(resume) != Path(first.resume)):
+        raise UsageError(
+            f"mpitrain.wrap: this model is to resume from {resume}, and the first one from {first.resume}; a "
+            "checkpoint holds all models, so give all of them the same directory"
+        )
 
 
 def _join_all(
-    runtime: Runtime, model: Any, optimizer: Optimizer, strategy: Strategy, resume: ResumeFrom
-) -> tuple[Any, _Wrapped]:
-    """The model to go on with, and what this process has joined, by the family of the strategy."""
+    runtime: Runtime,
+    model: Any,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    resume: ResumeFrom,
+    number: int = 0,
+) -> tuple[Any, _Wrapped, Any]:
+    """The model to go on with, what this process has joined, by the family of the strategy, and the optimizer to go on
+    with. `number`: of the model, where there are several."""
     everybody = Roles((), tuple(range(runtime.size)))
-    joined: Any = None  # one of several optimizers
+    joined: Any = None  # one of several kinds of optimizer
     if isinstance(strategy, AllReduce):
         from mpitrain.wrapping.ddp import join_ddp
 
-        model, saver, resumed = join_ddp(runtime, model, optimizer, strategy, resume)
+        model, saver, resumed = join_ddp(runtime, model, optimizer, strategy, resume, number)
     elif isinstance(strategy, LocalSGD):
         from mpitrain.wrapping.local_sgd_optimizer import join_local_sgd
 
-        model, joined, saver, resumed = join_local_sgd(runtime, model, optimizer, strategy, resume)
+        model, joined, saver, resumed = join_local_sgd(runtime, model, optimizer, strategy, resume, number)
     elif isinstance(strategy, Decentralized):
         from mpitrain.wrapping.peer_optimizer import join_peers
 
@@ -132,7 +174,9 @@ def _join_all(
     else:
         joined, saver, resumed = _join(runtime, model, optimizer, strategy, resume)
         everybody = joined.roles
-    return model, _Wrapped(everybody, runtime.rank, joined, saver, resumed)
+    others = [] if joined is None else [joined]
+    wrapped = _Wrapped(everybody, runtime.rank, others, saver, resumed, strategy, resume)
+    return model, wrapped, optimizer if joined is None else joined
 
 
 def _watch(runtime: Runtime, strategy: Strategy, resume: ResumeFrom, timeout_s: float) -> LoopWatchdog:
@@ -172,8 +216,8 @@ def finish() -> None:
     them.
     """
     current = _current()
-    if current.optimizer is not None:
-        current.optimizer.finish()
+    for optimizer in current.optimizers:
+        optimizer.finish()
     if current.watchdog is not None:
         current.watchdog.__exit__()
 

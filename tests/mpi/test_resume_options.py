@@ -71,6 +71,8 @@ def kept_best(run, plain):
 MEASURED = "validate=toy.Memory()"
 START = "init=root / 'start.safetensors'"
 
+TURNS = "optimizer={'0': sgd, '2': sgd}"
+
 CASES = [
     Case("loss", ALL, "loss=absolute", acts=moved),
     Case(
@@ -105,6 +107,8 @@ CASES = [
         "validate=toy.Memory(), metrics=lambda m, b: {'one': 1.0}",
         acts=lambda run, plain: run["result"]["one"] == 1.0,
     ),
+    Case("step", ALL, f"{TURNS}, step=toy.by_turns", base=(ALL, f"{TURNS}, step=by_turns_twice"), acts=moved),
+    Case("optimizer", ALL, f"{TURNS}, step=toy.by_turns", said=("optimizer", "SGD", "several")),
     Case("predict", ALL, "predict=lambda m, b: m(b['x'])", acts=finished),
     Case("epochs", ALL, "epochs=3", acts=lambda run, plain: run["result"]["samples"] == 3 * SAMPLES),
     Case("epochs", "async()", "epochs=3", acts=lambda run, plain: run["result"]["samples"] == 3 * SAMPLES),
@@ -322,7 +326,7 @@ CASES = [
     Case(
         "sync_batchnorm",
         ALL,
-        "sync_batchnorm=True",
+        "model=normed, drop_last=True, sync_batchnorm=True",
         base=(ALL, "model=normed, drop_last=True"),
         acts=lambda run, plain: run["code"] == 0 and run["model"] != plain["model"],
     ),

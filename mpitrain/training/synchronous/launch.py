@@ -19,6 +19,7 @@ from mpitrain.training.measure import pick_device, share_module
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.ddp import codec_of
+from mpitrain.training.synchronous.joint_steps import JointTrainer
 from mpitrain.training.synchronous.recovery import Survivors
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.trainer import Trainer
@@ -26,7 +27,7 @@ from mpitrain.training.synchronous.trainer import Trainer
 
 def run_allreduce(session: Session) -> dict[str, Any]:
     """Train synchronously; returns what this rank knows of the run."""
-    return run_synchronous(session, Trainer)
+    return run_synchronous(session, JointTrainer if session.job.step else Trainer)
 
 
 def run_synchronous(session: Session, trainer_class: type[Trainer]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What is to be trained: a job is one frozen value.
 
-Invariants: a job knows nothing of ranks or MPI. Command-line options override its fields by making
-another job, never in place.
+Invariants: a job knows nothing of ranks or MPI.
 """
 
 from __future__ import annotations
@@ -12,18 +11,16 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpitrain import inject as injection
 from mpitrain.errors import UsageError
 from mpitrain.options import check_value
 from mpitrain.reporting.listeners import check_callbacks, read_logs
-from mpitrain.reporting.targets import LOSS, Choice, check_targets, option_text, read_choice, read_option
-from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.reporting.targets import LOSS, Choice, check_targets, read_choice
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.strategies.schedules import ByFunction, Schedule
 from mpitrain.strategies.validation_policy import read_validation_policy
 from mpitrain.system.trace import read_steps
-from mpitrain.values import nearest, parse
+from mpitrain.values import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +34,6 @@ CLIPPED = ("clip_norm", "clip_value")
 VALIDATED = ("validate_every", "keep_best", "patience")
 PRECISIONS = ("float32", "bfloat16", "float16")
 SLICES = ("column", "row", "gather")
-AUTO_WHERE = (
-    "--resume auto goes on with the run in --run-dir, and none is given, so every start has a new one; say --run-dir "
-    "DIR, or --resume DIR to go on from the run in DIR"
-)
 # A job's functions, what they are called with, and what they may look like.
 CALLED = {
     "model": (),
@@ -48,6 +41,7 @@ CALLED = {
     "optimizer": ("parameters",),
     "metrics": ("model", "batch"),
     "predict": ("model", "batch"),
+    "step": ("model", "optimizers", "batch"),
     "scheduler": ("optimizer",),
     "schedule": ("epochs", "workers"),
 }
@@ -57,6 +51,7 @@ EXAMPLES = {
     "optimizer": "lambda parameters: SGD(parameters, lr=0.1)",
     "metrics": 'lambda model, batch: {"accuracy": accuracy(model(batch["x"]), batch["y"])}',
     "predict": 'lambda model, batch: model(batch["x"])',
+    "step": "def step(model, optimizers, batch): ...",
     "scheduler": "lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000)",
     "schedule": "lambda epochs, workers: 0.5 ** (epochs / 10)",
 }
@@ -74,13 +69,18 @@ class Job:
             the sum of all over the weight of all, exactly as one process with the whole batch.
         optimizer: makes the torch optimizer from the parameters. Its rate multiplies the mean gradient and is
             never scaled behind your back. A function whose argument is called `named_parameters` gets pairs of name
-            and parameter, for groups by name.
+            and parameter, for groups by name. Several optimizers are such functions by name, each of the parameters of
+            the part of the model that has this name (`{"generator": ..., "discriminator": ...}`), with a `step`.
         data: training samples (`Shards` or `Synthetic`); validate: samples to validate on, or None.
         metrics: `metrics(model, batch) -> {name: mean over the batch}`; the loss is always measured. What is reported
             is the mean over batches of at least 256 samples, by their samples: right for what is a mean over samples,
             such as accuracy, and not the whole set's value of an AUC, an F1 or a correlation.
         predict: `predict(model, batch) -> tensor`, or tensors by name, with a row for each sample: what `mpitrain
             predict` writes; None: what the model returns for the array `x`, or for the only one.
+        step: with several optimizers: `step(model, optimizers, batch)` computes what is to be minimized, calls
+            `backward()` and `optimizers[name].step()`, which steps with the mean gradient of all workers, and
+            `zero_grad()`; it returns the loss to report, or losses by name. Under `allreduce()`. `loss` is then what
+            validation measures, and may be None without one.
         epochs: passes over the data; batch_size: samples per worker and step.
         strategy: how workers agree; `AllReduce()` if None.
         schedule: factor on the learning rate by progress in samples, such as `Gradual(epochs=5)`, or a function of
@@ -150,12 +150,16 @@ class Job:
     """
 
     model: Callable[[], Any] | torch.nn.Module
-    loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor | tuple[torch.Tensor, Any]]
-    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer]
+    loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor | tuple[torch.Tensor, Any]] | Any  # or None
+    optimizer: (
+        Callable[[Iterable[Any]], torch.optim.Optimizer]
+        | Mapping[str, Callable[[Iterable[Any]], torch.optim.Optimizer]]
+    )
     data: Source
     validate: Source | None = None
     metrics: Callable[[Any, dict[str, torch.Tensor]], Mapping[str, Any]] | None = None
     predict: Callable[[Any, dict[str, torch.Tensor]], Any] | None = None
+    step: Callable[[Any, Mapping[str, Any], dict[str, torch.Tensor]], Any] | None = None
     epochs: int = 1
     batch_size: int = 32
     strategy: Strategy | None = None
@@ -200,17 +204,23 @@ class Job:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"Job: {key} must be a whole number of at least 1, got {value!r}")
         for key in CLIPPED:
-            _check_limit(f"Job: {key}", getattr(self, key), "None for no clipping")
+            check_limit(f"Job: {key}", getattr(self, key), "None for no clipping")
         for key, arguments in CALLED.items():
             if key == "schedule":  # which may be a value
                 continue
-            _check_function(key, getattr(self, key), arguments)
+            value = getattr(self, key)
+            if key == "loss" and value is None and self.step is not None and self.validate is None:
+                continue
+            named = key == "optimizer" and isinstance(value, Mapping)
+            for function in value.values() if named else (value,):
+                _check_function(key, function, arguments)
+        self._check_step()
         if self.on_nonfinite not in ON_NONFINITE:
             raise UsageError(
                 "Job: "
                 f"on_nonfinite={self.on_nonfinite!r}{nearest(str(self.on_nonfinite), list(ON_NONFINITE))}"
             )
-        _check_precision("Job: precision", self.precision)
+        check_precision("Job: precision", self.precision)
         if self.strategy is not None and not isinstance(self.strategy, Strategy):
             raise UsageError(
                 f"Job: strategy must be a value such as mpitrain.Async(servers=1), got {self.strategy!r}; a text is "
@@ -245,6 +255,41 @@ class Job:
     def part_samples(self) -> int:
         """Samples that a worker computes at once, where a step is more than that; 0: all of a step."""
         return self.batch_size if self.accumulate > 1 else 0
+
+    @property
+    def has_several_optimizers(self) -> bool:
+        """Whether `step` steps them by name."""
+        return isinstance(self.optimizer, Mapping)
+
+    def _check_step(self) -> None:
+        if self.has_several_optimizers != (self.step is not None):
+            raise UsageError(
+                "Job: several optimizers and a step function go together: optimizer={'generator': ..., "
+                "'discriminator': ...}, step=function; with one optimizer, loss is all that is needed"
+            )
+        if self.step is None:
+            return
+        for name in self.optimizer if isinstance(self.optimizer, Mapping) else ():
+            if not isinstance(name, str) or not name:
+                raise UsageError(
+                    f"Job: an optimizer's name must be that of a part of the model, got {name!r}"
+                )
+        if not self.optimizer:
+            raise UsageError("Job: optimizer names no optimizer")
+        if self.accumulate > 1:
+            raise UsageError(
+                f"Job: accumulate={self.accumulate}: the step function steps once a batch; add up gradients in it, or "
+                "give a larger batch_size"
+            )
+        if self.precision != "float32":
+            raise UsageError(
+                f"Job: precision={self.precision!r}: the step function computes what it likes; enter torch.autocast "
+                "in it, around the forward passes"
+            )
+        if self.find_unused_parameters is not None:
+            raise UsageError(
+                "Job: find_unused_parameters: a step function may leave out parameters as it likes; leave it out"
+            )
 
     def _check_schedule(self) -> None:
         schedule = self.schedule
@@ -312,12 +357,12 @@ class Job:
                 raise UsageError(f"Job: tensor_plan {pattern!r}: {way!r}{nearest(str(way), list(SLICES))}")
 
 
-def _check_precision(name: str, value: Any) -> None:
+def check_precision(name: str, value: Any) -> None:
     if value not in PRECISIONS:
         raise UsageError(f"{name}={value!r}{nearest(str(value), list(PRECISIONS))}")
 
 
-def _check_limit(name: str, value: Any, off: str) -> None:
+def check_limit(name: str, value: Any, off: str) -> None:
     """Refuse what no gradient can be clipped to."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < float("inf")):
@@ -330,7 +375,7 @@ def _check_function(key: str, function: Any, arguments: tuple[str, ...]) -> None
     """Refuse what cannot be called as a job's function of this name is."""
     if key == "model" and hasattr(function, "named_parameters") and not isinstance(function, type):
         return  # the module itself
-    if key in ("metrics", "predict", "scheduler") and function is None:
+    if key in ("metrics", "predict", "scheduler", "step") and function is None:
         return
     example = EXAMPLES[key]
     if not callable(function):
@@ -359,129 +404,3 @@ def _check_source(key: str, value: Any, optional: bool) -> None:
         f"Job: {key} must be mpitrain.Shards(...) or mpitrain.Synthetic(...), got {what}. Write a dataset into shards "
         'once, mpitrain.pack(dataset, "data/mine"), and give the job mpitrain.Shards("data/mine/train-*.h5")'
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Overrides:
-    """What the command line changes; None leaves the job's own value."""
-
-    strategy: str | None = None
-    schedule: str | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    accumulate: int | None = None
-    precision: str | None = None
-    seed: int | None = None
-    run_dir: str | None = None
-    synthetic: bool = False
-    steps: int | None = None
-    target: tuple[str, ...] = ()
-    validate_every: int | str | None = None
-    keep_best: str | None = None
-    patience: int | None = None
-    ema: float | None = None
-    quiet: bool = False
-    inject: tuple[str, ...] = ()
-    checkpoint_every: str | None = None
-    resume: str | None = None
-    watchdog_s: float = 900.0
-    heartbeat_s: float | None = None
-    init: str | None = None
-    init_partial: bool = False
-    log: tuple[str, ...] = ()
-    log_every: int | None = None
-    trace: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inject", injection.texts(self.inject))
-        if self.init is not None:
-            object.__setattr__(self, "init", os.fspath(self.init))
-        object.__setattr__(self, "log", read_logs(self.log))
-        given: Any = self.target
-        pairs = given.items() if isinstance(given, Mapping) else ()
-        texts = [option_text(*pair) for pair in pairs] or ([given] if isinstance(given, str) else given)
-        object.__setattr__(self, "target", tuple(texts))
-
-    @property
-    def injections(self) -> tuple[injection.Injection, ...]:
-        """What `inject` orders, as values."""
-        return injection.read(self.inject)
-
-    def check(self) -> None:
-        """Refuse values that no run can have.
-
-        Raises:
-            UsageError: names the option and the value.
-        """
-        for key in ("epochs", "batch_size", "accumulate", "steps", "log_every"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise UsageError(f"--{key.replace('_', '-')} must be at least 1, got {value}")
-        if self.lr is not None and not 0 <= self.lr < float("inf"):
-            raise UsageError(f"--lr must be finite and not negative, got {self.lr}")
-        for key in CLIPPED:
-            _check_limit(f"--{key.replace('_', '-')}", getattr(self, key), "left out for what the job says")
-        if self.precision is not None:
-            _check_precision("--precision", self.precision)
-        if not 0 <= self.watchdog_s < float("inf"):
-            raise UsageError(f"--watchdog-s must be finite and not negative, got {self.watchdog_s}")
-        if self.heartbeat_s is not None and not 0 < self.heartbeat_s < float("inf"):
-            raise UsageError(f"--heartbeat-s must be finite and greater than 0, got {self.heartbeat_s}")
-        if self.resume == "auto" and not (self.run_dir or os.environ.get("MPITRAIN_RUN_DIR")):
-            raise UsageError(AUTO_WHERE)
-        injection.read(self.inject)
-        read_steps(self.trace)
-        for text in self.target:
-            read_option(text)
-
-
-def apply_overrides(job: Job, overrides: Overrides) -> Job:
-    """The job with the command line's options in place; `job.strategy` is set afterwards."""
-    from mpitrain.model.user_code import Checked, unwrapped
-
-    overrides.check()
-    changes: dict[str, Any] = {
-        key: value
-        for key in (
-            "epochs",
-            "batch_size",
-            "accumulate",
-            "precision",
-            "seed",
-            "checkpoint_every",
-            "init",
-            "log_every",
-            "trace",
-            *CLIPPED,
-            *VALIDATED,
-            "ema",
-        )
-        if (value := getattr(overrides, key)) is not None
-    }
-    if overrides.strategy is not None:
-        changes["strategy"] = parse(overrides.strategy, "strategy")
-    elif job.strategy is None:
-        changes["strategy"] = AllReduce()
-    if overrides.log:
-        changes["log"] = overrides.log
-    if overrides.init_partial:
-        changes["init_partial"] = True
-    if overrides.schedule is not None:
-        changes |= {"schedule": parse(overrides.schedule, "schedule"), "scheduler": None}
-    if overrides.synthetic:
-        if job.synthetic is None:
-            raise UsageError(
-                "--synthetic: the job has no synthetic=mpitrain.Synthetic(...) to draw samples from"
-            )
-        unset = {key: None for key in VALIDATED if key not in changes}
-        changes |= {"data": job.synthetic, "validate": None, "target": {}, **unset}
-    if overrides.target:
-        changes["target"] = dict(read_option(text) for text in overrides.target)
-    precision = changes.get("precision", job.precision)
-    changes["loss"] = Checked(unwrapped(job.loss), "loss", precision)
-    if job.metrics is not None:
-        changes["metrics"] = Checked(unwrapped(job.metrics), "metrics", precision)
-    return dataclasses.replace(job, **changes)
