@@ -86,7 +86,56 @@ _VALIDATED = (
 )
 _PIPELINE = "pipeline(microbatches=2)"
 
+_DEALT = (*_ADDED.strategies, _PIPELINE, "async(push_every=2)")
+
 FEATURES = (
+    Feature(
+        "data=Dataset",
+        {"data": "dataset"},
+        (
+            Row(
+                _DEALT,
+                "dealt by index, in the order of shards with the same samples and chunks, to the same bits",
+            ),
+        ),
+    ),
+    Feature(
+        "data=DataLoader",
+        {"data": "loader"},
+        (
+            Row(
+                _DEALT,
+                "its dataset, `collate_fn`, worker processes, `batch_size`, `drop_last` and weights; the job deals the "
+                "samples, and refuses a sampler of another kind",
+            ),
+        ),
+    ),
+    Feature(
+        "data=IterableDataset",
+        {"data": "stream"},
+        (
+            Row(
+                _DEALT,
+                "dealt by position in the stream, which every rank passes over; refused without a length or with more "
+                "than one worker process",
+            ),
+        ),
+    ),
+    Feature(
+        "data=Weighted",
+        {"data": "weighted"},
+        (
+            Row(
+                _DEALT,
+                "each epoch is drawn with replacement by seed and epoch; its positions are dealt as always",
+            ),
+        ),
+    ),
+    Feature(
+        "transform",
+        {"transform": "noisy"},
+        (Row(_DEALT, "every training batch, where it is read; random numbers belong to the sample"),),
+    ),
     Feature(
         'precision="bfloat16"',
         {"precision": "bfloat16"},

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mpitrain as mt
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
+from mpitrain.data.read.transform import transformed
 from mpitrain.model.loss import read_loss
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.training.measure import build_optimizer
@@ -33,11 +35,12 @@ class Memory:
         return Catalogue((ShardInfo("memory", self.num_samples, window),), arrays, 1)
 
     def reader(self, catalogue, seed):
-        return MemoryReader(self)
+        return MemoryReader(self, seed)
 
 
 class MemoryReader:
-    def __init__(self, source):
+    def __init__(self, source, seed=0):
+        self.seed, self.transforms = seed, []
         generator = torch.Generator().manual_seed(7)
         # multiples of 1/8 with |x| <= 1: products and short sums are exact in float32
         self.x = torch.randint(-8, 9, (source.num_samples, source.num_features), generator=generator) / 8.0
@@ -50,7 +53,8 @@ class MemoryReader:
         pass
 
     def batch(self, epoch, start, count):
-        return {"x": self.x[start : start + count].clone(), "y": self.y[start : start + count].clone()}
+        batch = {"x": self.x[start : start + count].clone(), "y": self.y[start : start + count].clone()}
+        return transformed(self.transforms, batch, self.seed, epoch, np.arange(start, start + count))
 
     def prefetch(self, epoch, start, count):
         pass
@@ -144,12 +148,40 @@ BY_TURNS = {
 NORMED = {"normed": normed, "normed in float64": lambda: normed().double()}
 
 
+def dataset(num_samples=31):
+    samples = MemoryReader(Memory(num_samples))
+    return torch.utils.data.TensorDataset(samples.x, samples.y)
+
+
+class Backwards(torch.utils.data.IterableDataset[tuple[torch.Tensor, ...]]):
+    """A stream of `dataset()`, the last sample first."""
+
+    def __len__(self):
+        return 31
+
+    def __iter__(self):
+        return iter([*dataset()][::-1])
+
+
+def noisy(batch, random):
+    return {**batch, "x": batch["x"] + random.normal(5).to(batch["x"])}
+
+
+DATA = {
+    "dataset": dataset,
+    "loader": lambda: mt.Samples(dataset(), num_workers=2),  # as a loader is taken; batches are the job's
+    "stream": lambda: mt.Stream(Backwards(), num_workers=1),
+    "weighted": lambda: mt.Weighted(dataset(), range(31), 29),
+}
+
+
 def scheduled(fields):
-    """Fields of a job that are fit for JSON, with the scheduler and the model that they name."""
-    names = {"scheduler": SCHEDULERS, "model": NORMED}
+    """Fields of a job that are fit for JSON, with the scheduler, model, transform and data that they name."""
+    names = {"scheduler": SCHEDULERS, "model": NORMED, "transform": {"noisy": noisy}}
     fields = fields | {
         key: named[fields[key]] for key, named in names.items() if isinstance(fields.get(key), str)
     }
+    fields |= {"data": DATA[fields["data"]]()} if fields.get("data") in DATA else {}
     return fields | BY_TURNS if "step" in fields else fields
 
 

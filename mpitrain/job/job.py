@@ -42,6 +42,7 @@ CALLED = {
     "metrics": ("model", "batch"),
     "predict": ("model", "batch"),
     "step": ("model", "optimizers", "batch"),
+    "transform": ("batch", "random"),
     "scheduler": ("optimizer",),
     "schedule": ("epochs", "workers"),
 }
@@ -52,6 +53,7 @@ EXAMPLES = {
     "metrics": 'lambda model, batch: {"accuracy": accuracy(model(batch["x"]), batch["y"])}',
     "predict": 'lambda model, batch: model(batch["x"])',
     "step": "def step(model, optimizers, batch): ...",
+    "transform": "lambda batch, random: augmented(batch, random.uniform())",
     "scheduler": "lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000)",
     "schedule": "lambda epochs, workers: 0.5 ** (epochs / 10)",
 }
@@ -71,7 +73,12 @@ class Job:
             never scaled behind your back. A function whose argument is called `named_parameters` gets pairs of name
             and parameter, for groups by name. Several optimizers are such functions by name, each of the parameters of
             the part of the model that has this name (`{"generator": ..., "discriminator": ...}`), with a `step`.
-        data: training samples (`Shards` or `Synthetic`); validate: samples to validate on, or None.
+        data: training samples: `Shards`, `Synthetic`, or a map-style dataset, an `IterableDataset` or a `DataLoader` of
+            torch, whose dataset, collate_fn, worker processes, batch_size and drop_last are taken; which samples a
+            worker gets is dealt by the job. validate: samples to validate on, or None.
+        transform: `transform(batch, random) -> batch`, on every training batch; `random` draws numbers that belong to
+            the samples (`random.uniform()`, `random.each(f, batch["x"])`), whatever the number of workers.
+            `mpitrain.Transformed(source, transform)` is the same for validation.
         metrics: `metrics(model, batch) -> {name: mean over the batch}`; the loss is always measured. What is reported
             is the mean over batches of at least 256 samples, by their samples: right for what is a mean over samples,
             such as accuracy, and not the whole set's value of an AUC, an F1 or a correlation.
@@ -81,7 +88,7 @@ class Job:
             `backward()` and `optimizers[name].step()`, which steps with the mean gradient of all workers, and
             `zero_grad()`; it returns the loss to report, or losses by name. Under `allreduce()`. `loss` is then what
             validation measures, and may be None without one.
-        epochs: passes over the data; batch_size: samples per worker and step.
+        epochs: passes over the data; batch_size: samples per worker and step; that of the `DataLoader`, else 32.
         strategy: how workers agree; `AllReduce()` if None.
         schedule: factor on the learning rate by progress in samples, such as `Gradual(epochs=5)`, or a function of
             (epochs so far, number of workers) that returns it; None is constant.
@@ -160,8 +167,9 @@ class Job:
     metrics: Callable[[Any, dict[str, torch.Tensor]], Mapping[str, Any]] | None = None
     predict: Callable[[Any, dict[str, torch.Tensor]], Any] | None = None
     step: Callable[[Any, Mapping[str, Any], dict[str, torch.Tensor]], Any] | None = None
+    transform: Callable[[dict[str, torch.Tensor], Any], dict[str, torch.Tensor]] | None = None
     epochs: int = 1
-    batch_size: int = 32
+    batch_size: int = None  # type: ignore[assignment]  # a number from __post_init__ on
     strategy: Strategy | None = None
     schedule: Schedule | Callable[[float, int], float] | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
@@ -197,6 +205,8 @@ class Job:
     name: str | None = None
 
     def __post_init__(self) -> None:
+        _check_function("transform", self.transform, CALLED["transform"])
+        self._adopt_data()
         for key in ("epochs", "batch_size", "accumulate", "keep_checkpoints", "log_every", "patience"):
             value = getattr(self, key)
             if key in ("log_every", "patience") and value is None:
@@ -227,8 +237,6 @@ class Job:
                 "for --strategy"
             )
         self._check_schedule()
-        for key in ("data", "validate", "synthetic"):
-            _check_source(key, getattr(self, key), optional=key != "data")
         read_policy(self.checkpoint_every, self.mtbf_s)
         check_targets(self.target, (LOSS,) if self.metrics is None else None)
         if self.target and self.validate is None:
@@ -245,6 +253,23 @@ class Job:
             check_value(name, value)
         self._check_init()
         self._check_splits()
+
+    def _adopt_data(self) -> None:
+        """Make sources of the data that were given; a `DataLoader` has its say on batches."""
+        from mpitrain.data.datasets.loaders import adopt
+
+        adopted = adopt("data", self.data, self.transform)
+        object.__setattr__(self, "data", adopted.source)
+        for key in ("validate", "synthetic"):
+            if (value := getattr(self, key)) is not None:
+                object.__setattr__(self, key, adopt(key, value).source)
+        size = adopted.batch_size
+        if None not in (size, self.batch_size) and size != self.batch_size:
+            raise UsageError(
+                f"Job: batch_size={self.batch_size}, and the DataLoader of data has batch_size={size}; give one of them"
+            )
+        object.__setattr__(self, "batch_size", (size or 32) if self.batch_size is None else self.batch_size)
+        object.__setattr__(self, "drop_last", self.drop_last or adopted.drop_last)
 
     @property
     def step_samples(self) -> int:
@@ -375,7 +400,7 @@ def _check_function(key: str, function: Any, arguments: tuple[str, ...]) -> None
     """Refuse what cannot be called as a job's function of this name is."""
     if key == "model" and hasattr(function, "named_parameters") and not isinstance(function, type):
         return  # the module itself
-    if key in ("metrics", "predict", "scheduler", "step") and function is None:
+    if key in ("metrics", "predict", "scheduler", "step", "transform") and function is None:
         return
     example = EXAMPLES[key]
     if not callable(function):
@@ -394,13 +419,3 @@ def _check_function(key: str, function: Any, arguments: tuple[str, ...]) -> None
             f"Job: {key} is {call}, which {name}{signature} does not allow ({error}); it is a function such as "
             f"`{example}`"
         ) from None
-
-
-def _check_source(key: str, value: Any, optional: bool) -> None:
-    if (optional and value is None) or (hasattr(value, "scan") and hasattr(value, "reader")):
-        return
-    what = f"{type(value).__module__.split('.')[0]}'s {type(value).__name__}"
-    raise UsageError(
-        f"Job: {key} must be mpitrain.Shards(...) or mpitrain.Synthetic(...), got {what}. Write a dataset into shards "
-        'once, mpitrain.pack(dataset, "data/mine"), and give the job mpitrain.Shards("data/mine/train-*.h5")'
-    )

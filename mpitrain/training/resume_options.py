@@ -36,6 +36,7 @@ ON_RESUME = {
     "metrics": ACTS,
     "step": ACTS,
     "predict": ACTS,  # on the trained model
+    "transform": ACTS,
     "epochs": ACTS,
     "batch_size": REFUSED,  # within an epoch; between two epochs it acts
     "strategy": CONVERTED,  # of the same family, unless a codec's residual would be lost

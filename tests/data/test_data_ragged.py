@@ -15,7 +15,7 @@ from mpitrain.cli.main import main
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.read.chunk_cache import ChunkCache
 from mpitrain.data.read.ragged import num_samples_in, samples_of
-from mpitrain.data.read.reader import Reader
+from mpitrain.data.read.reader import ChunkReader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.sources import open_source
 from mpitrain.data.tools.check import check
@@ -64,7 +64,7 @@ def test_every_sample_comes_back_whole_with_its_own_label(
     catalogue = Catalogue.from_json(source.scan().to_json())
     assert catalogue == source.scan()
     cache = ChunkCache(catalogue, ShardFiles(catalogue), num_slots)
-    with Reader(catalogue, 5, cache) as reader:
+    with ChunkReader(catalogue, 5, cache) as reader:
         found: dict[int, np.ndarray] = {}
         for start in range(0, len(samples), batch_size):
             count = min(batch_size, len(samples) - start)

@@ -13,9 +13,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpitrain.data import Reader, Shards
+from mpitrain.data import Shards
 from mpitrain.data.read.batch_memory import NUM_SPARE
 from mpitrain.data.read.chunk_cache import ChunkCache, slots_for
+from mpitrain.data.read.reader import ChunkReader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.write.shard_file import write_shard
 from mpitrain.errors import UsageError
@@ -122,7 +123,7 @@ def test_prefetching_and_the_size_of_the_cache_change_nothing(
         cache = ChunkCache(catalogue, ShardFiles(catalogue), num_slots)
         with (
             Shards(f"{directory}/*.h5", window).reader(catalogue, 5) as plain,
-            Reader(catalogue, 5, cache) as reader,
+            ChunkReader(catalogue, 5, cache) as reader,
         ):
             for run, following in zip(runs, [*runs[1:], None]):
                 batch = reader.batch(*run)
@@ -147,7 +148,7 @@ def test_no_chunk_is_read_twice_in_an_epoch(prefetch, counts, chunk, window, siz
         pack_plain(Path(directory), counts, chunk)
         catalogue = Shards(f"{directory}/*.h5", window).scan()
         cache = ChunkCache(catalogue, ShardFiles(catalogue))
-        with Reader(catalogue, 5, cache) as reader:
+        with ChunkReader(catalogue, 5, cache) as reader:
             for epoch in range(num_epochs):
                 before = cache.num_reads
                 for start in range(0, catalogue.num_samples, size):
@@ -165,7 +166,7 @@ def test_the_next_window_is_read_while_this_one_is_used(tmp_path):
     pack_plain(tmp_path, [100], 5)
     catalogue = Shards(f"{tmp_path}/*.h5", window_chunks=4).scan()
     cache = ChunkCache(catalogue, ShardFiles(catalogue))
-    with Reader(catalogue, 0, cache) as reader:
+    with ChunkReader(catalogue, 0, cache) as reader:
         reads = []
         for start in range(0, 100, 5):
             reader.prefetch(0, start, 5)
@@ -180,7 +181,7 @@ def test_validation_reads_on_as_well(tmp_path):
     pack_plain(tmp_path, [100], 5)
     catalogue = Shards(f"{tmp_path}/*.h5", window_chunks=4).scan()
     cache = ChunkCache(catalogue, ShardFiles(catalogue))
-    with Reader(catalogue, 0, cache) as reader:
+    with ChunkReader(catalogue, 0, cache) as reader:
         batches = reader.sequential(5)
         next(batches)
         reader._ahead.settle()
@@ -314,7 +315,7 @@ def test_a_hint_is_used_and_its_error_comes_with_the_batch(tmp_path, monkeypatch
     threads = []
     gather = cache.gather
     cache.gather = lambda *where: (threads.append(threading.current_thread()), gather(*where))[1]
-    with Reader(catalogue, 0, cache) as reader:
+    with ChunkReader(catalogue, 0, cache) as reader:
         reader.prefetch(0, 0, 4)
         reader.prefetch(0, 8, 4)  # past the end
         reader._ahead.settle()
@@ -357,7 +358,7 @@ def test_closing_waits_for_what_the_thread_is_doing(tmp_path, monkeypatch):
         return {}
 
     cache.gather = slow_gather
-    reader = Reader(catalogue, 0, cache)
+    reader = ChunkReader(catalogue, 0, cache)
     reader.prefetch(0, 0, 4)
     assert started.wait(30)
     threading.Timer(0.05, release.set).start()

@@ -142,12 +142,11 @@ def test_what_is_no_module_and_no_optimizer_is_refused():
 
 
 @pytest.mark.parametrize("key", ["data", "validate", "synthetic"])
-def test_a_dataset_is_no_source(key):
-    dataset = torch.utils.data.TensorDataset(BATCH["x"])
+def test_arrays_are_no_source(key):
     with pytest.raises(
-        UsageError, match=rf"{key} must be mpitrain.Shards.* got torch's TensorDataset.*mpitrain.pack"
+        UsageError, match=rf"{key} must be mpitrain.Shards.* got builtins's dict.*mpitrain.pack"
     ):
-        toy.make_job(**{key: dataset})
+        toy.make_job(**{key: BATCH})
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,17 @@ CASES = [
     Case("step", ALL, f"{TURNS}, step=toy.by_turns", base=(ALL, f"{TURNS}, step=by_turns_twice"), acts=moved),
     Case("optimizer", ALL, f"{TURNS}, step=toy.by_turns", said=("optimizer", "SGD", "several")),
     Case("predict", ALL, "predict=lambda m, b: m(b['x'])", acts=finished),
+    Case("transform", ALL, "transform=toy.noisy", acts=moved),
+    Case("transform", "async()", "transform=toy.noisy", acts=finished),
+    Case("data", ALL, f"data=toy.dataset({SAMPLES})", said=("its data", "is")),
+    Case("data", ALL, f"data=mt.Weighted(toy.dataset({SAMPLES}), [1] * {SAMPLES})", said=("its data", "is")),
+    Case(
+        "data",
+        ALL,
+        base=(ALL, f"data=toy.dataset({SAMPLES})"),
+        changes=f"data=toy.dataset({SAMPLES})",
+        acts=finished,
+    ),
     Case("epochs", ALL, "epochs=3", acts=lambda run, plain: run["result"]["samples"] == 3 * SAMPLES),
     Case("epochs", "async()", "epochs=3", acts=lambda run, plain: run["result"]["samples"] == 3 * SAMPLES),
     *(

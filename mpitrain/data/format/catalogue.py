@@ -72,14 +72,24 @@ class Catalogue:
         files: the shards in the order of their names.
         arrays: name of each array -> its ArraySpec, in alphabetical order.
         window_chunks: how many chunks are mixed with each other.
+        draws: samples that an epoch draws with replacement; 0 where it has each sample once.
+        weights: SHA-256 of the weights that they are drawn by.
     """
 
     files: tuple[ShardInfo, ...]
     arrays: Mapping[str, ArraySpec]
     window_chunks: int
+    draws: int = 0
+    weights: str = ""
 
     @property
     def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return self.draws or self.num_stored
+
+    @property
+    def num_stored(self) -> int:
+        """Samples in all files."""
         return sum(file.num_samples for file in self.files)
 
     @property
@@ -130,7 +140,8 @@ class Catalogue:
             name: [list(spec.shape), spec.dtype, *([True] if spec.variable else [])]
             for name, spec in self.arrays.items()
         }
-        return json.dumps({"files": files, "arrays": arrays, "window_chunks": self.window_chunks})
+        drawn = {"draws": self.draws, "weights": self.weights} if self.draws else {}
+        return json.dumps({"files": files, "arrays": arrays, "window_chunks": self.window_chunks, **drawn})
 
     @classmethod
     def from_json(cls, text: str) -> Catalogue:
@@ -145,6 +156,8 @@ class Catalogue:
                 name: ArraySpec(tuple(shape), *rest) for name, (shape, *rest) in fields["arrays"].items()
             },
             window_chunks=fields["window_chunks"],
+            draws=fields.get("draws", 0),
+            weights=fields.get("weights", ""),
         )
 
     def digest(self) -> str:

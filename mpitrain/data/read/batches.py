@@ -98,6 +98,24 @@ class ShardBatches(IterableDataset[Batch]):
         return [(a, b - a) for a, b in zip([start, *ends], ends)]
 
 
+class Batched:
+    """What a source can do in a script of one's own."""
+
+    def batches(
+        self,
+        batch_size: int,
+        seed: int = 0,
+        drop_last: bool = False,
+        transform: Callable[[Batch], Any] | None = None,
+        share: Share | None = None,
+    ) -> ShardBatches:
+        """For a torch script of one's own: an `IterableDataset` of batches, shared out over ranks and workers; its
+        arguments are those of `ShardBatches`.
+        """
+        source: Any = self
+        return ShardBatches(source, batch_size, seed, drop_last, transform, share)
+
+
 def iterate_samples(source: Source, seed: int, epoch: int, sent_by: Share | None) -> Iterator[Batch]:
     """The samples of this rank and loader's worker one by one, views of what was read together.
 

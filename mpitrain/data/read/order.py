@@ -67,7 +67,8 @@ class EpochOrder:
     def __init__(self, sizes: IntArray, window_chunks: int, seed: int, epoch: int):
         self._key = (seed, epoch)
         self._window_chunks = window_chunks
-        self._chunks = permutation(len(sizes), seed, CHUNKS, epoch)
+        chunks = permutation(len(sizes), seed, CHUNKS, epoch)
+        self._chunks = chunks[sizes[chunks] > 0]
         self._sizes = sizes[self._chunks]
         ends = np.cumsum(self._sizes)
         self.num_samples = int(ends[-1])
@@ -96,10 +97,14 @@ class EpochOrder:
         first = window * self._window_chunks
         sizes = self._sizes[first : first + self._window_chunks]
         chunks = np.repeat(self.chunks_of(window), sizes)
-        rows = np.arange(len(chunks)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        rows = self._rows_of(self.chunks_of(window), sizes)
         seed, epoch = self._key
         shuffled = permutation(len(chunks), seed, SAMPLES, epoch, window)
         return chunks[shuffled], rows[shuffled]
+
+    def _rows_of(self, chunks: IntArray, sizes: IntArray) -> IntArray:
+        """The rows of these chunks that come in the epoch, chunk after chunk."""
+        return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
     def locate(self, start: int, count: int) -> tuple[IntArray, IntArray]:
         """(chunk, row) of the positions [start, start + count), two int64 arrays of length `count`.
@@ -159,6 +164,10 @@ class Order:
         """Global sample ids (shards in turn, rows in turn) at positions [start, start + count), int64."""
         chunks, rows = self.epoch(epoch).locate(start, count)
         return self.first_sample[chunks] + rows
+
+    def keys(self, epoch: int, start: int, count: int) -> IntArray:
+        """What the random numbers of the samples at these positions are keyed by, besides seed and epoch: their ids."""
+        return self.samples(epoch, start, count)
 
     def locate_in_file_order(self, start: int, count: int) -> tuple[IntArray, IntArray]:
         """(chunk, row) of the samples [start, start + count) as they lie in the files."""

@@ -1,6 +1,6 @@
 """Batches from the global order, with one thread that reads meanwhile.
 
-Invariants: what a batch holds depends on (catalogue, seed, epoch, start, count) alone. `prefetch`
+Invariants: what a batch holds depends on (catalogue, seed, epoch, start, count) and the transforms alone. `prefetch`
 changes when things are read, never what is returned; an error met by the thread is raised by the `batch` that
 needs the data.
 """
@@ -12,31 +12,93 @@ from collections.abc import Hashable, Iterator
 from types import TracebackType
 from typing import Protocol
 
+import numpy as np
+
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.read.order import IntArray, Order, chunk_sizes
 from mpitrain.data.read.prefetch import Batch, ReadAhead, Store
+from mpitrain.data.read.transform import Transform, transformed
 from mpitrain.errors import UsageError
 
 Run = tuple[int | None, int, int]  # epoch (None: the order of the files), start, count
 
-__all__ = ["Batch", "Reader", "Source", "Store"]
+__all__ = ["Batch", "ChunkReader", "Reader", "Source", "Store"]
 
 
 class Reader:
-    """Reads batches; made by `Shards.reader` and `Synthetic.reader`.
+    """Gives batches of the samples at positions of an order; a source makes it. For one consumer thread; a context
+    manager.
 
-    For one consumer thread; a context manager.
+    Attributes:
+        order: where every sample stands in an epoch. transforms: what is done to every batch, in this order.
     """
 
+    def __init__(self, catalogue: Catalogue, seed: int, order: Order):
+        self.catalogue, self.seed, self.order = catalogue, seed, order
+        self.transforms: list[Transform] = []
+        self._closed = False
+
+    @property
+    def memory_bytes(self) -> int:
+        """What reading holds at most."""
+        raise NotImplementedError
+
+    def batch(self, epoch: int, start: int, count: int) -> Batch:
+        """The samples at positions [start, start + count) of an epoch's global order.
+
+        Returns:
+            A dict of tensors of shape (count, ...) that belong to the caller, in pinned memory where there is a
+            CUDA device.
+        Raises:
+            DataError: a shard is damaged, gone or changed. UsageError: positions outside the epoch, or the
+                reader is closed.
+        """
+        raise NotImplementedError
+
+    def prefetch(self, epoch: int, start: int, count: int) -> None:
+        """Hint that `batch` will soon be called so: it is read meanwhile, and the window after it."""
+
+    def sequential(self, batch_size: int, first: int = 0, end: int | None = None) -> Iterator[Batch]:
+        """The samples from `first` up to `end` (all of them) once in the order of the files; the last batch may be
+        smaller. For validation."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End threads and processes and close the files; may be called twice."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this reader is closed; make another with source.reader(catalogue, seed)")
+
+    def _runs_in_file_order(self, batch_size: int, first: int, end: int | None) -> list[Run]:
+        total = self.order.num_samples if end is None else end
+        return [(None, start, min(batch_size, total - start)) for start in range(first, total, batch_size)]
+
+    def _transformed(self, run: Run, batch: Batch) -> Batch:
+        epoch, start, count = run
+        keys = np.arange(start, start + count) if epoch is None else self.order.keys(epoch, start, count)
+        return transformed(self.transforms, batch, self.seed, epoch, keys)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ChunkReader(Reader):
+    """Reads from chunks, the next ones meanwhile; made by `Shards.reader` and `Synthetic.reader`."""
+
     def __init__(self, catalogue: Catalogue, seed: int, store: Store):
-        self.catalogue = catalogue
         sizes = chunk_sizes([(file.num_samples, file.chunk_samples) for file in catalogue.files])
-        self.order = Order(sizes, catalogue.window_chunks, seed)
+        super().__init__(catalogue, seed, Order(sizes, catalogue.window_chunks, seed))
         self._store = store
         self._ahead = ReadAhead(store)
         weakref.finalize(self, self._ahead.close)  # a reader that nobody closed ends its thread as well
         self._followed: Hashable = None
-        self._closed = False
 
     @property
     def memory_bytes(self) -> int:
@@ -52,34 +114,21 @@ class Reader:
         return self._store.memory_bytes + self.order.memory_bytes
 
     def batch(self, epoch: int, start: int, count: int) -> Batch:
-        """The samples at positions [start, start + count) of an epoch's global order.
-
-        Returns:
-            A dict of tensors of shape (count, ...) that belong to the caller, in pinned memory where there is a
-            CUDA device.
-        Raises:
-            DataError: a shard is damaged, gone or changed. UsageError: positions outside the epoch, or the
-                reader is closed.
-        """
         batch = self._take((epoch, start, count))
         if count:
             self._read_on(epoch, start + count - 1)
         return batch
 
     def prefetch(self, epoch: int, start: int, count: int) -> None:
-        """Hint that `batch` will soon be called so: it is read meanwhile, and the window after it."""
-        if self._closed or not 0 <= start < start + count <= self.order.num_samples:
-            return
         order = self.order.epoch(epoch)
+        if self._closed or not 0 <= start < start + count <= order.num_samples:
+            return
         if self._followed != (epoch, order.window_of(start)):
             self._ahead.follow(())  # what was wanted until here may not be wanted any more
         self._ahead.expect((epoch, start, count), *order.locate(start, count))
 
     def sequential(self, batch_size: int, first: int = 0, end: int | None = None) -> Iterator[Batch]:
-        """The samples from `first` up to `end` (all of them) once in the order of the files; the last batch may be
-        smaller. For validation."""
-        total = self.order.num_samples if end is None else end
-        runs = [(None, start, min(batch_size, total - start)) for start in range(first, total, batch_size)]
+        runs = self._runs_in_file_order(batch_size, first, end)
         for run, following in zip(runs, [*runs[1:], None]):
             batch = self._take(run)
             if following is not None:
@@ -92,11 +141,10 @@ class Reader:
             yield batch
 
     def _take(self, run: Run) -> Batch:
-        if self._closed:
-            raise UsageError("this reader is closed; make another with source.reader(catalogue, seed)")
-        if (expected := self._ahead.claim(run)) is not None:
-            return expected.result()
-        return self._store.gather(*self._locate(run))
+        self._check_open()
+        expected = self._ahead.claim(run)
+        found = self._store.gather(*self._locate(run)) if expected is None else expected.result()
+        return self._transformed(run, found) if self.transforms else found
 
     def _locate(self, run: Run) -> tuple[IntArray, IntArray]:
         epoch, start, count = run
@@ -117,22 +165,13 @@ class Reader:
         self._ahead.follow(following[:room].tolist(), lambda: order.prepare(window + 1))
 
     def close(self) -> None:
-        """End the thread and close the files; may be called twice."""
-        self._closed = True
+        super().close()
         self._ahead.close()
         self._store.close()
 
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class Source(Protocol):
-    """Where samples come from: `Shards`, `Synthetic`."""
+    """Where samples come from: `Shards`, `Synthetic`, `Samples`, `Stream`, and what wraps one of them."""
 
     def scan(self) -> Catalogue:
         """What there is."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,16 @@ from torch.utils.data import IterableDataset
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.format.layout import describe_shard
 from mpitrain.data.format.manifest import check_against_manifest
-from mpitrain.data.read.batches import ShardBatches, Share, iterate_samples, place
+from mpitrain.data.read.batches import Batched, iterate_samples, place
 from mpitrain.data.read.chunk_cache import ChunkCache, memory_needed
-from mpitrain.data.read.reader import Batch, Reader
+from mpitrain.data.read.reader import Batch, ChunkReader, Reader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.errors import DataError, UsageError
 from mpitrain.system.outside import MAX_GIB, Trust, check_inside, check_size, root_of
 
 
 @dataclass(frozen=True)
-class Shards(IterableDataset[Batch]):
+class Shards(Batched, IterableDataset[Batch]):
     """HDF5 files as training or validation data.
 
     In a script of one's own it is an `IterableDataset` of samples, shuffled anew by `set_epoch` and shared over the
@@ -93,20 +93,7 @@ class Shards(IterableDataset[Batch]):
 
     def reader(self, catalogue: Catalogue, seed: int) -> Reader:
         """A reader of the shards that `scan` found, here or on another rank; close it after use."""
-        return Reader(catalogue, seed, ChunkCache(catalogue, ShardFiles(catalogue, self._trust)))
-
-    def batches(
-        self,
-        batch_size: int,
-        seed: int = 0,
-        drop_last: bool = False,
-        transform: Callable[[Batch], Any] | None = None,
-        share: Share | None = None,
-    ) -> ShardBatches:
-        """For a torch script of one's own: an `IterableDataset` of batches, shared out over ranks and workers; its
-        arguments are those of `ShardBatches`.
-        """
-        return ShardBatches(self, batch_size, seed, drop_last, transform, share)
+        return ChunkReader(catalogue, seed, ChunkCache(catalogue, ShardFiles(catalogue, self._trust)))
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch's order the next pass over the samples has; without it every pass is epoch 0.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mpitrain.data.format.catalogue import ITEM_BYTES, ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.read.order import IntArray, keyed_bits
-from mpitrain.data.read.reader import Batch, Reader
+from mpitrain.data.read.reader import Batch, ChunkReader, Reader
 from mpitrain.errors import UsageError
 
 NUM_OFFSETS = 1 << 20
@@ -69,7 +69,7 @@ class Synthetic:
 
     def reader(self, catalogue: Catalogue, seed: int) -> Reader:
         """A reader with the same interface and order as that of shards."""
-        return Reader(catalogue, seed, PoolStore(self, catalogue, seed))
+        return ChunkReader(catalogue, seed, PoolStore(self, catalogue, seed))
 
 
 def _parse(name: str, spec: Any) -> tuple[str, tuple[int, ...], str, int | None]:
