@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from mpitrain.training.measure import same_model
 from tests import toy
 from tests.mpi.cases import launch_program
-from tests.tables import ALL_CELLS
+from tests.sampling import ALL_CELLS
 
 ALIKE = ["allreduce()", "sync()", "decentralized()", "pipeline(stages=3)", "tensor(parallel=3)", "sharded()"]
 LOCKSTEP = [*ALIKE, "localsgd(period=2)"]

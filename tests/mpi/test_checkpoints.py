@@ -16,6 +16,7 @@ from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import same_model
 from tests.mpi.cases import PROGRAMS, call, launch_calls, launch_program
 from tests.ranks import warm_environment
+from tests.sampling import sampled
 
 # One launch trains every strategy to its end, writing checkpoints; the next resumes each from its first one.
 
@@ -119,35 +120,24 @@ SIGNALS = {
     "allreduce": ("allreduce()", 1, "SIGUSR1 waiting"),
     "sync": ("sync(servers=2)", 3, "SIGUSR1 mpirun"),
 }
+SIGNALS_OF_THE_SAMPLE = ("async", "sync")
 
 
-@pytest.fixture(scope="module")
-def signalled(tmp_path_factory):
-    """Every strategy stopped by a signal to one rank; what it left copied, then resumed; and trained whole."""
-    path = tmp_path_factory.mktemp("signalled")
-    first = [call("run", name, text, None, victim, how) for name, (text, victim, how) in SIGNALS.items()]
-    stopped = launch_calls(4, "signalled_runs", path, first)
-    assert stopped.code == 75, stopped
-    for name in SIGNALS:
-        shutil.copytree(path / name, path / f"{name}-stopped")
-    second = []
-    for name, (text, *_) in SIGNALS.items():
-        second += [call("run", name, text, "auto"), call("run", f"{name}-whole", text)]
-    launch_calls(4, "signalled_runs", path, second).check()
-    return path
-
-
-@pytest.mark.parametrize("name", SIGNALS)
-def test_a_signal_leads_to_a_checkpoint_and_exit_75_and_the_next_start_goes_on(signalled, name):
-    stopped, ended = result_of(signalled / f"{name}-stopped"), result_of(signalled / name)
-    found = newest(signalled / f"{name}-stopped")
+@pytest.mark.parametrize("name", sampled(SIGNALS, SIGNALS_OF_THE_SAMPLE))
+def test_a_signal_leads_to_a_checkpoint_and_exit_75_and_the_next_start_goes_on(tmp_path, name):
+    text, victim, how = SIGNALS[name]
+    first = launch_calls(4, "signalled_runs", tmp_path, [call("run", name, text, None, victim, how)])
+    assert first.code == 75, first
+    stopped, found = result_of(tmp_path / name), newest(tmp_path / name)
     assert (stopped["status"], stopped["exit_code"]) == ("requeue", 75)
-    assert (signalled / f"{name}-stopped" / "REQUEUE").exists() and 0 < found.checkpoint_at < 40 * 48
+    assert (tmp_path / name / "REQUEUE").exists() and 0 < found.checkpoint_at < 40 * 48
+    second = [call("run", name, text, "auto"), call("run", "whole", text)]
+    launch_calls(4, "signalled_runs", tmp_path, second).check()
+    ended = result_of(tmp_path / name)
     assert ended["resumed_from"] == found.checkpoint_at and ended["samples"] == 40 * 48
-    assert ended["status"] == "ok" and not (signalled / name / "REQUEUE").exists()
+    assert ended["status"] == "ok" and not (tmp_path / name / "REQUEUE").exists()
     if name != "async":
-        whole = signalled / f"{name}-whole" / "model.safetensors"
-        assert same_model(whole, signalled / name / "model.safetensors")
+        assert same_model(tmp_path / "whole" / "model.safetensors", tmp_path / name / "model.safetensors")
 
 
 def test_launch_starts_a_killed_run_again_while_there_is_progress(tmp_path):

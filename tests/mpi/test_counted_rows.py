@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from mpitrain.checkpoint.parts import FOLDER, listed
 from tests.mpi.cases import call, launch_calls
+from tests.sampling import sampled
 
 RULES = {
     "async": "async(servers={})",
@@ -18,6 +19,7 @@ RULES = {
     "ssp": "ssp(bound=1,servers={})",
     "pushes": "async(servers={},push_every=2)",
 }
+SAMPLE = ("inflight", "pushes")
 FINISHED = 4.0
 
 
@@ -32,32 +34,30 @@ def check_rows(path, servers):
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    """Every strategy told to end, and trained whole with checkpoints; then gone on from with one, two and three
+def stopped(request, tmp_path_factory):
+    """A strategy told to end, and trained whole with checkpoints; then gone on from with one, two and three
     servers."""
-    path = tmp_path_factory.mktemp("stopped")
-    runs = []
-    for name, text in RULES.items():
-        runs.append(call("run", name, text.format(2), victim=2))
-        runs.append(call("run", f"{name}-whole", text.format(2), every="40"))
-    launch_calls(4, "counted_rows", path, runs).check()
+    name, path = request.param, tmp_path_factory.mktemp("stopped")
+    text = RULES[name]
+    stop, whole = call("run", name, text.format(2), victim=2), f"{name}-whole"
+    launch_calls(4, "counted_rows", path, [stop, call("run", whole, text.format(2), every="40")]).check()
+    for folder in listed(path / whole)[:-1]:
+        shutil.rmtree(folder)
     again = []
-    for name, text in RULES.items():
-        for folder in listed(path / f"{name}-whole")[:-1]:
-            shutil.rmtree(folder)
-        for servers in (1, 2, 3):
-            for source in (name, f"{name}-whole"):
-                to = path / f"{source}-{servers}" / FOLDER
-                to.parent.mkdir()
-                shutil.copytree(path / source / FOLDER, to)
-                again.append(call("run", f"{source}-{servers}", text.format(servers), "auto"))
+    for servers in (1, 2, 3):
+        for source in (name, whole):
+            to = path / f"{source}-{servers}" / FOLDER
+            to.parent.mkdir()
+            shutil.copytree(path / source / FOLDER, to)
+            again.append(call("run", f"{source}-{servers}", text.format(servers), "auto"))
     launch_calls(4, "counted_rows", path, again).check()
-    return path
+    return name, path
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("name", RULES)
-def test_a_run_that_goes_on_takes_every_sample_once_on_every_shard(stopped, name, servers):
+@pytest.mark.parametrize("stopped", sampled(RULES, SAMPLE), indirect=True)
+def test_a_run_that_goes_on_takes_every_sample_once_on_every_shard(stopped, servers):
+    name, stopped = stopped
     ended = json.loads((stopped / name / "result.json").read_text())
     assert ended["status"] == "requeue"
     assert check_rows(stopped / f"{name}-{servers}", servers)["resumed_from"] > 0

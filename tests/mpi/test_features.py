@@ -20,7 +20,7 @@ from mpitrain.values import names, parse
 from tests import toy
 from tests.mpi import splits
 from tests.mpi.cases import launch_program
-from tests.tables import ALL_CELLS, cells
+from tests.sampling import ALL_CELLS, cells
 
 
 def is_virtual(text):

@@ -13,7 +13,7 @@ from mpitrain.strategies.checkpoint_policy import read_policy
 from mpitrain.training.resume_options import ACTS, CONVERTED, ON_RESUME, REFUSED
 from tests.mpi.cases import launch_program
 from tests.ranks import ROOT
-from tests.tables import ALL_CELLS, cells
+from tests.sampling import ALL_CELLS, cells
 
 SAMPLES = 52  # on three workers with batches of 4: four rounds of 12, and one of 4; checkpoints after 3, 5, 8 and 10
 

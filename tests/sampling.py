@@ -1,0 +1,31 @@
+"""What `make test` runs of tables and of kills: a fixed sample.
+
+`make tables` enters every cell of the tables (feature x strategy, option x resume), of which the sample has something
+of every row. `make kills` runs the tests marked `kills`, which the sample leaves out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Any, TypeVar
+
+import pytest
+
+ALL_CELLS = os.environ.get("MPITRAIN_TABLES") == "all"
+
+T = TypeVar("T")
+
+
+def cells(of: Iterable[T], row: Callable[[T], Hashable]) -> list[T]:
+    """All of them, or the first of every row."""
+    every = list(of)
+    first: dict[Hashable, T] = {}
+    for one in every:
+        first.setdefault(row(one), one)
+    return every if ALL_CELLS else list(first.values())
+
+
+def sampled(names: Iterable[str], sample: Collection[str]) -> list[Any]:
+    """Parameters of a test: all names, of which those outside the sample are marked `kills`."""
+    return [name if name in sample else pytest.param(name, marks=pytest.mark.kills) for name in names]
