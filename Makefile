@@ -5,7 +5,7 @@
 #                                                                    (options: make test ARGS="-k report -x", JOBS=0)
 #   make test-oldest the same tests with the oldest torch that setup.cfg allows, in an environment of its own
 #                                                                    (options: make test-oldest ARGS="tests/model")
-#   make kills       the tests of ranks and launches that die, of which `make test` runs a sample
+#   make extended    the tests that `make test` leaves out: more kills, more strategies, torch's compiler
 #   make tables      every cell of the tables of features and of resumes, of which `make test` enters a sample
 #   make coverage    the same tests, measuring which branches they enter, in rank processes, too
 #                                                                    (options: make coverage ARGS="tests/mpi")
@@ -36,7 +36,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest tables kills coverage chaos hostile docs slurm lint format clean
+.PHONY: help train test test-oldest tables extended coverage chaos hostile docs slurm lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -62,10 +62,10 @@ tables: $(VENV)/.installed-test
 	set -o pipefail; { git rev-parse --short HEAD; MPITRAIN_TABLES=all $(VENV)/bin/python -m pytest $(TABLES) $(ARGS); } | tee $(VENV)/tables.log; \
 	    code=$$?; { head -1 $(VENV)/tables.log; tail -1 $(VENV)/tables.log; } > tests/tables.txt; exit $$code
 
-# What it printed last goes to tests/kills.txt, which is committed.
-kills: $(VENV)/.installed-test $(VENV_MPICH)/.installed
-	set -o pipefail; { git rev-parse --short HEAD; MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -m kills $(ARGS); } | tee $(VENV)/kills.log; \
-	    code=$$?; { head -1 $(VENV)/kills.log; tail -1 $(VENV)/kills.log; } > tests/kills.txt; exit $$code
+# What it printed last goes to tests/extended.txt, which is committed.
+extended: $(VENV)/.installed-test $(VENV_MPICH)/.installed
+	set -o pipefail; { git rev-parse --short HEAD; MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -m extended $(ARGS); } | tee $(VENV)/extended.log; \
+	    code=$$?; { head -1 $(VENV)/extended.log; tail -1 $(VENV)/extended.log; } > tests/extended.txt; exit $$code
 
 # What a killed rank has run is lost. The tests' own exit code comes last, so that a failure hides no figures. What no
 # test enters goes to tests/coverage.txt, which is committed.

@@ -1,7 +1,7 @@
-"""What `make test` runs of tables and of kills: a fixed sample.
+"""What `make test` runs of tables, and of tests over many strategies or kills: a fixed sample.
 
 `make tables` enters every cell of the tables (feature x strategy, option x resume), of which the sample has something
-of every row. `make kills` runs the tests marked `kills`, which the sample leaves out.
+of every row. `make extended` runs the tests marked `extended`, which the sample leaves out.
 """
 
 from __future__ import annotations
@@ -27,5 +27,11 @@ def cells(of: Iterable[T], row: Callable[[T], Hashable]) -> list[T]:
 
 
 def sampled(names: Iterable[str], sample: Collection[str]) -> list[Any]:
-    """Parameters of a test: all names, of which those outside the sample are marked `kills`."""
-    return [name if name in sample else pytest.param(name, marks=pytest.mark.kills) for name in names]
+    """Parameters of a test: all names, of which those outside the sample are marked `extended`."""
+    return [name if name in sample else pytest.param(name, marks=pytest.mark.extended) for name in names]
+
+
+def asked_for(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
+    """The values of a parameter that the tests of this module have in this run: what a fixture has to prepare."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return {item.callspec.params.get(parameter) for item in items if hasattr(item, "callspec")}

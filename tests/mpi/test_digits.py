@@ -26,7 +26,11 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("ranks", "strategy", "accuracy"),
-    [(4, "allreduce", 0.97), (4, "async(servers=1)", 0.96), (5, "async(servers=2)", 0.96)],
+    [
+        (4, "allreduce", 0.97),
+        (4, "async(servers=1)", 0.96),
+        pytest.param(5, "async(servers=2)", 0.96, marks=pytest.mark.extended),
+    ],
 )
 def test_digits(place, ranks, strategy, accuracy):
     run_dir = place / f"{strategy}-{ranks}"

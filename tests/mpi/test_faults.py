@@ -56,7 +56,7 @@ def check_complete(result, faults, width=50):
 @pytest.mark.parametrize(
     ("strategy", "faults"),
     [
-        pytest.param("async(servers=2)", {3: ("kill", 9, None)}, marks=pytest.mark.kills),
+        pytest.param("async(servers=2)", {3: ("kill", 9, None)}, marks=pytest.mark.extended),
         (
             "softsync(updates=2,damping=inverse())",
             {1: ("raise", 9, None)},
@@ -75,7 +75,7 @@ def test_a_worker_that_dies_is_not_missed(tmp_path, strategy, faults):
 
 
 @pytest.mark.parametrize(
-    ("width", "btl"), [pytest.param(40_000, TCP, marks=pytest.mark.kills), (3000, TCP), (3000, ())]
+    ("width", "btl"), [pytest.param(40_000, TCP, marks=pytest.mark.extended), (3000, TCP), (3000, ())]
 )
 def test_kills_in_the_middle_of_a_payload_leave_no_phantom_and_no_torn_update(tmp_path, width, btl):
     """Three of four workers, of which the last may die at the same instant; more of these in `make chaos`."""
@@ -115,7 +115,7 @@ def test_what_waits_for_the_dead_is_given_up_at_the_second_look(monkeypatch):
     assert failed.unanswerable(ops) == [ops[1]] and failed.unanswerable(ops) == [ops[1], ops[3]]
 
 
-@pytest.mark.parametrize("mpirun_args", [ULFM, pytest.param((), marks=pytest.mark.kills)])
+@pytest.mark.parametrize("mpirun_args", [ULFM, pytest.param((), marks=pytest.mark.extended)])
 def test_a_worker_that_stops_holds_nobody_up_and_the_run_ends(tmp_path, mpirun_args):
     """No fault-tolerant MPI is needed for this; without one the stopped rank is ended by MPI_Abort at the very end.
     Another one wakes after a second: its late gradient is one like others.

@@ -91,7 +91,11 @@ def test_who_is_left_goes_on_as_a_resume_with_fewer_workers_does(tmp_path, strat
 
 @pytest.mark.parametrize(
     ("num_bytes", "btl"),
-    [pytest.param(1_000_000, TCP, marks=pytest.mark.kills), (100_000, ()), (1_000_000, ())],
+    [
+        pytest.param(1_000_000, TCP, marks=pytest.mark.extended),
+        (100_000, ()),
+        pytest.param(1_000_000, (), marks=pytest.mark.extended),
+    ],
 )
 def test_kills_in_the_middle_of_an_allreduce_lose_no_sample_and_part_no_survivors(
     tmp_path, monkeypatch, num_bytes, btl

@@ -27,7 +27,7 @@ def check(row):
     assert row["resumed_from"] > 0 and row["right"] and row["orphans"] == 0, row
 
 
-@pytest.mark.kills
+@pytest.mark.extended
 def test_killed_while_it_writes_a_checkpoint_a_lockstep_run_keeps_its_bits(
     tmp_path, monkeypatch, chaos_relaunch
 ):

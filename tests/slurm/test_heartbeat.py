@@ -33,7 +33,7 @@ def test_workers_that_die_are_missed_and_the_run_ends_with_all_samples(site: Sit
     assert resumes(site, "heartbeat") == [], output
 
 
-@pytest.mark.kills
+@pytest.mark.extended
 def test_a_server_that_dies_is_missed_and_the_run_goes_on_from_its_checkpoint(site: Site) -> None:
     words = (MORTAL, "--strategy", "async()", "--checkpoint-every", "500", "--heartbeat-s", "8")
     output = launch(site, "mortal", *words, MORTAL="mortal")

@@ -72,6 +72,7 @@ def test_usr1_requeues_and_the_run_goes_on_at_the_next_step(site: Site, whole: s
     assert same_model(site.folder / "whole/model.safetensors", site.folder / "again/model.safetensors")
 
 
+@pytest.mark.extended
 def test_the_doctor_names_bad_nodes_and_tolerant_goes_on_without_them(site: Site, whole: str) -> None:
     """Four nodes, two of them spare: n2 lacks its device, n3 dies in the middle; n1 and n4 finish the run, in the bits
     of one that nobody disturbed."""

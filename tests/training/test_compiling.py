@@ -53,6 +53,7 @@ def test_a_job_compiles_its_model_in_place(tmp_path, strategy):
     check_close(found, trained(tmp_path / "plain", strategy))
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_with_torchs_own_backend(tmp_path, monkeypatch):
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # processes would stay
