@@ -38,9 +38,13 @@ class Op:
 
     def __repr__(self) -> str:
         state = f"failed: {self.error!r}" if self.error else "done" if self.done else "outstanding"
+        return f"<{self.kind}{self.way and ' '}{self.way}: {state}>"
+
+    @property
+    def way(self) -> str:
+        """To or from whom a message goes, for people; empty where it is none."""
         way = "to" if self.kind == "send" else "from"
-        where = f" {way} rank {self.peer}, tag {self.tag}" if self.peer != -1 else ""
-        return f"<{self.kind}{where}: {state}>"
+        return f"{way} rank {self.peer}, tag {self.tag}" if self.peer != -1 else ""
 
     def then(self, callback: "Callable[[Op], None]") -> "Op":
         """Have `callback(op)` called once when this is done, in the polling thread; returns the Op itself.

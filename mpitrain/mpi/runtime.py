@@ -33,6 +33,7 @@ from mpitrain.system.tracebacks import own_part
 
 # Where MPI reports no deaths: the longest wait for others at a collective, and of rank 0 for the last counts of a rank.
 PATIENCE_S, LIVING_S = 900.0, 120.0
+LEFTOVER_S = 5.0  # for messages that are on their way when all ranks have come to their end
 WAITS_S = 1.0  # a rank counts as waiting for so long after it has last said so
 _runtime: Runtime | None = None
 
@@ -322,9 +323,12 @@ class Runtime:
         rank_status.reach(rank_status.ENDED, self.exit_code)
         if self.evicted or self.lost:
             abort.end_without_finalize(self)
+        had_groups = bool(self.groups)
         for group in list(self.groups):
             group.shutdown()
         try:
+            if had_groups:
+                self._finish_groups()
             self.engine.stop(self._patience_s)
             self.barrier()
             MPI.Finalize()
@@ -334,6 +338,22 @@ class Runtime:
                 raise
             sys.stdout.flush()  # a rank died after its last message; Finalize would hang one time in four
             os._exit(self.exit_code)
+
+    def _finish_groups(self) -> None:
+        """Once every rank is here, nothing new is sent or received: what is then left of the process groups' messages
+        is waited for a moment, since it may be on its way, and is an error otherwise."""
+        self.barrier()
+        try:
+            self.engine.stop(LEFTOVER_S)
+        except TimeoutError:
+            left = ", ".join(sorted({f"a {op.kind} {op.way}" for op in self.engine.outstanding}))
+            abort.end_job(
+                self,
+                UsageError(
+                    f"the program has ended on all ranks, but rank {self.rank} has messages under way that no rank has "
+                    f"asked for: {left}; receive them, or wait for their Works"
+                ),
+            )
 
 
 def fault_tolerance() -> str:

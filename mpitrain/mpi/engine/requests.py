@@ -228,7 +228,7 @@ class Progress:
         while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] < time.monotonic()):
             _, _, op, fail = heapq.heappop(self._deadlines)
             if not op.done:
-                fail(TimeoutError(f"{op.what or repr(op)} is not done in time: not all ranks have called it"))
+                fail(TimeoutError(f"{op.what or repr(op)} timed out: not all ranks have called it"))
 
     def _abandon(self, op: Op, error: BaseException) -> None:
         """Complete an operation that MPI has not finished; its request and buffer stay alive."""

@@ -42,7 +42,8 @@ class Cuda:
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Page-locked host memory."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        with torch.inference_mode(False):  # it is written again, perhaps outside of the mode
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def record_event(self, tensor: torch.Tensor) -> Any:
         """An event recorded on the current stream of the tensor's device."""

@@ -24,10 +24,11 @@ from mpitrain.mpi.engine.collective_queue import LEFT_GROUP, Task
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group import algorithm_choice
-from mpitrain.mpi.process_group.work import MpiWork
+from mpitrain.mpi.process_group.work import MpiWork, profiled
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.system import trace
 
+MOVE_TAG = 4  # on a group's communicator
 MEETING_TAG = 3  # on the world's communicator, whose other messages have other tags
 _PROBE_TAG, _PROBE_BYTES, _NUM_PROBES = 5, 1 << 18, 4
 
@@ -49,6 +50,7 @@ class GroupBase(dist.ProcessGroup):
             [ranks[own_rank] for own_rank in node] for node in self._nodes
         ]  # as the world's ranks
         self._transport = runtime.allreduce_plan.known(self._layout)
+        self._has_left = False
         self._comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         self._control_comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
 
@@ -98,6 +100,7 @@ class GroupBase(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Leave the group; returns at once. Its communicators are freed when all have left. A rank that is still in a
         collective of this group, or calls one, gets a MismatchError that names the ranks that have left."""
+        self._has_left = True
         if self in self._runtime.groups:
             self._runtime.groups.remove(self)
             self._engine.submit_collective(lambda may_block: self._free(), self._control_comm, LEFT_GROUP)
@@ -125,19 +128,33 @@ class GroupBase(dist.ProcessGroup):
         result: Any,
         opts: Any = None,
         balance: int = 0,
+        writes: bool = True,
     ) -> MpiWork:
-        """The Work of a collective for which all ranks must give the same `what`."""
+        """The Work of a collective for which all ranks must give the same `what`. `writes`: it writes `result`, which
+        is a tensor or lists of them."""
+        self._check_member(name)
+        if writes:
+            check_writable(name, result)
         timeout = self._limit(opts)
         work = MpiWork(self._engine, name, result, timeout)
         text = f"{name}({what})" + (f" by {self._setting}" if self._setting != algorithm_choice.AUTO else "")
         quiet = not getattr(opts, "asyncOp", True)  # torch waits for it next
-        op = self._engine.submit_collective(
-            carry, self._control_comm, text, balance, timeout.total_seconds(), quiet
-        )
+        limit_s = timeout.total_seconds()
+        with profiled(name):
+            op = self._engine.submit_collective(
+                lambda may_block: in_inference_mode(carry(may_block)),
+                self._control_comm, text, balance, limit_s, quiet,
+            )  # fmt: skip
         if (land := trace.flight(name, what=what)) is not None:
             op.then(land)
         op.then(work.settle)
         return self._remember(work)
+
+    def _check_member(self, name: str) -> None:
+        if self._has_left:
+            raise RuntimeError(
+                f"{name}: rank {self.rank()} has left this process group (destroy_process_group); make a new one"
+            )
 
     def _remember(self, work: MpiWork) -> MpiWork:
         return work
@@ -204,6 +221,15 @@ class GroupBase(dist.ProcessGroup):
         work.wait()
         return algorithm_choice.describe(self._nodes, self._transport, self._setting)
 
+    def _spread(self, slots: list[torch.Tensor], own: torch.Tensor) -> Task:
+        """slots[r] becomes rank r's `own`: around the ring, each rank passing on what it has just received."""
+        size, me = self.size(), self.rank()
+        slots[me].copy_(own)
+        after, before = (me + 1) % size, (me - 1) % size
+        for step in range(size - 1):
+            sends = self._send(slots[(me - step) % size], after, MOVE_TAG)
+            yield sends + self._receive(slots[(me - step - 1) % size], before, MOVE_TAG)
+
     def _send(self, memory: torch.Tensor, dest: int, tag: int) -> list[Op]:
         """Send host memory of any size to a rank of the group, inside a Task."""
         return [
@@ -217,6 +243,39 @@ class GroupBase(dist.ProcessGroup):
             self._engine.irecv(buffers.message_of(piece), source, tag, self._comm)
             for piece in buffers.pieces(memory)
         ]
+
+
+def in_inference_mode(task: Task | None) -> Task | None:
+    """The task, with every step in inference mode, where no autograd is in the way: tensors that were made in it may be
+    written in it only, and a task runs in whichever thread drives MPI."""
+    return None if task is None else _stepwise(task)
+
+
+def _stepwise(task: Task) -> Task:
+    error: BaseException | None = None
+    while True:
+        try:
+            with torch.inference_mode():
+                waited = task.send(None) if error is None else task.throw(error)
+        except StopIteration as end:
+            return end.value
+        try:
+            error = None
+            yield waited
+        except BaseException as failure:
+            error = failure
+
+
+def check_writable(name: str, tensors: Any) -> None:
+    """Raises ValueError for a tensor (in lists of any depth) of which several elements lie in one place."""
+    if not isinstance(tensors, torch.Tensor):
+        for each in tensors:
+            check_writable(name, each)
+    elif not tensors.is_sparse and torch._debug_has_internal_overlap(tensors) == 1:
+        raise ValueError(
+            f"{name} cannot write a tensor of shape {tuple(tensors.shape)} and strides {tensors.stride()}, of which"
+            " several elements lie in one place; give it a copy (.contiguous())"
+        )
 
 
 def shape_of(tensors: Iterable[torch.Tensor]) -> str:

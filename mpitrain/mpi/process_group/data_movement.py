@@ -7,10 +7,8 @@ import torch
 
 from mpitrain.mpi.engine.collective_queue import Task, digest
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.process_group.base import GroupBase, as_list, shape_of
+from mpitrain.mpi.process_group.base import MOVE_TAG, GroupBase, as_list, shape_of
 from mpitrain.mpi.process_group.work import MpiWork
-
-MOVE_TAG = 4
 
 
 class DataMovement(GroupBase):
@@ -31,7 +29,8 @@ class DataMovement(GroupBase):
                     yield from self._call(may_block, "Bcast", message, root)
                 held.finish()
 
-        return self._collective("broadcast", f"{shape_of(tensors)}, from {root}", carry, tensors, opts)
+        what = f"{shape_of(tensors)}, from {root}"
+        return self._collective("broadcast", what, carry, tensors, opts, writes=not is_root)
 
     # ---- allgather
 
@@ -40,6 +39,7 @@ class DataMovement(GroupBase):
         inputs = as_list(inputs)
         outputs = [outputs] if isinstance(outputs[0], torch.Tensor) else outputs
         for slots, tensor in zip(outputs, inputs):
+            _check_dtype("allgather", slots, tensor)
             if len(slots) != self.size() or slots[self.rank()].numel() != tensor.numel():
                 raise ValueError(
                     f"allgather wants {self.size()} outputs, the one of rank {self.rank()} as long as the input"
@@ -69,15 +69,6 @@ class DataMovement(GroupBase):
         """outputs[r][i] becomes rank r's inputs[i]."""
         return self.allgather([list(slots) for slots in zip(*outputs)], list(inputs), opts)
 
-    def _spread(self, slots: list[torch.Tensor], own: torch.Tensor) -> Task:
-        """slots[r] becomes rank r's `own`: around the ring, each rank passing on what it has just received."""
-        size, me = self.size(), self.rank()
-        slots[me].copy_(own)
-        after, before = (me + 1) % size, (me - 1) % size
-        for step in range(size - 1):
-            sends = self._send(slots[(me - step) % size], after, MOVE_TAG)
-            yield sends + self._receive(slots[(me - step - 1) % size], before, MOVE_TAG)
-
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
         """output, seen as `size` equal parts, becomes the concatenation of all ranks' input."""
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -91,6 +82,7 @@ class DataMovement(GroupBase):
     ) -> MpiWork:
         """Several of them in one Work."""
         for output, own in zip(outputs, inputs):
+            _check_dtype("all_gather_single", [output], own)
             if output.numel() != own.numel() * self.size():
                 raise ValueError(f"output has {output.numel()} elements, wants {self.size()} x {own.numel()}")
         events = [
@@ -244,3 +236,10 @@ class DataMovement(GroupBase):
                 each.finish()
 
         return self._collective(name, str(dtype).removeprefix("torch."), carry, result, opts, balance)
+
+
+def _check_dtype(name: str, outputs: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+    if any(output.dtype != own.dtype for output in outputs):
+        raise TypeError(
+            f"{name} converts nothing: the input is {shape_of([own])}, the output {shape_of(outputs)}"
+        )

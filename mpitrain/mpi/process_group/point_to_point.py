@@ -17,8 +17,14 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import Task, digest, last_tag
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
-from mpitrain.mpi.process_group.base import GroupBase, as_list, shape_of
-from mpitrain.mpi.process_group.work import MpiWork
+from mpitrain.mpi.process_group.base import (
+    GroupBase,
+    as_list,
+    check_writable,
+    in_inference_mode,
+    shape_of,
+)
+from mpitrain.mpi.process_group.work import MpiWork, profiled
 from mpitrain.system import trace
 
 _HEAD = struct.Struct("<QQQQ")  # digest(dtype), elements, bytes, number of the body
@@ -70,6 +76,7 @@ class PointToPoint(GroupBase):
     def _recv(self, tensors: Any, source: int, tag: int, what: str) -> MpiWork:
         (tensor,) = as_list(tensors)
         _check_tag(tag)
+        check_writable(what, tensor)
         event = buffers.record_event(tensor)
 
         def carry() -> Task:
@@ -114,6 +121,7 @@ class PointToPoint(GroupBase):
         ]
 
     def _transfer(self, what: str, tensor: torch.Tensor, carry: Any) -> MpiWork:
+        self._check_member(what)
         work = MpiWork(self._engine, what, [tensor], self._timeout)
 
         def over(op: Op) -> None:
@@ -121,7 +129,8 @@ class PointToPoint(GroupBase):
                 work.source = op.result
             work.settle(op)
 
-        op = self._engine.call(carry)
+        with profiled(what.partition(" ")[0]):
+            op = self._engine.call(lambda: in_inference_mode(carry()))
         if (land := trace.flight(what)) is not None:
             op.then(land)
         op.then(over)
@@ -145,6 +154,7 @@ class PointToPoint(GroupBase):
             TimeoutError: on rank 0 naming the ranks that are missing (the first, or all with `wait_all_ranks`), on
                 the others because rank 0 has not answered.
         """
+        self._check_member("monitored_barrier")
         limit = self._timeout if timeout is None else timeout
         me, limit_s = self.rank(), limit.total_seconds()
         heard = [bytearray(1) for _ in range(self.size())]
@@ -166,12 +176,12 @@ class PointToPoint(GroupBase):
                 self._engine.cancel(op)
             if me:
                 raise TimeoutError(
-                    f"rank 0 has not let rank {me} pass the monitored barrier within {limit}"
+                    f"timed out: rank 0 has not let rank {me} pass the monitored barrier within {limit}"
                 ) from None
             named = missing if wait_all_ranks else missing[:1]
             raise TimeoutError(
-                f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} did not come to the monitored barrier"
-                f" within {limit}"
+                f"timed out: rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} did not come to the monitored"
+                f" barrier within {limit}"
             ) from None
         if me == 0:
             for peer in range(1, self.size()):

@@ -129,6 +129,11 @@ class MpiProcessGroup(Reductions, DataMovement, PointToPoint):
         self._name = name
 
     @property
+    def _device_types(self) -> list[torch.device]:
+        """What torch's checkpoints ask for: on which devices tensors may lie."""
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    @property
     def group_desc(self) -> str:
         """The description torch gave this group."""
         return self._desc

@@ -46,8 +46,8 @@ def is_sixteen(dtype: torch.dtype) -> bool:
 def check(dtype: torch.dtype, kind: str) -> str:
     """The name of the elementwise operation for `kind` on `dtype`; TypeError where it makes no sense.
 
-    AVG is the sum divided by the number of ranks, PREMUL_SUM the sum of the tensors times a factor, for floats and
-    complex numbers. bool: sum, max are `or`, product, min are `and`.
+    AVG is the sum divided by the number of ranks, for whole numbers rounded down; PREMUL_SUM is the sum of the tensors
+    times a factor, for floats and complex numbers. bool: sum, max are `or`, product, min are `and`.
     """
     if dtype == torch.bool:
         table = _TRUTHS
@@ -56,7 +56,7 @@ def check(dtype: torch.dtype, kind: str) -> str:
     elif dtype.is_floating_point:
         table = _AVERAGES if dtype in (*_SIXTEEN, torch.float32, torch.float64) else {}
     else:
-        table = _NUMBERS | _BITS
+        table = _NUMBERS | _BITS | ({} if dtype in _ONLY_MPI else {"AVG": "SUM"})
     if kind not in table:
         known = ", ".join(table) or "nothing; convert it first"
         raise TypeError(f"the mpi4py backend cannot reduce {dtype} with {kind}; it can do {known}")
@@ -95,7 +95,9 @@ class Reduction:
 
     def after(self, memory: torch.Tensor, size: int) -> None:
         """In place, on the sum."""
-        if self.kind == "AVG":
+        if self.kind == "AVG" and not (memory.is_floating_point() or memory.is_complex()):
+            memory.div_(size, rounding_mode="floor")
+        elif self.kind == "AVG":
             (torch.view_as_real(memory) if memory.is_complex() else memory).div_(size)
 
     def combine(self, into: torch.Tensor, other: torch.Tensor) -> None:

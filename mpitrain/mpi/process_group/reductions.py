@@ -1,5 +1,6 @@
 """The reducing collectives of the process group: allreduce, reduce, reduce-scatter, and their coalesced forms."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,16 +11,30 @@ from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.process_group import algorithm_choice, allreduce_algorithms
 from mpitrain.mpi.process_group.base import GroupBase, as_list, shape_of
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
+from mpitrain.mpi.process_group.sparse_allreduce import sparse_allreduce
 from mpitrain.mpi.process_group.work import MpiWork
+
+_FEW, _NUM_RECENT = 64, 64
 
 
 class Reductions(GroupBase):
     """SUM, AVG, PREMUL_SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR where the dtype allows it, TypeError otherwise;
     bfloat16 and float16 are added in float32."""
 
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        # DDP's join hands the Work of a small allreduce to C++, which keeps only the half of it that is C++'s own.
+        self._recent: deque[MpiWork] = deque(maxlen=_NUM_RECENT)
+
     def allreduce(self, tensors: Any, opts: Any = None) -> MpiWork:  # type: ignore[override]
-        """Reduce each tensor over all ranks, in place."""
-        return self._allreduce_all(as_list(tensors), opts, None)
+        """Reduce each tensor over all ranks, in place; sparse ones by SUM and AVG."""
+        tensors = as_list(tensors)
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._collective(*sparse_allreduce(self, tensors, opts), tensors, opts)
+        work = self._allreduce_all(tensors, opts, None)
+        if tensors[0].numel() <= _FEW:
+            self._recent.append(work)
+        return work
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """Several tensors in one Work."""
@@ -71,6 +86,7 @@ class Reductions(GroupBase):
             and self._setting in (algorithm_choice.AUTO, algorithm_choice.LIBRARY)
             and not buffers.on_device(tensor)
             and tensor.is_contiguous()
+            and not tensor.is_inference()
             and 0 < tensor.numel() <= buffers.MAX_COUNT
             and not is_sixteen(tensor.dtype)
         )
@@ -122,7 +138,8 @@ class Reductions(GroupBase):
                 held.finish()
 
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
-        return self._collective("reduce", f"{shape_of(tensors)}, {kinds}, to {root}", carry, tensors, opts)
+        what = f"{shape_of(tensors)}, {kinds}, to {root}"
+        return self._collective("reduce", what, carry, tensors, opts, writes=is_root)
 
     def _reduce(self, may_block: bool, memory: torch.Tensor, root: int, reduction: Reduction) -> Task:
         is_root = self.rank() == root
@@ -161,6 +178,7 @@ class Reductions(GroupBase):
         outputs = as_list(outputs)
         inputs = [inputs] if isinstance(inputs[0], torch.Tensor) else inputs
         for output, slots in zip(outputs, inputs):
+            _check_dtype("reduce_scatter", output, slots)
             if len(slots) != self.size() or slots[self.rank()].numel() != output.numel():
                 raise ValueError(
                     f"reduce_scatter wants {self.size()} inputs, the one of rank {self.rank()} as long as the output"
@@ -182,6 +200,7 @@ class Reductions(GroupBase):
     ) -> MpiWork:
         """Several of them in one Work."""
         for output, whole in zip(outputs, inputs):
+            _check_dtype("reduce_scatter_single", output, [whole])
             if whole.numel() != output.numel() * self.size():
                 raise ValueError(
                     f"input has {whole.numel()} elements, wants {self.size()} x {output.numel()} (the output's)"
@@ -244,6 +263,13 @@ class Reductions(GroupBase):
 
     def _finish(self, reduction: Reduction) -> allreduce_algorithms.Finish:
         return lambda total: reduction.after(total, self.size())
+
+
+def _check_dtype(name: str, output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    if any(part.dtype != output.dtype for part in parts):
+        raise TypeError(
+            f"{name} converts nothing: the output is {shape_of([output])}, the input {shape_of(parts)}"
+        )
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -42,6 +42,8 @@ def register() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     wrapped = _ask_mpi(dist.init_process_group)
     dist.init_process_group = dist.distributed_c10d.init_process_group = wrapped
+    monitored = _with_ours(dist.monitored_barrier)
+    dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -54,14 +56,35 @@ def _ask_mpi(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         is_explicit = args or any(kwargs.get(name) is not None for name in ("init_method", "store"))
-        if str(backend).lower() != BACKEND or is_explicit:
+        if not _is_ours(backend) or is_explicit:
             original(backend, *args, **kwargs)
             return
         from mpitrain.mpi.process_group.process_group import rendezvous
 
-        original(backend, **{**kwargs, **rendezvous()})
+        original(BACKEND, **{**kwargs, **rendezvous()})
 
     return init_process_group
+
+
+def _is_ours(backend: str | None) -> bool:
+    """Whether a backend is ours on every device: "mpi4py", "cpu:mpi4py", "cpu:mpi4py,cuda:mpi4py"."""
+    return all(part.rpartition(":")[2] == BACKEND for part in str(backend).lower().split(","))
+
+
+def _with_ours(original: Any) -> Any:
+    """torch's monitored_barrier, which asks for gloo, takes our groups too."""
+
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized() or dist.get_backend(group) != BACKEND:
+            original(group, timeout, wait_all_ranks)
+            return
+        ours: Any = group or dist.group.WORLD
+        ours.monitored_barrier(timeout, wait_all_ranks)
+
+    return monitored_barrier
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -6,6 +6,7 @@ reads the future in C++, takes it for a tensor and crashes. Only a callback that
 for C++ too, so the exception goes through one.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +19,25 @@ from torch.futures import Future
 
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.operation import Op
+from mpitrain.mpi.process_group.backend import BACKEND
 from mpitrain.system import trace
 
 _NO_TIMEOUT = timedelta(0)  # what torch passes when the user gives none
 _GRACE_S = 2.0
+_NO_SPAN = contextlib.nullcontext()
+_PROFILED = {  # torch's names for them
+    "allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "receive": "recv",
+    "all_to_all_single": "all_to_all", "all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter",
+}  # fmt: skip
 _listening = threading.Lock()
 _callbacks = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mpitrain-callback")  # grows as they block
+
+
+def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A span that torch.profiler shows as "mpi4py:all_reduce"; nothing where nobody profiles."""
+    if not torch.autograd._profiler_enabled():
+        return _NO_SPAN
+    return torch.autograd.profiler.record_function(f"{BACKEND}:{_PROFILED.get(name, name)}")
 
 
 class MpiWork(Work):
@@ -95,20 +109,21 @@ class MpiWork(Work):
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """True when done; raises what went wrong, or TimeoutError after `timeout` (or else the group's)."""
         if not self._done:
-            own = (
-                timeout == _NO_TIMEOUT
-            )  # then the engine itself lets the operation fail; this is for when it cannot
-            limit_s = self._timeout.total_seconds() + _GRACE_S if own else timeout.total_seconds()
-            try:
-                with trace.span(f"wait: {self._what}", trace.WAIT):
-                    self._engine.wait_any(self.is_completed, limit_s)
-            except TimeoutError:
-                raise TimeoutError(
-                    f"{self._what} is not done after {limit_s:g} s: not all ranks have called it"
-                ) from None
+            with profiled("wait"), trace.span(f"wait: {self._what}", trace.WAIT):
+                self._wait(timeout)
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait(self, timeout: timedelta) -> None:
+        own = timeout == _NO_TIMEOUT  # the engine itself lets the operation fail; this is for when it cannot
+        limit_s = self._timeout.total_seconds() + _GRACE_S if own else timeout.total_seconds()
+        try:
+            self._engine.wait_any(self.is_completed, limit_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self._what} timed out after {limit_s:g} s: not all ranks have called it"
+            ) from None
 
     def get_future(self) -> "Future[Any]":
         """The future that DDP and `then` chains use; made on demand."""

@@ -259,8 +259,7 @@ def case_premultiplied_sums_and_refusals(rt):
             dist.reduce_scatter_tensor(out, whole, dist._make_nccl_premul_sum(factor))
             assert out.eq(total / 2).all() and whole.eq(rt.rank + 1).all(), "the input is the user's"
     for dtype, kind in (
-        (torch.float32, "BAND"), (torch.int32, "AVG"), (torch.float8_e5m2, "SUM"),
-        (torch.bool, "AVG"),
+        (torch.float32, "BAND"), (torch.uint32, "AVG"), (torch.float8_e5m2, "SUM"), (torch.bool, "AVG"),
     ):  # fmt: skip
         try:
             dist.all_reduce(torch.ones(3).to(dtype), getattr(dist.ReduceOp, kind))

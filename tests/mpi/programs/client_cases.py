@@ -1,0 +1,219 @@
+"""What programs that know nothing of us ask of a group: inference mode, sparse gradients, checkpoints, joins."""
+
+import tempfile
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import mpitrain  # noqa: F401  (this import is all a script needs)
+from tests.mpi.cases import run_cases, starts
+
+warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames all_gather_into_tensor
+
+
+def raises(error, text, function):
+    try:
+        function()
+    except error as failure:
+        assert text in str(failure), failure
+    else:
+        raise AssertionError(f"accepted, wanted {error.__name__}: {text}")
+
+
+@starts
+def case_ours_on_every_device_is_ours(rt):
+    """A backend by device, which torch would ask the environment to bring together."""
+    dist.init_process_group("cpu:mpi4py,cuda:mpi4py")
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (rt.rank, rt.size, "mpi4py")
+
+
+def case_every_collective_in_inference_mode(rt):
+    """What is made in the mode may be written in it only, and it is not the caller's thread that writes; strided ones
+    and those of 16 bits are written by a copy."""
+    n, total = rt.size, float(sum(range(rt.size)))
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            for own in (
+                torch.full((6, 2), float(rt.rank), dtype=dtype),
+                torch.full((6, 4), float(rt.rank), dtype=dtype)[:, ::2],
+            ):
+                dist.all_reduce(own)
+                assert own.unique().tolist() == [total]
+                own.fill_(rt.rank)
+                dist.all_reduce(own, op=dist.ReduceOp.AVG)
+                assert own.unique().tolist() == [torch.tensor(total / n, dtype=dtype).item()]
+                own.fill_(rt.rank)
+                dist.broadcast(own, n - 1)
+                assert own.unique().tolist() == [n - 1.0]
+                own.fill_(rt.rank)
+                slots = [torch.empty_like(own) for _ in range(n)]
+                dist.all_gather(slots, own)
+                assert [slot.unique().tolist() for slot in slots] == [[float(rank)] for rank in range(n)]
+                whole, part = torch.empty(6 * n, 2, dtype=dtype), torch.empty(6, 2, dtype=dtype)
+                dist.all_gather_into_tensor(whole, own)
+                dist.reduce_scatter_tensor(part, whole)
+                assert part.unique().tolist() == [float(rt.rank * n)]
+                dist.all_to_all_single(whole, whole.clone())
+                assert whole.unique().tolist() == [float(rt.rank)]
+                dist.gather(own, slots if rt.rank == 0 else None)
+                dist.scatter(own, slots if rt.rank == 0 else None)
+                dist.reduce(own, 0)
+                assert own.unique().tolist() == [total if rt.rank == 0 else float(rt.rank)]
+                if rt.rank == 0:
+                    dist.send(own, 1)
+                if rt.rank == 1:
+                    dist.recv(own, 0)
+                    assert own.unique().tolist() == [total]
+    normal = torch.ones(3, requires_grad=True)
+    product = normal * 2
+    with torch.inference_mode():
+        dist.all_reduce(product.detach())
+    product.sum().backward()  # is still autograd's
+    assert normal.grad is not None and product.tolist() == [2.0 * n] * 3
+
+
+def case_averages_of_whole_numbers_round_down(rt):
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        own = torch.tensor([rt.rank, 7 * rt.rank, 1], dtype=dtype)
+        dist.all_reduce(own, op=dist.ReduceOp.AVG)
+        total = sum(range(rt.size))
+        assert own.tolist() == [total // rt.size, 7 * total // rt.size, 1]
+    own = torch.tensor([-1 if rt.rank == 0 else 0])
+    dist.all_reduce(own, op=dist.ReduceOp.AVG)
+    assert own.tolist() == [-1]
+
+
+def sparse(rank, dtype=torch.float32):
+    """Rows 0, 2 and 2, with other values on every rank; none on rank 1."""
+    rows = torch.tensor([[rank % 5, 2, 2]] if rank != 1 else [[]], dtype=torch.int64)
+    values = torch.arange(rows.shape[1] * 2, dtype=dtype).view(-1, 2) + rank
+    return torch.sparse_coo_tensor(rows, values, (5, 2), check_invariants=True)
+
+
+def case_sparse_tensors_are_added_up(rt):
+    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+        dense = sum(sparse(rank, torch.float64).to_dense() for rank in range(rt.size)).to(dtype)
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                own = sparse(rt.rank, dtype)
+                dist.all_reduce(own)
+                assert own.is_sparse and torch.equal(own.to_dense(), dense)
+    own = sparse(rt.rank, torch.float64)
+    dist.all_reduce(own, op=dist.ReduceOp.AVG)
+    assert torch.equal(
+        own.to_dense(), sum(sparse(rank, torch.float64).to_dense() for rank in range(rt.size)) / rt.size
+    )
+    raises(TypeError, "SUM or AVG", lambda: dist.all_reduce(sparse(rt.rank), op=dist.ReduceOp.MAX))
+    raises(TypeError, "COO", lambda: dist.group.WORLD.allreduce([sparse(rt.rank), torch.ones(2)]))
+
+
+def case_ddp_over_a_sparse_embedding(rt):
+    """The mean of the ranks' gradients, as of one process with all their rows."""
+    torch.manual_seed(3)
+    serial = nn.Embedding(10, 3, sparse=True, dtype=torch.float64)
+    ours = nn.Embedding(10, 3, sparse=True, dtype=torch.float64)
+    ours.load_state_dict(serial.state_dict())
+    module = DistributedDataParallel(ours)
+    ids = [torch.tensor([rank, 5, 5, 2 * rank]) for rank in range(rt.size)]
+    for _ in range(2):
+        module(ids[rt.rank]).square().sum().backward()
+        (sum(serial(each).square().sum() for each in ids) / rt.size).backward()
+        assert ours.weight.grad.is_sparse
+        assert torch.allclose(ours.weight.grad.to_dense(), serial.weight.grad.to_dense(), rtol=1e-14, atol=0)
+        for module_ in (ours, serial):
+            torch.optim.SGD(module_.parameters(), lr=0.1).step()
+            module_.zero_grad()
+
+
+def case_joins_of_uneven_inputs(rt):
+    """Rank r has r + 2 batches; torch divides by the ranks that still have some."""
+    for by_all in (False, True):
+        ours = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        nn.init.zeros_(ours.weight)
+        module = DistributedDataParallel(ours)
+        with module.join(divide_by_initial_world_size=by_all):
+            for _ in range(rt.rank + 2):
+                ours.zero_grad()
+                module(torch.full((1, 2), float(rt.rank + 1), dtype=torch.float64)).sum().backward()
+        present = range(rt.rank, rt.size)  # at this rank's last batch
+        expected = sum(rank + 1 for rank in present) / (rt.size if by_all else len(present))
+        wanted = torch.full((1, 2), expected, dtype=torch.float64)
+        assert torch.allclose(ours.weight.grad, wanted, rtol=1e-14), (by_all, ours.weight.grad)
+
+
+def case_checkpoints_ask_for_the_devices(rt):
+    assert torch.device("cpu") in dist.group.WORLD._device_types
+    place = rt.broadcast(tempfile.mkdtemp() if rt.rank == 0 else None)
+    saved = {"a": torch.full((3,), 7.0)}
+    checkpoint.async_save(saved, checkpoint_id=place).result()
+    found = {"a": torch.zeros(3)}
+    checkpoint.load(found, checkpoint_id=place)
+    assert torch.equal(found["a"], saved["a"])
+    torch.manual_seed(rt.rank)
+    module, full = nn.Linear(3, 2), nn.Linear(3, 2).state_dict() if rt.rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(module, full, options=options)
+    every = [torch.empty(2, 3) for _ in range(rt.size)]
+    dist.all_gather(every, module.weight.detach())
+    assert all(torch.equal(one, every[0]) for one in every)
+    if rt.rank == 0:
+        assert torch.equal(every[0], full["weight"])
+
+
+def case_monitored_barrier_by_its_own_name(rt):
+    dist.monitored_barrier()
+    group = dist.new_group(list(range(rt.size)))
+    if rt.rank == 0:
+        missing = "rank 1 did not come" if rt.size == 2 else "ranks 1, 2 did not come"
+        raises(
+            TimeoutError,
+            missing,
+            lambda: dist.monitored_barrier(group, timedelta(seconds=0.3), wait_all_ranks=True),
+        )
+
+
+def case_the_profiler_shows_collectives(rt):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(4))
+        dist.broadcast(torch.ones(4), 0)
+    keys = {event.key for event in profile.key_averages()}
+    assert {"mpi4py:all_reduce", "mpi4py:broadcast"} <= keys, keys
+
+
+def case_nothing_is_converted_and_nothing_is_written_twice(rt):
+    """Refused before anything travels, so the next collective is in order."""
+    expanded = torch.ones(1).expand(4)
+    wide = torch.empty(3 * rt.size, dtype=torch.float64)
+    raises(ValueError, "one place", lambda: dist.all_reduce(expanded))
+    raises(ValueError, "one place", lambda: dist.all_gather([expanded] * rt.size, torch.ones(4)))
+    raises(TypeError, "converts nothing", lambda: dist.all_gather_into_tensor(wide, torch.ones(3)))
+    raises(TypeError, "converts nothing", lambda: dist.reduce_scatter_tensor(torch.ones(3), wide))
+    raises(
+        TypeError,
+        "converts nothing",
+        lambda: dist.group.WORLD.allgather([list(wide.split(3))], [torch.ones(3)]),
+    )
+    source = torch.ones(1).expand(4) if rt.rank == 0 else torch.zeros(4)
+    dist.broadcast(source, 0)  # the root's is only read
+    assert source.tolist() == [1.0] * 4
+
+
+def case_a_group_that_was_left_refuses(rt):
+    group = dist.new_group(list(range(rt.size)))
+    dist.destroy_process_group(group)
+    for use in (
+        lambda: group.allreduce([torch.ones(2)]),
+        lambda: group.send([torch.ones(2)], (rt.rank + 1) % rt.size),
+        lambda: group.monitored_barrier(),
+    ):
+        raises(RuntimeError, "has left this process group", use)
+    dist.barrier()
+
+
+run_cases(globals())
