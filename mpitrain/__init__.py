@@ -21,6 +21,7 @@ _home = {
     "Slow": "mpitrain.inject",
     "Stall": "mpitrain.inject",
     "attach_codec": "mpitrain.training.synchronous.codec_hooks",
+    "Collected": "mpitrain.model.metrics",
     "Job": "mpitrain.job",
     "Options": "mpitrain.options",
     "ShardWriter": "mpitrain.data",

@@ -59,8 +59,11 @@ class MemoryReader:
     def prefetch(self, epoch, start, count):
         pass
 
-    def sequential(self, batch_size):
-        yield {"x": self.x, "y": self.y}
+    def sequential(self, batch_size, first=0, end=None):
+        whole = slice(first, end)
+        yield from (
+            {"x": x, "y": y} for x, y in zip(self.x[whole].split(batch_size), self.y[whole].split(batch_size))
+        )
 
 
 def perceptron():

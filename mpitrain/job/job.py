@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpitrain.data.read.reader import Source
 
 
-METRICS_REDUCTION = "mean over batches"  # said in results, where a job has metrics of its own
+EMA_PREFIX = "ema_"  # of the names of what is measured of the average of the weights
 ON_NONFINITE = ("stop", "skip")
 CLIPPED = ("clip_norm", "clip_value")
 VALIDATED = ("validate_every", "keep_best", "patience")
@@ -81,7 +81,8 @@ class Job:
             `mpitrain.Transformed(source, transform)` is the same for validation.
         metrics: `metrics(model, batch) -> {name: mean over the batch}`; the loss is always measured. What is reported
             is the mean over batches of at least 256 samples, by their samples: right for what is a mean over samples,
-            such as accuracy, and not the whole set's value of an AUC, an F1 or a correlation.
+            such as accuracy, and not the whole set's value of an AUC, an F1 or a correlation. For those:
+            `mpitrain.Collected(function)`, a torchmetrics object, a dict of those by name, or a list of all these.
         predict: `predict(model, batch) -> tensor`, or tensors by name, with a row for each sample: what `mpitrain
             predict` writes; None: what the model returns for the array `x`, or for the only one.
         step: with several optimizers: `step(model, optimizers, batch)` computes what is to be minimized, calls
@@ -126,6 +127,8 @@ class Job:
         ema: decay of an exponential moving average of the weights, such as 0.999, which follows every update and is
             saved as `model-ema.safetensors`; None is none. Servers average what they hold, workers of `localsgd` after
             every averaging, and of peers the first one its own parameters.
+        validate_ema: validations measure the average as well, as `ema_validation_loss` and so on; the best model by
+            such a metric is the average.
         drop_last: leave an incomplete last batch of an epoch out, unless an epoch has no complete one.
         checkpoint_every: accepted samples ("5000"), seconds ("60s"), "auto" (from the measured cost of one and
             `mtbf_s`, the mean time between failures in seconds: Young 1974, Daly 2006) or "never"; a run that is asked
@@ -164,7 +167,7 @@ class Job:
     )
     data: Source
     validate: Source | None = None
-    metrics: Callable[[Any, dict[str, torch.Tensor]], Mapping[str, Any]] | None = None
+    metrics: Any = None
     predict: Callable[[Any, dict[str, torch.Tensor]], Any] | None = None
     step: Callable[[Any, Mapping[str, Any], dict[str, torch.Tensor]], Any] | None = None
     transform: Callable[[dict[str, torch.Tensor], Any], dict[str, torch.Tensor]] | None = None
@@ -187,6 +190,7 @@ class Job:
     sync_batchnorm: bool = False
     compile: bool | str = False
     ema: float | None = None
+    validate_ema: bool = False
     drop_last: bool = False
     checkpoint_every: str = "auto"
     keep_checkpoints: int = 2
@@ -216,7 +220,7 @@ class Job:
         for key in CLIPPED:
             check_limit(f"Job: {key}", getattr(self, key), "None for no clipping")
         for key, arguments in CALLED.items():
-            if key == "schedule":  # which may be a value
+            if key in ("schedule", "metrics"):  # which may be values
                 continue
             value = getattr(self, key)
             if key == "loss" and value is None and self.step is not None and self.validate is None:
@@ -225,6 +229,7 @@ class Job:
             for function in value.values() if named else (value,):
                 _check_function(key, function, arguments)
         self._check_step()
+        self._check_metrics()
         if self.on_nonfinite not in ON_NONFINITE:
             raise UsageError(
                 "Job: "
@@ -238,7 +243,7 @@ class Job:
             )
         self._check_schedule()
         read_policy(self.checkpoint_every, self.mtbf_s)
-        check_targets(self.target, (LOSS,) if self.metrics is None else None)
+        check_targets(self.target, self._known_metrics)
         if self.target and self.validate is None:
             raise UsageError(f"Job: target {dict(self.target)} needs validate= data to be measured on")
         self._check_validation()
@@ -329,13 +334,32 @@ class Job:
         if schedule is not None and self.scheduler is not None:
             raise UsageError("Job: schedule and scheduler both set the learning rates; give one of them")
 
+    def _check_metrics(self) -> None:
+        if self.metrics is None or inspect.isfunction(self.metrics):  # the usual one needs no torch
+            _check_function("metrics", self.metrics, CALLED["metrics"])
+            return
+        from mpitrain.model.metrics import check_metrics
+
+        check_metrics(self.metrics, lambda one: _check_function("metrics", one, CALLED["metrics"]))
+
+    @property
+    def _known_metrics(self) -> tuple[str, ...] | None:
+        """What validation reports; None where that is known when it has been."""
+        if self.metrics is not None:
+            return None
+        return (LOSS, EMA_PREFIX + LOSS) if self.validate_ema else (LOSS,)
+
     def _check_validation(self) -> None:
         read_validation_policy(self.validate_every)
         if self.keep_best is not None:
-            read_choice(self.keep_best, (LOSS,) if self.metrics is None else None)
+            read_choice(self.keep_best, self._known_metrics)
         for key in VALIDATED:
             if getattr(self, key) is not None and self.validate is None:
                 raise UsageError(f"Job: {key}={getattr(self, key)!r} needs validate= data to be measured on")
+        if self.validate_ema and (self.ema is None or self.validate is None):
+            raise UsageError(
+                "Job: validate_ema=True measures the average that ema= keeps, on validate= data; give both"
+            )
 
     @property
     def best_by(self) -> Choice | None:

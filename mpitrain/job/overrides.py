@@ -6,6 +6,7 @@ Invariants: a job is never changed in place: its fields are overridden by making
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -141,12 +142,13 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
                 "--synthetic: the job has no synthetic=mpitrain.Synthetic(...) to draw samples from"
             )
         unset = {key: None for key in VALIDATED if key not in changes}
-        changes |= {"data": job.synthetic, "validate": None, "target": {}, **unset}
+        changes |= {"data": job.synthetic, "validate": None, "target": {}, "validate_ema": False, **unset}
     if overrides.target:
         changes["target"] = dict(read_option(text) for text in overrides.target)
     precision = changes.get("precision", job.precision)
     if job.loss is not None:
         changes["loss"] = Checked(unwrapped(job.loss), "loss", precision)
-    if job.metrics is not None:
-        changes["metrics"] = Checked(unwrapped(job.metrics), "metrics", precision)
+    metrics = unwrapped(job.metrics)
+    if inspect.isfunction(metrics):
+        changes["metrics"] = Checked(metrics, "metrics", precision)
     return dataclasses.replace(job, **changes)

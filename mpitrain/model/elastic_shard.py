@@ -93,6 +93,13 @@ class ElasticStore:
         """Empty: no codecs here."""
         return {}
 
+    def average(self) -> FixedBuffer:
+        """The moving average of the shard, a copy; asked where the job keeps one."""
+        assert self.ema is not None, "no average is kept"
+        copy = self.pool.take()
+        copy.body.copy_(self.ema.values()[0])
+        return copy
+
     def read(self, worker: int, full: bool = False, uses: int = 1) -> FixedBuffer:
         """The difference that answers `worker`'s push, or else the centre (unrounded where `full`)."""
         if worker in self._answers and not full:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+Averaged = Callable[[], AbstractContextManager[Any]]  # for as long as it lasts a module holds its average
 
 
 class Ema:

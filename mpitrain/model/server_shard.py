@@ -237,6 +237,13 @@ class ShardStore:
         found = self._decoder.statistics() if self._decoder else {}
         return found | (self._coder.statistics() if self._coder else {})
 
+    def average(self) -> FixedBuffer:
+        """The moving average of the shard, a copy; asked where the job keeps one."""
+        assert self.ema is not None, "no average is kept"
+        copy = self.pool.take()
+        copy.body.copy_(self.ema.values()[0])
+        return copy
+
     def read(self, worker: int, full: bool = False, uses: int = 1) -> FixedBuffer | VariableBuffer:
         """The present parameters, rounded for the wire unless `full`; held for the caller, who releases them. So many
         pushes of the worker will be computed on them, none where it is `full`."""

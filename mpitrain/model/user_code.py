@@ -48,7 +48,7 @@ class Checked:
             _check_loss(value)
         elif self.name == "predict":
             _check_predictions(value, num_samples_in(batch))
-        else:
+        elif self.name == "metrics":
             _check_metrics(value)
         return value
 

@@ -1,4 +1,4 @@
-"""JSON between ranks: a few small objects at start-up and at the end, never a gradient.
+"""JSON between ranks: a few small objects at start-up and at the end, never a gradient; and bytes.
 
 Invariants: no pickle travels on the wire. A pickled message can run code on the rank that receives it, so objects
 travel as JSON bytes through uppercase buffer calls. The package neither calls nor changes mpi4py's lowercase calls,
@@ -46,6 +46,24 @@ def gather(comm: "MPI.Comm", value: Any) -> list[Any] | None:
     joined = np.empty(int(lengths.sum()), dtype=np.uint8) if comm.rank == 0 else None
     comm.Gatherv([data, MPI.BYTE], [joined, lengths.tolist(), MPI.BYTE] if comm.rank == 0 else None, root=0)
     return None if joined is None else _split(joined, lengths)
+
+
+def gather_bytes(comm: "MPI.Comm", data: bytes) -> list[bytes] | None:
+    """Collective: the bytes of all ranks, in rank order, on rank 0; None elsewhere. In as many rounds as they need."""
+    lengths = np.zeros(comm.size, dtype=np.int64)
+    comm.Allgather(np.array([len(data)], dtype=np.int64), lengths)
+    view, most = memoryview(data), _CHUNK_BYTES // comm.size
+    gathered: list[list[bytes]] = [[] for _ in range(comm.size)]
+    for start in range(0, int(lengths.max()), most):
+        counts = np.clip(lengths - start, 0, most).tolist()
+        joined = np.empty(sum(counts), dtype=np.uint8) if comm.rank == 0 else None
+        receives = [joined, counts, MPI.BYTE] if comm.rank == 0 else None
+        comm.Gatherv([view[start : start + counts[comm.rank]], MPI.BYTE], receives, root=0)
+        if joined is not None:
+            ends = np.cumsum(counts).tolist()
+            for parts, end, count in zip(gathered, ends, counts, strict=True):
+                parts.append(joined[end - count : end].tobytes())
+    return [b"".join(parts) for parts in gathered] if comm.rank == 0 else None
 
 
 def allgather(comm: "MPI.Comm", value: Any) -> list[Any]:

@@ -23,10 +23,15 @@ from mpitrain.messages import (
     Agreed,
     Alive,
     Ask,
+    AskAverage,
+    Assist,
+    Average,
     Away,
     CheckpointRequest,
+    Claim,
     Delivered,
     Difference,
+    Divide,
     Done,
     Final,
     FinalRequest,
@@ -38,14 +43,17 @@ from mpitrain.messages import (
     Leave,
     Lost,
     Mean,
+    Measured,
     Message,
     Note,
+    Over,
     Payload,
     Pull,
     Push,
     Reply,
     Save,
     Sum,
+    Unit,
     Update,
     Wake,
 )
@@ -99,6 +107,14 @@ _TABLE: dict[type[Message], str] = {
     Ask: "step version=step request=checkpoint",
     Agreed: "step version=step flag=writes final=ends batches=ask_at",
     Last: "step",
+    Divide: "step samples=num_units payload",
+    Claim: "step samples=number batches=unit payload",
+    Over: "step",
+    AskAverage: "step",
+    Assist: "",
+    Unit: "samples=number batches=unit payload",
+    Measured: "samples=number batches=unit payload",
+    Average: "version payload",
 }
 
 
@@ -118,7 +134,7 @@ class _Row:
 _TEXT, _PAYLOAD = _PLACES["text"], _PLACES["payload"]
 _ROWS = {message: _Row(message, text) for message, text in _TABLE.items()}
 _BY_KIND = {row.kind: row for row in _ROWS.values() if row.message is not FinalRequest}
-_NEED_PAYLOAD = (Push, Update, Mean)
+_NEED_PAYLOAD = (Push, Update, Mean, Divide, Measured, Average)
 
 
 class Outgoing(NamedTuple):

@@ -236,6 +236,13 @@ class Runtime:
         )
         return values
 
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """The bytes of all ranks in rank order, on rank 0; None elsewhere."""
+        gathered: list[bytes] | None = self.collective(
+            lambda: json_collectives.gather_bytes(self.comm, data), "gather bytes"
+        )
+        return gathered
+
     def gather_living(self, value: Any, wait_s: float = 10.0) -> dict[int, Any] | None:
         """The JSON values of all ranks that still answer, by rank, on rank 0; None elsewhere. Messages, no collective:
         a dead rank is left out at once, an evicted one after `wait_s`, and both are in `evicted` then."""

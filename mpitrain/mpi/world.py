@@ -31,7 +31,22 @@ from mpitrain.effects import (
     drive,
 )
 from mpitrain.errors import WireError
-from mpitrain.messages import Alive, Answer, Final, Kind, Lost, Message, Note, Push, Wake, payload_of
+from mpitrain.messages import (
+    Alive,
+    Answer,
+    Assist,
+    Average,
+    Final,
+    Kind,
+    Lost,
+    Measured,
+    Message,
+    Note,
+    Push,
+    Unit,
+    Wake,
+    payload_of,
+)
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import LONG_SLEEP_S, SHORT_SLEEP_S, yield_core
 from mpitrain.mpi.engine.engine import Engine
@@ -371,10 +386,13 @@ def _handling(answer: Any) -> AbstractContextManager[None]:
     return trace.span(name, trace.SERVER if isinstance(answer[1], Push) else trace.OTHER)
 
 
+_WITHOUT_STEP = Note | Wake | Lost | Alive | Assist | Unit | Measured
+
+
 def _step_after(message: Message, before: int) -> int:
     """The step, or a server's version, that its sender has come to."""
     if isinstance(message, Push):
         return message.step + 1
-    if isinstance(message, Answer | Final):
+    if isinstance(message, Answer | Final | Average):
         return message.version
-    return before if isinstance(message, Note | Wake | Lost | Alive) else message.step
+    return before if isinstance(message, _WITHOUT_STEP) else message.step

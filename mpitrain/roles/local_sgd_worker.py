@@ -29,7 +29,10 @@ class LocalReplica(Protocol):
     """A worker's model and data, opaque to the role."""
 
     samples: int
-    validates: bool
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to validate on."""
 
     def local_step(self, turn: Turn) -> float:
         """Forward and backward over the turn's lease, and a step of its own where it is one; returns the loss."""
@@ -46,8 +49,14 @@ class LocalReplica(Protocol):
     def reduce_mean(self) -> Reduction | None:
         """The mean that a validation measures, where workers hold different parameters now."""
 
-    def validate(self) -> dict[str, float]:
-        """Metrics of the mean of the workers."""
+    def measure(self) -> None:
+        """This worker's share of the validation set, on the mean of the workers."""
+
+    def gather_measured(self) -> Reduction:
+        """What all workers have measured, for the first one."""
+
+    def conclude(self) -> dict[str, float]:
+        """Metrics of the mean of the workers, on the first one."""
 
     def agree_to_end(self, ends: bool) -> Reduction:
         """The question to all workers whether a validation has ended the run; the replica is `stopped` then."""
@@ -102,6 +111,7 @@ class LocalSGDWorker:
         while not replica.stopped and (turn := self.course.next()) is not None:
             if self.validations.is_due(turn.epoch, replica.samples):
                 yield from self._validate(epoch)
+                self.validations.done()
                 if replica.stopped:
                     break
             epoch = turn.epoch
@@ -137,13 +147,15 @@ class LocalSGDWorker:
             yield AllReduce(reduction)
 
     def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
-        """The first worker measures the mean of all."""
+        """Each worker measures the mean of all on its share of the validation set; the first one reports."""
         if not self.replica.validates:
             return
         began_s = yield Now()
         yield from self._reduce(self.replica.reduce_mean())
+        yield Compute(self.replica.measure, "validate")
+        yield from self._reduce(self.replica.gather_measured())
         if self.rank == 0:
-            metrics = yield Compute(self.replica.validate, "validate")
+            metrics = yield Compute(self.replica.conclude, "validate")
             self.report.event("validation", epoch=epoch + 1, samples=self.replica.samples, **metrics)
             self.report.pause((yield Now()) - began_s)
         yield from self._agree_to_end()

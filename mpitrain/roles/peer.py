@@ -19,8 +19,10 @@ from mpitrain.messages import (
     Agreed,
     Ask,
     CheckpointRequest,
+    Divide,
     Last,
     Mean,
+    Measured,
     Message,
     Sum,
     Update,
@@ -28,14 +30,14 @@ from mpitrain.messages import (
     payload_of,
 )
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
-from mpitrain.roles.protocols import PeerReplica, Report
+from mpitrain.roles.protocols import PeerMeasures, PeerReplica, Report
 from mpitrain.strategies import topology
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition, Turn
 from mpitrain.strategies.validation_policy import ValidationCadence
 
 Answers = Generator[Effect, Any, Any]
-Awaited = TypeVar("Awaited", Update, Sum, Mean, Ask, Agreed)
+Awaited = TypeVar("Awaited", Update, Sum, Mean, Ask, Agreed, Divide, Measured)
 _COUNTS = (
     "batches", "samples", "nonfinite", "num_active", "sent_bytes", "num_sent", "num_meetings", "drift", "drift_max",
 )  # fmt: skip
@@ -53,6 +55,7 @@ class Peer:
         checkpoints: when to write checkpoints; None for never.
         part_samples: as for a `Worker`.
         validations: when the first peer validates, and whether that ends the run; every epoch by default.
+        measures: this peer's validation set; None: `replica.validate`, of the first peer by itself.
     """
 
     def __init__(
@@ -67,11 +70,12 @@ class Peer:
         checkpoints: PeerCheckpoints | None = None,
         part_samples: int = 0,
         validations: ValidationCadence | None = None,
+        measures: PeerMeasures | None = None,
     ):
         self.rank, self.number, self.strategy, self.partition = rank, number, strategy, partition
         self.replica, self.report, self.on_nonfinite = replica, report, on_nonfinite
         self.checkpoints, self.part_samples = checkpoints, part_samples
-        self.validations = validations or ValidationCadence()
+        self.validations, self.measures = validations or ValidationCadence(), measures
         self.step = self.batches = self.samples = self.nonfinite = self.sent_bytes = self.num_sent = (
             self.num_meetings
         ) = 0
@@ -323,13 +327,36 @@ class Peer:
                 self._waiting.append((source, message))
 
     def _validate(self, epoch: int, turn: Turn) -> Answers:
-        """The first peer measures its own replica."""
-        samples = turn.samples_before
-        if self.rank == 0:
-            metrics = yield Compute(lambda: self.replica.validate(samples), "validate")
-            if metrics:
-                self.report.event("validation", epoch=epoch + 1, samples=samples, **metrics)
+        """The first peer's replica is measured: by all peers where they are synchronous and all know that it is time,
+        or else by itself while the others go on."""
+        samples, measures = turn.samples_before, self.measures
+        metrics: dict[str, float] = {}
+        if measures is not None and not (self.strategy.asynchronous or self.validations.counts_seconds):
+            metrics = yield from self._measure_together(measures, turn.step, samples)
+        elif self.rank == 0:
+            alone = self.replica.validate if measures is None else measures.alone
+            metrics = yield Compute(lambda: alone(samples), "validate")
+        if self.rank == 0 and metrics:
+            self.report.event("validation", epoch=epoch + 1, samples=samples, **metrics)
         self._look_at_end(turn.step)
+
+    def _measure_together(self, measures: PeerMeasures, step: int, samples: int) -> Answers:
+        """What the first peer holds goes down the tree of all, and what each has measured of it goes up."""
+        parent, children = topology.parent(self.rank), topology.children(self.rank, self.number)
+        if parent is None:
+            shown = yield Compute(measures.show, "validate")
+        else:
+            shown = (yield from self._expect(parent, Divide, step)).payload
+        for child in children:
+            yield Send(child, Divide(step, self.number, shown.hold()))
+        results = [(yield Compute(lambda: measures.share(self.rank, self.number, shown), "validate"))]
+        for child in children:
+            results.append((yield from self._expect(child, Measured, step)).payload)
+        shown.release()
+        if parent is None:
+            return (yield Compute(lambda: measures.conclude(results, samples), "validate"))
+        yield Send(parent, Measured(step, self.rank, measures.join(results)))
+        return {}
 
     def _look_at_end(self, step: int) -> None:
         """All peers end together where a validation has ended the run."""
@@ -346,6 +373,8 @@ class Peer:
         }  # fmt: skip
 
 
-def _number(message: Update | Sum | Mean | Ask | Agreed) -> int:
+def _number(message: Update | Sum | Mean | Ask | Agreed | Divide | Measured) -> int:
     """Which step or meeting it belongs to."""
+    if isinstance(message, Measured):
+        return message.number
     return message.meeting if isinstance(message, Sum | Mean) else message.step

@@ -34,6 +34,9 @@ class Store(Protocol):
     def set_rate(self, factor: Any) -> None:
         """Learning rates become `factor` times what they were at first, or what a schedule of options says."""
 
+    def average(self) -> Payload:
+        """The moving average of the shard, a copy; asked where the job keeps one."""
+
     def read(self, worker: int, full: bool = False, uses: int = 1) -> Payload:
         """The present parameters for `worker`, which will compute `uses` pushes on them (or the difference that answers
         its elastic push), unchanged for as long as the payload is held; `full`: the parameters, unrounded."""
@@ -114,6 +117,25 @@ class CheckpointWriter(Protocol):
 
     def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: list[str] | tuple[()]) -> None:
         """Write in the background; `parts`: names of all that make the checkpoint complete (the first part knows)."""
+
+
+class PeerMeasures(Protocol):
+    """A peer's validation set, and what measures on it, opaque to the role."""
+
+    def alone(self, samples: int | None) -> dict[str, float]:
+        """Metrics of what this peer holds (`samples`: as in `Replica`)."""
+
+    def show(self) -> Any:
+        """What this peer holds, as a payload with `hold`, held once."""
+
+    def share(self, rank: int, size: int, shown: Any) -> Payload:
+        """What one of `size` peers measures of that."""
+
+    def join(self, results: list[Payload]) -> Payload:
+        """The results of several peers as one."""
+
+    def conclude(self, results: list[Payload], samples: int | None) -> dict[str, float]:
+        """The metrics, of the results of all peers."""
 
 
 class PeerReplica(Protocol):

@@ -16,18 +16,23 @@ from typing import Any
 
 from mpitrain.effects import Effect, Recv, Role, replaced, watched
 from mpitrain.errors import UsageError
-from mpitrain.messages import Alive, Away, Message, Note
+from mpitrain.messages import Alive, AskAverage, Away, Claim, Divide, Message, Note, Over
 from mpitrain.reporting.report import writing
 from mpitrain.system.run_directory import RUN_FILE
 
 UNRECORDED = (Note, Alive, Away)
+VALIDATING = (Divide, Claim, Over, AskAverage)  # answered as they come: they change no parameter
 
 
 def record(role: Role, order: list[int]) -> Role:
     """`role`, with the sender of every message it receives appended to `order`."""
 
     def after(effect: Effect, answer: Any) -> None:
-        if isinstance(effect, Recv) and answer is not None and not isinstance(answer[1], UNRECORDED):
+        if (
+            isinstance(effect, Recv)
+            and answer is not None
+            and not isinstance(answer[1], UNRECORDED + VALIDATING)
+        ):
             order.append(answer[0])
 
     return watched(role, after=after)
@@ -36,22 +41,23 @@ def record(role: Role, order: list[int]) -> Role:
 def repeat(role: Role, order: Sequence[int]) -> Role:
     """`role`, receiving from the senders of `order` in that order, whenever their messages arrive."""
     early: dict[int, deque[tuple[int, Message]]] = {}
-    due = iter(order)
+    due = deque(order)
 
     def answer_to(effect: Effect) -> Role:
         if not isinstance(effect, Recv):
             return (yield effect)
-        source = next(due, None)
-        if source is None:
-            raise UsageError(
-                f"the recorded run ended after {len(order)} messages, this one wants more: other "
-                "options or code?"
-            )
-        while not early.get(source):
+        while not (due and early.get(due[0])):
             arrived = yield effect
+            if arrived is not None and isinstance(arrived[1], VALIDATING):
+                return arrived
+            if not due:
+                raise UsageError(
+                    f"the recorded run ended after {len(order)} messages, this one wants more: other "
+                    "options or code?"
+                )
             if arrived is not None and not isinstance(arrived[1], UNRECORDED):
                 early.setdefault(arrived[0], deque()).append(arrived)
-        return early[source].popleft()
+        return early[due.popleft()].popleft()
 
     return replaced(role, answer_to)
 

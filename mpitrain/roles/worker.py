@@ -38,6 +38,7 @@ from mpitrain.messages import (
     Wake,
     num_parts,
 )
+from mpitrain.roles.divided_validation import DividedValidation, Measures
 from mpitrain.roles.failure_detector.worker_side import ServerProbe
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.protocols import CheckpointWriter, Gradient, Replica, Report
@@ -62,8 +63,9 @@ class Worker:
         batch_size: the usual one, where batches differ in size on purpose: virtual time charges by it.
         part_samples: samples that are computed at once, where a batch is computed in several parts; 0: all.
         writer: of this worker's part of a checkpoint.
-        deliver: saves and measures the final model, if that falls to this worker, and returns what there is to report;
-            None where nobody is to.
+        deliver: saves (and measures, without `measures`) the final model, if that falls to this worker, and returns
+            what there is to report; None where nobody is to.
+        measures: the worker's validation set, which all workers measure together; None: `replica.validate`, by itself.
         heartbeat_s, signs_s: as in `ServerProbe`.
         validations: when the worker validates, if that falls to it, and whether that ends the run; every epoch by
             default.
@@ -87,6 +89,7 @@ class Worker:
         heartbeat_s: float = 0.0,
         signs_s: float = 0.0,
         validations: ValidationCadence | None = None,
+        measures: Measures | None = None,
     ):
         self.probe = ServerProbe(rank, roles.servers, heartbeat_s, signs_s)
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
@@ -95,6 +98,13 @@ class Worker:
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
         self.batch_size, self.part_samples = batch_size, part_samples
         self.writer, self.deliver = writer, deliver
+        self.division: DividedValidation | None = None
+        self._receive: Any = self.probe.receive
+        if measures is not None:
+            self.division = DividedValidation(
+                roles, measures, self.probe.receive, self.report_away, lambda: self.step
+            )
+            self._receive = self.division.receive
         self.next_checkpoint: CheckpointRequest | None = None  # that the dealing server has named
         self._part_of = 0  # the checkpoint that this worker is to write its part of; 0: none
         self.batches: deque[tuple[Lease, Lease | None]] = deque()  # with its lease, if it is the last of that
@@ -178,10 +188,10 @@ class Worker:
         while self._standby and not self.batches and not self.stopped:
             self._standby = False
             yield from self._broadcast(Idle(self.step))
-            source, message = yield from self.probe.receive((self.roles.dealer,))
+            source, message = yield from self._receive((self.roles.dealer,))
             while isinstance(message, Reply):  # a restart that crossed it (virtual time only)
                 self.take_in(source, message)
-                source, message = yield from self.probe.receive((self.roles.dealer,))
+                source, message = yield from self._receive((self.roles.dealer,))
             if not isinstance(message, Wake):
                 raise out_of_turn(source, message, f"rank {self.rank} (worker, idle)")
             if message.stop:
@@ -280,7 +290,7 @@ class Worker:
         reply names the push that it answers by the next one's step."""
         missing = set(self.roles.servers)
         while missing:
-            source, message = yield from self.probe.receive(missing, served=awaited is not Final)
+            source, message = yield from self._receive(missing, served=awaited is not Final)
             # shards that a checkpoint cut at different pushes may name different ones when a worker joins
             crossed = (
                 isinstance(message, Answer)
@@ -315,7 +325,7 @@ class Worker:
         servers, dealer = self.roles.servers, self.roles.dealer
         missing = set(servers) if self.wants_final else set()
         while True:
-            source, message = yield from self.probe.receive(servers)
+            source, message = yield from self._receive(servers)
             if isinstance(message, Wake):
                 if message.stop:
                     break
@@ -331,6 +341,10 @@ class Worker:
                 if not missing:
                     yield from self.report_away()
                     measured = yield Compute(deliver, "deliver", interruptible=False)
+                    if self.division is not None:
+                        samples = None if self.stops_for_later else self.progress
+                        metrics = yield from self.division.measure(samples)
+                        measured = {**measured, "metrics": metrics, **self.validations.result()}
                     yield Send(dealer, Delivered(self.step, json.dumps(measured)))
         yield from self._broadcast(Leave(self.step))
 
@@ -376,13 +390,16 @@ class Worker:
             yield from self._broadcast(Away(self.step))
 
     def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
-        """The validator measures the parameters it holds; at the end of an epoch, when the first batch of the next one
-        reaches it."""
+        """The validator measures the parameters it holds, and the others help it; at the end of an epoch, when the
+        first batch of the next one reaches it."""
         if not self.validates:
             return
         yield from self.report_away()
         samples = self.progress
-        metrics = yield Compute(lambda: self.replica.validate(samples), "validate")
+        if self.division is not None:
+            metrics = yield from self.division.measure(samples)
+        else:
+            metrics = yield Compute(lambda: self.replica.validate(samples), "validate")
         self._requested = self._requested or self.validations.over
         if metrics:
             note = {"name": "validation", "epoch": epoch + 1, "samples": self.progress, **metrics}

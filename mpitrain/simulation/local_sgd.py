@@ -24,10 +24,9 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
     module, _ = virtual.build()
     virtual.start_alike()
     log, num_samples = virtual.log, virtual.catalogue.num_samples
-    measure = virtual.measure(module)
     means = MeansInOneProcess(strategy.wire, number)
     with job.data.reader(virtual.catalogue, job.seed) as reader:
-        replicas = make_replicas(job, options.lr, module, means, reader.batch, num_samples, measure)
+        replicas = make_replicas(job, options.lr, module, means, reader.batch, num_samples, virtual.measure)
         courses = [
             PeerPartition(
                 num_samples, job.epochs, job.step_samples, number, rank, options.steps, job.drop_last
@@ -40,7 +39,8 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
         ]
         returned = virtual.run([worker.run() for worker in workers], means.reduce)
         ended = replicas[0].ended
-        metrics = measure(None if ended else replicas[0].samples) if measure is not None else {}
+        measure, samples = replicas[0].set_measure, None if ended else replicas[0].samples
+        metrics = measure(samples, replicas[0].averaged()) if measure is not None else {}
     virtual.save(module)
     if (ema := replicas[0].ema) is not None:
         with ema.swapped():

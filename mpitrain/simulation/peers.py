@@ -18,6 +18,7 @@ from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.run import summary
 from mpitrain.training.measure import build_optimizer
+from mpitrain.training.measured_elsewhere import MeasuredByPeers
 
 
 def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
@@ -37,14 +38,19 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
                 model,
                 build_optimizer(job, module, options.lr),
                 reader.batch,
-                measure=measure if rank == 0 else None,
                 shared=True,
             )
             for rank in range(number)
         ]
+        measures = [MeasuredByPeers(replica, measure, number) if measure else None for replica in replicas]
         peers = [
             builder.peer(
-                rank, replica, NullReport() if rank else log, _checkpoints(virtual), virtual.cadence(rank)
+                rank,
+                replica,
+                NullReport() if rank else log,
+                _checkpoints(virtual),
+                virtual.cadence(rank),
+                measures[rank],
             )
             for rank, replica in enumerate(replicas)
         ]
@@ -55,7 +61,8 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
                 virtual.save(replicas[0].take_module(), EMA_MODEL_FILE)
             replicas[0].take_module()
         ended = peers[0].checkpoints is not None and peers[0].checkpoints.ended
-        metrics = replicas[0].validate(None if ended else peers[0].partition.samples)
+        samples = None if ended else peers[0].partition.samples
+        metrics = measures[0].alone(samples) if measures[0] is not None else {}
     everybody = [one | replica.statistics(with_norm=True) for one, replica in zip(returned, replicas)]
     result = {
         **summary(everybody, [one["digest"] for one in everybody], everybody[0], peers[0].partition),

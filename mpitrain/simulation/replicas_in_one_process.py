@@ -37,7 +37,7 @@ def make_replicas(
     means: MeansInOneProcess,
     fetch: Fetch,
     epoch_samples: int,
-    measure: Measure | None,
+    make_measure: Callable[[nn.Module], Measure | None],
 ) -> list[LocalReplica]:
     """The workers of a job under local SGD.
 
@@ -46,7 +46,7 @@ def make_replicas(
         module: the first worker's; the others get copies of it.
         means: of the parameters of all workers.
         fetch: `fetch(epoch, start, count) -> batch`; epoch_samples: in an epoch.
-        measure: metrics of `module`.
+        make_measure: makes what measures a module.
     """
     strategy = job.strategy
     assert isinstance(strategy, LocalSGD)
@@ -60,8 +60,7 @@ def make_replicas(
         optimizer = build_optimizer(job, own, lr)
         averager = Averager(own, optimizer, strategy, means=means.shares[rank])
         replica = LocalReplica(
-            averager, leases.read, job, number, epoch_samples, rank, measure=None if rank else measure,
-            validates=measure is not None,
+            averager, leases.read, job, number, epoch_samples, rank, measure=make_measure(own),
         )  # fmt: skip
         replica.train(own, Rates(optimizer))
         replicas.append(replica)
@@ -97,6 +96,10 @@ class MeansInOneProcess:
         first = asks[0]
         if first.numbers:
             return [torch.tensor([ask.numbers for ask in asks])] * len(asks)
+        if first.part is not None:
+            return [[row for ask in asks for row in ask.part or ()], *([[]] * (len(asks) - 1))]
+        if first.first:
+            return [[tensor.clone() for tensor in first.tensors] for _ in asks]
         means = self.take([ask.tensors for ask in asks], first.full, first.counted)
         return [[mean.clone() for mean in means] for _ in asks]
 

@@ -22,7 +22,7 @@ from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.model import Replica, check_optimizer, flat_model
 from mpitrain.options import settings_of
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import Server, Worker
+from mpitrain.roles import Server
 from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.local_sgd import simulate_local_sgd
@@ -36,8 +36,10 @@ from mpitrain.training.averaged_model import join
 from mpitrain.training.job_file import load_job
 from mpitrain.training.judge import NOBODY_LEFT
 from mpitrain.training.measure import MODEL_FILE, build_optimizer, same_model
+from mpitrain.training.measured_elsewhere import MeasuredByWorkers
 from mpitrain.training.parameter_server.builder import RoleBuilder
 from mpitrain.training.validate import validate_simulation
+from mpitrain.training.validation import Measure
 from mpitrain.values import names, parse, registered
 from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
 
@@ -182,13 +184,14 @@ class _Simulation(VirtualRun):
                 for shard in range(len(self.roles.servers))
             ]
             self._servers = servers
-            replicas = {rank: self._replica(builder, rank, reader, measure) for rank in self.roles.workers}
+            replicas = {rank: self._replica(builder, rank, reader) for rank in self.roles.workers}
             roles = {
                 rank: self._in_order(shard, servers[shard].run())
                 for shard, rank in enumerate(self.roles.servers)
             }
             returned = world.run(
-                roles | {rank: self._worker(builder, rank, replica) for rank, replica in replicas.items()}
+                roles
+                | {rank: self._worker(builder, rank, replica, measure) for rank, replica in replicas.items()}
             )
         for rank, replica in replicas.items():
             replica.finish()
@@ -200,22 +203,22 @@ class _Simulation(VirtualRun):
         self.log.finish(result)
         return result
 
-    def _deliver(self, replica: Replica, worker: Worker) -> dict[str, Any]:
-        metrics = replica.validate(None if worker.stops_for_later else worker.progress)
-        return {"metrics": metrics, "model": str(self.save(replica.take_module()))}
+    def _deliver(self, replica: Replica) -> dict[str, Any]:
+        return {"metrics": {}, "model": str(self.save(replica.take_module()))}
 
     def _in_order(self, shard: int, role: Role) -> Role:
         return role if self.replay is None else repeat(role, load_order(self.replay, shard))
 
-    def _replica(self, builder: RoleBuilder, rank: int, reader: Any, measure: Any) -> Replica:
+    def _replica(self, builder: RoleBuilder, rank: int, reader: Any) -> Replica:
         optimizer = build_optimizer(self.job, builder.model.module, self.options.lr)
-        return builder.replica(rank, optimizer, builder.local(optimizer), reader, measure, shared=True)
+        return builder.replica(rank, optimizer, builder.local(optimizer), reader, shared=True)
 
-    def _worker(self, builder: RoleBuilder, rank: int, replica: Replica) -> Role:
+    def _worker(self, builder: RoleBuilder, rank: int, replica: Replica, measure: Measure | None) -> Role:
         index = self.roles.workers.index(rank)
         worker = builder.worker(
-            rank, replica, NullReport(), lambda: self._deliver(replica, worker), signs=self.silence,
+            rank, replica, NullReport(), lambda: self._deliver(replica), signs=self.silence,
             validations=self.cadence(index),
+            measures=MeasuredByWorkers(replica, measure, self.number) if measure else None,
         )  # fmt: skip
         return self.stragglers[index].wrap(worker.run())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpitrain.errors import UsageError
 
@@ -61,6 +61,8 @@ class ValidationCadence:
 
     may_end = False  # whether a validation may end the run
     over = False  # whether one has
+    under_way = -1  # the samples at which a validation has begun that is not done
+    _again = False
 
     def __init__(self, policy: ValidationPolicy = EVERY_EPOCH, agreed: Callable[[], bool] | None = None):
         self.policy, self.agreed = policy, agreed
@@ -80,6 +82,18 @@ class ValidationCadence:
         """The run is here."""
         self._epochs, self._samples, self._since_s = epochs, samples, now_s
 
+    def repeat(self) -> None:
+        """The last validation was broken off: one is due now."""
+        self._again = True
+
+    def done(self) -> None:
+        """The validation that was due is over."""
+        self.under_way = -1
+
+    def result(self) -> dict[str, Any]:
+        """What `result.json` says of the validations, JSON-able."""
+        return {}
+
     def is_due(self, epochs: int, samples: int, now_s: float = 0.0) -> bool:
         """Whether to validate now, after so many whole epochs and accepted samples."""
         if self._epochs is None:
@@ -93,6 +107,8 @@ class ValidationCadence:
         if self.counts_seconds:
             due = self.time_is_up(now_s) if self.agreed is None else self.agreed()
             self._since_s = now_s if due else self._since_s
+        due, self._again = due or self._again, False
+        self.under_way = samples if due else self.under_way
         return due
 
 

@@ -10,15 +10,12 @@ from typing import Any
 from mpitrain.model import Replica
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
-from mpitrain.training.best_model import Validations
 from mpitrain.training.measure import MODEL_FILE, save_model
 from mpitrain.training.session import Session
 
 
-def finish_model(
-    session: Session, replica: Replica | PeerReplica, samples: int | None, validations: Validations
-) -> dict[str, Any]:
-    """The end of the run on the rank that validates: save the model, then measure it. `samples`: as for a `Measure`."""
+def save_final(session: Session, replica: Replica | PeerReplica) -> dict[str, Any]:
+    """Save the model; returns what there is to report, before anything is measured."""
     path = session.run_dir / MODEL_FILE
     metadata = {"strategy": str(session.strategy), "job": session.job.name or ""}
     save_model(replica.take_module(), path, metadata)
@@ -27,5 +24,4 @@ def finish_model(
         with ema.swapped():
             save_model(replica.take_module(), session.run_dir / EMA_MODEL_FILE, metadata)
         replica.take_module()
-    metrics = replica.validate(samples)
-    return {"metrics": metrics, "model": str(path), **validations.result()}
+    return {"metrics": {}, "model": str(path)}

@@ -12,7 +12,8 @@ from typing import Any
 
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED
 from mpitrain.inject import Injection
-from mpitrain.job import METRICS_REDUCTION, Job
+from mpitrain.job import Job
+from mpitrain.model.metrics import reduction
 from mpitrain.reporting.targets import missed_targets
 
 NOBODY_LEFT = "no worker was left to save and validate the model"
@@ -39,7 +40,7 @@ def judge(
     return {
         **metrics,
         "metrics": metrics,
-        "metrics_reduction": METRICS_REDUCTION if job.metrics else "",
+        "metrics_reduction": reduction(job.metrics),
         "status": _STATUS.get(code, "fail"),
         "exit_code": code,
         "failure": failures[0] if failures else ", ".join(missed.values()),

@@ -21,6 +21,7 @@ from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.data.write.rows import join_rows, write_rows
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
+from mpitrain.model.metrics import predict_x
 from mpitrain.model.user_code import Checked
 from mpitrain.training.agree import attempt
 from mpitrain.training.measure import pick_device
@@ -118,7 +119,7 @@ def _computed(
     """What the job's function returns for each batch, in the job's precision, as arrays on the host."""
     device = pick_device(local_rank)
     module.to(device)
-    function = Checked(job.predict or _of_x, "predict", job.precision)
+    function = Checked(job.predict or predict_x, "predict", job.precision)
     with torch.inference_mode():
         for batch in batches:
             found = function(module, {name: tensor.to(device) for name, tensor in batch.items()})
@@ -128,18 +129,6 @@ def _computed(
                 name: (one.float() if one.dtype is torch.bfloat16 else one).cpu().numpy()
                 for name, one in tensors.items()
             }
-
-
-def _of_x(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """What a job's model returns where the job does not say what to predict."""
-    arrays = ["x"] if "x" in batch else list(batch)
-    if len(arrays) > 1:
-        raise UsageError(
-            f"the data hold {', '.join(arrays)}, and the job does not say what its model takes: "
-            f"Job(predict=lambda model, batch: model(batch[{arrays[0]!r}]))"
-        )
-    found: torch.Tensor = model(batch[arrays[0]])
-    return found
 
 
 def _check_alike(everybodys: Sequence[Sequence[str]]) -> None:

@@ -42,6 +42,7 @@ ON_RESUME = {
     "strategy": CONVERTED,  # of the same family, unless a codec's residual would be lost
     "schedule": ACTS,
     "ema": ACTS,  # it begins with the next update, where there was none
+    "validate_ema": ACTS,
     "scheduler": ACTS,
     "target": ACTS,
     "validate_every": ACTS,

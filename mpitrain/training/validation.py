@@ -1,13 +1,16 @@
-"""The validation loop: one walk through batches of the validation set, for whole models and for parts of split ones.
+"""Validation: what a module gives on a validation set, batch by batch, and what that makes of the whole set.
 
-Invariants: losses and metrics are means over samples, or sums over weights where the loss says so, so the size of the
-batches does not matter. The module goes on in the mode in which it was.
+Invariants: the batches are the same however many ranks share them, each rank observes some of them, and one rank adds
+up what all have observed, in the order of the batches and in float64. So the figures do not depend on the number of
+ranks, to the bit. Losses and metrics are means over samples, or sums over weights where the loss says so, so the size
+of the batches does not matter. The module goes on in the mode in which it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,14 +18,29 @@ from torch import nn
 from mpitrain.data import Catalogue
 from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.data.read.reader import Reader
-from mpitrain.job import Job
+from mpitrain.errors import UsageError
+from mpitrain.job import EMA_PREFIX, Job
+from mpitrain.model.ema import Averaged
 from mpitrain.model.loss import Tally
+from mpitrain.model.metrics import Metrics, Observed
 from mpitrain.reporting.targets import LOSS, check_targets
 from mpitrain.training.best_model import Validations
 
 Batch = dict[str, torch.Tensor]
-Measure = Callable[..., dict[str, float]]  # (accepted samples so far, or None) -> metrics
 LEAST_BATCH = 256  # validation needs no gradients, so its batches may be larger than those of the training
+
+
+class Row(NamedTuple):
+    """What one batch gave: its number, sums and what to divide them by, and what is kept of it for each metric of the
+    whole set. `prefix`: of the names, where the module held something else than the run's parameters."""
+
+    prefix: str
+    number: int
+    sums: dict[str, list[float]]
+    kept: list[Any]
+
+
+Part = list[Row]
 
 
 def open_validation(job: Job, catalogue: Catalogue | None) -> Reader:
@@ -31,44 +49,158 @@ def open_validation(job: Job, catalogue: Catalogue | None) -> Reader:
     return job.validate.reader(catalogue, job.seed)
 
 
-def batches_of(job: Job, reader: Reader) -> Iterator[Batch]:
-    """The validation set in order."""
-    return reader.sequential(max(LEAST_BATCH, job.batch_size))
+def batch_size_of(job: Job) -> int:
+    """Samples of a validation batch."""
+    return max(LEAST_BATCH, job.batch_size)
 
 
-def losses_of(job: Job, module: nn.Module, batch: Batch) -> dict[str, Any]:
+def batches_of(job: Job, reader: Reader) -> Iterator[tuple[int, Batch]]:
+    """The validation set in order, each batch with its number."""
+    return enumerate(reader.sequential(batch_size_of(job)))
+
+
+def metrics_of(job: Job) -> Metrics:
+    """The metrics of a job."""
+    return Metrics(job.metrics, job.predict, job.precision)
+
+
+def losses_of(job: Job, metrics: Metrics, module: nn.Module, batch: Batch) -> Observed:
     """What `module` gives for one batch: the loss and the job's metrics, as its functions return them."""
-    return {LOSS: job.loss(module, batch), **(job.metrics(module, batch) if job.metrics else {})}
+    loss = job.loss(module, batch)
+    observed = metrics.observe(module, batch)
+    return Observed({LOSS: loss, **observed.means}, observed.kept)
 
 
 @torch.no_grad()
-def add_up(
+def observe(
     module: nn.Module,
-    batches: Iterable[tuple[Batch, bool]],
+    batches: Iterable[tuple[int | None, Batch]],
     device: torch.device,
-    losses: Callable[[Batch], Mapping[str, Any]],
+    losses: Callable[[Batch], Observed | None],
     on_batch: Callable[[], None] = lambda: None,
-) -> Tally:
-    """Walk through the batches and add up what they give.
+    prefix: str = "",
+) -> Part:
+    """Walk through the batches, and note what they give.
 
     Args:
-        batches: each with whether it counts here; one that does not is computed all the same, since other ranks may
-            wait for this one's part in it.
-        losses: what a batch gives by name, such as `losses_of`; nothing on a rank that does not know.
+        batches: each with its number; one without is computed all the same, since other ranks may wait for this one's
+            part in it, and not counted.
+        losses: what a batch gives, such as `losses_of`; None on a rank that does not know.
         on_batch: is called after every batch (a watchdog that is to see progress).
+        prefix: of the names.
     """
-    tally = Tally()
+    rows: Part = []
     was_training = module.training
     module.eval()
-    for batch, counts in batches:
+    for number, batch in batches:
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         num_samples = num_samples_in(batch)
         found = losses(batch)
-        for name, one in found.items() if counts else ():
-            tally.add(name, one, num_samples)
+        if number is not None and found is not None:
+            tally = Tally()
+            for name, one in found.means.items():
+                tally.add(prefix + name, one, num_samples)
+            rows.append(Row(prefix, number, tally.sums, found.kept))
         on_batch()
     module.train(was_training)
-    return tally
+    return rows
+
+
+def conclude(metrics: Metrics, rows: Iterable[Row]) -> dict[str, float]:
+    """The figures of the whole set, of what was observed of each batch."""
+    tally, kept = Tally(), dict[str, list[Any]]()
+    for row in sorted(rows, key=lambda row: (row.prefix, row.number)):
+        tally.merge(row.sums)
+        kept.setdefault(row.prefix, []).append(row.kept)
+    found = tally.means()
+    for prefix, those in kept.items():
+        for name, value in metrics.conclude(those).items():
+            if prefix + name in found:
+                raise UsageError(f"Job: two of the metrics are called {name!r}")
+            found[prefix + name] = value
+    return found
+
+
+class Measure:
+    """Measures a module on the whole validation set, or parts of it: `validation_loss`, the mean over its samples, and
+    the job's metrics.
+
+    Args:
+        job, module: whose loss and metrics of what.
+        catalogue: of the validation set.
+        device: of the module; on_batch: as in `observe`.
+        validations: judges what is measured.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        module: nn.Module,
+        catalogue: Catalogue,
+        device: torch.device,
+        on_batch: Callable[[], None] = lambda: None,
+        validations: Validations | None = None,
+    ):
+        self.job, self.module, self.device, self.on_batch = job, module, device, on_batch
+        self.metrics, self.validations = metrics_of(job), validations
+        self.num_samples, self.batch_size = catalogue.num_samples, batch_size_of(job)
+        self.num_batches = -(-self.num_samples // self.batch_size)
+        self._reader = open_validation(job, catalogue)
+
+    def __call__(self, samples: int | None = None, averaged: Averaged | None = None) -> dict[str, float]:
+        """Measure all of it on this rank alone; arguments and errors as for `conclude`."""
+        return self.conclude(self.part(0, self.num_batches, averaged), samples, averaged)
+
+    def part(self, first: int, end: int, averaged: Averaged | None = None) -> Part:
+        """What the batches from number `first` up to `end` give; `averaged`: and once more for the average."""
+        rows = self.rows(first, end)
+        if averaged is not None:
+            with averaged():
+                rows += self.rows(first, end, EMA_PREFIX)
+        return rows
+
+    def share(self, rank: int, size: int, averaged: Averaged | None = None) -> Part:
+        """The part of one of `size` ranks that share the batches; the first has one, if there is any."""
+        first, end = (-(-self.num_batches * one // size) for one in (rank, rank + 1))
+        return self.part(first, end, averaged)
+
+    def rows(self, first: int, end: int, prefix: str = "") -> Part:
+        """What those batches give for what the module holds now."""
+        if first >= end:
+            return []
+        start, stop = first * self.batch_size, min(end * self.batch_size, self.num_samples)
+        batches = self._reader.sequential(self.batch_size, start, stop)
+        return observe(
+            self.module, enumerate(batches, first), self.device,
+            lambda batch: losses_of(self.job, self.metrics, self.module, batch), self.on_batch, prefix,
+        )  # fmt: skip
+
+    def conclude(
+        self, rows: Iterable[Row], samples: int | None = None, averaged: Averaged | None = None
+    ) -> dict[str, float]:
+        """The figures, of what all ranks have observed.
+
+        Args:
+            samples: that were accepted so far; None where the figures are none to choose the best model by: those of a
+                run that is to go on later.
+            averaged: what the module held for the names that say so.
+
+        Raises:
+            UsageError: a target of the job, or what the best model is chosen by, is of a metric that is not measured.
+        """
+        metrics = conclude(self.metrics, rows)
+        check_targets(self.job.target, metrics)
+        if self.validations is not None and samples is not None:
+            self.validations.take(metrics, samples, lambda: self._chosen(averaged))
+        return metrics
+
+    def _chosen(self, averaged: Averaged | None) -> Mapping[str, torch.Tensor]:
+        """The model that the best metric was measured of."""
+        best_by = self.job.best_by
+        if averaged is None or best_by is None or not best_by.metric.startswith(EMA_PREFIX):
+            return self.module.state_dict()
+        with averaged():
+            return {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
 
 
 def make_measure(
@@ -79,28 +211,20 @@ def make_measure(
     on_batch: Callable[[], None] = lambda: None,
     validations: Validations | None = None,
 ) -> Measure | None:
-    """A function that measures `module` on the whole validation set: `validation_loss`, the mean over its samples, and
-    the job's metrics, the mean over batches by their samples. None where the job has no validation set.
+    """What measures `module`; None where the job has no validation set. Arguments as of `Measure`."""
+    return None if catalogue is None else Measure(job, module, catalogue, device, on_batch, validations)
 
-    It is called with the samples that were accepted so far, or without where the figures are none to choose the best
-    model by: those of a run that is to go on later. It raises UsageError if a target of the job, or what the best model
-    is chosen by, is of a metric that is not measured.
 
-    Args:
-        catalogue: of the validation set; on_batch: as in `add_up`.
-        validations: judges what is measured.
-    """
-    if catalogue is None:
-        return None
-    reader = open_validation(job, catalogue)
-
-    def measure(samples: int | None = None) -> dict[str, float]:
-        batches = ((batch, True) for batch in batches_of(job, reader))
-        tally = add_up(module, batches, device, lambda batch: losses_of(job, module, batch), on_batch)
-        check_targets(job.target, tally.sums)
-        metrics = tally.means()
-        if validations is not None and samples is not None:
-            validations.take(metrics, samples, module.state_dict)
-        return metrics
-
-    return measure
+@contextlib.contextmanager
+def holding(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> Iterator[None]:
+    """For as long as the context lasts `tensors` hold `values`."""
+    held = [(tensor, tensor.detach().clone(), value) for tensor, value in zip(tensors, values, strict=True)]
+    with torch.no_grad():
+        for tensor, _, value in held:
+            tensor.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, own, _ in held:
+                tensor.copy_(own)

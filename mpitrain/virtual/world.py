@@ -29,7 +29,7 @@ from mpitrain.effects import (
     Sleep,
 )
 from mpitrain.errors import DeadlockError, LostRankError, WireError
-from mpitrain.messages import Alive, Lost, payload_of
+from mpitrain.messages import Alive, Assist, Lost, Measured, payload_of
 from mpitrain.system.trace import active
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.network import Links, NetworkLaw
@@ -38,6 +38,7 @@ from mpitrain.virtual.traces import VirtualTrace
 
 DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
 MOST_LOOKS = 100_000  # of those who wait, while nothing happens but that somebody is silent
+_CHANGES_NOTHING = Alive | Assist | Measured  # of what a worker computes
 HEADER_BYTES = (
     160  # what a message costs on the wire beside its payload: the size of mpi/message_header.py's header
 )
@@ -168,7 +169,7 @@ class VirtualWorld:
         if isinstance(message[1], _Torn):
             raise WireError(f"payload of rank {message[0]} is torn: its stamps differ")
         process.inbox.append(message)
-        breaks_off = not isinstance(message[1], Alive)  # a sign of life changes nothing
+        breaks_off = not isinstance(message[1], _CHANGES_NOTHING)
         if process.computing is not None and process.computing.interruptible and breaks_off:
             if process.trace is not None:
                 process.trace.computed(process.computing.took_s)

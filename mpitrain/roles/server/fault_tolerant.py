@@ -24,6 +24,9 @@ from mpitrain.effects import Forget, Role, Send
 from mpitrain.errors import LostRankError
 from mpitrain.messages import (
     Alive,
+    AskAverage,
+    Average,
+    Claim,
     Delivered,
     Done,
     Final,
@@ -36,6 +39,7 @@ from mpitrain.messages import (
     Pull,
     Push,
     Reply,
+    Unit,
     Wake,
     payload_of,
 )
@@ -43,7 +47,15 @@ from mpitrain.roles.failure_detector.server_side import SILENT, FailureDetector
 from mpitrain.roles.failure_detector.silence import AWAY_SILENCE_S, SilenceTracker
 from mpitrain.roles.out_of_turn import out_of_turn
 from mpitrain.roles.server.server import Server, Steps
-from mpitrain.roles.server.worker_state import STANDING_BY, STAYING, WANTING_FINAL, WorkerEvent, WorkerState
+from mpitrain.roles.server.validation_units import OF_VALIDATIONS, ValidationUnits
+from mpitrain.roles.server.worker_state import (
+    MAY_HELP,
+    STANDING_BY,
+    STAYING,
+    WANTING_FINAL,
+    WorkerEvent,
+    WorkerState,
+)
 
 REPORTER = 0
 RETURN_S = 60.0  # how long the end of a run waits for rank 0, where that was given up
@@ -75,10 +87,13 @@ class FaultTolerantServer(Server):
         self.validator = min(self.workers)
         self.tracker = SilenceTracker(floor_s)
         self.detector = FailureDetector(self.tracker, self.table.is_lost, by_heartbeat)
+        self.units = ValidationUnits(lambda: self.table.who(*MAY_HELP))
         self._answers |= {
             Idle: self._on_idle,
             FinalRequest: self._on_final,
             Leave: self._on_leave,
+            AskAverage: self._on_ask_average,
+            **dict.fromkeys(OF_VALIDATIONS, self.units.take),
         }
         self._alone_since_s: float | None = None
 
@@ -146,6 +161,7 @@ class FaultTolerantServer(Server):
             if isinstance(message, Lost):
                 staying.discard(source)
                 how = message.how or "died"
+                self.units.lose(source)
                 if source not in left:
                     self.table.lose(source, how)
                     self.report.event("worker lost", rank=source, how=how, version=self.counts.version)
@@ -155,6 +171,10 @@ class FaultTolerantServer(Server):
             elif isinstance(message, Leave):
                 staying.discard(source)
                 yield from self._on_leave(source, message)
+            elif isinstance(message, AskAverage) or (
+                isinstance(message, OF_VALIDATIONS) and not self.table.is_lost(source)
+            ):
+                yield from self._answers[type(message)](source, message)
             elif isinstance(message, FinalRequest) or (
                 self.table.is_lost(source) and self.owes_final(source, message)
             ):
@@ -194,6 +214,10 @@ class FaultTolerantServer(Server):
                 yield Send(worker, owed)
         elif isinstance(message, Idle) and self.leases.dealer is not None:
             yield Send(worker, Wake(stop=True))
+        elif isinstance(message, Claim):  # nobody counts on it
+            yield Send(worker, Unit(0, -1))
+        elif isinstance(message, AskAverage):
+            yield from self._on_ask_average(worker, message)
         elif isinstance(message, Push | Join | Pull):
             step = message.step + isinstance(message, Push)
             yield Send(worker, Reply(self.counts.version, step, stop=True))
@@ -229,6 +253,9 @@ class FaultTolerantServer(Server):
     def _on_leave(self, worker: int, message: Leave) -> Steps:
         self._enter(worker, WorkerEvent.LEAVE, message)
         yield from ()
+
+    def _on_ask_average(self, worker: int, message: AskAverage) -> Steps:
+        yield Send(worker, Average(self.counts.version, self.store.average()))
 
     def send_final(self, worker: int) -> Steps:
         """The model after the last update."""
@@ -312,6 +339,7 @@ class FaultTolerantServer(Server):
             yield from self.dismiss(worker)
         was_active = worker in self.table.active
         self.table.lose(worker, how)
+        self.units.lose(worker)
         present = self.table.present
         if worker == self.validator and present:  # the lowest that remains takes over
             self.validator = min(present)

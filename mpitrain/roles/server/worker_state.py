@@ -119,6 +119,13 @@ STANDING_BY = (_S.STANDBY, _S.WOKEN)
 MAY_TAKE_PART = (_S.EXPECTED, _S.JOINING, _S.COMPUTING, _S.PULLING, _S.BLOCKED, _S.SAVING)
 PRESENT = (*MAY_TAKE_PART, *STANDING_BY)  # will push, or may yet
 STAYING = (_S.DONE, _S.AWAITING_FINAL)  # until the final model is delivered, where one of them delivers
+MAY_HELP = (
+    _S.JOINING,
+    _S.COMPUTING,
+    _S.BLOCKED,
+    _S.STANDBY,
+    *STAYING,
+)  # will listen to its servers once more
 WANTING_FINAL = (_S.AWAITING_FINAL, _S.LOST_AWAITING_FINAL)
 
 

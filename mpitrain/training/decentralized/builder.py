@@ -19,7 +19,7 @@ from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.model.precision import loss_scale
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
-from mpitrain.roles.protocols import Report
+from mpitrain.roles.protocols import PeerMeasures, Report
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.strategies.schedules import Progress
@@ -86,12 +86,12 @@ class PeerBuilder:
 
     def peer(
         self, rank: int, replica: PeerReplica, report: Report, checkpoints: PeerCheckpoints | None = None,
-        validations: ValidationCadence | None = None,
+        validations: ValidationCadence | None = None, measures: PeerMeasures | None = None,
     ) -> Peer:  # fmt: skip
-        """The peer on `rank`; `checkpoints`, `validations`: as in `Peer`."""
+        """The peer on `rank`; `checkpoints`, `validations`, `measures`: as in `Peer`."""
         on_nonfinite = self.job.on_nonfinite if self.job else "stop"
         return Peer(
             rank, self.number, self.strategy, self.partition(rank), replica, report, on_nonfinite, checkpoints,
             self.job.part_samples if self.job else 0,
-            validations,
+            validations, measures,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mpitrain.messages import Kind
+from mpitrain.model.buffers import VariableBuffer
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
@@ -18,7 +19,7 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.training.decentralized.builder import PeerBuilder
 from mpitrain.training.decentralized.checkpoints import check_checkpoints, make_checkpoints, restore
-from mpitrain.training.deliver import finish_model
+from mpitrain.training.deliver import save_final
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
     Meter,
@@ -27,6 +28,7 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
+from mpitrain.training.measured_elsewhere import MeasuredByPeers
 from mpitrain.training.resume import about_run
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
@@ -47,9 +49,8 @@ def run_peers(session: Session) -> dict[str, Any]:
     attempt(runtime, lambda: check_checkpoints(session, strategy, about))
     first = runtime.rank == 0
     with job.data.reader(session.catalogue, job.seed) as reader:
-        validation = session.validation if first else None
         validations = session.validations()
-        measure = make_measure(job, module, validation, device, runtime.stamp, validations)
+        measure = make_measure(job, module, session.validation, device, runtime.stamp, validations)
 
         def fetch(epoch: int, start: int, count: int) -> Any:
             runtime.stamp()  # a peer that is alone sends nothing, and still makes progress
@@ -59,14 +60,15 @@ def run_peers(session: Session) -> dict[str, Any]:
         builder = PeerBuilder(strategy, runtime.size, job, num_samples, session.overrides.steps)
         replica = attempt(
             runtime,
-            lambda: builder.replica(runtime.rank, model, optimizer, fetch, reader.prefetch, measure),
+            lambda: builder.replica(runtime.rank, model, optimizer, fetch, reader.prefetch),
         )
+        measures = MeasuredByPeers(replica, measure, runtime.size) if measure else None
         num_steps = session.total_samples() // (job.step_samples * runtime.size)
         resume = session.resume
         meter = Meter(session.report, num_warmup(num_steps), resume.checkpoint_at if resume else 0)
         session.in_emergency(f"{strategy}: a peer sends its update to the others in the middle of its step")
         checkpoints, writer = make_checkpoints(session, strategy, replica, about)
-        peer = builder.peer(runtime.rank, replica, meter, checkpoints, validations)
+        peer = builder.peer(runtime.rank, replica, meter, checkpoints, validations, measures)
         attempt(runtime, lambda: restore(resume, peer, replica))
         counts, injected = _run(session, strategy, peer, replica, device)
     writer.wait()
@@ -84,11 +86,13 @@ def run_peers(session: Session) -> dict[str, Any]:
             for key in ("batches", "drift", "drift_max", "max_steps_ahead", "nonfinite", "sent_bytes")
         }
     )
+    saved = save_final(session, replica) if first else {}
+    samples = None if outcome["requeue"] else peer.partition.samples
+    metrics = measures.measure_together(runtime, samples) if measures is not None else {}
     if first:
-        samples = None if outcome["requeue"] else peer.partition.samples
         outcome["result"] = {
-            **meter.result(), **summary(everybody, digests, counts, peer.partition),
-            **finish_model(session, replica, samples, validations),
+            **meter.result(), **summary(everybody, digests, counts, peer.partition), **saved, "metrics": metrics,
+            **validations.result(),
         }  # fmt: skip
     return outcome
 
@@ -104,6 +108,8 @@ def _run(
         runtime.step = step
 
     def buffer_for(source: int, kind: Kind) -> Any:
+        if kind in (Kind.DIVIDE, Kind.MEASURED):
+            return VariableBuffer()
         return replica.buffer_for(kind == Kind.UPDATE)
 
     computer = compute_thread(device) if strategy.asynchronous else None

@@ -20,16 +20,20 @@ from mpitrain.model.flat import trainable
 from mpitrain.model.outer_optimizer import OuterOptimizer
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.means import Means
+from mpitrain.training.validation import Part
 
 
 class Ask(NamedTuple):
     """A question to all ranks, answered with the mean of everybody's `tensors` (unrounded where `full`), or, where
-    there are `numbers`, with everybody's, one row a rank. `counted`: its bytes are those of an averaging."""
+    there are `numbers`, with everybody's, one row a rank. `counted`: its bytes are those of an averaging. `first`: not
+    the mean, but the first rank's tensors. `part`: of a validation; answered, on the first rank, with everybody's."""
 
     tensors: list[torch.Tensor] = []
     full: bool = False
     counted: bool = True
     numbers: tuple[int, ...] = ()
+    first: bool = False
+    part: Part | None = None
 
 
 Asking = Generator[Ask, Any, Any]
@@ -111,6 +115,11 @@ class Averager:
         """Answer a question by a collective over the group."""
         if ask.numbers:
             return self.gather_numbers(*ask.numbers)
+        if ask.first:
+            values = [tensor.detach().clone() for tensor in ask.tensors]
+            for value in values:
+                dist.broadcast(value, 0, group=self.group)
+            return values
         assert isinstance(self.means, Means)
         return self.means.take(ask.tensors, ask.full, ask.counted)
 

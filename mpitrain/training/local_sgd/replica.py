@@ -7,7 +7,9 @@ at the next averaging, and a run that is to stop then stops everywhere.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from mpitrain.messages import Lease
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Ask, Asking, Averager
 from mpitrain.training.synchronous.stepper import Parts, Stepper
-from mpitrain.training.validation import Measure
+from mpitrain.training.validation import Measure, Part, holding
 
 
 class Exchange(NamedTuple):
@@ -34,7 +36,7 @@ class LocalReplica(Stepper):
         averager: of the workers' parameters.
         fetch: the batches of a lease.
         job, num_workers, epoch_samples, rank, where: as for a `Stepper`.
-        measure: metrics of the module, on the worker that validates; validates: whether any worker does.
+        measure: of the module.
 
     Attributes:
         ended: a validation has ended the run.
@@ -52,15 +54,16 @@ class LocalReplica(Stepper):
         rank: int,
         where: Callable[[], str] | None = None,
         measure: Measure | None = None,
-        validates: bool = False,
     ):
         super().__init__(job, num_workers, epoch_samples, rank, where)
-        self.averager, self.fetch, self.measure, self.validates = averager, fetch, measure, validates
+        self.averager, self.fetch, self.set_measure = averager, fetch, measure
+        self.place = rank, num_workers
         self.on_settled: Callable[[], None] = _nothing
         self.local_nonfinite = self._skipped = self._count = 0
         self.ended, self._refused = False, ""
         self._computed: tuple[float, int, int] | None = None  # a gradient that is not used yet
         self._mean: list[torch.Tensor] = []
+        self._observed: Part = []
 
     # ---- what the role asks for
 
@@ -100,20 +103,45 @@ class LocalReplica(Stepper):
         return Exchange(self._average, self.averager.num_bytes) if self.averager.is_apart else None
 
     def reduce_mean(self) -> Exchange | None:
-        """The mean that a validation measures, where workers hold different parameters now."""
-        return Exchange(self._take_mean, self._parameter_bytes) if self.averager.is_apart else None
+        """The mean that a validation measures, where workers hold different parameters now, and the first worker's
+        running statistics."""
+        if not self.averager.is_apart and (self.place[1] == 1 or not self._buffers()):
+            return None
+        return Exchange(self._take_mean, self._mean_bytes)
 
-    @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Metrics of the mean of the workers; the worker's own parameters stay as they are."""
-        if self.measure is None or not self._mean:
-            return self.measure(self.samples) if self.measure else {}
-        parameters, mean, self._mean = self.averager.parameters, self._mean, []
-        own = [parameter.detach().clone() for parameter in parameters]
-        torch._foreach_copy_(parameters, mean)
-        metrics = self.measure(self.samples)
-        torch._foreach_copy_(parameters, own)
-        return metrics
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to validate on."""
+        return self.set_measure is not None
+
+    def measure(self) -> None:
+        """This worker's share of the validation set, on the mean of the workers; its own parameters stay as they
+        are."""
+        assert self.set_measure is not None
+        with self._holding_mean():
+            self._observed = self.set_measure.share(*self.place, self.averaged())
+
+    def gather_measured(self) -> Exchange:
+        """What all workers have measured, for the first one."""
+        return Exchange(self._gather, _no_bytes)
+
+    def conclude(self, chosen: bool = True) -> dict[str, float]:
+        """Metrics of the mean of the workers, on the first one; `chosen`: they count for the choice of the best."""
+        assert self.set_measure is not None
+        with self._holding_mean():
+            found = self.set_measure.conclude(
+                self._observed, self.samples if chosen else None, self.averaged()
+            )
+        self._observed, self._mean = [], []
+        return found
+
+    def _holding_mean(self) -> AbstractContextManager[None]:
+        held = [*self.averager.parameters, *self._buffers()]
+        return holding(held, self._mean) if self._mean else contextlib.nullcontext()
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """BatchNorm's and the like."""
+        return [buffer for buffer in self.module.buffers() if buffer is not None]
 
     def agree_to_end(self, ends: bool) -> Exchange:
         """The question to all workers whether a validation has ended the run."""
@@ -153,8 +181,17 @@ class LocalReplica(Stepper):
 
     @torch.no_grad()
     def _take_mean(self) -> Asking:
-        mean = yield Ask(self.averager.parameters, full=True)
-        self._mean = mean if self.measure is not None else []
+        parameters, buffers = self.averager.parameters, self._buffers()
+        mean = (yield Ask(parameters, full=True)) if self.averager.is_apart else [*parameters]
+        firsts = (yield Ask(buffers, first=True)) if buffers else []
+        self._mean = [tensor.detach().clone() for tensor in mean] + firsts
+
+    def _gather(self) -> Asking:
+        self._observed = yield Ask(part=self._observed)
+
+    def _mean_bytes(self) -> float:
+        buffers = sum(one.numel() * one.element_size() for one in self._buffers())
+        return buffers + (self._parameter_bytes() if self.averager.is_apart else 0.0)
 
     def _parameter_bytes(self) -> float:
         return float(sum(one.numel() * one.element_size() for one in self.averager.parameters))

@@ -13,13 +13,14 @@ from mpitrain.mpi.world import MpiWorld
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Turn
-from mpitrain.training.local_sgd.averager import Averager
+from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.checkpoints import copied
 from mpitrain.training.synchronous.launch import run_synchronous
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.trainer import Trainer, count_samples
+from mpitrain.training.validation_parts import gather_parts
 
 
 def run_local_sgd(session: Session) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class LocalSGDTrainer(Trainer):
         self.averager = Averager(self.module, self.optimizer, strategy)
         replica = LocalReplica(
             self.averager, self._parts, session.job, self.num_workers, session.catalogue.num_samples,
-            self.rank, session.runtime.where, self.measure, session.validation is not None,
+            self.rank, session.runtime.where, self.measure,
         )  # fmt: skip
         replica.train(self.module, self.rates, self._make_parallel() if strategy.start else None)
         replica.on_settled = self._settle
@@ -50,13 +51,18 @@ class LocalSGDTrainer(Trainer):
         """Run the worker's role to the end of the course, or until a gradient is not finite or the run is asked to
         end."""
         engine = self.session.runtime.engine
-        world = MpiWorld(engine, (), buffer_for=_no_payload, reduce=self.averager.reduce)
+        world = MpiWorld(engine, (), buffer_for=_no_payload, reduce=self._reduce)
         world.run(
             LocalSGDWorker(self.rank, self, self.stepper, self.meter, validations=self.validations).run()
         )
         self._remember()
         if self.stepper.ended:
             self.checkpoints.end_early(True, self.stepper.samples)
+
+    def _reduce(self, ask: Ask) -> Any:
+        if ask.part is not None:
+            return gather_parts(self.session.runtime, ask.part)
+        return self.averager.reduce(ask)
 
     def next(self) -> Turn | None:
         """The next step, or None at the end."""
@@ -78,7 +84,10 @@ class LocalSGDTrainer(Trainer):
         self.checkpoints.writer.wait()
         meter = self.meter if self.rank == 0 else None
         step = self._common["counts"]["step"]
-        return RecoveryState(step, self.stepper.failure, self._common, delay=self.delay, meter=meter)
+        return RecoveryState(
+            step, self.stepper.failure, self._common, delay=self.delay, meter=meter,
+            validating=self.validations.under_way,
+        )  # fmt: skip
 
     def _may_write_checkpoint(self) -> bool:
         return not self.averager.is_apart

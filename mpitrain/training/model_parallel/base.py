@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from mpitrain.errors import UsageError
+from mpitrain.job import EMA_PREFIX
 from mpitrain.messages import Lease
 from mpitrain.model.accumulation import LeaseReader, read_alike
 from mpitrain.model.ema import ema_of
 from mpitrain.model.flat import all_finite
-from mpitrain.model.loss import Tally
 from mpitrain.model.optimizer import Rates
 from mpitrain.reporting.targets import check_targets
 from mpitrain.strategies.model_parallel.base import Split
@@ -38,6 +38,8 @@ from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints
 from mpitrain.training.synchronous.stepper import Batch, Parts, Stepper
+from mpitrain.training.validation import Part, conclude, metrics_of
+from mpitrain.training.validation_parts import gather_parts
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -68,6 +70,7 @@ class SplitRun(Stepper):
             device,
         )
         self.rank = session.runtime.rank
+        self.metrics = metrics_of(job)
         self.replica, self.part = grid.place(self.rank)
         per_epoch = -(-num_samples // (job.step_samples * num_replicas))
         self.num_steps = session.overrides.steps or per_epoch * job.epochs
@@ -77,8 +80,9 @@ class SplitRun(Stepper):
 
     # ---- what subclasses do
 
-    def measure(self) -> dict[str, float]:
-        """Validation metrics, on every rank; collective."""
+    def observe(self, prefix: str = "") -> Part:
+        """What this rank's share of the validation set gives, where it is this rank's to report; collective. `prefix`:
+        of the names."""
         raise NotImplementedError
 
     def gather(self) -> dict[str, torch.Tensor]:
@@ -290,20 +294,36 @@ class SplitRun(Stepper):
     def _judged(self) -> dict[str, float]:
         metrics = self.measure()
         attempt(self.session.runtime, lambda: self.validations.check(metrics))
-        self.validations.take(metrics, self.samples, self.gather)
+        self.validations.take(metrics, self.samples, self._chosen)
         return metrics
+
+    def _chosen(self) -> dict[str, torch.Tensor]:
+        """The whole model, on rank 0, that the best metric was measured of; collective."""
+        best_by = self.session.job.best_by
+        if self.ema is None or best_by is None or not best_by.metric.startswith(EMA_PREFIX):
+            return self.gather()
+        with self.ema.swapped():
+            return {name: tensor.clone() for name, tensor in self.gather().items()}
 
     def _look_at_end(self) -> None:
         if self.validations.may_end:
             self.checkpoints.end_early(self.validations.over, self.samples)
 
-    def sum_up(self, own: Tally) -> dict[str, float]:
-        """Means over all samples of a validation, of which each rank has added up its own; collective."""
-        tally = Tally()
-        for sums in self.session.runtime.allgather(own.sums):
-            tally.merge(sums)
-        attempt(self.session.runtime, lambda: check_targets(self.session.job.target, tally.sums))
-        return tally.means()
+    def measure(self) -> dict[str, float]:
+        """Validation metrics, on every rank; collective."""
+        job, runtime = self.session.job, self.session.runtime
+        part = self.observe()
+        if self.ema is not None and job.validate_ema:
+            with self.ema.swapped():
+                part += self.observe(EMA_PREFIX)
+        rows = gather_parts(runtime, part)
+
+        def summed_up() -> dict[str, float]:
+            metrics = conclude(self.metrics, rows) if self.rank == 0 else {}
+            check_targets(job.target if self.rank == 0 else {}, metrics)
+            return metrics
+
+        return dict(runtime.broadcast(attempt(runtime, summed_up)))
 
     def _outcome(self) -> dict[str, Any]:
         self.checkpoints.writer.wait()

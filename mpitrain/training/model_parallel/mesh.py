@@ -23,7 +23,8 @@ from mpitrain.training.model_parallel.state_shards import local, whole_tensor
 from mpitrain.training.model_parallel.whole_matrices import check_muon, whole_matrices
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.stepper import Batch
-from mpitrain.training.validation import add_up, batches_of, losses_of, open_validation
+from mpitrain.training.validation import Part, batches_of, losses_of, observe, open_validation
+from mpitrain.training.validation_parts import buffers_of_first
 
 
 class MeshRun(SplitRun):
@@ -71,36 +72,47 @@ class MeshRun(SplitRun):
     def gradients(self) -> list[torch.Tensor]:
         return [local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
-    def measure(self) -> dict[str, float]:
+    def observe(self, prefix: str = "") -> Part:
         job = self.session.job
-        with open_validation(job, self.session.validation) as reader:
+        self._reshard()
+        buffers = buffers_of_first(self.session.runtime, self.module)
+        with open_validation(job, self.session.validation) as reader, buffers:
             batches = self._rounds(batches_of(job, reader))
-            own = ((batch, counts and self.reports_loss) for batch, counts in batches)
-            tally = add_up(self.module, own, self.device, lambda batch: losses_of(job, self.module, batch))
-        return self.sum_up(tally)
+            own = ((number if self.reports_loss else None, batch) for number, batch in batches)
+            part = observe(
+                self.module, own, self.device,
+                lambda batch: losses_of(job, self.metrics, self.module, batch), prefix=prefix,
+            )  # fmt: skip
+        if prefix:
+            self._reshard()
+        return part
 
-    def _rounds(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
-        """(batch, whether it is this rank's to count), equally many on all ranks: each share takes every
-        `num_replicas`-th batch, and in an incomplete last round those left over repeat its first."""
+    def _reshard(self) -> None:
+        """Forward passes have left parameters together, as they were then."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def _rounds(self, batches: Iterator[tuple[int, Batch]]) -> Iterator[tuple[int | None, Batch]]:
+        """(number, batch), equally many on all ranks: each share takes every `num_replicas`-th batch, and in an
+        incomplete last round those left over repeat its first, which does not count."""
         first: Batch = {}
-        own: Batch | None = None
+        own: tuple[int, Batch] | None = None
         number = -1
-        for number, batch in enumerate(batches):
+        for number, batch in batches:
             turn = number % self.num_replicas
             if turn == 0:
                 first, own = batch, None
             if turn == self.share:
-                own = batch
+                own = number, batch
             if turn == self.num_replicas - 1:
                 assert own is not None
-                yield own, True
+                yield own
         if (number + 1) % self.num_replicas:
-            yield (first, False) if own is None else (own, True)
+            yield (None, first) if own is None else own
 
     def gather(self) -> dict[str, torch.Tensor]:
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):  # validation has left its parameters together
-                part.reshard()
+        self._reshard()
         # torch warns of what a gathering over two dimensions costs; it happens once
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         whole = {}

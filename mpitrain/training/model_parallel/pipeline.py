@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from mpitrain.data.format.catalogue import OFFSETS
 from mpitrain.errors import UsageError
 from mpitrain.model.compiling import compile_in_place
+from mpitrain.model.metrics import Observed
 from mpitrain.model.pipeline_stages import Stage, keep_only, split_stages
 from mpitrain.model.precision import autocast_forward
 from mpitrain.model.step_hooks import check_whole
@@ -37,7 +38,7 @@ from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.ddp import data_parallel
 from mpitrain.training.synchronous.stepper import Batch, Parts
-from mpitrain.training.validation import add_up, batches_of, open_validation
+from mpitrain.training.validation import Part, batches_of, holding, observe, open_validation
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -110,8 +111,9 @@ class PipelineRun(SplitRun):
         self.forwarder = StageForward(self.module, mesh.get_group("part"), device)
         self.model: Any = self.module
         trains = any(parameter.requires_grad for parameter in self.module.parameters())
+        self.alike = mesh.get_group("replica")  # the ranks that hold the same stage
         if grid.num_replicas > 1 and trains:
-            self.model = data_parallel(self.module, mesh.get_group("replica"))
+            self.model = data_parallel(self.module, self.alike)
         self.schedules: dict[tuple[int, int], Any] = {}
         self.microbatches: list[Batch] = []
         self.weight, self.idle_s, self.busy_s = 1.0, 0.0, 0.0
@@ -193,22 +195,28 @@ class PipelineRun(SplitRun):
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.module.parameters() if p.grad is not None]
 
-    def measure(self) -> dict[str, float]:
+    def observe(self, prefix: str = "") -> Part:
         """Every pipeline validates its share of the batches."""
         job = self.session.job
 
-        def losses(batch: Batch) -> dict[str, Any]:
+        def losses(batch: Batch) -> Observed | None:
             _, output = self.forwarder.forward(model_inputs(job.loss, batch) if self.first else None)
             if not self.last:
-                return {}
-            metrics = call_with_output(job.metrics, output, batch) if job.metrics else {}
-            return {LOSS: call_with_output(job.loss, output, batch), **metrics}
+                return None
+            loss = call_with_output(job.loss, output, batch)
+            observed: Observed = call_with_output(self.metrics.observe, output, batch)
+            return Observed({LOSS: loss, **observed.means}, observed.kept)
 
-        with open_validation(job, self.session.validation) as reader:
+        # running statistics are each pipeline's own, and those that are saved are the first one's
+        buffers = [buffer for buffer in self.module.buffers() if buffer is not None]
+        values = [buffer.detach().clone() for buffer in buffers]
+        for value in values if self.grid.num_replicas > 1 else ():
+            dist.broadcast(value, self.grid.ranks[0][self.part], group=self.alike)
+        with open_validation(job, self.session.validation) as reader, holding(buffers, values):
             own = itertools.islice(batches_of(job, reader), self.replica, None, self.grid.num_replicas)
-            tally = add_up(self.module, ((batch, True) for batch in own), self.device, losses)
+            part = observe(self.module, own, self.device, losses, prefix=prefix)
         self.forwarder.finish()
-        return self.sum_up(tally)
+        return part
 
     def gather(self) -> dict[str, torch.Tensor]:
         held = self.stage.module.state_dict()

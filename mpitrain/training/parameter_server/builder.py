@@ -26,9 +26,11 @@ from mpitrain.model import (
     server_steps,
     shard_store,
 )
+from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import loss_scale
 from mpitrain.roles import FaultTolerantServer, SaveRequest, SavingServer, Worker
+from mpitrain.roles.divided_validation import Measures
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.protocols import CheckpointWriter, Report
 from mpitrain.strategies.base import ServerStrategy
@@ -174,11 +176,12 @@ class RoleBuilder:
         heartbeat_s: float = 0.0,
         signs: bool = True,
         validations: ValidationCadence | None = None,
+        measures: Measures | None = None,
     ) -> Worker:
         """The worker on `rank`.
 
         Args:
-            deliver, heartbeat_s, validations: as in `Worker`.
+            deliver, heartbeat_s, validations, measures: as in `Worker`.
             signs: whether workers that wait say so, where the strategy asks for that; nobody listens for it where
                 nobody can fall silent.
         """
@@ -199,8 +202,14 @@ class RoleBuilder:
             heartbeat_s=heartbeat_s,
             signs_s=SIGNS_S if strategy.blocks_apart and signs else 0.0,
             validations=validations,
+            measures=measures,
         )
 
     def buffer_for(self, server: int, kind: Kind) -> Any:
         """The buffer in which a worker receives the next message of the server on rank `server`."""
+        if kind in (Kind.UNIT, Kind.MEASURED):
+            return VariableBuffer()
+        if kind == Kind.AVERAGE:
+            layout = self.model.layout
+            return FixedBuffer(layout.size(self.roles.servers.index(server)), layout.dtype)
         return self.model.buffer_for(self.roles.servers.index(server), kind == Kind.FINAL)

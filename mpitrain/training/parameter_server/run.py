@@ -12,7 +12,9 @@ import torch
 from torch.optim import Optimizer
 
 from mpitrain.checkpoint import Checkpoint
+from mpitrain.messages import Kind
 from mpitrain.model import LocalSteps, Replica, check_optimizer, flat_model, reshard
+from mpitrain.model.buffers import VariableBuffer
 from mpitrain.model.flat import Layout, make_layout
 from mpitrain.model.step_hooks import StepHooks
 from mpitrain.roles import Server, Worker
@@ -21,7 +23,7 @@ from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import reshard_role
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.training.averaged_model import join_parts, save_part
-from mpitrain.training.deliver import finish_model
+from mpitrain.training.deliver import save_final
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
     Meter,
@@ -30,6 +32,7 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
+from mpitrain.training.measured_elsewhere import MeasuredByWorkers
 from mpitrain.training.parameter_server.builder import AnyStore, RoleBuilder
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
 from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
@@ -113,7 +116,11 @@ def _serve(
     emergency, role = shard_writer(session, server, store, writer, model.module)
     session.in_emergency(emergency)
     role = record(role, order)
-    counts = run_role(session, roles.workers, lambda source, kind: store.wire_buffer(), role, may_die=may_die)
+
+    def buffer_for(source: int, kind: Kind) -> Any:
+        return VariableBuffer() if kind in (Kind.DIVIDE, Kind.CLAIM) else store.wire_buffer()
+
+    counts = run_role(session, roles.workers, buffer_for, role, may_die=may_die)
     # one whose gradients were not finite has left in order
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}
@@ -170,16 +177,15 @@ def _work(
         validations = session.validations()
         measure = make_measure(job, model.module, session.validation, device, runtime.stamp, validations)
         index = session.roles.workers.index(runtime.rank)
-        replica = builder.replica(runtime.rank, optimizer, local, reader, measure)
+        replica = builder.replica(runtime.rank, optimizer, local, reader)
         worker = builder.worker(
             runtime.rank,
             replica,
             session.report,
-            lambda: finish_model(
-                session, replica, None if worker.stops_for_later else worker.progress, validations
-            ),
+            lambda: save_final(session, replica),
             heartbeat_s(session),
             validations=validations,
+            measures=MeasuredByWorkers(replica, measure, builder.num_workers) if measure else None,
         )
         writer = make_checkpoint_writer(
             session, f"worker-{index}", about_this_run, lambda: {"replica": replica.state()}

@@ -138,11 +138,12 @@ class Survivors:
 def agree_on_state(runtime: Runtime, mine: RecoveryState) -> RecoveryState:
     """Collective: what this rank goes on from, where everybody brings their own: those who are behind take the state of
     the first one who is not."""
-    everybody = runtime.allgather([mine.step, mine.failure])
-    newest = max(step for step, _ in everybody)
-    source = [step for step, _ in everybody].index(newest)
-    failure = next((failure for _, failure in everybody if failure), "")
-    if all(step == newest for step, _ in everybody):
+    everybody = runtime.allgather([mine.step, mine.failure, mine.validating])
+    mine = mine._replace(validating=everybody[0][2])  # the first reports it, and knows whether it has
+    newest = max(step for step, *_ in everybody)
+    source = [step for step, *_ in everybody].index(newest)
+    failure = next((failure for _, failure, _ in everybody if failure), "")
+    if all(step == newest for step, *_ in everybody):
         return mine._replace(failure=failure, own=mine.own_before)
     tree = share_tree(runtime, {"state": mine.state, "own": mine.own_before}, source)
     if mine.step == newest:

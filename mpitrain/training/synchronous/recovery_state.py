@@ -20,6 +20,7 @@ class RecoveryState(NamedTuple):
         state: `Trainer.state()`; of two ranks at the same step the same.
         own_before, own: the hook's state before the step under way, and now.
         delay, meter: go on counting.
+        validating: the samples at which a validation had begun that was not over; -1: none was under way.
     """
 
     step: int = -1
@@ -29,6 +30,7 @@ class RecoveryState(NamedTuple):
     own: dict[str, Any] | None = None
     delay: InjectedDelay | None = None
     meter: Meter | None = None
+    validating: int = -1
 
     def shares(self, num_workers: int) -> tuple[Any, list[Any], int]:
         """As `StepCheckpoints.restored_own`, where each of `num_workers` goes on with its own."""

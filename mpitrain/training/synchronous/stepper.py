@@ -28,7 +28,7 @@ from torch import nn
 
 from mpitrain.job import Job
 from mpitrain.model.accumulation import MeanLoss, scale_gradients
-from mpitrain.model.ema import ema_of
+from mpitrain.model.ema import Averaged, ema_of
 from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
@@ -280,6 +280,10 @@ class Stepper:
         """Set the learning rates of this step."""
         if self.schedule is not None:
             self.rates.set(self.schedule.factor(self.samples / self.epoch_samples, self.num_replicas))
+
+    def averaged(self) -> Averaged | None:
+        """What lets the module hold its average for a while, where validations measure that."""
+        return self.ema.swapped if self.ema is not None and self.job.validate_ema else None
 
     def update_ema(self) -> None:
         """All ranks hold the same update: the moving average of the weights follows."""

@@ -38,6 +38,7 @@ from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.stepper import Parts, Stepper
 from mpitrain.training.validation import make_measure
+from mpitrain.training.validation_parts import measure_together
 
 
 class Trainer:
@@ -64,9 +65,10 @@ class Trainer:
         self.limited = session.overrides.steps is not None
         self.delay = (kept and kept.delay) or InjectedDelay(session.straggler(), module.parameters())
         job = session.job
-        validation = session.validation if self.rank == 0 else None
         self.validations = session.validations(steps_end_it=True)
-        self.measure = make_measure(job, module, validation, device, session.runtime.stamp, self.validations)
+        self.measure = make_measure(
+            job, module, session.validation, device, session.runtime.stamp, self.validations
+        )
         self.stepper = self._make_stepper()
         self.hook: CodecHook | None = self.stepper.parallel.hook if self.stepper.parallel else None
         per_epoch = -(-session.catalogue.num_samples // (job.step_samples * self.num_workers))
@@ -97,6 +99,8 @@ class Trainer:
             self.stepper.failure, self.meter = kept.failure, kept.meter or self.meter
             self.checkpoints.go_on_from(self.stepper.samples)
         self._clock_validations()
+        if kept is not None and kept.validating == self.stepper.samples:
+            self.validations.repeat()
         self._own_before: dict[str, Any] = {}
         self.stepper.before_forward, self.stepper.before_update = self.delay.begin, self._before_update
         self._remember()
@@ -163,10 +167,12 @@ class Trainer:
         self.checkpoints.buffers.put_into(
             state["module"]
         )  # the forward pass of the step that failed has changed them
-        return RecoveryState(self.stepper.step, self.stepper.failure, state, before, own, self.delay, meter)
+        step, failure, validating = self.stepper.step, self.stepper.failure, self.validations.under_way
+        return RecoveryState(step, failure, state, before, own, self.delay, meter, validating)
 
     def run(self) -> None:
         """Epochs until all are done, `--steps` is reached, a step is not finite or the run is asked to end."""
+        self._look_at_validation(self.epoch + (not self.validations.policy.epochs))  # one that was broken off
         self._look_at_end()
         while self._goes_on:
             self._epoch()
@@ -250,14 +256,20 @@ class Trainer:
         return {"codec": {"name": str(self.hook.codec), **statistics}}
 
     def _look_at_validation(self, epoch: int) -> None:
-        """Validate, where it is time to; `epoch` is the one to report, counted from 1."""
-        measure, samples = self.measure, self.stepper.samples
-        if not self.validations.is_due(self.epoch, samples, time.monotonic()):
-            return
-        if measure is not None:
-            with trace.span("validate", trace.OTHER):
-                self.meter.validation(lambda: measure(samples), epoch, samples)
-        self._look_at_end()
+        """Validate together, where it is time to; `epoch` is the one to report, counted from 1."""
+        samples = self.stepper.samples
+        if self.validations.is_due(self.epoch, samples, time.monotonic()):
+            if self.measure is not None:
+                with trace.span("validate", trace.OTHER):
+                    self.meter.validation(lambda: self._measured(samples), epoch, samples)
+            self.validations.done()
+            self._look_at_end()
+
+    def _measured(self, samples: int | None) -> dict[str, float]:
+        """Figures of the model, on rank 0; collective."""
+        if self.measure is None:
+            return {}
+        return measure_together(self.session.runtime, self.measure, samples, self.stepper.averaged())
 
     def _look_at_end(self) -> None:
         if self.validations.may_end:
@@ -277,23 +289,28 @@ class Trainer:
         self.checkpoints.writer.wait()
         outcome["unwritten"] = self.checkpoints.writer.unwritten
         if self.rank == 0:
+            self._save()
+        metrics = self._measured(None if self.checkpoints.ended else self.stepper.samples)
+        if self.rank == 0:
             detail["checkpoints"] = self.checkpoints.writer.summary()
-            path = self.session.run_dir / MODEL_FILE
-            metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
-            save_model(self.module, path, metadata)
-            if self.stepper.ema is not None:
-                with self.stepper.ema.swapped():
-                    save_model(self.module, self.session.run_dir / EMA_MODEL_FILE, metadata)
             counts: dict[str, Any] = {
                 "accepted": self.stepper.step - self.stepper.nonfinite,
                 "nonfinite": self.stepper.nonfinite,
                 "samples_left_out": self.left_out,
             }
-            chosen_by = None if self.checkpoints.ended else self.stepper.samples
-            metrics = self.measure(chosen_by) if self.measure else {}
             counts |= self._counts() | self.validations.result()
-            outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": str(path)}
+            model = str(self.session.run_dir / MODEL_FILE)
+            outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": model}
         return outcome
+
+    def _save(self) -> None:
+        """The model, and the average of its weights, on rank 0."""
+        run_dir = self.session.run_dir
+        metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
+        save_model(self.module, run_dir / MODEL_FILE, metadata)
+        if self.stepper.ema is not None:
+            with self.stepper.ema.swapped():
+                save_model(self.module, run_dir / EMA_MODEL_FILE, metadata)
 
 
 def count_samples(leases: list[Lease]) -> int:

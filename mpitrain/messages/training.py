@@ -1,99 +1,14 @@
-"""The messages between roles: one class for each kind, with only the fields that this kind carries.
+"""The messages of training: workers to servers, servers to workers, and among peers.
 
-Invariants: a message never changes. How it travels is up to the world: `mpi/message_header.py` maps every class to the
-fields of one header, a virtual world hands over the object. A payload is opaque here: a world keeps it until it has
-been sent, then calls its `release()`; what a role receives it must release itself when it is done with it.
-
-Samples are counted as accepted by the dealing server, the server that deals the batches. A worker's `step` is how many
-pushes it has made, so it numbers its pushes from 0.
+Invariants: as of the package.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar
 
-
-class Kind(enum.IntEnum):
-    """What a message is on the wire. Append, never renumber."""
-
-    JOIN = 1
-    REPLY = 2
-    PUSH = 3
-    DONE = 4
-    FINAL = 5  # both the request and the model that answers it
-    NOTE = 6
-    PULL = 7
-    DIFFERENCE = 8
-    LOST = 9
-    IDLE = 10
-    WAKE = 11
-    UPDATE = 12
-    SUM = 13
-    MEAN = 14
-    ASK = 15
-    AGREED = 16
-    DELIVERED = 17
-    LEAVE = 18
-    SAVE = 19
-    ALIVE = 20
-    AWAY = 21
-    LAST = 22
-
-
-class Payload(Protocol):
-    """Bytes that a message carries beside its header."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the wire."""
-
-    def statistics(self) -> dict[str, float]:
-        """What the run's progress reports of them."""
-
-    def release(self) -> None:
-        """The holder no longer needs the bytes."""
-
-
-class Lease(NamedTuple):
-    """`num_samples` samples from position `start` of the global order of `epoch` (epochs count from 0): what one
-    push covers. `batch_size`: to be cut into batches of so many; 0: it is one batch.
-    """
-
-    epoch: int
-    start: int
-    num_samples: int
-    batch_size: int = 0
-
-    def batches(self) -> list[Lease]:
-        """The batches in it; the last one may be smaller."""
-        return self.cut(self.batch_size)
-
-    def cut(self, size: int) -> list[Lease]:
-        """It in leases of `size` samples, of which the last one may be smaller; 0: in one."""
-        size, end = size or self.num_samples, self.start + self.num_samples
-        return [Lease(self.epoch, at, min(size, end - at)) for at in range(self.start, end, size)]
-
-
-def num_parts(lease: Lease | None, size: int) -> int:
-    """In how many batches of at most `size` samples a lease is computed; 0: in one."""
-    return -(-lease.num_samples // size) if lease is not None and size else 1
-
-
-class CheckpointRequest(NamedTuple):
-    """When the next checkpoint is written.
-
-    at: samples at which every shard writes it; None: as soon as the dealing server can name that point, because the
-        sender has been asked to end.
-    final: the run ends with it; the dealing server decides so.
-    """
-
-    at: int | None = None
-    final: bool = False
-
-
-# ---- workers to servers
+from mpitrain.messages.common import CheckpointRequest, Kind, Lease, Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +189,6 @@ class Alive:
     kind: ClassVar[Kind] = Kind.ALIVE
 
 
-# ---- servers to workers
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A server's answer to a `Join`, `Push`, `Pull` or `Save`; sent unasked, it makes a worker begin its batch anew.
@@ -346,9 +258,6 @@ class Wake:
     kind: ClassVar[Kind] = Kind.WAKE
     stop: bool = False
     promoted: bool = False
-
-
-# ---- among peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,16 +344,3 @@ class Last:
 
     kind: ClassVar[Kind] = Kind.LAST
     step: int
-
-
-ToServer = (
-    Join | Push | Pull | Idle | Away | Save | Note | Done | FinalRequest | Delivered | Leave | Lost | Alive
-)
-ToWorker = Reply | Difference | Final | Wake | Alive
-AmongPeers = Update | Sum | Mean | Ask | Agreed | Last
-Message = ToServer | ToWorker | AmongPeers
-
-
-def payload_of(message: Message) -> Payload | None:
-    """The payload of a message that carries one."""
-    return message.payload if isinstance(message, Push | Answer | Final | Update | Sum | Mean) else None
