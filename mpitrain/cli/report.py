@@ -24,7 +24,12 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report", help="make a page of one or more runs", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="of a run, finished or not")
+    parser.add_argument(
+        "run_dirs",
+        metavar="RUN_DIR",
+        nargs="+",
+        help="of a run, finished or not, or of several runs",
+    )
     parser.add_argument(
         "-o", "--out", default="report.html", metavar="FILE", help="the page (default: report.html)"
     )

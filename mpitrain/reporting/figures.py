@@ -78,10 +78,10 @@ def shares(run: RunFiles) -> str:
 
 def worker_times(run: RunFiles) -> list[dict[str, Any]]:
     """Seconds of each worker's training by what they went into; `rest_s` is what is left of the run's training."""
-    whole = float(run.result.get("train_s") or 0.0)
+    whole = float(run.result.get("train_s") or run.result.get("virtual_s") or 0.0)
     found = []
-    for one in run.result.get("ranks") or ():
-        if one.get("role") != "worker" or "compute_s" not in one:
+    for one in run.result.get("ranks") or run.result.get("per_worker") or ():
+        if one.get("role", "worker") != "worker" or "compute_s" not in one:
             continue
         kept = one.get("checkpoints") or {}
         times = {
@@ -99,14 +99,16 @@ def _colours() -> Iterable[str]:
 
 
 def _pieces(rows: list[Row], x: str, value: str) -> Iterable[tuple[list[float], list[float]]]:
-    """Runs of points whose `x` grows; numbers only."""
+    """Runs of points between which training never went back to an earlier sample; numbers only."""
     xs: list[float] = []
     ys: list[float] = []
+    samples = 0.0
     for row in rows:
         at, y = row.get(x), row.get(value)
         if not isinstance(at, int | float) or not isinstance(y, int | float) or not math.isfinite(y):
             continue
-        if xs and at < xs[-1]:
+        before, samples = samples, float(row.get("samples") or 0)
+        if xs and (at < xs[-1] or samples < before):
             yield xs, ys
             xs, ys = [], []
         xs.append(float(at))

@@ -13,22 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.reporting import figures
+from mpitrain.reporting.figures import MOST_BARS
 from mpitrain.reporting.rows import metrics_in
 from mpitrain.reporting.run_files import Row, RunFiles, read_runs
+from mpitrain.reporting.traced_time import CATEGORIES
 
 MOST_EVENTS = 200
+LONG = 36  # texts that are longer may be broken anywhere
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd }
 table { border-collapse: collapse; margin: .6rem 0; font-size: .9rem; display: block; overflow-x: auto }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #eee; vertical-align: top }
-td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+td { font-variant-numeric: tabular-nums; white-space: nowrap }
+td.long { white-space: normal; overflow-wrap: anywhere; min-width: 20rem }
 .figures { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0; flex: 1 1 26rem; max-width: 34rem }
 figure svg { width: 100%; height: auto } figcaption { font-size: .85rem; color: #555 }
 .fail { color: #b00020; font-weight: 600 } .note { color: #555; font-size: .9rem }
 """
 # What a table of a run's figures shows first, in this order; the metrics stand between.
-_FIRST = ("status", "strategy", "workers", "servers", "nodes")
+_FIRST = ("status", "job", "strategy", "workers", "servers", "nodes")
 _THEN = (
     "samples_per_second", "train_s", "wall_s", "steps", "samples", "epochs", "batch_size", "accumulate", "precision",
     "seed", "staleness_mean", "staleness_max", "dropped", "late", "nonfinite", "failure",
@@ -50,7 +54,7 @@ def page(runs: Sequence[RunFiles]) -> str:
     """The whole page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = [f"<h1>{_text(title)}</h1>", *_state(runs), _summary(runs), *_curves(runs), *_staleness(runs)]
-    body += [*_times(runs), *_events(runs), *_differences(runs), *_environments(runs)]
+    body += [*_times(runs), *_traces(runs), *_events(runs), *_differences(runs), *_environments(runs)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body>\n'
@@ -69,8 +73,13 @@ def _text(value: Any) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = ["<tr>" + "".join(f"<th>{_text(one)}</th>" for one in head) + "</tr>"] if head else []
-    lines += ["<tr>" + "".join(f"<td>{_text(one)}</td>" for one in row) + "</tr>" for row in rows]
+    lines += ["<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows]
     return f"<table>{''.join(lines)}</table>"
+
+
+def _cell(value: Any) -> str:
+    text = _text(value)
+    return f'<td class="long">{text}</td>' if len(text) > LONG else f"<td>{text}</td>"
 
 
 def _figure(svg: str, caption: str) -> str:
@@ -87,7 +96,8 @@ def _state(runs: Sequence[RunFiles]) -> Iterable[str]:
             status = f"status={run.result.get('status')}, exit code {run.result.get('exit_code')}"
             yield f'<p class="fail">{_text(f"{run.name}: {status}: {why}")}</p>'
         if run.num_torn:
-            yield f'<p class="note">{_text(run.name)}: {run.num_torn} lines of metrics.jsonl could not be read.</p>'
+            lines = f"{run.num_torn} line{'s' * (run.num_torn > 1)}"
+            yield f'<p class="note">{_text(run.name)}: {lines} of metrics.jsonl could not be read.</p>'
         if any("virtual_s" in row for row in run.rows):
             yield f'<p class="note">{_text(run.name)} is a simulation: its seconds are virtual ones.</p>'
 
@@ -106,12 +116,19 @@ def _summary(runs: Sequence[RunFiles]) -> str:
     rows: list[list[Any]] = []
     metrics = dict.fromkeys(name for run in runs for name in _measured(run))
     for name in [*_FIRST, *metrics, *_THEN]:
-        values = [_measured(run).get(name, run.result.get(name, "")) for run in runs]
+        values = [_measured(run).get(name, _fact(run, name)) for run in runs]
         if any(value not in ("", None) for value in values):
             rows.append([name, *values])
     options = dict.fromkeys(name for run in runs for name in run.result.get("options") or {})
     rows += [[name, *((run.result.get("options") or {}).get(name, "") for run in runs)] for name in options]
     return _table(["", *(run.name for run in runs)], rows)
+
+
+def _fact(run: RunFiles, name: str) -> Any:
+    if name == "status" and not run.result:
+        return "not finished"
+    known = run.fact(name)
+    return "" if known is None else known
 
 
 def _curves(runs: Sequence[RunFiles]) -> Iterable[str]:
@@ -131,7 +148,7 @@ def _curves(runs: Sequence[RunFiles]) -> Iterable[str]:
     for name in names:
         for x, label in (("samples", "samples"), ("at_s", "seconds since the start")):
             svg = figures.curves(runs, validations, name, x, (label, name))
-            found.append(_figure(svg, f"{name} of validation, by {'samples' if x == 'samples' else 'time'}"))
+            found.append(_figure(svg, f"Validation: {name}, by {'samples' if x == 'samples' else 'time'}"))
     if any("samples_per_second" in row for run in runs for row in progress(run)):
         svg = figures.curves(
             runs, progress, "samples_per_second", "at_s", ("seconds since the start", "samples per second")
@@ -156,6 +173,32 @@ def _times(runs: Sequence[RunFiles]) -> Iterable[str]:
             found.append(_figure(figures.shares(run), f"{run.name}: the workers' time{some}"))
     if found:
         yield f'<h2>Where the time went</h2><div class="figures">{"".join(found)}</div>'
+
+
+def _traces(runs: Sequence[RunFiles]) -> Iterable[str]:
+    """The share of each category in the traced steps of each rank."""
+    traced = [(run, found) for run in runs if (found := run.traced())]
+    if not traced:
+        return
+    yield "<h2>Traced steps</h2>"
+    for run, found in traced:
+        if len(runs) > 1:
+            yield f"<h3>{_text(run.name)}</h3>"
+        names = [name for name in CATEGORIES if any(one.seconds[name] for one in found)]
+        rows = []
+        for one in found[:MOST_BARS]:
+            total = sum(one.seconds.values()) or 1.0
+            parts = [f"{100 * one.seconds[name] / total:.1f} %" for name in names]
+            rows.append([one.label, one.num_steps or "", _seconds(total / max(1, one.num_steps)), *parts])
+        yield _table(["rank", "steps", "a step, or all", *names], rows)
+    yield (
+        '<p class="note">Of the main thread of each rank; of a server, of the time that it has recorded. '
+        "chrome://tracing and ui.perfetto.dev open the files trace-rank-*.json of the run directory.</p>"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
 def _events(runs: Sequence[RunFiles]) -> Iterable[str]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.reporting.rows import METRICS_FILE, kind_of
+from mpitrain.reporting.rows import METRICS_FILE, SETTINGS, kind_of
+from mpitrain.reporting.traced_time import TracedTime, read_traces
 from mpitrain.system.run_directory import RUN_FILE, read_json
 
 Row = dict[str, Any]
@@ -41,25 +42,51 @@ class RunFiles:
         """Rows of progress, or of validations (the end of a run that was measured is one)."""
         return [row for row in self.rows if kind_of(row) == kind]
 
+    def fact(self, name: str) -> Any:
+        """Of the result; of a run that has none, of how it was last started. None where nothing is known."""
+        starts = [row for row in self.rows if row["event"] == "start"]
+        begun = {key: value for key, value in (starts[-1] if starts else {}).items() if key in SETTINGS}
+        return self.result.get(name, begun.get(name))
+
     def unusual(self) -> list[Row]:
         """What happened besides progress: starts after the first, faults, warnings, a failure."""
         starts = [row for row in self.rows if row["event"] == "start"]
         found = [row for row in self.rows if row["event"] not in _USUAL]
         found += [row | {"event": "started again"} for row in starts[1:]]
-        found += [row for row in self.rows if row["event"] == "end" and row.get("failure")]
+        ends = [row for row in self.rows if row["event"] == "end" and row.get("failure")]
+        found += [
+            {"event": "failed", "at_s": row["at_s"], "samples": row.get("samples"), "failure": row["failure"]}
+            for row in ends
+        ]
         return sorted(found, key=lambda row: float(row["at_s"]))
+
+    def traced(self) -> list[TracedTime]:
+        """Where the time of its traced steps went, by rank."""
+        return read_traces(self.folder)
 
 
 def read_runs(folders: list[Path]) -> list[RunFiles]:
-    """The runs in these directories, in the order given.
+    """The runs in these directories, in the order given; a directory of run directories stands for all of them.
 
     Raises:
         UsageError: a directory is not there, or holds no run.
     """
+    folders = [one for folder in folders for one in _runs_in(folder)]
     names = [folder.resolve().name for folder in folders]
     return [
         _read(folder, name if names.count(name) == 1 else str(folder)) for folder, name in zip(folders, names)
     ]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The directory, or, where it holds no run itself, those in it that do, as a sweep has left them."""
+    if _holds_run(folder) or not folder.is_dir():
+        return [folder]
+    return sorted(one for one in folder.iterdir() if one.is_dir() and _holds_run(one)) or [folder]
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / METRICS_FILE).exists() or (folder / "result.json").exists()
 
 
 def _read(folder: Path, name: str) -> RunFiles:
@@ -69,8 +96,8 @@ def _read(folder: Path, name: str) -> RunFiles:
     result = read_json(folder / "result.json") or {}
     if not rows and not result:
         raise UsageError(
-            f"{folder} holds no run: it has neither metrics.jsonl nor result.json; give the directory that the run has "
-            "printed as run_dir"
+            f"{folder} holds no run, nor does a directory in it: there is neither metrics.jsonl nor result.json; give "
+            "the directory that the run has printed as run_dir"
         )
     started, environment = (read_json(folder / file) or {} for file in (RUN_FILE, "env.json"))
     return RunFiles(name, folder, tuple(rows), num_torn, result, started, environment)

@@ -209,7 +209,9 @@ class Trace:
         ]
         for thread, number in threads.items():
             rows.append(self._about("thread_name", {"name": self._thread_names[thread]}, number))
-        for event in sorted(self.events, key=lambda event: (event.began_s, -event.ended_s)):
+        # of two of the same length the one that ended last is the outer one
+        latest_first = list(reversed(self.events))
+        for event in sorted(latest_first, key=lambda event: (event.began_s, -event.ended_s)):
             began, ended = self._microseconds(event.began_s), self._microseconds(event.ended_s)
             row: dict[str, Any] = {"name": event.name, "cat": event.category, "pid": self.rank}
             if event.flight < 0:

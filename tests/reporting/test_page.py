@@ -232,3 +232,49 @@ def test_without_matplotlib_the_way_out_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'mpitrain\[plot\]'"):
         write_page([write_run(tmp_path / "run", result={})], tmp_path / "report.html")
+
+
+def test_a_run_that_was_killed_is_shown_by_what_it_was_started_with(tmp_path: Path) -> None:
+    start = {
+        "event": "start",
+        "t": 0.0,
+        "job": "digits",
+        "strategy": "async()",
+        "workers": 4,
+        "samples": 1000,
+    }
+    rows = [start, {"event": "progress", "t": 1.0, "step": 1, "samples": 10, "loss": 2.0}]
+    found = Tables(page(read_runs([write_run(tmp_path / "killed", rows)])))
+    assert found.row("status") == ["not finished"] and found.row("job") == ["digits"]
+    assert found.row("strategy") == ["async()"] and found.row("workers") == ["4"]
+    assert not [row for row in found.rows if row and row[0] == "samples"]  # those of the data, in this row
+
+
+def test_a_directory_of_runs_stands_for_all_of_them(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write_run(tmp_path / name)
+    (tmp_path / "notes").mkdir()
+    assert [run.name for run in read_runs([tmp_path])] == ["a", "b"]
+
+
+def test_the_traced_steps_are_added_up_by_category(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "traced")
+    job = toy.make_job(trace="steps=1:3", validate=toy.Memory())
+    simulate(job, Async(), workers=2, run_dir=str(folder), quiet=True)
+    (folder / "trace-rank-9.json").write_text('{"traceEvents": [')
+    assert [one.label for one in read_runs([folder])[0].traced()] == [
+        "rank 0 (server, virtual)", "rank 1 (worker, virtual)", "rank 2 (worker, virtual)",
+    ]  # fmt: skip
+    text = page(read_runs([folder]))
+    row = Tables(text).row("rank 1 (worker, virtual)")
+    shares = [float(cell.split()[0]) for cell in row[2:] if cell.endswith("%")]
+    head = next(cells for cells in Tables(text).rows if cells[:2] == ["rank", "steps"])
+    assert float(dict(zip(head[1:], row, strict=True))["compute"].split()[0]) > 50 and "other" not in head
+    assert row[0] == "2" and sum(shares) == pytest.approx(100, abs=0.3) and "Traced steps" in text
+
+
+def test_a_line_is_broken_where_training_went_back_also_by_time(tmp_path: Path) -> None:
+    rows = [
+        {"at_s": float(at), "samples": samples, "loss": 1.0} for at, samples in enumerate((10, 20, 10, 20))
+    ]
+    assert [len(xs) for xs, _ in figures._pieces(rows, "at_s", "loss")] == [2, 2]

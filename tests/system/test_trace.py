@@ -50,6 +50,16 @@ def test_only_these_steps_are_recorded_and_the_file_is_there_when_they_are_over(
     assert spans(events, "outer")[0]["args"] == {"samples": 3}
 
 
+def test_of_two_spans_of_one_length_the_outer_one_comes_first(tmp_path):
+    now = [0.0]
+    made = start(tmp_path, clock=lambda: now[0])
+    trace.begin_step(2)
+    with trace.span("outer", trace.COMPUTE), trace.span("inner", trace.READ):
+        now[0] += 1.0
+    trace.finish()
+    assert [event["name"] for event in spans(read_trace(made.path))] == ["step 2", "outer", "inner"]
+
+
 def test_a_run_that_ends_within_the_steps_leaves_what_there_is(tmp_path):
     start(tmp_path)
     trace.begin_step(3)
