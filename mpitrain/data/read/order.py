@@ -18,6 +18,7 @@ SeedSequence, whose streams numpy promises never to change (it does not promise 
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Sequence
 
@@ -74,6 +75,7 @@ class EpochOrder:
         self.num_samples = int(ends[-1])
         # starts[w] is the first position of window w, and starts[-1] the end of the epoch
         self._starts = np.concatenate(([0], ends[window_chunks - 1 : -1 : window_chunks], [self.num_samples]))
+        self._edges: list[int] = self._starts.tolist()  # a search in it costs a tenth
         self._window = functools.lru_cache(maxsize=2)(self._permute_window)
 
     @property
@@ -82,7 +84,11 @@ class EpochOrder:
 
     def window_of(self, position: int) -> int:
         """The window that a position lies in."""
-        return int(np.searchsorted(self._starts, position, side="right")) - 1
+        return bisect.bisect_right(self._edges, position) - 1
+
+    def end_of(self, window: int) -> int:
+        """The position behind a window."""
+        return self._edges[window + 1]
 
     def chunks_of(self, window: int) -> IntArray:
         """The chunks of a window; none after the last."""
@@ -118,7 +124,7 @@ class EpochOrder:
             )
         pieces = []
         for window in range(self.window_of(start), self.num_windows):
-            first, end = int(self._starts[window]), int(self._starts[window + 1])
+            first, end = self._edges[window], self._edges[window + 1]
             if first >= start + count:
                 break
             chunks, rows = self._window(window)

@@ -20,6 +20,8 @@ from mpitrain.data.read.prefetch import Batch, ReadAhead, Store
 from mpitrain.data.read.transform import Transform, transformed
 from mpitrain.errors import UsageError
 
+PIECE_BYTES = 1 << 20  # of small batches that are gathered together
+LEAST_TOGETHER = 2  # of them, or each is gathered alone
 Run = tuple[int | None, int, int]  # epoch (None: the order of the files), start, count
 
 __all__ = ["Batch", "ChunkReader", "Reader", "Source", "Store"]
@@ -99,6 +101,11 @@ class ChunkReader(Reader):
         self._ahead = ReadAhead(store)
         weakref.finalize(self, self._ahead.close)  # a reader that nobody closed ends its thread as well
         self._followed: Hashable = None
+        self._end: tuple[int | None, int] = (None, 0)  # of the batch before
+        self._piece: tuple[Run, Batch] | None = (
+            None  # positions that were gathered together, for small batches
+        )
+        self._is_fixed = not any(spec.variable for spec in catalogue.arrays.values())
 
     @property
     def memory_bytes(self) -> int:
@@ -107,9 +114,10 @@ class ChunkReader(Reader):
             slots * chunk_bytes + 4 * batch_bytes + 80 * window_samples + 96 * num_chunks
 
         With W = window_chunks, there are slots = 2 W + 2 places for decoded chunks (W + 1 where 2 W + 2 pass 256
-        MiB), chunk_bytes and batch_bytes count all arrays, batch_bytes is of the largest batch so far; the rest are
-        the order's own tables. Two of the four batches are those in the caller's hands: batches that it keeps
-        besides are its own. Beyond this HDF5 holds one encoded chunk and the descriptions of at most 32 open files.
+        MiB), chunk_bytes and batch_bytes count all arrays, batch_bytes is of the largest batch so far (small ones are
+        gathered several together, up to 1 MiB); the rest are the order's own tables. Two of the four batches are those
+        in the caller's hands: batches that it keeps besides are its own. Beyond this HDF5 holds one encoded chunk and
+        the descriptions of at most 32 open files.
         """
         return self._store.memory_bytes + self.order.memory_bytes
 
@@ -120,8 +128,10 @@ class ChunkReader(Reader):
         return batch
 
     def prefetch(self, epoch: int, start: int, count: int) -> None:
+        if self._closed or self._holds((epoch, start, count)):
+            return
         order = self.order.epoch(epoch)
-        if self._closed or not 0 <= start < start + count <= order.num_samples:
+        if not 0 <= start < start + count <= order.num_samples:
             return
         if self._followed != (epoch, order.window_of(start)):
             self._ahead.follow(())  # what was wanted until here may not be wanted any more
@@ -142,9 +152,46 @@ class ChunkReader(Reader):
 
     def _take(self, run: Run) -> Batch:
         self._check_open()
-        expected = self._ahead.claim(run)
-        found = self._store.gather(*self._locate(run)) if expected is None else expected.result()
+        found = self._cut(run)
+        if found is None:
+            expected = self._ahead.claim(run)
+            found = self._gather(run) if expected is None or not expected.is_large else expected.result()
+        self._end = run[0], run[1] + run[2]
         return self._transformed(run, found) if self.transforms else found
+
+    def _gather(self, run: Run) -> Batch:
+        """The batch; where it is small and follows the one before, gathered together with those that come next."""
+        epoch, start, count = run
+        self._piece = None
+        together = 0
+        if self._is_fixed and epoch is not None and self._end == (epoch, start) and count:
+            order = self.order.epoch(epoch)
+            room = min(PIECE_BYTES // self._store.sample_bytes, order.end_of(order.window_of(start)) - start)
+            together = room // count * count
+        if together < LEAST_TOGETHER * count:
+            return self._store.gather(*self._locate(run))
+        whole = (epoch, start, together)
+        self._piece = whole, self._store.gather(*self._locate(whole))
+        cut = self._cut(run)
+        assert cut is not None
+        return cut
+
+    def _holds(self, run: Run) -> bool:
+        """Whether the piece that is here has all of a run."""
+        if self._piece is None:
+            return False
+        epoch, first, count = self._piece[0]
+        return run[0] == epoch and first <= run[1] and run[1] + run[2] <= first + count
+
+    def _cut(self, run: Run) -> Batch | None:
+        """The batch as a part of the piece that is here; None if it is not in it."""
+        if self._piece is None or not self._holds(run):
+            return None
+        (_, first, count), batch = self._piece
+        begin, end = run[1] - first, run[1] - first + run[2]
+        if end == count:  # the caller alone holds its memory from here on
+            self._piece = None
+        return {name: tensor[begin:end] for name, tensor in batch.items()}
 
     def _locate(self, run: Run) -> tuple[IntArray, IntArray]:
         epoch, start, count = run
@@ -166,6 +213,7 @@ class ChunkReader(Reader):
 
     def close(self) -> None:
         super().close()
+        self._piece = None
         self._ahead.close()
         self._store.close()
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from mpitrain.data.format.catalogue import OFFSETS, Catalogue
 from mpitrain.data.format.chunk_lengths import ChunkLengths
 from mpitrain.data.format.layout import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
+from mpitrain.data.read import unlocked
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.read.stage import staged
 from mpitrain.errors import DataError
@@ -95,7 +96,7 @@ class ShardFiles:
             if problem := lengths.check(first, len(into)):
                 raise DataError(f"{where.describe(name)}: {problem}; {PACK_AGAIN}")
             space.select_hyperslab((first,) + (0,) * (into.ndim - 1), into.shape)
-            dataset.read(h5s.create_simple(into.shape), space, into, self._types[name])
+            unlocked.read(dataset, h5s.create_simple(into.shape), space, into, self._types[name])
         except (OSError, RuntimeError) as error:
             raise DataError(
                 f"{where.describe(name)} {_what_failed(shard.file, name, error)}; {PACK_AGAIN}"
