@@ -234,14 +234,11 @@ FEATURES = (
         "clip_norm",
         {"clip_norm": 0.05},
         (
-            Row(_MEAN, "the mean gradient of all workers, once an update"),
-            *_OWN_ROWS,
             Row(
-                ("sync(servers=2)", "backup(servers=2)"),
-                "each server holds a part of the mean gradient and does not know its norm; use `servers=1`, or "
-                '`optimizer="worker"`',
-                "the norm of the whole mean gradient",
+                (*_MEAN, "sync(servers=2)", "backup(servers=2)"),
+                "the mean gradient of all workers, once an update; several servers exchange the norms of their parts",
             ),
+            *_OWN_ROWS,
             _CORRECTED,
         ),
     ),

@@ -14,6 +14,7 @@ from mpitrain.messages import (
     Difference,
     Divide,
     Done,
+    Ended,
     Final,
     FinalRequest,
     Idle,
@@ -26,7 +27,9 @@ from mpitrain.messages import (
     Measured,
     Message,
     Note,
+    Ordered,
     Over,
+    PartialNorm,
     Pull,
     Push,
     Reply,
@@ -96,6 +99,9 @@ MESSAGES: tuple[Message, ...] = (
     Measured(2, 5, PAYLOAD),
     AskAverage(9),
     Average(41, PAYLOAD),
+    PartialNorm(7, 0.75),
+    Ended(),
+    Ordered(3, "silent"),
 )
 
 

@@ -15,6 +15,9 @@ from mpitrain.messages.common import Kind as Kind
 from mpitrain.messages.common import Lease as Lease
 from mpitrain.messages.common import Payload as Payload
 from mpitrain.messages.common import num_parts as num_parts
+from mpitrain.messages.servers import Ended as Ended
+from mpitrain.messages.servers import Ordered as Ordered
+from mpitrain.messages.servers import PartialNorm as PartialNorm
 from mpitrain.messages.training import Agreed as Agreed
 from mpitrain.messages.training import Alive as Alive
 from mpitrain.messages.training import Answer as Answer
@@ -69,7 +72,8 @@ ToServer = (
 )
 ToWorker = Reply | Difference | Final | Wake | Alive | Assist | Unit | Measured | Average
 AmongPeers = Update | Sum | Mean | Ask | Agreed | Last
-Message = ToServer | ToWorker | AmongPeers
+AmongServers = PartialNorm | Ordered | Ended
+Message = ToServer | ToWorker | AmongPeers | AmongServers
 
 
 _WITH_PAYLOAD = Push | Answer | Final | Update | Sum | Mean | Divide | Claim | Unit | Measured | Average

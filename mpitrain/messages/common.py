@@ -42,6 +42,9 @@ class Kind(enum.IntEnum):
     MEASURED = 28
     ASK_AVERAGE = 29
     AVERAGE = 30
+    PARTIAL_NORM = 31
+    ENDED = 32
+    ORDERED = 33
 
 
 class Payload(Protocol):

@@ -43,7 +43,7 @@ class ShardStore:
             touched.
         push_wire, reply_wire: numbers on the wire; push_codec, reply_codec: what codes them, as in `ServerStrategy`.
         damping: where it corrects gradients elementwise, what each worker read is kept here for it.
-        clipping: of the mean gradient; by norm only where this shard is all of it.
+        clipping: of the mean gradient.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class ShardStore:
         ema: float | None = None,
     ):
         check_elementwise(prototype)
-        assert clipping.norm is None or layout.num_shards == 1, "the norm of a shard is not the gradient's"
         self._clipping, self._pieces = clipping, layout.pieces(shard)
         self.pool = BufferPool(layout.size(shard), layout.dtype)
         self.arrivals = self._pool_for(push_wire)
@@ -89,6 +88,7 @@ class ShardStore:
         self._weights: list[float] = []  # of what is gathered, times its share
         self._shares: list[float] = []
         self._unit = 1.0
+        self._mean_rate: float | None = None  # what is gathered is a mean already, for a step at this rate
 
     def begin_with(self, states: list[dict[str, Any]]) -> None:
         """Start from this state of the optimizer, one a slice of the shard; empty where there is none."""
@@ -167,8 +167,18 @@ class ShardStore:
         self._gathered.body.add_(payload.body, alpha=weight)
         payload.release()
 
-    def apply(self) -> None:
-        """One optimizer step with the mean of what was gathered: sum(weight * share * gradient) / sum(share)."""
+    def mean_squares(self) -> float:
+        """Make what was gathered the mean that `apply` uses; returns the sum of its squares."""
+        assert self._gathered is not None, "the mean of no gradient"
+        gradient = self._gathered.body
+        rate = self._mean_rate = self._to_mean(gradient)
+        scale = self._scale_of(rate)
+        norms = torch._foreach_norm(self._by_parameter(gradient))
+        return sum(float(norm) ** 2 for norm in norms) / scale**2 if scale else 0.0
+
+    def apply(self, norm: float | None = None) -> None:
+        """One optimizer step with the mean of what was gathered: sum(weight * share * gradient) / sum(share). `norm`:
+        of the whole gradient, of which this shard's is a part."""
         gathered, before = self._gathered, self.live.hold()
         assert gathered is not None, "apply without a gradient"
         watching = self.correction is not None and self.correction.watches_updates
@@ -177,7 +187,7 @@ class ShardStore:
         self._options.apply(len(self._weights))
         if self._factor is not None:  # the job's own schedule has the last word, as it has without servers
             self._rates.set(self._factor)
-        rate, decay = self._scale(gathered.body)
+        rate, decay = self._scale(gathered.body, norm)
         for parameter, (start, stop) in zip(self._parameters, self._slices, strict=True):
             parameter.grad = gathered.body[start:stop]
         try:
@@ -195,30 +205,46 @@ class ShardStore:
             self._reply = None
         if self.ema is not None:
             self.ema.update()
-        self._gathered = None
+        self._gathered = self._mean_rate = None
         self._weights.clear()
         self._shares.clear()
 
-    def _scale(self, gradient: torch.Tensor) -> tuple[float, float]:
-        """Make the gathered sum what the optimizer is to see; returns the factors on its learning rate and its weight
-        decay."""
+    @property
+    def _is_proportional(self) -> bool:
+        """Whether a step is proportional to its gradient."""
+        return isinstance(self.optimizer, torch.optim.SGD)
+
+    def _scale_of(self, rate: float) -> float:
+        """By how much a gradient is multiplied that is to be used at `rate` times the learning rate."""
+        return rate if self._is_proportional else 1.0
+
+    def _by_parameter(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        return [gradient[at : at + stop - start] for _, start, stop, at in self._pieces]
+
+    def _to_mean(self, gradient: torch.Tensor) -> float:
+        """Make the gathered sum the mean, multiplied as `_scale_of` says; returns the factor on the rate."""
         count, total, shares = len(self._weights), sum(self._weights), sum(self._shares)
-        proportional = isinstance(self.optimizer, torch.optim.SGD)
         if not total:  # no sample of any of them counts
             factor = 0.0
-        elif proportional:
+        elif self._is_proportional:
             factor = total / shares if count == 1 else 1.0 / shares  # a single one has not met its weight yet
         else:
             factor = 1.0 if count == 1 else 1.0 / total
         if factor != 1.0:
             gradient.mul_(factor)
-        rate = total / shares if shares else 1.0
+        return total / shares if shares else 1.0
+
+    def _scale(self, gradient: torch.Tensor, norm: float | None) -> tuple[float, float]:
+        """Make the gathered sum what the optimizer is to see; returns the factors on its learning rate and its weight
+        decay. `norm`: as for `apply`."""
+        rate = self._to_mean(gradient) if self._mean_rate is None else self._mean_rate
         if self._clipping:
-            by_parameter = [gradient[at : at + stop - start] for _, start, stop, at in self._pieces]
-            self._clipping.clip(by_parameter, scale=rate if proportional else 1.0)
+            scale = self._scale_of(rate)
+            total = None if norm is None else torch.tensor(norm * scale, dtype=torch.float64)
+            self._clipping.clip(self._by_parameter(gradient), scale, total)
         if self.correction and self.correction.scales:  # decay is in the gradient, scaled with it
-            return (1.0 if proportional else rate), 0.0
-        return (1.0, rate) if proportional else (rate, 1.0)
+            return (1.0 if self._is_proportional else rate), 0.0
+        return (1.0, rate) if self._is_proportional else (rate, 1.0)
 
     def _move_to(self, fresh: FixedBuffer) -> None:
         fresh.body.copy_(self.live.body)

@@ -33,6 +33,7 @@ from mpitrain.messages import (
     Difference,
     Divide,
     Done,
+    Ended,
     Final,
     FinalRequest,
     Idle,
@@ -46,7 +47,9 @@ from mpitrain.messages import (
     Measured,
     Message,
     Note,
+    Ordered,
     Over,
+    PartialNorm,
     Payload,
     Pull,
     Push,
@@ -115,6 +118,9 @@ _TABLE: dict[type[Message], str] = {
     Unit: "samples=number batches=unit payload",
     Measured: "samples=number batches=unit payload",
     Average: "version payload",
+    PartialNorm: "version=update loss=squares",
+    Ended: "",
+    Ordered: "step=worker text=how",
 }
 
 

@@ -33,6 +33,7 @@ from mpitrain.effects import (
 from mpitrain.errors import WireError
 from mpitrain.messages import (
     Alive,
+    AmongServers,
     Answer,
     Assist,
     Average,
@@ -386,7 +387,7 @@ def _handling(answer: Any) -> AbstractContextManager[None]:
     return trace.span(name, trace.SERVER if isinstance(answer[1], Push) else trace.OTHER)
 
 
-_WITHOUT_STEP = Note | Wake | Lost | Alive | Assist | Unit | Measured
+_WITHOUT_STEP = Note | Wake | Lost | Alive | Assist | Unit | Measured | AmongServers
 
 
 def _step_after(message: Message, before: int) -> int:

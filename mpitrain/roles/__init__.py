@@ -4,8 +4,9 @@ in here.
 
 from mpitrain.roles.save_request import SaveRequest
 from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
+from mpitrain.roles.server.norm_exchange import ClippingServer
 from mpitrain.roles.server.server import Server
 from mpitrain.roles.server.user_checkpoints import SavingServer
 from mpitrain.roles.worker import Worker
 
-__all__ = ["SaveRequest", "SavingServer", "Server", "FaultTolerantServer", "Worker"]
+__all__ = ["SaveRequest", "SavingServer", "Server", "ClippingServer", "FaultTolerantServer", "Worker"]

@@ -279,12 +279,6 @@ class ServerStrategy(Strategy):
     def why_not_clipped(self, by_norm: bool) -> str:
         if not self.clips_mean:
             return ""
-        if by_norm and self.servers > 1:
-            return (
-                "clip_norm needs the norm of the whole mean gradient, of which each of the "
-                f'{self.servers} servers holds a part; use servers=1, or optimizer="worker", which clips each '
-                "worker's own gradient"
-            )
         if self.damping.corrects:
             return (
                 f"{self.damping.name} changes gradients before their mean is clipped, and here no gradient is ever "

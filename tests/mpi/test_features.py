@@ -54,6 +54,7 @@ NORMED = {
     "normed, thrice": _NORMED | {"accumulate": 3},
 }
 IN_BFLOAT16 = {"model": "normed", "sync_batchnorm": True, "precision": "bfloat16"}
+SERVED = {"sync(servers=2)": ("norm", "both"), "backup(spare=0,servers=3)": ("norm",)}
 NORMED_ON = ("allreduce()", "sharded()")
 # the last one needs four ranks
 WHOLE = ("allreduce()", "sharded()", "pipeline(microbatches=3)", "tensor()", "sharded(replicas=2)")
@@ -73,6 +74,7 @@ def four(tmp_path_factory):
     runs = {cell_name(feature.name, text): (text, feature.fields) for feature, text in real}
     runs |= {cell_name("none", text): (text, {}) for _, text in real}
     runs |= {f"{text} {how}": (text, fields) for text in NORMED_ON for how, fields in NORMED.items()}
+    runs |= {f"{text} {how}": (text, CLIPPED[how]) for text, limits in SERVED.items() for how in limits}
     runs["cell normed in bfloat16"] = (NORMED_ON[0], IN_BFLOAT16)
     return launch(
         tmp_path_factory.mktemp("four"), 4, runs | clipped(ON_FOUR) | accumulated(IN_BATCHES_ON_FOUR)
@@ -132,9 +134,19 @@ def test_what_the_table_says_of_a_feature_under_a_strategy_is_so(feature, row, t
     assert not feature.changes_model or not same_model(*(run / "model.safetensors" for run in runs))
 
 
-@pytest.mark.parametrize("how", ["norm", "value", "both", "one cycle", "warm up"])
+TOGETHER = [*(("two", text) for text in WHOLE[:-1]), *(("four", text) for text in ON_FOUR)]
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "text"), [*(("two", text) for text in WHOLE[:-1]), *(("four", text) for text in ON_FOUR)]
+    ("num_ranks", "text", "how"),
+    [
+        *(
+            (number, text, how)
+            for number, text in TOGETHER
+            for how in ("norm", "value", "both", "one cycle", "warm up")
+        ),
+        *(("four", text, how) for text, limits in SERVED.items() for how in limits),
+    ],
 )
 def test_all_ranks_together_clip_and_schedule_as_one_process_with_the_whole_batch(
     num_ranks, text, how, request

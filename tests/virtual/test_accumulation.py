@@ -48,8 +48,7 @@ def both(tmp_path, strategy, batches, size, workers=3, **changes):
     ("strategy", "clipped"),
     [
         *((strategy, {}) for strategy in LOCKSTEP),
-        # several servers do not know the norm
-        *((strategy, {"clip_norm": 0.3}) for strategy in LOCKSTEP if strategy.num_servers() == 1),
+        *((strategy, {"clip_norm": 0.3}) for strategy in LOCKSTEP),
     ],
     ids=str,
 )

@@ -15,16 +15,34 @@ from hypothesis import strategies as st
 
 from mpitrain.effects import Break, Send, Sleep
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles import FaultTolerantServer, Worker
-from mpitrain.strategies import Elastic
+from mpitrain.roles import ClippingServer, FaultTolerantServer, Worker
+from mpitrain.strategies import Backup, BySpeed, Elastic, Sync
 from mpitrain.strategies.placement import assign
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.virtual import Constant, VirtualWorld
-from tests.virtual.course import COURSE, on_servers
+from tests.virtual.course import COURSE as ALL_COURSE
+from tests.virtual.course import on_servers
 from tests.virtual.worlds import NumberReplica, NumberStore, Shuffled, by_batch
 
 WORKERS, SAMPLES, BATCH, EPOCHS = 3, 11, 1, 2
 DISCARDING = ("backup", "drop")
+
+
+class ClippedSync(Sync):
+    """Whose servers exchange norms, where there are several."""
+
+
+class ClippedBackup(Backup):
+    """The same."""
+
+
+# beside the course of all: servers that wait for one another, too
+COURSE = ALL_COURSE | {
+    "sync, clipped": lambda n: ClippedSync(),
+    "sync, by speed, clipped": lambda n: ClippedSync(batching=BySpeed()),
+    "backup, one, clipped": lambda n: ClippedBackup(spare=min(1, n - 1)),
+    "backup, all but one, clipped": lambda n: ClippedBackup(spare=n - 1),
+}
 
 
 class CountingStore(NumberStore):
@@ -34,11 +52,21 @@ class CountingStore(NumberStore):
         share = strategy.share(num_workers) if isinstance(strategy, Elastic) else None
         super().__init__(1.0 if strategy.optimizer == "worker" else 0.25, share=share)
         self.rows = Counter()
+        self.norms = []
 
     def add(self, worker, payload, weight, share=1.0):
         lease = payload.lease
         self.rows.update((lease.epoch, lease.start + i) for i in range(lease.num_samples))
         super().add(worker, payload, weight, share)
+
+    def mean_squares(self):
+        return (self._total / self._shares) ** 2
+
+    def apply(self, norm=None):
+        if norm is not None:
+            assert norm >= abs(self._total / self._shares) * (1 - 1e-12)
+            self.norms.append(norm)
+        super().apply()
 
 
 class Disk:
@@ -134,7 +162,10 @@ def run(
         dealer = BatchDealer(SAMPLES, EPOCHS, batch, batches, drop_last, workers, 2) if shard == 0 else None
         store = CountingStore(strategy, workers)
         writer = CheckpointWriter(disk, shard, store, world, every, ends_s)
-        server = FaultTolerantServer(
+        clips = isinstance(strategy, ClippedSync | ClippedBackup) and strategy.servers > 1
+        others = [other for other in roles.servers if other != shard]
+        make = functools.partial(ClippingServer, others=others) if clips else FaultTolerantServer
+        server = make(
             strategy, store, roles.workers, NullReport(), dealer, "stop", SAMPLES, batch_size=batch, writer=writer,
             delivers=True, floor_s=3.0 if patient and shard not in patient else float("inf"),
         )  # fmt: skip
@@ -231,6 +262,8 @@ def test_a_killed_run_goes_on_from_any_of_its_checkpoints(row):
     "row", [row for row in SEVERAL if not any(word in row for word in ("pu", "elastic"))]
 )
 def test_who_is_given_up_by_one_server_and_not_by_another_leaves_no_push_half_judged(row):
+    """Servers that exchange norms all do as the dealing one does."""
+    together = "clipped" in row
     strategy = on_servers(COURSE[row](WORKERS), 2, WORKERS)
     given_up = 0
     for patient in (0, 1):
@@ -239,11 +272,12 @@ def test_who_is_given_up_by_one_server_and_not_by_another_leaves_no_push_half_ju
                 ended = run(strategy, naps=((index, at),), patient=(patient,), seed=at)
                 check(row, ended)
                 given_up += len(ended.servers[1 - patient].table.lost)
-                assert not ended.servers[patient].table.lost
+                lost = ended.servers[0 if together else 1 - patient].table.lost
+                assert ended.servers[patient].table.lost == (lost if together else {})
                 dealing = ended.servers[0]
                 living = [i for i, rank in enumerate(dealing.workers) if rank not in dealing.table.lost]
                 assert dealing.delivered == {"by": living[0]}
-    assert given_up > 4
+    assert given_up > (2 if together else 4)
 
 
 def test_a_run_that_no_worker_is_left_to_finish_says_so():

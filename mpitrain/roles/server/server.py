@@ -218,7 +218,7 @@ class Server:
                     progress = self.applied_samples / self.epoch_samples
                     self.store.set_rate(self.schedule.factor(progress, len(self.workers)))
                 self.applied_samples = self.counts.samples_accepted
-                yield Compute(self.store.apply, "apply")
+            yield from self._apply()
             self.gathering.clear()
             self.counts.update()
             self.checkpoints.look(self.counts.samples_accepted)
@@ -230,6 +230,11 @@ class Server:
                 yield from self._release(worker, 0, event=WorkerEvent.RESTART)
         for worker in verdict.release:
             yield from self._release(worker, 1)
+
+    def _apply(self) -> Steps:
+        """The store's update, where something has been gathered for it."""
+        if not self.gathering.empty:
+            yield Compute(self.store.apply, "apply")
 
     def _write_checkpoint(self) -> Steps:
         shards, present = self.strategy.servers, self.table.present

@@ -7,6 +7,7 @@ itself, so it has no job; virtual workers share one module; what is written, rep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ from mpitrain.model import (
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import loss_scale
-from mpitrain.roles import FaultTolerantServer, SaveRequest, SavingServer, Worker
+from mpitrain.roles import ClippingServer, FaultTolerantServer, SaveRequest, SavingServer, Worker
 from mpitrain.roles.divided_validation import Measures
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.protocols import CheckpointWriter, Report
@@ -68,6 +69,12 @@ class RoleBuilder:
         self.job, self.catalogue, self.num_batches = job, catalogue, num_batches
         self.num_workers = len(roles.workers)
         self._schedule: Progress | None = None  # that the servers follow
+
+    def others_of(self, shard: int) -> tuple[int, ...]:
+        """The other servers, where this one exchanges norms with them."""
+        clipping = clipping_of(self.job, self.strategy.clips_mean)
+        servers = self.roles.servers
+        return () if clipping.norm is None else (*servers[:shard], *servers[shard + 1 :])
 
     @property
     def _epoch_samples(self) -> int:
@@ -108,7 +115,9 @@ class RoleBuilder:
                 self._epoch_samples, job.epochs, job.step_samples, self.num_batches, job.drop_last,
                 self.num_workers, self.catalogue.window_samples,
             )  # fmt: skip
-        return FaultTolerantServer(
+        others = self.others_of(shard)
+        make = functools.partial(ClippingServer, others=others) if others else FaultTolerantServer
+        return make(
             self.strategy, store, self.roles.workers, report, dealer, job.on_nonfinite, self._epoch_samples,
             self._schedule, job.step_samples, writer,
             delivers=True, floor_s=floor_s, by_heartbeat=by_heartbeat,

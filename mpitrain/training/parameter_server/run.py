@@ -120,7 +120,8 @@ def _serve(
     def buffer_for(source: int, kind: Kind) -> Any:
         return VariableBuffer() if kind in (Kind.DIVIDE, Kind.CLAIM) else store.wire_buffer()
 
-    counts = run_role(session, roles.workers, buffer_for, role, may_die=may_die)
+    peers = (*roles.workers, *builder.others_of(shard))
+    counts = run_role(session, peers, buffer_for, role, may_die=may_die)
     # one whose gradients were not finite has left in order
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}

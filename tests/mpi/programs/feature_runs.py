@@ -20,7 +20,7 @@ FLOAT32 = {"model": lambda: splits.Deep().float(), "loss": toy.square_loss}
 for name, (text, fields) in json.loads(sys.argv[2]).items():
     strategy = parse(text, "strategy")
     assert isinstance(strategy, Strategy)
-    batch_size = splits.BATCH // strategy.num_replicas(runtime.size)
+    batch_size = splits.BATCH // strategy.num_replicas(runtime.size - strategy.num_servers())
     if name.startswith("cell"):
         fields = FLOAT32 | fields
     else:
