@@ -22,7 +22,8 @@ class Row(NamedTuple):
 
 class Feature(NamedTuple):
     """Fields of a `Job`, as the table names them and as the test sets them. `leaves`: a file in the run directory;
-    `says`: what is true in `result.json`; `keeps_model`: the model is the same to the bit as without the feature."""
+    `says`: what is true in `result.json`; `keeps_model`: the model is the same to the bit as without the feature;
+    `measures`: a metric in `result.json`."""
 
     name: str
     fields: dict[str, Any]
@@ -31,6 +32,7 @@ class Feature(NamedTuple):
     leaves: str = ""
     says: str = ""
     keeps_model: bool = False
+    measures: str = ""
 
 
 _MEAN = ("allreduce()", "sync()", "backup()", "pipeline(microbatches=2)", "tensor(parallel=2)", "sharded()")
@@ -73,16 +75,27 @@ _SERVED = (
 )  # fmt: skip
 _VALIDATED = (
     Row(
-        (*_MEAN[:1], "sync()", "backup()"),
-        "the parameters that all workers hold; one worker measures while the others wait for it",
+        (*_MEAN[:1], *_MEAN[3:]),
+        "the parameters that all workers hold; all measure together, each its batches",
     ),
-    Row(_MEAN[3:], "the parameters that all workers hold; all of them measure together"),
+    Row(
+        ("sync()", "backup()"),
+        "the parameters that all workers hold; those that wait for the first worker measure with it",
+    ),
     Row(
         _SERVED,
-        "the parameters that the first worker holds: those it read last, with its own steps since then",
+        "the parameters that the first worker holds: those it read last, with its own steps since then; the others "
+        "measure with it as they come by, and go on training",
     ),
-    Row(("localsgd(period=2)",), "the mean of the parameters of all workers"),
-    Row(("decentralized()", 'decentralized(topology="ring")'), "the parameters of the first peer"),
+    Row(("localsgd(period=2)",), "the mean of the parameters of all workers; all measure together"),
+    Row(
+        ("decentralized()", 'decentralized(topology="ring")'),
+        "the parameters of the first peer; all peers measure together",
+    ),
+    Row(
+        ("decentralized(asynchronous=True, resync=2)",),
+        "the parameters of the first peer, which measures alone while the others go on",
+    ),
 )
 _PIPELINE = "pipeline(microbatches=2)"
 
@@ -363,6 +376,22 @@ FEATURES = (
         keeps_model=True,
     ),
     Feature("validate_every", {"validate_every": "12 samples"}, _VALIDATED, changes_model=False),
+    Feature(
+        "metrics=Collected",
+        {"metrics": "collected"},
+        _VALIDATED,
+        changes_model=False,
+        keeps_model=True,
+        measures="middle",
+    ),
+    Feature(
+        "validate_ema",
+        {"ema": 0.5, "validate_ema": True},
+        _VALIDATED,
+        changes_model=False,
+        keeps_model=True,
+        measures="ema_validation_loss",
+    ),
     Feature(
         "patience",
         {"patience": 1, "keep_best": ">validation_loss", "validate_every": "12 samples", "epochs": 6},

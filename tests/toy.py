@@ -178,9 +178,13 @@ DATA = {
 }
 
 
+METRICS = {"collected": mt.Collected(lambda predictions, targets: {"middle": predictions.median()})}
+
+
 def scheduled(fields):
-    """Fields of a job that are fit for JSON, with the scheduler, model, transform and data that they name."""
-    names = {"scheduler": SCHEDULERS, "model": NORMED, "transform": {"noisy": noisy}}
+    """Fields of a job that are fit for JSON, with the scheduler, model, metrics, transform and data that they
+    name."""
+    names = {"scheduler": SCHEDULERS, "model": NORMED, "transform": {"noisy": noisy}, "metrics": METRICS}
     fields = fields | {
         key: named[fields[key]] for key, named in names.items() if isinstance(fields.get(key), str)
     }

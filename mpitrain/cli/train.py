@@ -270,6 +270,11 @@ def _add_validation_options(job: Any) -> None:
         help="decay of a moving average of the weights, such as 0.999, saved as model-ema.safetensors",
     )
     job.add_argument(
+        "--validate-ema",
+        action="store_true",
+        help="validations measure the moving average, too, as ema_validation_loss and so on",
+    )
+    job.add_argument(
         "--validate-every",
         metavar="WHEN",
         help='epochs ("2 epochs"), samples ("10000 samples"), seconds ("60s") or never, which is only at the end '
@@ -342,6 +347,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         keep_best=arguments.keep_best,
         patience=arguments.patience,
         ema=arguments.ema,
+        validate_ema=arguments.validate_ema,
         quiet=arguments.quiet,
         inject=tuple(arguments.inject),
         checkpoint_every=getattr(arguments, "checkpoint_every", None),

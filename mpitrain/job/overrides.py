@@ -48,6 +48,7 @@ class Overrides:
     keep_best: str | None = None
     patience: int | None = None
     ema: float | None = None
+    validate_ema: bool = False
     quiet: bool = False
     inject: tuple[str, ...] = ()
     checkpoint_every: str | None = None
@@ -132,8 +133,9 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
         changes["strategy"] = AllReduce()
     if overrides.log:
         changes["log"] = overrides.log
-    if overrides.init_partial:
-        changes["init_partial"] = True
+    for key in ("init_partial", "validate_ema"):
+        if getattr(overrides, key):
+            changes[key] = True
     if overrides.schedule is not None:
         changes |= {"schedule": parse(overrides.schedule, "schedule"), "scheduler": None}
     if overrides.synthetic:
@@ -142,7 +144,8 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
                 "--synthetic: the job has no synthetic=mpitrain.Synthetic(...) to draw samples from"
             )
         unset = {key: None for key in VALIDATED if key not in changes}
-        changes |= {"data": job.synthetic, "validate": None, "target": {}, "validate_ema": False, **unset}
+        changes |= {"data": job.synthetic, "validate": None, "target": {}, **unset}
+        changes.setdefault("validate_ema", False)
     if overrides.target:
         changes["target"] = dict(read_option(text) for text in overrides.target)
     precision = changes.get("precision", job.precision)

@@ -130,6 +130,8 @@ def test_what_the_table_says_of_a_feature_under_a_strategy_is_so(feature, row, t
     assert all(result["status"] == "ok" for result in results)
     assert not feature.says or [result[feature.says] for result in results] == [True, False]
     assert not feature.leaves or (runs[0] / feature.leaves).is_file()
+    measured = [feature.measures in result["metrics"] for result in results]
+    assert not feature.measures or measured == [True, False]
     assert not feature.keeps_model or same_model(*(run / "model.safetensors" for run in runs))
     assert not feature.changes_model or not same_model(*(run / "model.safetensors" for run in runs))
 

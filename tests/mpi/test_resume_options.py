@@ -386,6 +386,12 @@ CASES = [
         for family in (ALL, "sync()", "sync(servers=2)", "sharded()", "decentralized()", "localsgd(period=2)")
     ),
     Case("ema", "async(servers=2)", options="ema=0.5", base=("async(servers=1)", "ema=0.5"), acts=finished),
+    Case(
+        "validate_ema",
+        ALL,
+        f"{MEASURED}, ema=0.5, validate_ema=True",
+        acts=lambda run, plain: "ema_validation_loss" in run["result"]["metrics"],
+    ),  # fmt: skip
     Case("servers", "sync(servers=2)", base=("sync(servers=1)",), acts=finished),
     Case("workers", "async(servers=1)", base=("async(servers=2)",), acts=finished),
 ]
