@@ -37,6 +37,7 @@ class LeaseReader:
     ):
         self.fetch, self._prefetch, self.size = fetch, prefetch, size
         self._announced: deque[Lease] = deque(maxlen=2)
+        trace.watch(self, fetch=("read", trace.READ))
 
     def announce(self, lease: Lease) -> None:
         """This lease will be read after those that were announced before."""
@@ -52,8 +53,7 @@ class LeaseReader:
     def read_all(self, parts: Sequence[Lease]) -> Iterator[Part]:
         """The batches of a lease that has been cut already."""
         for number, part in enumerate(parts, 1):
-            with trace.span("read", trace.READ):
-                batch = self.fetch(part.epoch, part.start, part.num_samples)
+            batch = self.fetch(part.epoch, part.start, part.num_samples)
             following = list(parts[number : number + 1])
             if not following:
                 following = [*self._announced]
@@ -108,18 +108,18 @@ def backward_in_parts(
     """Forward and backward over the batches of a step of `num_samples`; leaves the gradient of `factor` times their
     mean loss on the parameters. `seed(number)`: called before each batch."""
     mean, rescale = MeanLoss(), False
+    loss = trace.watched(loss, "forward", trace.COMPUTE)
+    go_back = trace.watched(torch.Tensor.backward, "backward", trace.COMPUTE)
     for number, (batch, count) in enumerate(parts):
-        with trace.span("forward", trace.COMPUTE):
-            seed(number)
-            returned = loss(batch)
+        seed(number)
+        returned = loss(batch)
         if count == num_samples:  # the only one
             one = returned.mean
         elif returned.weight is None:
             one = returned.total * (count / num_samples)
         else:
             one, rescale = returned.total, True
-        with trace.span("backward", trace.COMPUTE):
-            (one if factor == 1.0 else one * factor).backward()
+        go_back(one if factor == 1.0 else one * factor)
         mean.add(returned, count)  # waits for the device, which has the backward pass to do by now
     if rescale and mean.weight != 1.0:
         gradients = [one.grad for one in parameters if one.grad is not None]

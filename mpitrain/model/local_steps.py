@@ -58,6 +58,7 @@ class LocalSteps:
         layout = model.layout
         self._pools = [BufferPool(layout.size(shard), layout.dtype) for shard in range(layout.num_shards)]
         self._moved: list[FixedBuffer] | None = None
+        trace.watch(self, step=("optimizer", trace.OPTIMIZER))
 
     def progress(self, samples: int) -> None:
         """So many samples have been accepted: the rate of the next step follows."""
@@ -69,7 +70,6 @@ class LocalSteps:
                 factor = [{"lr": group["lr"]} for group in factor]
             self._rates.set(factor)
 
-    @trace.spanned("optimizer", trace.OPTIMIZER)
     def step(self) -> bool:
         """Take one step on the gradients that backward left; False, and nothing done, if they are not finite."""
         if self.pushes == "gradient":

@@ -90,6 +90,9 @@ class PeerReplica:
         self._buffers = [buffer.clone() for buffer in buffers] if shared else buffers
         self.ema = ema_of(ema, lambda: [self.x])
         self.num_messages, self.codec_s, self._kept = 0, 0.0, 0.0
+        trace.watch(self, _move=("optimizer", trace.OPTIMIZER))
+        if self.encoder is not None:
+            trace.watch(self, update=("encode", trace.CODEC), _take=("decode", trace.CODEC))
 
     def _make_encoder(self, number: int) -> Encoder | None:
         codec, dtype = self.strategy.codec, self.model.layout.dtype
@@ -131,7 +134,6 @@ class PeerReplica:
         self._move(finite)
         return Gradient(loss, num_samples, finite, num_samples)
 
-    @trace.spanned("optimizer", trace.OPTIMIZER)
     @torch.no_grad()
     def _move(self, finite: bool) -> None:
         """The optimizer's step: on x in gossip, into the update otherwise."""
@@ -159,8 +161,7 @@ class PeerReplica:
             sent = self.x - self._copy_of(self.rank)
             if self.encoder.residual:
                 self.encoder.memory.clear(self.encoder.residual)
-        with trace.span("encode", trace.CODEC):
-            message = self.encoder.encode([Part(sent, self._layout)])
+        message = self.encoder.encode([Part(sent, self._layout)])
         self.num_messages += 1
         self.codec_s += time.perf_counter() - began_s
         return VariableBuffer(message)
@@ -184,8 +185,7 @@ class PeerReplica:
         if self.encoder is None:
             into.add_(payload.body, alpha=weight)
         else:
-            with trace.span("decode", trace.CODEC):
-                add_message(payload.body, [Part(into, self._layout)], weight)
+            add_message(payload.body, [Part(into, self._layout)], weight)
         self.codec_s += time.perf_counter() - began_s
         payload.release()
 

@@ -56,8 +56,8 @@ class PushCoder:
         for encoder in self.encoders:
             encoder.clip = 0.0  # it sees one shard only
         self.num_steps, self.sent_bytes, self.codec_s = 0, 0, 0.0
+        trace.watch(self, encode=("encode", trace.CODEC))
 
-    @trace.spanned("encode", trace.CODEC)
     @torch.no_grad()
     def encode(self, wire_buffers: Sequence[FixedBuffer], finite: bool) -> list[VariableBuffer]:
         """One message for every shard's wire buffer, which is released."""
@@ -159,12 +159,12 @@ class PushDecoder:
     def __init__(self, layout: Layout, shard: int):
         self.fields: tuple[Field, ...] = fields_of(layout, shard)
         self.num_messages, self.codec_s = 0, 0.0
+        trace.watch(self, add=("decode", trace.CODEC))
 
     def wire_buffer(self) -> VariableBuffer:
         """Where a push is to be received."""
         return VariableBuffer()
 
-    @trace.spanned("decode", trace.CODEC)
     @torch.no_grad()
     def add(self, payload: VariableBuffer, into: torch.Tensor) -> None:
         """into += the message; the payload is released."""

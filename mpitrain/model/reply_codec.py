@@ -36,8 +36,8 @@ class ReplyCoder:
         self._encoders: dict[int, Encoder] = {}
         self._met: set[int] = set()  # workers that hold their copy
         self.num_messages, self.codec_s = 0, 0.0
+        trace.watch(self, encode=("encode the reply", trace.CODEC))
 
-    @trace.spanned("encode the reply", trace.CODEC)
     @torch.no_grad()
     def encode(self, worker: int, now: torch.Tensor) -> VariableBuffer:
         """The message that brings `worker`'s copy nearer to `now`."""
@@ -96,6 +96,7 @@ class ReplyReader:
     def __init__(self, layout: Layout):
         self._fields = [fields_of(layout, shard) for shard in range(layout.num_shards)]
         self._copies = [FixedBuffer(layout.size(shard), layout.dtype) for shard in range(layout.num_shards)]
+        trace.watch(self, take=("decode the reply", trace.CODEC))
 
     @torch.no_grad()
     def take(self, shard: int, payload: FixedBuffer | VariableBuffer) -> FixedBuffer:
@@ -103,7 +104,6 @@ class ReplyReader:
         if not isinstance(payload, VariableBuffer):
             return payload
         copy = self._copies[shard]
-        with trace.span("decode the reply", trace.CODEC):
-            add_message(payload.body, [Part(copy.body, self._fields[shard])])
+        add_message(payload.body, [Part(copy.body, self._fields[shard])])
         payload.release()
         return copy.hold()

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor, wait
-from contextlib import AbstractContextManager
 from typing import Any
 
 from mpitrain.effects import (
@@ -55,7 +54,6 @@ from mpitrain.mpi.faults.errors import is_dead_peer
 from mpitrain.mpi.faults.self_destruct import self_destruct
 from mpitrain.mpi.message_header import HEADER_BYTES, Incoming, decode, encode
 from mpitrain.mpi.operation import Op
-from mpitrain.system import trace
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
 
@@ -121,11 +119,11 @@ class MpiWorld:
             effect = self.advance(role, answer)
             if effect is None:
                 return self._returned
-            if effect.what == "gradient":
-                trace.begin_step(effect.step)
-            overlaps = self._computer is not None and effect.what == "gradient"
-            with trace.span(effect.what, trace.KINDS[effect.what]):
-                answer = self._compute_and_drive(effect) if overlaps else effect.task()
+            answer = self._carry_out(effect)
+
+    def _carry_out(self, effect: Compute) -> Any:
+        overlaps = self._computer is not None and effect.what == "gradient"
+        return self._compute_and_drive(effect) if overlaps else effect.task()
 
     def _compute_and_drive(self, effect: Compute) -> Any:
         """Sleep between polls, even in mid-transfer: the core is for the gradient, and each poll moves what has
@@ -144,8 +142,7 @@ class MpiWorld:
             self.start()
         while True:
             try:
-                with _handling(answer):
-                    effect = role.send(answer)
+                effect = role.send(answer)
             except StopIteration as end:
                 self._returned = end.value
                 self._leave()
@@ -156,20 +153,21 @@ class MpiWorld:
 
     def _answer(self, effect: Effect) -> Any:
         if isinstance(effect, Send):
-            with trace.span("send", trace.COMMUNICATION):
-                self._send(self._peers[effect.to], effect.message)
+            self._send(self._peers[effect.to], effect.message)
             return None
         if isinstance(effect, Recv):
-            with trace.span("wait for a message", trace.WAIT):
-                received = self._receive(effect)
-            if received is not None and isinstance(received[1], Push):
-                trace.hear_push(received[0], received[1].step)
-            return received
+            if not self._inbox:
+                self.engine.poll()
+            if effect.timeout_s == 0:
+                return self._take_ready()
+            if not self._inbox:
+                with contextlib.suppress(TimeoutError):
+                    self.engine.wait_any(lambda: self._inbox or self._error, effect.timeout_s)
+            self._raise_error()
+            return self._inbox.popleft() if self._inbox else None
         if isinstance(effect, Sleep):
-            with trace.span("sleep", trace.WAIT):
-                return self._sleep(effect.seconds)
+            return self._sleep(effect.seconds)
         if isinstance(effect, Forget):
-            trace.forget(effect.rank)
             return (
                 self.engine.make_passive(effect.rank)
                 if effect.listen
@@ -179,21 +177,9 @@ class MpiWorld:
             return self._break(effect)
         if isinstance(effect, AllReduce):
             assert self._reduce is not None, "this world has no group to reduce over"
-            with trace.span("all-reduce", trace.COMMUNICATION):
-                return drive(effect.reduction.rounds(), self._reduce)
+            return drive(effect.reduction.rounds(), self._reduce)
         assert isinstance(effect, Now), f"{effect!r} is no effect"
         return time.monotonic() - self._start_s
-
-    def _receive(self, effect: Recv) -> Any:
-        if not self._inbox:
-            self.engine.poll()
-        if effect.timeout_s == 0:
-            return self._take_ready()
-        if not self._inbox:
-            with contextlib.suppress(TimeoutError):
-                self.engine.wait_any(lambda: self._inbox or self._error, effect.timeout_s)
-        self._raise_error()
-        return self._inbox.popleft() if self._inbox else None
 
     def _break(self, order: Break) -> None:
         if order.how == "torn":
@@ -228,19 +214,16 @@ class MpiWorld:
             self.on_step(self._step)
         outgoing = encode(message, peer.num_sent)
         peer.num_sent += 1
-        leaving = self._isend(outgoing.header, peer.rank, HEADER_TAG)
+        self._isend(outgoing.header, peer.rank, HEADER_TAG)
         if outgoing.text:
-            leaving = self._isend(bytearray(outgoing.text), peer.rank, PAYLOAD_TAG)
+            self._isend(bytearray(outgoing.text), peer.rank, PAYLOAD_TAG)
         payload: Any = outgoing.payload
         if payload is not None:
             payload.stamp(outgoing.stamp)
             if self._tear_next:
                 payload.raw[:8].zero_().sub_(1)
                 self._tear_next = False
-            leaving = self._isend(payload.raw, peer.rank, PAYLOAD_TAG, payload.release)
-        if trace.recorder() is not None:
-            num_bytes = payload.num_bytes if payload is not None else 0
-            _follow(leaving, f"{type(message).__name__} to {peer.rank}", num_bytes)
+            self._isend(payload.raw, peer.rank, PAYLOAD_TAG, payload.release)
 
     def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> Op:
         peer = self._peers[rank]
@@ -307,10 +290,9 @@ class MpiWorld:
                 )
             return incoming.message(text, wire_buffer)
 
-        op = self.engine.irecv(wire_buffer.raw, peer.rank, PAYLOAD_TAG)
-        if trace.recorder() is not None:
-            _follow(op, f"{incoming.kind.name.capitalize()} from {peer.rank}", num_bytes)
-        op.then(lambda op: self._checked(peer, op, num_bytes, unpack))
+        self.engine.irecv(wire_buffer.raw, peer.rank, PAYLOAD_TAG).then(
+            lambda op: self._checked(peer, op, num_bytes, unpack)
+        )
 
     def _checked(self, peer: _Peer, op: Op, num_bytes: int, unpack: Callable[[], Message | None]) -> None:
         error = op.error
@@ -369,22 +351,6 @@ class MpiWorld:
                 self.engine.cancel(op)
         with contextlib.suppress(TimeoutError):  # what MPI does not give back is named when the engine stops
             self.engine.wait_any(lambda: all(op.done for op in listening), self._leave_s)
-
-
-def _follow(op: Op, name: str, num_bytes: int) -> None:
-    """Record how long the operation is under way."""
-    if (land := trace.flight(name, bytes=num_bytes)) is not None:
-        op.then(land)
-
-
-def _handling(answer: Any) -> AbstractContextManager[None]:
-    """A span for what a role does with an answer."""
-    if trace.recorder() is None:
-        return trace.span("", "")
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Message)):
-        return trace.span("role", trace.OTHER)
-    name = f"handle {type(answer[1]).__name__} from {answer[0]}"
-    return trace.span(name, trace.SERVER if isinstance(answer[1], Push) else trace.OTHER)
 
 
 _WITHOUT_STEP = Note | Wake | Lost | Alive | Assist | Unit | Measured | AmongServers

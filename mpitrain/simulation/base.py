@@ -25,7 +25,7 @@ from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.validation_policy import ValidationCadence, read_validation_policy
-from mpitrain.system.trace import TraceSteps, file_name, read_steps
+from mpitrain.system.trace import TraceSteps, file_name, read_steps, switch
 from mpitrain.training.best_model import Validations, begin_from
 from mpitrain.training.initial_weights import start_from
 from mpitrain.training.judge import judge
@@ -111,6 +111,7 @@ class VirtualRun:
         )  # fmt: skip
         begin_from(self.run_dir, None, None)
         self.world = world
+        switch(job.trace is not None)
         if (steps := read_steps(job.trace)) is not None:
             world.traces = {
                 rank: self._trace(steps, rank, world) for rank in range(self.number + len(self.servers))

@@ -1,6 +1,7 @@
 """What each rank does in some of its steps, as a file for chrome://tracing and Perfetto: `--trace steps=50:60`.
 
-Invariants: outside these steps nothing is recorded, and a place that could record something reads one global name.
+Invariants: a run without a trace makes its objects without it (`watch`), so nothing asks at every step; what is asked
+all the same reads one attribute. Outside the steps that were asked for nothing is recorded.
 Spans of one thread lie within one another or apart, because a `with` statement records them; what is under way beside
 them (messages, collectives) is recorded apart, as asynchronous events. The file is written when the last of the steps
 is over, or when the run is. A world in virtual time makes one trace the active one for as long as that rank runs.
@@ -237,9 +238,20 @@ class _Now:
 
     trace: Trace | None = None
     recorder: Trace | None = None
+    is_on = False  # whether this process traces
 
 
 _now = _Now()
+
+
+def switch(whether: bool) -> None:
+    """Say whether this process traces, before anything is made that `watch` would look at."""
+    _now.is_on = whether
+
+
+def is_on() -> bool:
+    """Whether this process traces."""
+    return _now.is_on
 
 
 def activate(trace: Trace | None) -> None:
@@ -263,6 +275,7 @@ def finish() -> int | None:
     """Write the active trace, and have none; returns how many steps it holds, or None where there was none."""
     trace = _now.trace
     activate(None)
+    switch(False)
     if trace is None:
         return None
     trace.write()
@@ -338,6 +351,32 @@ def spanned(name: str, category: str) -> Callable[[Function], Function]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def watched(function: Function, name: str, category: str) -> Function:
+    """The function, whose calls are spans where this process traces."""
+    return spanned(name, category)(function) if _now.is_on else function
+
+
+def watch(thing: object, **spans: tuple[str, str]) -> None:
+    """Make spans (name, category) of the calls of these methods of an object, where this process traces. Without a
+    trace the object stays as it is, so nothing asks at every call."""
+    if _now.is_on:
+        for method, (name, category) in spans.items():
+            setattr(thing, method, spanned(name, category)(getattr(thing, method)))
+
+
+def watch_steps(thing: Any, method: str) -> None:
+    """Begin step `thing.step` at every call of this method, where this process traces."""
+    if not _now.is_on:
+        return
+    function = getattr(thing, method)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        begin_step(thing.step)
+        return function(*arguments, **options)
+
+    setattr(thing, method, call)
 
 
 def flight(name: str, **args: Any) -> Callable[..., None] | None:

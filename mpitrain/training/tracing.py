@@ -32,6 +32,7 @@ def begin_trace(runtime: Runtime, job: Job, role: str, run_dir: Path) -> None:
     label = f"rank {rank} ({role} on {runtime.hosts[runtime.rank]})"
     pushes = strategy.push_every if isinstance(strategy, ServerStrategy) else 1
     path = run_dir / trace.file_name(rank)
+    trace.switch(True)
     trace.activate(
         trace.Trace(steps, path, rank, label, zero_s=zero_s + offset_s, batches_per_push=pushes, about=about)
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.messages import Message, Push, payload_of
-from mpitrain.system.trace import COMMUNICATION, COMPUTE, KINDS, WAIT, Event, Trace, active
+from mpitrain.system.trace import COMMUNICATION, COMPUTE, KINDS, OTHER, WAIT, Event, Trace, active
 
 
 class VirtualTrace(Trace):
@@ -43,7 +43,7 @@ class VirtualTrace(Trace):
         with active(self):
             result = task()
         if self.recording:
-            self.add(what, KINDS[what], began_s, self.clock())
+            self.add(what, KINDS.get(what, OTHER), began_s, self.clock())
         return result
 
     def compute(self, task: Callable[[], Any]) -> Any:

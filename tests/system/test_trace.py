@@ -15,6 +15,7 @@ from tests.trace_files import flights, read_trace, spans, steps_in
 def no_trace():
     yield
     trace.activate(None)
+    trace.switch(False)
 
 
 def start(tmp_path, **options):
@@ -130,7 +131,51 @@ def test_a_trace_has_a_largest_size(tmp_path, monkeypatch):
     assert (len(made.events), made.num_dropped) == (2, 3)
 
 
-def test_without_a_trace_a_place_that_could_record_costs_less_than_a_microsecond():
+def test_without_a_trace_objects_stay_as_they_are():
+    """So that no step of theirs asks whether it is to be recorded."""
+
+    class Thing:
+        step = 0
+
+        def work(self):
+            return 1
+
+    plain, function = Thing(), Thing.work
+    trace.watch(plain, work=("work", trace.COMPUTE))
+    trace.watch_steps(plain, "work")
+    assert not vars(plain) and trace.watched(function, "work", trace.COMPUTE) is function
+    trace.switch(True)
+    traced = Thing()
+    trace.watch(traced, work=("work", trace.COMPUTE))
+    assert vars(traced) and traced.work() == 1
+
+
+def test_a_run_without_a_trace_has_the_plain_world_and_steps(monkeypatch, tmp_path):
+    import mpitrain as mt
+    from mpitrain.model.worker_replica import Replica
+    from tests import toy
+
+    made = []
+    monkeypatch.setattr(Replica, "__init__", _noting(made, Replica.__init__))
+    for text, count in ((None, 0), ("steps=0:1", 1)):
+        job = toy.make_job(trace=text)
+        mt.simulate(job, mt.Async(), workers=1, quiet=True, run_dir=str(tmp_path / str(text)))
+        assert (
+            sum("fetch" in vars(one.reader) and hasattr(one.reader.fetch, "__wrapped__") for one in made)
+            == count
+        )
+        made.clear()
+
+
+def _noting(made, init):
+    def note(self, *arguments, **options):
+        init(self, *arguments, **options)
+        made.append(self)
+
+    return note
+
+
+def test_where_nothing_is_recorded_a_span_costs_less_than_a_microsecond():
     def per_call(count=20_000):
         began_s = time.perf_counter()
         for _ in range(count):

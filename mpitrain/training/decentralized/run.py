@@ -100,7 +100,9 @@ def run_peers(session: Session) -> dict[str, Any]:
 def _run(
     session: Session, strategy: Decentralized, peer: Peer, replica: PeerReplica, device: torch.device
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    from mpitrain.mpi.world import MpiWorld  # virtual peers share this file, and their process starts no MPI
+    from mpitrain.mpi.traced_world import (
+        make_world,  # virtual peers share this file, and their process starts no MPI
+    )
 
     runtime, straggler = session.runtime, session.straggler()
 
@@ -113,7 +115,7 @@ def _run(
         return replica.buffer_for(kind == Kind.UPDATE)
 
     computer = compute_thread(device) if strategy.asynchronous else None
-    world = MpiWorld(
+    world = make_world(
         runtime.engine, strategy.contacts(runtime.rank, runtime.size), buffer_for, on_step, computer
     )
     return world.run(straggler.wrap(peer.run())), straggler.counts()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.messages import Kind
-from mpitrain.mpi.world import MpiWorld
+from mpitrain.mpi.traced_world import make_world
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Turn
@@ -51,7 +51,7 @@ class LocalSGDTrainer(Trainer):
         """Run the worker's role to the end of the course, or until a gradient is not finite or the run is asked to
         end."""
         engine = self.session.runtime.engine
-        world = MpiWorld(engine, (), buffer_for=_no_payload, reduce=self._reduce)
+        world = make_world(engine, (), buffer_for=_no_payload, reduce=self._reduce)
         world.run(
             LocalSGDWorker(self.rank, self, self.stepper, self.meter, validations=self.validations).run()
         )

@@ -129,6 +129,9 @@ class SplitRun(Stepper):
             saved := self.checkpoints.restored_part(self.session, self.checkpoint_grid.place(self.rank)[1])
         ) is not None:
             attempt(self.session.runtime, lambda: self.restore(saved))
+        trace.watch(self, _look_at_validation=("validate", trace.OTHER))
+        trace.watch(self.meter, progress=("report", trace.OTHER))
+        trace.watch(self.checkpoints, after_step=("settle", trace.OTHER))
         self._begin_validations()
         with job.data.reader(self.session.catalogue, job.seed) as reader:
             self.leases = LeaseReader(reader.batch, reader.prefetch, job.part_samples)
@@ -201,19 +204,16 @@ class SplitRun(Stepper):
                 )
             self._one_step(epoch, cursor, count)
             self.cursor += count
-            with trace.span("settle", trace.OTHER):
-                self.checkpoints.after_step(self.step, self.samples)
+            self.checkpoints.after_step(self.step, self.samples)
             if self._goes_on:
                 self._look_at_validation(epoch + 1)
         return 0
 
     def _one_step(self, epoch: int, cursor: int, count: int) -> None:
         self.session.runtime.step = self.step
-        trace.begin_step(self.step)
         start, share = share_out(cursor, count, self.num_replicas, self.share)
         loss = self.take(self._parts(Lease(epoch, start, share), count), share, count)
-        with trace.span("report", trace.OTHER):
-            self.meter.progress(self.samples, self.step, epoch + 1, loss)
+        self.meter.progress(self.samples, self.step, epoch + 1, loss)
 
     def _parts(self, lease: Lease, count: int) -> Parts:
         """This rank's batches of a step of `count` samples, as many on all ranks."""
@@ -287,8 +287,7 @@ class SplitRun(Stepper):
         if self.session.validation is None:
             return
         if self.validations.is_due(self.epoch, self.samples, time.monotonic()):
-            with trace.span("validate", trace.OTHER):
-                self.meter.validation(self._judged, epoch, self.samples)
+            self.meter.validation(self._judged, epoch, self.samples)
             self._look_at_end()
 
     def _judged(self) -> dict[str, float]:

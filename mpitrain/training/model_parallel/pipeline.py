@@ -117,6 +117,7 @@ class PipelineRun(SplitRun):
         self.schedules: dict[tuple[int, int], Any] = {}
         self.microbatches: list[Batch] = []
         self.weight, self.idle_s, self.busy_s = 1.0, 0.0, 0.0
+        trace.watch(self, backward=("microbatches", trace.COMPUTE))
 
     @property
     def reads(self) -> bool:
@@ -148,8 +149,7 @@ class PipelineRun(SplitRun):
         if "return_outputs" in inspect.signature(schedule.step).parameters:
             options["return_outputs"] = False
         began_s, waited_s = time.monotonic(), engine.waited_s
-        with trace.span("microbatches", trace.COMPUTE):
-            schedule.step(*(inputs or ()), **options)
+        schedule.step(*(inputs or ()), **options)
         waited_s = engine.waited_s - waited_s
         if self.meter.num_calls >= self.meter.num_warmup:
             self.idle_s += waited_s
@@ -172,9 +172,11 @@ class PipelineRun(SplitRun):
                 returned,
                 group=self.forwarder.group,
             )
-            for name in ("forward", "backward"):
-                chunk = f"{name}_one_chunk"
-                setattr(stage, chunk, trace.spanned(name, trace.COMPUTE)(getattr(stage, chunk)))
+            trace.watch(
+                stage,
+                forward_one_chunk=("forward", trace.COMPUTE),
+                backward_one_chunk=("backward", trace.COMPUTE),
+            )
             kind = SCHEDULES[
                 self.strategy.schedule if num_microbatches == self.strategy.microbatches else "gpipe"
             ]

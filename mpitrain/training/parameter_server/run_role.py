@@ -11,7 +11,7 @@ from typing import Any
 
 from mpitrain.effects import Role
 from mpitrain.errors import EvictedError, LostRankError
-from mpitrain.mpi.world import MpiWorld
+from mpitrain.mpi.traced_world import make_world
 from mpitrain.roles.failure_detector.silence import MID_SILENCE_S
 from mpitrain.roles.failure_detector.worker_side import report_failure
 from mpitrain.training.session import Session
@@ -38,7 +38,7 @@ def run_role(
         runtime.step = step
 
     timeout_s = heartbeat_s(session)
-    world = MpiWorld(runtime.engine, peers, buffer_for, on_step, computer, may_die, timeout_s or None)
+    world = make_world(runtime.engine, peers, buffer_for, on_step, computer, may_die, timeout_s or None)
     try:
         returned = world.run(role)
     except Exception as error:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -83,6 +83,13 @@ class Stepper:
         self.clipping = clipping_of(job)
         self.before_forward: Callable[[], None] = _nothing
         self.before_update: Callable[[], None] = _nothing
+        if trace.is_on():
+            self.go_back = self._go_back_traced  # type: ignore[method-assign]
+        trace.watch(
+            self, compute=("gradient", trace.COMPUTE), forward=("forward", trace.COMPUTE),
+            judge=("is it finite", trace.OTHER), use_gradient=("optimizer", trace.OPTIMIZER),
+        )  # fmt: skip
+        trace.watch_steps(self, "take")
 
     def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
         """Step this module with the optimizer of `rates`."""
@@ -96,7 +103,6 @@ class Stepper:
         value = self.compute(parts, share, count)
         return self.update(value, share, count)
 
-    @trace.spanned("gradient", trace.COMPUTE)
     def compute(self, parts: Parts, share: int, count: int) -> float:
         """The first half: forward and backward. Returns this rank's loss."""
         arriving = self._awaited(iter(parts))
@@ -133,8 +139,7 @@ class Stepper:
         """The same, with what is waited for them counted."""
         while True:
             began_s = time.monotonic()
-            with trace.span("next batch", trace.READ):
-                part = next(parts, None)
+            part = next(parts, None)
             self._waited_s += time.monotonic() - began_s
             if part is None:
                 return
@@ -142,20 +147,22 @@ class Stepper:
 
     def update(self, value: float, share: int, count: int) -> float:
         """The second half: use the gradient, if it is finite. Returns the loss to report."""
-        with trace.span("is it finite", trace.OTHER):
-            loss, finite = self.judge(value, share / count)
+        loss, finite = self.judge(value, share / count)
         self.before_update()
         if finite:
-            with trace.span("optimizer", trace.OPTIMIZER):
-                self.clip()
-                self.follow_schedule()
-                self.step_optimizer()
-                self.update_ema()
+            self.use_gradient()
             self.samples += count
         else:
             self.on_nonfinite(value, count)
         self.step += 1
         return loss
+
+    def use_gradient(self) -> None:
+        """Step with the gradient, which is finite."""
+        self.clip()
+        self.follow_schedule()
+        self.step_optimizer()
+        self.update_ema()
 
     def _where(self) -> str:
         return f"rank {self.random_key} (worker, step {self.step})"
@@ -185,8 +192,7 @@ class Stepper:
                 self.seed()
             if self.job.sync_batchnorm:
                 count_batch(self.module, bool(num_samples))
-            with trace.span("forward", trace.COMPUTE):
-                returned = self.forward(batch)
+            returned = self.forward(batch)
             if self._part == 0 and is_last:
                 value = mean.add(returned, num_samples)
                 self._go_back(*self.weigh(returned, weight), value)
@@ -200,16 +206,21 @@ class Stepper:
         if value - value != 0.0:
             factor = float("nan")  # poisons the reduced gradient, so that every rank sees it
         added_up = self._addresses() if self._part and self.parallel is not None else {}
-        with trace.span("backward", trace.COMPUTE), self._waiting():
-            (loss if factor == 1.0 else loss * factor).backward()
+        self.go_back(loss if factor == 1.0 else loss * factor)
         if self.parallel is not None:
             self.parallel.check_all_used(added_up)
 
-    def _waiting(self) -> AbstractContextManager[None]:
-        """In the backward pass, after the last bucket has been sent on its way."""
+    def go_back(self, loss: torch.Tensor) -> None:
+        """The backward pass."""
+        loss.backward()
+
+    def _go_back_traced(self, loss: torch.Tensor) -> None:
+        """The same; after the last bucket has been sent on its way, the thread only waits."""
         hook = self.parallel.hook if self.parallel is not None else None
-        name = "wait for the mean gradient"
-        return trace.waiting_at_the_end(name) if hook is None or hook.encoder is None else nullcontext()
+        waiting = trace.waiting_at_the_end("wait for the mean gradient")
+        codes = hook is not None and hook.encoder is not None
+        with trace.span("backward", trace.COMPUTE), nullcontext() if codes else waiting:
+            loss.backward()
 
     def _add_part(
         self, returned: BatchLoss, mean: MeanLoss, num_samples: int, share: int, weight: float, is_last: bool

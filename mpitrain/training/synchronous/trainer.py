@@ -104,6 +104,11 @@ class Trainer:
         self._own_before: dict[str, Any] = {}
         self.stepper.before_forward, self.stepper.before_update = self.delay.begin, self._before_update
         self._remember()
+        trace.watch(self.meter, progress=("report", trace.OTHER))
+        trace.watch(
+            self, _take_round=("take leases", trace.OTHER), _settle=("settle", trace.OTHER),
+            _look_at_validation=("validate", trace.OTHER),
+        )  # fmt: skip
 
     def _clock_validations(self) -> None:
         """Where the job counts seconds, the ranks agree on when they validate."""
@@ -202,18 +207,14 @@ class Trainer:
         stepper = self.stepper
         while self._goes_on and (leases := self._take_round()) is not None:
             lease = leases[self.rank]
-            trace.begin_step(stepper.step)
             value = stepper.take(self._parts(lease, leases), lease.num_samples, count_samples(leases))
-            with trace.span("report", trace.OTHER):
-                self.meter.progress(
-                    stepper.samples, stepper.step, lease.epoch + 1, value, **self._progress_fields()
-                )
-            with trace.span("settle", trace.OTHER):
-                self._settle()
+            self.meter.progress(
+                stepper.samples, stepper.step, lease.epoch + 1, value, **self._progress_fields()
+            )
+            self._settle()
             if self._goes_on:
                 self._look_at_validation(self.epoch + 1)
 
-    @trace.spanned("take leases", trace.OTHER)
     def _take_round(self) -> list[Lease] | None:
         """The leases of the next step, by rank; None where the epoch has come to its end."""
         with self.checkpoints.guard.changing():
