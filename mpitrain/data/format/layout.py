@@ -9,9 +9,9 @@ whole samples with a fletcher32 checksum:
 
 All of it is on one page in `FORMAT.md` beside this file.
 
-A file without them, chunked or not, is a shard as well: it is read in runs of about `RUN_BYTES` that begin on
-a chunk boundary of its largest array. HDF5's own chunk cache is off, because the reader keeps whole chunks
-itself; only an array whose chunks do not line up with the runs needs it.
+A file without them, chunked or not, is a shard as well, and so is a netCDF-4 file (`variables.py`): it is read in runs
+of about `RUN_BYTES` that begin on a chunk boundary of its largest array. HDF5's own chunk cache is off, because the
+reader keeps whole chunks itself; only an array whose chunks do not line up with the runs needs it.
 
 Invariants: whatever is wrong with a shard becomes one DataError that names the file, the dataset, what
 was found and the way out.
@@ -19,6 +19,7 @@ was found and the way out.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -29,6 +30,15 @@ import numpy as np
 from mpitrain.data.format.catalogue import ITEM_BYTES, OFFSETS, ArraySpec, ShardInfo
 from mpitrain.data.format.filters import check_readable
 from mpitrain.data.format.links import find
+from mpitrain.data.format.variables import (
+    NAMED,
+    Decoding,
+    MadeOf,
+    decodings_of,
+    is_netcdf,
+    make_specs,
+    with_common_dimension,
+)
 from mpitrain.errors import DataError
 from mpitrain.system.outside import CAREFUL, Trust, check_regular, check_size, gib
 
@@ -81,19 +91,20 @@ def open_shard(path: str, cache_bytes: int = 0) -> h5py.File:
 
 
 def describe_shard(
-    path: str, arrays: tuple[str, ...] = (), trust: Trust = CAREFUL
+    path: str, arrays: tuple[str, ...] = (), trust: Trust = CAREFUL, columns: MadeOf = ()
 ) -> tuple[ShardInfo, dict[str, ArraySpec]]:
     """Count, chunk length and arrays of one shard, without reading samples.
 
     Args:
-        arrays: names of the datasets to use; all at the root if empty.
+        arrays: names of the datasets to use; all at the root if empty, of netCDF all variables over the samples.
+        columns: what the arrays are made of, where they are not datasets themselves.
         trust: whether its datasets' bytes may lie in other files, and what a chunk may take.
     Raises:
         DataError: not a shard, see the top of this file.
     """
     with open_shard(path) as file:
         try:
-            return _describe(path, file, arrays, trust)
+            return _describe(path, file, arrays, trust, columns)
         except (
             OSError,
             RuntimeError,
@@ -109,8 +120,9 @@ def describe_shard(
 
 
 def _describe(
-    path: str, file: h5py.File, wanted: tuple[str, ...], trust: Trust
+    path: str, file: h5py.File, wanted: tuple[str, ...], trust: Trust, columns: MadeOf
 ) -> tuple[ShardInfo, dict[str, ArraySpec]]:
+    wanted = tuple(dict.fromkeys(one for _, paths, _ in columns for one in paths)) or wanted
     schema = _number(path, file, SCHEMA_ATTRIBUTE)
     if schema is not None and schema not in (SCHEMA, VARIABLE_SCHEMA):
         raise DataError(
@@ -118,7 +130,13 @@ def _describe(
             " pack again"
         )
     datasets = _datasets(path, file, wanted, trust.allow_external)
+    decodings: dict[str, Decoding] = {}
+    if schema is None and is_netcdf(file):
+        datasets = datasets if wanted else with_common_dimension(path, datasets)
+        decodings = decodings_of(path, datasets)
     specs = {name: _spec(path, name, dataset) for name, dataset in datasets.items()}
+    for name, decoding in decodings.items():
+        specs[name] = dataclasses.replace(specs[name], dtype=decoding.dtype)
     variable = [name for name, spec in specs.items() if spec.variable]
     counted = {name: file[name + OFFSETS] if name in variable else datasets[name] for name in specs}
     for name, dataset in [*datasets.items(), *((name + OFFSETS, counted[name]) for name in variable)]:
@@ -127,7 +145,7 @@ def _describe(
     if len(set(lengths.values())) != 1:
         found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise DataError(
-            f"{path}: its datasets differ in length: {found}; each needs one entry per sample: {PACK_AGAIN}"
+            f"{path}: its datasets differ in length: {found}; each needs one entry per sample: {NAMED}, or {PACK_AGAIN}"
         )
     num_samples = next(iter(lengths.values()))
     if num_samples == 0:
@@ -149,7 +167,8 @@ def _describe(
                 f"{path}: attribute {ENTRIES_ATTRIBUTE} of {name!r} is {most}, and it has {datasets[name].shape[0]} "
                 f"entries; {PACK_AGAIN}"
             )
-    return ShardInfo(path, num_samples, min(chunk_samples, num_samples), entries), specs
+    info = ShardInfo(path, num_samples, min(chunk_samples, num_samples), entries)
+    return info, make_specs(path, specs, columns) if columns else specs
 
 
 def _number(path: str, item: h5py.HLObject, name: str) -> int | None:

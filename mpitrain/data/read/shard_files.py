@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 
 from mpitrain.data.format.catalogue import OFFSETS, Catalogue
 from mpitrain.data.format.chunk_lengths import ChunkLengths
-from mpitrain.data.format.layout import PACK_AGAIN, cache_bytes_needed, describe_shard, open_shard
+from mpitrain.data.format.layout import (
+    PACK_AGAIN,
+    SCHEMA_ATTRIBUTE,
+    cache_bytes_needed,
+    describe_shard,
+    open_shard,
+)
+from mpitrain.data.format.variables import Decoding, MadeOf, decodings_of, is_netcdf
 from mpitrain.data.read import unlocked
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.read.stage import staged
@@ -32,6 +39,7 @@ class _OpenShard(NamedTuple):
     """A file and each dataset's handle with its data space; looking them up anew would cost a tenth of a read."""
 
     file: h5py.File
+    decodings: dict[str, Decoding]
     datasets: dict[str, tuple[h5py.h5d.DatasetID, h5py.h5s.SpaceID, ChunkLengths]]
 
 
@@ -53,12 +61,14 @@ class ShardFiles:
     Not safe for threads: its owner calls it under one lock (h5py has one of its own for all files anyway).
     """
 
-    def __init__(self, catalogue: Catalogue, trust: Trust = CAREFUL):
-        self._catalogue, self._trust = catalogue, trust
+    def __init__(self, catalogue: Catalogue, trust: Trust = CAREFUL, columns: MadeOf = ()):
+        self._catalogue, self._trust, self._columns = catalogue, trust, columns
+        self._made_of = {name: (paths, stacked) for name, paths, stacked in columns}
         self._first_chunk = np.cumsum([0, *(file.num_chunks for file in catalogue.files)])
-        self._types = {name: h5t.py_create(np.dtype(spec.dtype)) for name, spec in catalogue.arrays.items()}
+        self._types: dict[np.dtype, h5t.TypeID] = {}
         self._variable = [name for name, spec in catalogue.arrays.items() if spec.variable]
-        self._types |= {name + OFFSETS: h5t.py_create(np.dtype(np.int64)) for name in self._variable}
+        paths = [path for name in catalogue.arrays for path in self._made_of.get(name, ((name,), False))[0]]
+        self._paths = [*dict.fromkeys(paths), *(name + OFFSETS for name in self._variable)]
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
 
     def read(self, chunk: int, into: Mapping[str, NDArray[np.generic]]) -> None:
@@ -78,13 +88,34 @@ class ShardFiles:
         where = _Where(info.path, number, first, first + rows - 1)
         for name, spec in self._catalogue.arrays.items():
             if not spec.variable:
-                self._read_run(shard, name, first, into[name][:rows], where)
+                self._read_array(shard, name, first, into[name][:rows], where)
                 continue
             spans: IntArray = into[name + OFFSETS][:rows]  # type: ignore[assignment]
             self._read_run(shard, name + OFFSETS, first, spans, where)
             begin, count = _span(spans, len(into[name]), name, where)
             self._read_run(shard, name, begin, into[name][:count], where)
             spans -= begin
+
+    def _read_array(
+        self, shard: _OpenShard, name: str, first: int, into: NDArray[np.generic], where: _Where
+    ) -> None:
+        """From its dataset, or from those that it is made of."""
+        paths, stacked = self._made_of.get(name, ((name,), False))
+        for number, path in enumerate(paths):
+            decoding = shard.decodings.get(path)
+            if decoding is None and not stacked:
+                self._read_run(shard, path, first, into, where)
+                continue
+            part = into[:, number] if stacked else into
+            stored = np.empty(part.shape, into.dtype if decoding is None else decoding.stored)
+            self._read_run(shard, path, first, stored, where)
+            if decoding is None:
+                part[...] = stored
+            elif (lacking := decoding.into(stored, part)) >= 0:
+                raise DataError(
+                    f"{where.describe(path)}: sample {first + lacking} has a missing value (_FillValue or "
+                    f"missing_value), and {decoding.dtype} has none for it; leave the variable or these samples out"
+                )
 
     def _read_run(
         self, shard: _OpenShard, name: str, first: int, into: NDArray[np.generic], where: _Where
@@ -96,7 +127,7 @@ class ShardFiles:
             if problem := lengths.check(first, len(into)):
                 raise DataError(f"{where.describe(name)}: {problem}; {PACK_AGAIN}")
             space.select_hyperslab((first,) + (0,) * (into.ndim - 1), into.shape)
-            unlocked.read(dataset, h5s.create_simple(into.shape), space, into, self._types[name])
+            unlocked.read(dataset, h5s.create_simple(into.shape), space, into, self._type_of(into.dtype))
         except (OSError, RuntimeError) as error:
             raise DataError(
                 f"{where.describe(name)} {_what_failed(shard.file, name, error)}; {PACK_AGAIN}"
@@ -108,9 +139,9 @@ class ShardFiles:
             self._open.move_to_end(index)
             return self._open[index]
         info = self._catalogue.files[index]
-        arrays = tuple(self._catalogue.arrays)
         path = staged(info.path)
-        now, specs = describe_shard(path, arrays, self._trust)
+        arrays = () if self._columns else tuple(self._catalogue.arrays)
+        now, specs = describe_shard(path, arrays, self._trust, self._columns)
         if (
             now.num_samples != info.num_samples
             or specs != dict(self._catalogue.arrays)
@@ -123,18 +154,27 @@ class ShardFiles:
                 " start the job again"
             )
         file = open_shard(path)
-        aligned = {name: file[name] for name in arrays if name not in self._variable}
+        aligned = {
+            name: file[name] for name in self._paths if name.removesuffix(OFFSETS) not in self._variable
+        }
         if needed := cache_bytes_needed(aligned, info.chunk_samples):
             file.close()
             file = open_shard(path, needed)
         if len(self._open) >= MAX_OPEN_FILES:
             self._open.popitem(last=False)[1].file.close()
-        datasets = {name: file[name] for name in self._types}
+        datasets = {name: file[name] for name in self._paths}
         self._open[index] = _OpenShard(
             file,
+            decodings_of(path, datasets) if SCHEMA_ATTRIBUTE not in file.attrs and is_netcdf(file) else {},
             {name: (each.id, each.id.get_space(), ChunkLengths(each)) for name, each in datasets.items()},
         )
         return self._open[index]
+
+    def _type_of(self, dtype: np.dtype) -> h5t.TypeID:
+        """HDF5's name for a type in memory."""
+        if dtype not in self._types:
+            self._types[dtype] = h5t.py_create(dtype)
+        return self._types[dtype]
 
     def close(self) -> None:
         """Close every file; may be called twice."""

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.format.layout import describe_shard
 from mpitrain.data.format.manifest import check_against_manifest
+from mpitrain.data.format.variables import read_columns
 from mpitrain.data.read.batches import Batched, iterate_samples, place
 from mpitrain.data.read.chunk_cache import ChunkCache, memory_needed
 from mpitrain.data.read.reader import Batch, ChunkReader, Reader
@@ -28,7 +29,7 @@ from mpitrain.system.outside import MAX_GIB, Trust, check_inside, check_size, ro
 
 @dataclass(frozen=True)
 class Shards(Batched, IterableDataset[Batch]):
-    """HDF5 files as training or validation data.
+    """HDF5 files, netCDF-4 ones among them, as training or validation data.
 
     In a script of one's own it is an `IterableDataset` of samples, shuffled anew by `set_epoch` and shared over the
     ranks of `torch.distributed` and the loader's workers: `DataLoader(Shards("train-*.h5"), batch_size=64)`. A sample
@@ -43,8 +44,10 @@ class Shards(Batched, IterableDataset[Batch]):
         allow_external: read also what lies elsewhere: files that are links out of the pattern's folder, and datasets
             whose bytes are in other files (external links and storage, virtual datasets).
         max_gib: memory that reading may take by what the files declare of their chunks.
+        columns: what the arrays of a batch are made of: `{"x": "fields/t2m"}` reads a dataset of a group as `x`,
+            `{"x": ["u10", "v10"]}` stacks several on axis 1, behind the samples; a list of names is as `arrays`.
     Raises:
-        UsageError: window_chunks below 1, or max_gib not above 0.
+        UsageError: window_chunks below 1, max_gib not above 0, or columns of another form or beside arrays.
     """
 
     pattern: str
@@ -52,10 +55,14 @@ class Shards(Batched, IterableDataset[Batch]):
     arrays: tuple[str, ...] = ()
     allow_external: bool = False
     max_gib: float = MAX_GIB
+    columns: Any = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", os.fspath(self.pattern))
         object.__setattr__(self, "arrays", tuple(self.arrays))
+        object.__setattr__(self, "columns", read_columns(self.columns))
+        if self.arrays and self.columns:
+            raise UsageError("Shards: arrays and columns both say what a batch holds; give columns alone")
         if self.window_chunks < 1:
             raise UsageError(f"Shards: window_chunks must be at least 1, got {self.window_chunks}")
         if not self.max_gib > 0:
@@ -78,7 +85,7 @@ class Shards(Batched, IterableDataset[Batch]):
         infos: list[ShardInfo] = []
         expected: dict[str, ArraySpec] = {}
         for path in paths:
-            info, specs = describe_shard(path, self.arrays, self._trust)
+            info, specs = describe_shard(path, self.arrays, self._trust, self.columns)
             if infos and specs != expected:
                 raise DataError(f"{path}: {_difference(specs, expected)} as in {infos[0].path}; {_ALIKE}")
             infos.append(info)
@@ -93,7 +100,9 @@ class Shards(Batched, IterableDataset[Batch]):
 
     def reader(self, catalogue: Catalogue, seed: int) -> Reader:
         """A reader of the shards that `scan` found, here or on another rank; close it after use."""
-        return ChunkReader(catalogue, seed, ChunkCache(catalogue, ShardFiles(catalogue, self._trust)))
+        return ChunkReader(
+            catalogue, seed, ChunkCache(catalogue, ShardFiles(catalogue, self._trust, self.columns))
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch's order the next pass over the samples has; without it every pass is epoch 0.
