@@ -48,11 +48,11 @@ def check_elementwise(optimizer: Optimizer) -> None:
     cls = type(optimizer)
     if not _is_known(cls) and not getattr(cls, "elementwise", False):
         raise UsageError(
-            f"optimizer {cls.__name__} cannot run on a parameter server: a server owns slices that "
-            "cut through layers, so only "
-            f"elementwise optimizers keep their meaning there ({', '.join(ELEMENTWISE)}). Use "
-            "strategy allreduce, or set "
-            f"`{cls.__name__}.elementwise = True` if each element's update depends on that element alone"
+            f"optimizer {cls.__name__} cannot run on a parameter server: a server owns slices that cut through "
+            f"layers, so only elementwise optimizers keep their meaning there ({', '.join(ELEMENTWISE)}). Use "
+            f'optimizer="worker" of this strategy, under which each worker steps with its own {cls.__name__} and '
+            f"pushes what the step has changed, or allreduce(); or set `{cls.__name__}.elementwise = True` if each "
+            "element's update depends on that element alone"
         )
 
 

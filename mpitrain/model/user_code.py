@@ -164,6 +164,11 @@ def check_made_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     Raises:
         UsageError: it is none.
     """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError(
+            "Job: SparseAdam takes sparse gradients only, and these travel under no strategy; use Adam, and layers "
+            "without sparse=True"
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     many = isinstance(optimizer, list | tuple) and len(optimizer) > 0

@@ -19,7 +19,7 @@ from torch import nn
 from mpitrain.job import Job
 from mpitrain.model.activation_checkpointing import checkpoint_activations
 from mpitrain.model.compiling import compile_in_place
-from mpitrain.model.optimizer import set_learning_rate
+from mpitrain.model.optimizer import check_closure, set_learning_rate
 from mpitrain.model.precision import check_float32
 from mpitrain.model.several_optimizers import SeveralOptimizers
 from mpitrain.model.sync_batchnorm import sync_batchnorm
@@ -82,10 +82,10 @@ def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.opti
     if isinstance(job.optimizer, Mapping):
         parts = {name: named_part(module, name) for name in job.optimizer}
         optimizer = SeveralOptimizers(
-            {name: _make_optimizer(make, parts[name]) for name, make in job.optimizer.items()}
+            {name: _make_optimizer(make, parts[name], job.strategy) for name, make in job.optimizer.items()}
         )
     else:
-        optimizer = _make_optimizer(job.optimizer, module)
+        optimizer = _make_optimizer(job.optimizer, module, job.strategy)
     for group in optimizer.param_groups:
         group.pop(
             "param_names", None
@@ -95,9 +95,11 @@ def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.opti
     return optimizer
 
 
-def _make_optimizer(make: Callable[..., Any], module: nn.Module) -> torch.optim.Optimizer:
+def _make_optimizer(make: Callable[..., Any], module: nn.Module, strategy: Any) -> torch.optim.Optimizer:
     given = module.named_parameters() if takes_names(make) else module.parameters()
-    return check_made_optimizer(make(given))
+    optimizer = check_made_optimizer(make(given))
+    check_closure(optimizer, str(strategy or "a job"))
+    return optimizer
 
 
 def share_module(runtime: Runtime, module: nn.Module) -> None:

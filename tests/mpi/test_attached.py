@@ -4,19 +4,31 @@ stands still in it, is told by name."""
 import pytest
 
 from tests.mpi.cases import launch_program
+from tests.sampling import cells
 
 LOOPS = {
-    2: ["allreduce()", "localsgd(period=3)", "decentralized('ring')", "async()"],
+    2: ["allreduce()", "localsgd(period=3)", "decentralized('ring')", "decentralized()", "async()"],
     3: ["sync()"],
     4: ["async(servers=3)"],
 }
 
 
-@pytest.mark.parametrize(("ranks", "texts"), [*LOOPS.items(), (2, ["elastic(moving_rate=0.0,push_every=2)"])])
+# servers leave the process inside `wrap`, so each of these takes a launch
+SERVED = cells(
+    [
+        "elastic(moving_rate=0.0,push_every=2)", "backup(spare=0)", "softsync(updates=1)", "ssp(bound=1)",
+        "bounded(staleness=1)", "async(optimizer='worker')", "sync(optimizer='worker')",
+    ],
+    lambda text: "elastic" in text,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "texts"), [*LOOPS.items(), *((2, [text]) for text in SERVED)])
 def test_schedulers_hooks_and_scalers_act_as_without_us(ranks, texts):
-    """One worker, or workers of the same batches: torch's own loop, to the bit."""
+    """One worker, or workers of the same batches: torch's own loop, to the bit; the rates, the steps and what hooks see
+    under every strategy."""
     run = launch_program(ranks, "attached_loop", *texts).check()
-    workers = ranks - {"async()": 1, "sync()": 1, "async(servers=3)": 3}.get(texts[-1], 1)
+    workers = ranks - {"async(servers=3)": 3}.get(texts[-1], 1)
     for text in texts:
         assert run.stdout.count(f"ok {text}\n") == (workers if text == texts[-1] else ranks), str(run)
 
