@@ -1,11 +1,13 @@
 """Traces of virtual runs: the file of every rank, on the world's clock."""
 
 import json
+import sys
 
 import pytest
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
+from mpitrain.system import trace
 from mpitrain.values import parse
 from tests import toy
 from tests.trace_files import covered, flights, read_trace, spans, steps_in
@@ -74,3 +76,24 @@ def test_a_job_refuses_what_names_no_steps():
         toy.make_job(trace="steps=3:3")
     with pytest.raises(UsageError, match="steps=FIRST:END"):
         mt.simulate(toy.make_job(), parse("async()", "strategy"), trace="3", quiet=True)
+
+
+@pytest.mark.parametrize("text", ["async()", "localsgd(period=2)", "decentralized()"])
+def test_without_a_trace_a_step_hardly_asks_for_it(text, tmp_path):
+    """Calls into the recorder: so many a step, whatever a call takes."""
+
+    def count(steps):
+        calls = []
+
+        def look(frame, event, _):
+            if event == "call" and frame.f_code.co_filename == trace.__file__:
+                calls.append(frame.f_code.co_name)
+
+        sys.setprofile(look)
+        try:
+            simulate(tmp_path / str(steps), text, workers=1, trace=None, data=toy.Memory(6 * steps), epochs=1)
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert count(20) - count(10) <= 2 * 10
