@@ -104,6 +104,7 @@ class DividedValidation:
                 yield from self._compute(unit)
         if self._is_divided:
             yield Send(self.roles.dealer, Over(self._step()))
+            yield from self._report_away()
         results, self._results = [self._results[unit] for unit in range(num_units)], {}
         return (yield Compute(lambda: measures.conclude(results, samples), "validate"))
 
@@ -139,6 +140,7 @@ class DividedValidation:
 
     def _wait_for(self, unit: int) -> Steps:
         """Another worker has claimed `unit`, and gets the time of one for it."""
+        yield from self._report_away()
         yield from self._look()
         began_s = yield Now()
         wait_s = max(LEAST_WAIT_S, self._unit_s)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import mpitrain as mt
 from tests import toy
 from tests.mpi.cases import launch_program
 from tests.mpi.test_recovery import ULFM
@@ -64,6 +65,17 @@ def test_the_figures_are_those_of_one_process_and_all_have_measured(whole, strat
     shares = [json.loads((path / f"measured-{rank}.json").read_text()) for rank in range(RANKS)]
     measured = [sum(share) > 0 for share in shares]
     assert sum(measured) == (1 if strategy in ALONE else RANKS - result["servers"])
+
+
+def test_a_run_with_shared_validations_replays_to_the_bit(whole, tmp_path):
+    path = whole / str(STRATEGIES.index("async()"))
+    job = mt.Job(
+        model=toy.normed, loss=toy.square_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+        data=toy.Memory(96), validate=toy.Memory(2100), epochs=2, batch_size=4, ema=0.5, validate_ema=True,
+    )  # fmt: skip
+    again = mt.simulate(job, replay=str(path), run_dir=str(tmp_path / "again"), quiet=True)
+    metrics = json.loads((path / "result.json").read_text())["metrics"]
+    assert again["replay_identical"] and again["metrics"].items() <= metrics.items()
 
 
 @pytest.mark.parametrize("strategy", ["allreduce()", "async()", "localsgd(period=2)"])

@@ -313,7 +313,7 @@ class SplitRun(Stepper):
         job, runtime = self.session.job, self.session.runtime
         part = self.observe()
         if self.ema is not None and job.validate_ema:
-            with self.ema.swapped():
+            with self.checkpoints.guard.changing(), self.ema.swapped():
                 part += self.observe(EMA_PREFIX)
         rows = gather_parts(runtime, part)
 

@@ -9,6 +9,7 @@ samples.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -270,7 +271,9 @@ class Trainer:
         """Figures of the model, on rank 0; collective."""
         if self.measure is None:
             return {}
-        return measure_together(self.session.runtime, self.measure, samples, self.stepper.averaged())
+        averaged = self.stepper.averaged()
+        with self.checkpoints.guard.changing() if averaged else contextlib.nullcontext():
+            return measure_together(self.session.runtime, self.measure, samples, averaged)
 
     def _look_at_end(self) -> None:
         if self.validations.may_end:
