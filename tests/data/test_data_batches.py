@@ -39,7 +39,7 @@ def test_a_dataloader_gives_each_sample_once_and_another_order_next_epoch(source
 @given(size=st.integers(1, 50), batch=st.integers(1, 60), drop_last=st.booleans())
 def test_ranks_get_equally_many_batches_and_every_sample_once(source, size, batch, drop_last):
     batches = ShardBatches(source, batch, drop_last=drop_last)
-    runs = [batches._runs(rank, size) for rank in range(size)]
+    runs = [[run for (run,) in batches._left(rank, size)] for rank in range(size)]
     assert len({len(mine) for mine in runs}) == 1
     covered = [position for mine in runs for a, count in mine for position in range(a, a + count)]
     if drop_last:  # whole batches from the beginning of each rank's part
@@ -53,7 +53,7 @@ def test_ranks_get_equally_many_batches_and_every_sample_once(source, size, batc
 
 def test_what_cannot_be_shared_out_is_refused(source):
     with pytest.raises(UsageError, match="51 ranks for 50 samples"):
-        source.batches(4)._runs(0, 51)
+        source.batches(4)._left(0, 51)
     with pytest.raises(UsageError, match="batch_size must be at least 1, got 0"):
         source.batches(0)
     with pytest.raises(UsageError, match=r"share is \(index, number\).*got \(2, 2\)"):

@@ -53,6 +53,8 @@ def by_name(item: Any) -> dict[str, Any]:
         return dict(zip(item._fields, item, strict=True))
     if isinstance(item, tuple | list) and len(item) == 2:
         return {"x": item[0], "y": item[1]}
+    if isinstance(item, tuple | list) and len(item) == 1:
+        return {"x": item[0]}
     if isinstance(item, tuple | list):
         raise DataError(
             f"a sample or batch of {len(item)} values has no names: return a dict, such as "
