@@ -229,9 +229,13 @@ def test_the_python_of_the_page_on_data_runs_and_the_format_is_read_as_printed(t
     import mpitrain as mt
 
     monkeypatch.chdir(tmp_path)
-    (write,) = documented.blocks(ROOT / "docs" / "data.md", "python")
+    write, _, transform = documented.blocks(ROOT / "docs" / "data.md", "python")
     samples = torch.utils.data.TensorDataset(torch.zeros(30, 2))
     exec(compile(write, "data.md", "exec"), {"mt": mt, "dataset": samples})
+    names: dict = {"torch": torch, "torchvision_transform": torch.relu}
+    exec(compile(transform, "data.md", "exec"), names)
+    images = mt.Transformed([{"x": torch.zeros(3, 32, 32)}] * 4, names["augment"])
+    assert next(iter(images.batches(4)))["x"].std() > 0
     (read,) = documented.blocks(ROOT / "mpitrain" / "data" / "FORMAT.md", "python")
     read = read.replace("[3]", "[1]")  # that pack has two samples
     found: dict = {}

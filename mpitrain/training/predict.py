@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mpitrain.data import Catalogue
+from mpitrain.data.datasets.as_source import checked_source
 from mpitrain.data.format.columns import Array
 from mpitrain.data.read.reader import Source
 from mpitrain.data.read.shards import Shards
@@ -68,7 +69,10 @@ def predict(
             a row for each sample; `out` exists.
         DataError: from the shards, or the disk is full; nothing is left at `out` then.
     """
-    path, source = Path(out), _shards(Path(data)) if isinstance(data, str | Path) else data
+    path, source = (
+        Path(out),
+        _shards(Path(data)) if isinstance(data, str | Path) else checked_source(data, "predict"),
+    )
     made_by, module = attempt(ranks, lambda: load_with_job(run_dir, job, which))
     text = attempt(ranks, lambda: _look(path, overwrite, source) if ranks.rank == 0 else "")
     catalogue = Catalogue.from_json(ranks.broadcast(text))
