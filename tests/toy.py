@@ -172,6 +172,7 @@ def noisy(batch, random):
 
 DATA = {
     "dataset": dataset,
+    "shards": lambda: mt.Shards("same/*.h5"),  # of `dataset()`, in the folder of the launch
     "loader": lambda: mt.Samples(dataset(), num_workers=2),  # as a loader is taken; batches are the job's
     "stream": lambda: mt.Stream(Backwards(), num_workers=1),
     "weighted": lambda: mt.Weighted(dataset(), range(31), 29),

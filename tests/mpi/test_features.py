@@ -70,15 +70,21 @@ def cell_name(feature, text):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
+    path = tmp_path_factory.mktemp("four")
+    x, y = toy.dataset().tensors
+    with mt.ShardWriter(path / "same") as writer:
+        writer.add({"x": x.numpy(), "y": y.numpy()})
     real = [(feature, text) for feature, row, text in CELLS if not is_virtual(text) and not row.said]
     runs = {cell_name(feature.name, text): (text, feature.fields) for feature, text in real}
     runs |= {cell_name("none", text): (text, {}) for _, text in real}
+    runs |= {f"allreduce() {data}": ("allreduce()", {"data": data}) for data in ALIKE}
     runs |= {f"{text} {how}": (text, fields) for text in NORMED_ON for how, fields in NORMED.items()}
     runs |= {f"{text} {how}": (text, CLIPPED[how]) for text, limits in SERVED.items() for how in limits}
     runs["cell normed in bfloat16"] = (NORMED_ON[0], IN_BFLOAT16)
-    return launch(
-        tmp_path_factory.mktemp("four"), 4, runs | clipped(ON_FOUR) | accumulated(IN_BATCHES_ON_FOUR)
-    )
+    return launch(path, 4, runs | clipped(ON_FOUR) | accumulated(IN_BATCHES_ON_FOUR))
+
+
+ALIKE = ("shards", "dataset", "loader")
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +193,12 @@ def test_parts_of_a_model_have_the_moving_average_of_the_whole(four, text):
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
         assert not torch.equal(last[name], tensor)
+
+
+@pytest.mark.parametrize("data", ALIKE[1:])
+def test_ranks_train_on_a_dataset_to_the_bits_of_shards(four, data):
+    """Under the other families in virtual time."""
+    assert same_model(*(four / f"allreduce() {one}" / "model.safetensors" for one in ("shards", data)))
 
 
 @pytest.mark.parametrize("text", ON_FOUR)
