@@ -22,6 +22,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.flat import all_finite
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.several_optimizers import SeveralOptimizers
+from mpitrain.system import trace
 from mpitrain.training.synchronous.checkpoints import copied
 from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.recovery_state import RecoveryState
@@ -43,7 +44,8 @@ class NamedOptimizer:
         """One step with the mean gradient of all ranks."""
         groups = self.optimizer.param_groups
         if self._prepare([one for group in groups for one in group["params"] if one.requires_grad]):
-            self.optimizer.step()
+            with trace.span("optimizer", trace.OPTIMIZER):
+                self.optimizer.step()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
@@ -77,7 +79,8 @@ class JointStepper(Stepper):
         began_s, waited_s = time.monotonic(), self._waited_s
         self.before_forward()
         self.module.train()
-        value, self.losses = _read_losses(self.job.step(self.module, self.optimizers, batch))
+        with trace.span("step function", trace.COMPUTE):
+            value, self.losses = _read_losses(self.job.step(self.module, self.optimizers, batch))
         if not self._num_prepared:
             raise UsageError(
                 "Job: the step function has stepped none of its optimizers; call optimizers[name].step() after the "
@@ -101,7 +104,8 @@ class JointStepper(Stepper):
             return False
         began_s = time.monotonic()
         if dist.get_world_size() > 1:
-            mean_gradients(parameters, self._share)
+            with trace.span("mean gradient", trace.COMMUNICATION):
+                mean_gradients(parameters, self._share)
         self._waited_s += time.monotonic() - began_s
         gradients = [one.grad for one in parameters if one.grad is not None]
         finite = all_finite(gradients)
