@@ -84,10 +84,12 @@ class Away:
     """A worker informs every server that it validates before its next message, for as long as it takes.
 
     step: of its next push.
+    for_part: it measures a part of a validation, or waits for the time of one.
     """
 
     kind: ClassVar[Kind] = Kind.AWAY
     step: int
+    for_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)

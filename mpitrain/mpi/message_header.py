@@ -91,7 +91,7 @@ _TABLE: dict[type[Message], str] = {
     "text=options",
     Pull: "step",
     Idle: "step",
-    Away: "step",
+    Away: "step standby=for_part",
     Save: "step checkpoint_at=at text",
     Note: "text",
     Done: "step stop=wants_final finite=all_answered request=checkpoint",

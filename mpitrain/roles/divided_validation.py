@@ -64,7 +64,7 @@ class DividedValidation:
     Args:
         roles: everybody's; measures: of this worker.
         receive: waits for the next message, while the ranks that are named owe one.
-        report_away: informs servers that the worker may be silent for as long as it takes.
+        report_away: informs servers that the worker may be silent for as long as it takes, or (True) for a unit.
         step: of the worker's next push.
     """
 
@@ -73,7 +73,7 @@ class DividedValidation:
         roles: Roles,
         measures: Measures,
         receive: Receive,
-        report_away: Callable[[], Steps],
+        report_away: Callable[[bool], Steps],
         step: Callable[[], int],
     ):
         self.roles, self.measures = roles, measures
@@ -104,7 +104,7 @@ class DividedValidation:
                 yield from self._compute(unit)
         if self._is_divided:
             yield Send(self.roles.dealer, Over(self._step()))
-            yield from self._report_away()
+            yield from self._report_away(False)
         results, self._results = [self._results[unit] for unit in range(num_units)], {}
         return (yield Compute(lambda: measures.conclude(results, samples), "validate"))
 
@@ -133,14 +133,14 @@ class DividedValidation:
                 yield from self._compute(answer.unit)
 
     def _compute(self, unit: int) -> Steps:
-        yield from self._report_away()
+        yield from self._report_away(True)
         began_s = yield Now()
         self._results[unit] = yield Compute(lambda: self.measures.unit(unit), "validate")
         self._unit_s = max(self._unit_s, (yield Now()) - began_s)
 
     def _wait_for(self, unit: int) -> Steps:
         """Another worker has claimed `unit`, and gets the time of one for it."""
-        yield from self._report_away()
+        yield from self._report_away(True)
         yield from self._look()
         began_s = yield Now()
         wait_s = max(LEAST_WAIT_S, self._unit_s)
@@ -191,7 +191,7 @@ class DividedValidation:
             number, unit, payload = answer.number, answer.unit, None
             if unit < 0 or snapshot is None:
                 break
-            yield from self._report_away()
+            yield from self._report_away(True)
             payload = yield Compute(self._of(unit, snapshot), "validate")
         if snapshot is not None:
             snapshot.release()

@@ -384,10 +384,10 @@ class Worker:
         for server in self.roles.servers:
             yield Send(server, message)
 
-    def report_away(self) -> Generator[Effect, Any, None]:
+    def report_away(self, for_part: bool = False) -> Generator[Effect, Any, None]:
         """To servers that listen for signs of life, before something that may take as long as it likes."""
         if self.probe.timeout_s:
-            yield from self._broadcast(Away(self.step))
+            yield from self._broadcast(Away(self.step, for_part))
 
     def _validate(self, epoch: int) -> Generator[Effect, Any, None]:
         """The validator measures the parameters it holds, and the others help it; at the end of an epoch, when the

@@ -173,6 +173,14 @@ def test_a_validation_is_given_the_time_it_takes():
     assert overdue(102.0 + PATIENCE + 0.1), "it counts for validations alone"
     tracker.goes_away(1)
     assert not overdue(101.0 + PATIENCE * 100) and overdue(103.0 + PATIENCE * 100)
+    tracker.heard(1, 200.0)
+    for now_s in (201.0, 202.0):
+        tracker.goes_away(1, for_part=True)
+        tracker.heard(1, now_s)
+    tracker.goes_away(1, for_part=True)
+    assert overdue(202.0 + PATIENCE + 0.1), "a part of one takes as long as the others"
+    tracker.goes_away(1)
+    assert not overdue(201.0 + PATIENCE * 100), "and makes no whole one late"
 
 
 def overhear(workers, arrivals):

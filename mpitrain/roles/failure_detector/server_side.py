@@ -59,7 +59,7 @@ class FailureDetector:
         if not isinstance(message, Lost) and not self.is_lost(source):
             self.tracker.heard(source, self.now_s)
         if isinstance(message, Away):
-            self.tracker.goes_away(source)
+            self.tracker.goes_away(source, message.for_part)
             return None
         return source, message
 

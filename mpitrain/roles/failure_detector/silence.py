@@ -26,24 +26,28 @@ class SilenceTracker:
         self._heard_s: dict[int, float] = {}
         self._answered_s: dict[int, float] = {}
         self._longest_s: dict[int, float] = {}
-        self._away: set[int] = set()  # they validate
+        self._away: dict[int, bool] = {}  # they validate, or (True) measure one part of a validation
         self._waiting: set[int] = set()  # have said last that they wait for an answer
-        self._longest_away_s: dict[int, float] = {}
+        self._longest_away_s: dict[tuple[int, bool], float] = {}
         self._began_s: float | None = None
 
     def heard(self, worker: int, now_s: float) -> None:
         """A message has come in."""
         self._began_s = now_s if self._began_s is None else self._began_s
         if worker in self._heard_s:
-            gaps = self._longest_away_s if worker in self._away else self._longest_s
-            gaps[worker] = max(gaps.get(worker, 0.0), self.silence_s(worker, now_s))
+            silence_s = self.silence_s(worker, now_s)
+            if worker in self._away:
+                key = worker, self._away[worker]
+                self._longest_away_s[key] = max(self._longest_away_s.get(key, 0.0), silence_s)
+            else:
+                self._longest_s[worker] = max(self._longest_s.get(worker, 0.0), silence_s)
         self._heard_s[worker] = now_s
-        self._away.discard(worker)
+        self._away.pop(worker, None)
         self._waiting.discard(worker)
 
-    def goes_away(self, worker: int) -> None:
-        """Its next message comes after a validation."""
-        self._away.add(worker)
+    def goes_away(self, worker: int, for_part: bool = False) -> None:
+        """Its next message comes after a validation, or after a part of one: each is judged by its own kind."""
+        self._away[worker] = for_part
 
     def answered(self, worker: int, now_s: float) -> None:
         """It has been answered, perhaps after it was held for long, or has said that it waits."""
@@ -71,15 +75,19 @@ class SilenceTracker:
 
     def is_overdue(self, worker: int, now_s: float, away_s: float) -> bool:
         """`is_silent` where nobody else reports a death; a first validation is given `away_s`."""
-        if worker in self._away and worker not in self._longest_away_s:
+        if worker in self._away and self._away_s(worker) is None:
             return self.silence_s(worker, now_s) > max(away_s, self.mid_silence_s)
         return self.is_silent(worker, now_s, mid=True)
 
+    def _away_s(self, worker: int) -> float | None:
+        """The longest absence of the kind that it has announced; None before the first."""
+        return self._longest_away_s.get((worker, self._away[worker]))
+
     def _usual_s(self, worker: int) -> tuple[float, ...]:
         if worker in self._away:
-            first_s = 0.0 if worker in self._longest_away_s else AWAY_SILENCE_S
-            gaps = (self._longest_s.get(worker, 0.0), self._longest_away_s.get(worker, 0.0))
-            return first_s, PATIENCE * max(gaps)
+            away_s = self._away_s(worker)
+            first_s = AWAY_SILENCE_S if away_s is None else 0.0
+            return first_s, PATIENCE * max(self._longest_s.get(worker, 0.0), away_s or 0.0)
         if worker in self._longest_s:
             return (PATIENCE * self._longest_s[worker],)
         return FIRST_SILENCE_S, PATIENCE * max(self._longest_s.values(), default=0.0)
