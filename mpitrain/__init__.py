@@ -1,22 +1,20 @@
 """mpitrain: train PyTorch models over MPI, with every update rule behind one door.
 
-Names are loaded on first use, so `import mpitrain` (and `mpitrain --help`) imports neither torch nor MPI nor
-h5py.
+Names are loaded on first use, so `import mpitrain` (and `mpitrain --help`) imports neither torch nor MPI nor h5py. And
+`import torch` imports this file (`torch_backend.py`), so of the package it loads nothing else.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
-from mpitrain.mpi.process_group.register import register_backend_lazily
-from mpitrain.strategies.registry import MODULES
-from mpitrain.system import rank_status
+from mpitrain.torch_backend import register_backend_lazily
 
 __version__ = "0.1.0"
 
 _home = {
-    **dict.fromkeys(MODULES, "mpitrain.strategies"),
     "Pause": "mpitrain.inject",
     "Slow": "mpitrain.inject",
     "Stall": "mpitrain.inject",
@@ -45,16 +43,19 @@ _home = {
     "wrap": "mpitrain.wrapping.loop",
 }
 
-__all__ = sorted(_home)  # noqa: PLE0605
-
-
 register_backend_lazily()  # `import mpitrain` is all that init_process_group("mpi4py") needs
-rank_status.begin()  # the first thing of a rank that its launch hears of
+if "MPITRAIN_LAUNCH_DIR" in os.environ:  # the first thing of a rank that its launch hears of
+    importlib.import_module("mpitrain.system.rank_status").begin()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _home:
-        raise AttributeError(f"module 'mpitrain' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_home[name]), name)
+    values = importlib.import_module("mpitrain.strategies.registry").MODULES
+    if name == "__all__":
+        return sorted({*_home, *values})
+    if name not in _home and name not in values:
+        raise AttributeError(
+            f"module 'mpitrain' has no attribute {name!r}; it has {', '.join(__getattr__('__all__'))}"
+        )
+    value = getattr(importlib.import_module(_home.get(name, "mpitrain.strategies")), name)
     globals()[name] = value
     return value

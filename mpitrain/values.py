@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import importlib
 import io
 import tokenize
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 from mpitrain.errors import UsageError
 
+_TABLE = "mpitrain.strategies"  # it provides the values of the package's table
 _registry: dict[tuple[str, str], type[Value]] = {}  # by kind and name
 _providers: list[Callable[[], None]] = []  # what is yet to be called before the first look-up
 
@@ -76,6 +78,7 @@ def provide(load: Callable[[], None]) -> None:
 
 
 def _registered() -> dict[tuple[str, str], type[Value]]:
+    importlib.import_module(_TABLE)
     while _providers:
         _providers[0]()
         _providers.pop(0)

@@ -1,4 +1,4 @@
-"""A script for torch's FSDP2 as everybody writes it; `import mpitrain` and one word are new.
+"""A script for torch's FSDP2 as everybody writes it; one word is new.
 
 srun --mpi=pmix python jobs/scripts/fsdp2.py
 """
@@ -8,8 +8,6 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-import mpitrain  # noqa: F401
 
 dist.init_process_group("mpi4py")
 

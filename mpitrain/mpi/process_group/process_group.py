@@ -10,6 +10,7 @@ timeout is raised where its Work or future is waited for, in DDP's C++ too.
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -18,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.errors import AgreedError, UsageError
-from mpitrain.mpi.process_group.backend import BACKEND
 from mpitrain.mpi.process_group.data_movement import DataMovement
 from mpitrain.mpi.process_group.point_to_point import PointToPoint
 from mpitrain.mpi.process_group.reductions import Reductions
 from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime, start
+from mpitrain.torch_backend import BACKEND
 
 
 def init_default_group(runtime: Runtime) -> None:
@@ -73,6 +74,33 @@ def rendezvous() -> dict[str, Any]:
             f" {runtime.size} rank(s): start the ranks by mpirun or srun instead of torchrun, or unset the variables"
         )
     return {"store": dist.HashStore(), "rank": rank, "world_size": size}
+
+
+def rendezvous_by_mpi() -> Iterator[tuple[dist.Store, int, int]]:
+    """What torch's `rendezvous` yields for init_method="mpi://", for any backend: rank 0 serves a TCPStore on a port
+    that the system chose, and MPI tells the others. Where there are several nodes they reach it by MASTER_ADDR, if that
+    is set on rank 0, and by its host's name otherwise."""
+    runtime = start()
+    host = "127.0.0.1" if runtime.num_nodes == 1 else os.environ.get("MASTER_ADDR", socket.gethostname())
+    store, port = None, 0
+    if runtime.rank == 0:
+        store = dist.TCPStore(host, 0, runtime.size, is_master=True, wait_for_workers=False)
+        port = store.port
+    host, port = runtime.broadcast([host, port])
+    yield store or dist.TCPStore(host, port, runtime.size, is_master=False), runtime.rank, runtime.size
+
+
+def share_store() -> None:
+    """Collective: where the default group is ours and has no store but its own process's, give it one that all ranks
+    see. Groups of other backends meet there."""
+    if not dist.is_initialized() or not isinstance(dist.group.WORLD, MpiProcessGroup):
+        return
+    groups = dist.distributed_c10d._world.pg_map
+    backend, store = groups[dist.group.WORLD]
+    prefixed: Any = store
+    if isinstance(prefixed._underlying_non_prefix_store, dist.HashStore):
+        shared, _, _ = next(rendezvous_by_mpi())
+        groups[dist.group.WORLD] = backend, dist.PrefixStore("mpitrain", shared)
 
 
 def _export_ranks(runtime: Runtime) -> None:

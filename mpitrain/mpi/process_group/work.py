@@ -19,8 +19,8 @@ from torch.futures import Future
 
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.operation import Op
-from mpitrain.mpi.process_group.backend import BACKEND
 from mpitrain.system import trace
+from mpitrain.torch_backend import BACKEND
 
 _NO_TIMEOUT = timedelta(0)  # what torch passes when the user gives none
 _GRACE_S = 2.0

@@ -1,3 +1,0 @@
-"""The backend's name for torch.distributed."""
-
-BACKEND = "mpi4py"

@@ -1,0 +1,162 @@
+"""Makes torch.distributed know the backend "mpi4py", without importing MPI to do so.
+
+torch calls `register_backend_lazily` by itself at the end of `import torch` (the entry point `torch.backends` in
+`setup.cfg`), so a script need not import this package; `import mpitrain` calls it too. What it does to torch:
+
+    backend "mpi4py"            is registered; mpi4py is imported when a process group is made
+    init_process_group          "mpi4py" without store and init_method means the ranks that MPI started: torch would ask
+                                the environment for MASTER_ADDR and ports; so does "env://" where RANK is not set
+    init_method="mpi://"        MPI brings the ranks of any backend together: rank 0 binds a free port and tells all
+    new_group                   of another backend beside ours gets a store that all ranks see
+    monitored_barrier           takes our groups too, where torch asks for gloo
+    MPITRAIN_REPLACES=gloo      in the environment: a script's "gloo" means "mpi4py"
+
+Invariants: this file imports only the standard library at first, because `import torch`, `import mpitrain` and
+`mpitrain --help` run it. If torch.distributed is loaded already, the backend is registered at once; otherwise a finder
+on sys.meta_path waits for its import and registers then. An error in here never makes `import torch` fail. Every call
+that does not concern MPI passes through unchanged.
+"""
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+BACKEND = "mpi4py"
+SCHEME = "mpi"
+REPLACES = "MPITRAIN_REPLACES"
+_TARGET = "torch.distributed"
+_GROUP = "mpitrain.mpi.process_group.process_group"
+
+
+def register_backend_lazily() -> None:
+    """Register now if torch.distributed is there, else as soon as it is imported. Safe to call twice."""
+    try:
+        module = sys.modules.get(_TARGET)
+        if module is not None and hasattr(module, "Backend"):
+            register()
+        elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+    except Exception as error:
+        warnings.warn(
+            f'mpitrain could not register its torch.distributed backend "{BACKEND}": {error!r}', stacklevel=2
+        )
+
+
+def register() -> None:
+    """Register the backend with torch.distributed (imports it). Safe to call twice."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or BACKEND in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    dist.register_rendezvous_handler(SCHEME, _rendezvous)
+    for name, wrap in (
+        ("init_process_group", _ask_mpi),
+        ("new_group", _replace),
+        ("monitored_barrier", _with_ours),
+    ):
+        wrapped = wrap(getattr(dist, name))
+        setattr(dist, name, wrapped)
+        setattr(dist.distributed_c10d, name, wrapped)
+
+
+def _group() -> Any:
+    """The module of the process group, which imports MPI."""
+    return importlib.import_module(_GROUP)
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    return _group().create(options, backend_options)
+
+
+def _rendezvous(url: str, *_: Any, **__: Any) -> Any:
+    """torch's handler for init_method="mpi://": a generator of (store, rank, number of ranks)."""
+    return _group().rendezvous_by_mpi()
+
+
+def _ask_mpi(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_process_group(
+        backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        backend = _replaced(backend)
+        ours = _is_ours(backend)
+        by_us = init_method is None or (init_method == "env://" and "RANK" not in os.environ)
+        if not ours or not by_us or kwargs.get("store") is not None:
+            original(BACKEND if ours else backend, init_method, *args, **kwargs)
+            return
+        original(BACKEND, None, *args, **{**kwargs, **_group().rendezvous()})
+
+    return init_process_group
+
+
+def _replace(original: Any) -> Any:
+    @functools.wraps(original)
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        backend = _replaced(backend)
+        if backend is not None and not _is_ours(backend) and _GROUP in sys.modules:
+            _group().share_store()
+        return original(ranks, timeout, backend, *args, **kwargs)
+
+    return new_group
+
+
+def _replaced(backend: str | None) -> str | None:
+    """Ours, where the environment asks for ours in place of a backend of that name."""
+    asked = {name.strip() for name in os.environ.get(REPLACES, "").lower().split(",")} - {""}
+    return BACKEND if asked and backend is not None and _names(backend) <= {*asked, BACKEND} else backend
+
+
+def _is_ours(backend: str | None) -> bool:
+    """Whether a backend is ours on every device: "mpi4py", "cpu:mpi4py", "cpu:mpi4py,cuda:mpi4py"."""
+    return backend is not None and _names(backend) == {BACKEND}
+
+
+def _names(backend: str) -> set[str]:
+    return {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
+
+
+def _with_ours(original: Any) -> Any:
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized() or dist.get_backend(group) != BACKEND:
+            original(group, timeout, wait_all_ranks)
+            return
+        ours: Any = group or dist.group.WORLD
+        ours.monitored_barrier(timeout, wait_all_ranks)
+
+    return monitored_barrier
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it lets the others find torch.distributed and registers after the module has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Wrap the loader of torch.distributed, once; None for every other module."""
+        if name != _TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                register_backend_lazily()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,60 @@
+"""`import torch` alone knows the backend "mpi4py": what that loads, in every order of imports, and what scripts get."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.mpi.cases import PROGRAMS
+from tests.ranks import run_ranks
+
+KNOWN = """
+import sys
+ours = sorted(name for name in sys.modules if name.partition(".")[0] in ("mpitrain", "mpi4py"))
+import torch.distributed as dist
+print("mpi4py" in dist.Backend.backend_list, *ours)
+"""
+LOADED = "True mpitrain mpitrain.torch_backend"
+
+
+def python(text, **env):
+    done = subprocess.run(
+        [sys.executable, "-c", text], env={**os.environ, **env}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import torch", "import torch.distributed", "import mpitrain, torch", "import torch, mpitrain"],
+)
+def test_torch_knows_the_backend_and_loads_one_small_file(imports):
+    assert python(imports + KNOWN) == LOADED
+
+
+def test_without_autoload_our_own_import_is_enough():
+    assert python("import torch" + KNOWN, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
+    assert python("import mpitrain, torch" + KNOWN, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == LOADED
+    assert python("import torch, mpitrain" + KNOWN, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == LOADED
+
+
+def test_an_error_of_ours_is_a_warning_and_torch_is_imported():
+    planted = """
+import warnings, mpitrain.torch_backend as ours
+def register():
+    raise OSError("planted")
+ours.register = register
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import torch
+print(torch.ones(2).sum().item(), sum("planted" in str(each.message) for each in told) > 0)
+"""
+    assert python(planted) == "2.0 True"
+
+
+def test_a_script_that_does_not_know_of_us():
+    result = run_ranks(2, [sys.executable, str(PROGRAMS / "zero_lines.py")], warm=False).check()
+    told = "mpi4py 2; gloo 2; mpi4py 2; mpi4py 2; mpi4py 2; gloo 2"
+    assert list(result.ranks_out) == [f"{told}\n"] * 2, result
