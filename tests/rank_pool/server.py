@@ -191,6 +191,7 @@ def run(argv: list[str]) -> None:
     if kind == "-m":
         sys.path[:0] = path if is_safe else [os.getcwd(), *path]
         sys.argv = rest
+        _load_backends()
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
     main = types.ModuleType("__main__")
@@ -206,7 +207,15 @@ def run(argv: list[str]) -> None:
             code = compile(source.read(), kind, "exec", dont_inherit=True)
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
+    _load_backends()
     exec(code, main.__dict__)
+
+
+def _load_backends() -> None:
+    """What `import torch` does last in a process that starts, in the environment and with the path of this rank."""
+    torch = sys.modules["torch"]
+    if torch._is_device_backend_autoload_enabled():
+        torch._import_device_backends()
 
 
 def _kill_session(session: int) -> None:
@@ -227,6 +236,7 @@ def _signal(pid: int) -> None:
 
 def _prepare(address: str) -> socket.socket:
     faulthandler.enable()
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of which mpitrain is one
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
