@@ -1,6 +1,6 @@
 """How fast are shuffled shards read, and does reading hide behind computing?
 
-    python benchmarks/reader.py [--rounds 5] [--megabytes 256] [--compute-s 20]
+    python benchmarks/reader.py [--rounds 5] [--megabytes 256] [--compute-s 20] [--pairs]
 
 One process, no MPI. A file of `--megabytes` (a quarter of it for 64-byte samples), x and an int64 label y, 1 MiB
 chunks of whole samples with fletcher32, as `mpitrain data pack` writes them; batches of 64 samples, 1024 of 64 bytes.
@@ -198,6 +198,8 @@ def compare(case, directory, options):
     files = Files(case, directory, max(8 * case.batch_size, num_bytes // (case.sample_bytes + 8)))
     files.make()
     ways = {way: read for way, read in WAYS.items() if way != "WebDataset" or wds is not None}
+    if options.pairs:
+        ways = {way: ways[way] for way in ("raw", "mpitrain")}
     speeds = {way: [] for way in ways}
     for _ in range(options.rounds):
         for way, read in ways.items():
@@ -258,8 +260,10 @@ def main():
     parser.add_argument("--compute-s", type=float, default=20)
     parser.add_argument("--turn-steps", type=int, default=TURN_STEPS)
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many columns")
+    parser.add_argument("--pairs", action="store_true", help="raw and mpitrain alone, by turns")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]  # of the machine, whose other work our two threads share its cores with
     warnings.filterwarnings(
         "ignore", "This DataLoader will create"
     )  # more workers than cores: that is asked for
@@ -268,8 +272,15 @@ def main():
     with tempfile.TemporaryDirectory(dir=os.environ.get("MPITRAIN_BENCHMARK_DIR")) as directory:
         found = {case: compare(case, Path(directory), options) for case in CASES[: options.cases]}
         cases = show_speeds(found)
-        hidden = show_hiding([files for case, (files, _) in found.items() if case in CASES[:2]], options)
-    row = {"rounds": options.rounds, "megabytes": options.megabytes, "h5py": h5py.__version__}
+        computing = CASES[: 0 if options.pairs else 2]
+        hidden = show_hiding([files for case, (files, _) in found.items() if case in computing], options)
+    row = {
+        "pairs": options.pairs,
+        "load_before": load,
+        "rounds": options.rounds,
+        "megabytes": options.megabytes,
+        "h5py": h5py.__version__,
+    }
     row |= {"webdataset": getattr(wds, "__version__", None), "cases": cases, "computing_20_ms": hidden}
     write_row("reader", row)
 

@@ -218,8 +218,13 @@ def splitting() -> str:
     return table(head, *body) + f"\n\n{told}\n\n" + origin(row)
 
 
+def whole_reader() -> Row:
+    """The newest row of all ways to read."""
+    return [row for row in rows_of("reader") if not row.get("pairs")][-1]
+
+
 def reader() -> str:
-    row = one("reader")
+    row = whole_reader()
     others = ("raw", "loader 0", "loader 2", "loader 4", "rows", "WebDataset")
     names = (
         "raw h5py",
@@ -237,7 +242,17 @@ def reader() -> str:
     for title, found in row["computing_20_ms"].items():
         text += f"- Samples of {title}: a consumer that computes 20 ms a batch takes {spread(found['ratio'], 3)} times "
         text += "as long a step as on one batch in memory.\n"
-    return text + "\n" + origin(row)
+    text += "\n" + origin(row)
+    for (load,), pairs in newest("reader", "load_before", pairs=True).items():
+        found = ", ".join(
+            f"{title} {spread(case['mpitrain_over']['raw'])}" for title, case in pairs["cases"].items()
+        )
+        cores = pairs["num_cores"]
+        text += (
+            f"\n\nRaw and mpitrain alone, by turns, at a load of {load:.1f} on {cores} cores: {found}.\n\n"
+        )
+        text += origin(pairs)
+    return text
 
 
 def stragglers() -> str:
@@ -465,7 +480,7 @@ def headlines() -> str:
     """The three ratios of the README, each with the command that measures it."""
     step = one("step_time", model="mlp")["ratio_to_gloo"]["allreduce"]
     slow = one("stragglers", compute="emulated compute")["rules"]["async()"]["ratio_to_sync"]
-    read = one("reader")["cases"]["12 KiB"]["mpitrain_over"]["loader 0"]
+    read = whole_reader()["cases"]["12 KiB"]["mpitrain_over"]["loader 0"]
     return f"""\
 - `mpitrain launch -n 3 benchmarks/step_time.py`: `allreduce()` takes **{spread(step)}**
   of the time per step of torch's DDP over gloo (2 workers, 6.3 million parameters).
