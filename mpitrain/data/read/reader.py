@@ -22,6 +22,8 @@ from mpitrain.errors import UsageError
 
 PIECE_BYTES = 1 << 20  # of small batches that are gathered together
 LEAST_TOGETHER = 2  # of them, or each is gathered alone
+# What torch begins its own memory at a multiple of. How sums round depends on it: a batch has to lie as one of its own.
+ALIGNED_BYTES = 64
 Run = tuple[int | None, int, int]  # epoch (None: the order of the files), start, count
 
 __all__ = ["Batch", "ChunkReader", "Reader", "Source", "Store"]
@@ -164,7 +166,7 @@ class ChunkReader(Reader):
         epoch, start, count = run
         self._piece = None
         together = 0
-        if self._is_fixed and epoch is not None and self._end == (epoch, start) and count:
+        if self._can_cut(count) and epoch is not None and self._end == (epoch, start):
             order = self.order.epoch(epoch)
             room = min(PIECE_BYTES // self._store.sample_bytes, order.end_of(order.window_of(start)) - start)
             together = room // count * count
@@ -176,12 +178,22 @@ class ChunkReader(Reader):
         assert cut is not None
         return cut
 
+    def _can_cut(self, count: int) -> bool:
+        """Whether batches of `count` samples that lie one behind the other are aligned like memory of their own."""
+        arrays = self.catalogue.arrays.values()
+        return (
+            self._is_fixed
+            and count > 0
+            and not any(count * spec.sample_bytes % ALIGNED_BYTES for spec in arrays)
+        )
+
     def _holds(self, run: Run) -> bool:
         """Whether the piece that is here has all of a run."""
         if self._piece is None:
             return False
         epoch, first, count = self._piece[0]
-        return run[0] == epoch and first <= run[1] and run[1] + run[2] <= first + count
+        is_within = run[0] == epoch and first <= run[1] and run[1] + run[2] <= first + count
+        return is_within and (run[1] == first or self._can_cut(run[1] - first))
 
     def _cut(self, run: Run) -> Batch | None:
         """The batch as a part of the piece that is here; None if it is not in it."""
