@@ -114,8 +114,8 @@ class Whole:
     def reader(self, catalogue, seed):
         return self
 
-    def sequential(self, batch_size):
-        yield everything(self.source)
+    def sequential(self, batch_size, first=0, end=None):
+        yield {name: tensor[first:end] for name, tensor in everything(self.source).items()}
 
 
 @functools.cache

@@ -45,8 +45,8 @@ class Reading:
     def prefetch(self, epoch, start, count):
         pass
 
-    def sequential(self, batch_size):
-        yield {"x": self.x}
+    def sequential(self, batch_size, first=0, end=None):
+        yield {"x": self.x[first:end]}
 
 
 def loss(model, batch):
