@@ -26,8 +26,8 @@ def cells(of: Iterable[T], row: Callable[[T], Hashable]) -> list[T]:
     return every if ALL_CELLS else list(first.values())
 
 
-def sampled(names: Iterable[str], sample: Collection[str]) -> list[Any]:
-    """Parameters of a test: all names, of which those outside the sample are marked `extended`."""
+def sampled(names: Iterable[Any], sample: Collection[Any]) -> list[Any]:
+    """Values of a parameter of a test: all of them, those outside the sample marked `extended`."""
     return [name if name in sample else pytest.param(name, marks=pytest.mark.extended) for name in names]
 
 

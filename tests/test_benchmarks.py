@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import ROOT, find_mpi, run_plain, run_ranks
+from tests.sampling import sampled
 
 BENCHMARKS = {
     "packing": (2, ["--rounds", "1", "--megabytes", "1"]),
@@ -24,6 +25,8 @@ BENCHMARKS = {
     "step_time": (3, ["--rounds", "1", "--block", "1", "--model", "mlp"]),
     "stragglers": (5, ["--rounds", "1", "--epochs", "1", "--compute", "real", "--strategies", "sync()"]),
 }
+
+SAMPLE = ("codec_cost", "reader", "step_time")  # what `make test` runs of them
 
 BY_HAND = {
     "averaging",
@@ -82,7 +85,7 @@ def test_rows_are_tracked_only_on_request(tmp_path, monkeypatch, capsys):
     assert row["figure"] == 1 and "commit" in row
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", sampled(BENCHMARKS, SAMPLE))
 def test_it_prints_its_table_and_writes_its_row(name, tmp_path):
     num_ranks, arguments = BENCHMARKS[name]
     python, _ = find_mpi()

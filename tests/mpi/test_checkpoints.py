@@ -123,7 +123,7 @@ SIGNALS = {
     "allreduce": ("allreduce()", 1, "SIGUSR1 waiting"),
     "sync": ("sync(servers=2)", 3, "SIGUSR1 mpirun"),
 }
-SIGNALS_OF_THE_SAMPLE = ("async", "sync")
+SIGNALS_OF_THE_SAMPLE = ("sync",)
 
 
 @pytest.mark.parametrize("name", sampled(SIGNALS, SIGNALS_OF_THE_SAMPLE))

@@ -35,6 +35,7 @@ def test_on_four_ranks(four, case):
     assert_passed(four, case)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", CASES)
 def test_on_three_ranks_over_tcp(three_over_tcp, case):
     assert_passed(three_over_tcp, case)
@@ -56,9 +57,14 @@ def test_with_our_own_algorithms_on_nodes_of_two_and_one(uneven_nodes, case):
     assert_passed(uneven_nodes, case)
 
 
-def test_launches_end_cleanly(four, three_over_tcp, uneven_nodes):
-    for result in (four, three_over_tcp, uneven_nodes):
+def test_launches_end_cleanly(four, uneven_nodes):
+    for result in (four, uneven_nodes):
         result.check()
+
+
+@pytest.mark.extended
+def test_a_launch_over_tcp_ends_cleanly(three_over_tcp):
+    three_over_tcp.check()
 
 
 # ---- torch's own training on top

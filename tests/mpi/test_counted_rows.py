@@ -19,7 +19,7 @@ RULES = {
     "ssp": "ssp(bound=1,servers={})",
     "pushes": "async(servers={},push_every=2)",
 }
-SAMPLE = ("inflight", "pushes")
+SAMPLE = ("pushes",)
 FINISHED = 4.0
 
 

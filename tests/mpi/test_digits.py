@@ -28,7 +28,7 @@ def place(tmp_path_factory):
     ("ranks", "strategy", "accuracy"),
     [
         (4, "allreduce", 0.97),
-        (4, "async(servers=1)", 0.96),
+        pytest.param(4, "async(servers=1)", 0.96, marks=pytest.mark.extended),
         pytest.param(5, "async(servers=2)", 0.96, marks=pytest.mark.extended),
     ],
 )

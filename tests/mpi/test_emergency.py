@@ -19,7 +19,7 @@ WEDGED = {
     # two pipelines of two stages, of which the first one's write; split models take no orders
     "pipeline": ("pipeline(stages=2,microbatches=2)", ["loss"]),
 }
-SAMPLE = ("async", "sync")
+SAMPLE = ("sync",)
 
 
 @pytest.mark.parametrize("name", sampled(WEDGED, SAMPLE))

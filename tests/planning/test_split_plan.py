@@ -99,9 +99,13 @@ def test_a_job_is_held_to_its_fields(changes, said):
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_all_ranks_validate_equally_often_and_every_batch_counts_once(num_batches, num_replicas):
     runs = [
-        list(MeshRun._rounds(SimpleNamespace(num_replicas=num_replicas, share=share), range(num_batches)))
+        list(
+            MeshRun._rounds(
+                SimpleNamespace(num_replicas=num_replicas, share=share), enumerate(range(num_batches))
+            )
+        )
         for share in range(num_replicas)
     ]
     assert len({len(rounds) for rounds in runs}) == 1
-    counted = sorted(batch for rounds in runs for batch, counts in rounds if counts)
+    counted = sorted(batch for rounds in runs for number, batch in rounds if number is not None)
     assert counted == list(range(num_batches))

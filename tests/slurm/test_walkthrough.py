@@ -13,6 +13,7 @@ from tests.slurm.test_templates import fom
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(580)]
 
 
+@pytest.mark.extended
 def test_the_walkthrough_works_word_for_word(site: Site) -> None:
     (block,) = re.findall(r"```sh\n(.*?)```", (ROOT / "slurm" / "README.md").read_text(), re.DOTALL)
     assert all(block.count(text) >= 1 for text in ("runs/mpitrain-1", "--dry-run", " status "))

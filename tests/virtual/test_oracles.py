@@ -87,7 +87,9 @@ def growth(path):
     return max(map(abs, path[-tenth:])) / max(map(abs, path[tenth : 2 * tenth]))
 
 
-@pytest.mark.parametrize(("num_workers", "num_updates"), [(4, 1500), (8, 2500), (30, 9000)])
+@pytest.mark.parametrize(
+    ("num_workers", "num_updates"), [(4, 1500), (8, 2500), pytest.param(30, 9000, marks=pytest.mark.extended)]
+)
 def test_async_is_stable_up_to_the_edge_and_not_beyond(num_workers, num_updates):
     assert limit(num_workers - 1) == pytest.approx({4: 0.4450, 8: 0.2091, 30: 0.05324}[num_workers], abs=5e-5)
     for factor in (0.98, 1.02):
