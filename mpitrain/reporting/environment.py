@@ -8,6 +8,7 @@ somebody else has imported them; `mpitrain env` asks for more.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -164,8 +165,10 @@ def git_revision(folder: Path) -> str | None:
         return None
 
 
+@functools.cache
 def code_versions() -> dict[str, str | None]:
-    """What runs here, for ranks to compare: python, packages, and mpitrain with a digest of its sources."""
+    """What runs here, for ranks to compare: python, packages, and mpitrain with a digest of its sources; all as it is
+    when this process first asks."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
