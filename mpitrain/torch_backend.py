@@ -90,7 +90,8 @@ def _ask_mpi(original: Any) -> Any:
         backend = _replaced(backend)
         ours = _is_ours(backend)
         by_us = init_method is None or (init_method == "env://" and "RANK" not in os.environ)
-        if not ours or not by_us or kwargs.get("store") is not None:
+        names_ranks = len(args) > 1 or kwargs.get("store") is not None  # the first is the timeout
+        if not ours or not by_us or names_ranks:
             original(BACKEND if ours else backend, init_method, *args, **kwargs)
             return
         original(BACKEND, None, *args, **{**kwargs, **_group().rendezvous()})
@@ -104,7 +105,8 @@ def _replace(original: Any) -> Any:
         ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         backend = _replaced(backend)
-        if backend is not None and not _is_ours(backend) and _GROUP in sys.modules:
+        all_call = not kwargs.get("use_local_synchronization")
+        if backend is not None and not _is_ours(backend) and _GROUP in sys.modules and all_call:
             _group().share_store()
         return original(ranks, timeout, backend, *args, **kwargs)
 

@@ -47,6 +47,16 @@ def run_cases(namespace: Mapping[str, Any]) -> None:
     rt.finish()
 
 
+def raises(error: type[BaseException], text: str, function: Callable[[], Any]) -> None:
+    """In a case: `function()` raises `error`, whose message has `text`."""
+    try:
+        function()
+    except error as failure:
+        assert text in str(failure), failure
+    else:
+        raise AssertionError(f"accepted, wanted {error.__name__}: {text}")
+
+
 def case_names(program: str) -> list[str]:
     """The cases of programs/<program>.py, without importing it (it belongs under mpirun)."""
     tree = ast.parse((PROGRAMS / f"{program}.py").read_text())

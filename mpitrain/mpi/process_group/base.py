@@ -278,6 +278,14 @@ def check_writable(name: str, tensors: Any) -> None:
         )
 
 
+def check_dtype(name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Raises TypeError where outputs and inputs are not all of one dtype."""
+    if len({tensor.dtype for tensor in (*outputs, *inputs)}) > 1:
+        raise TypeError(
+            f"{name} converts nothing: the input is {shape_of(inputs)}, the output {shape_of(outputs)}"
+        )
+
+
 def shape_of(tensors: Iterable[torch.Tensor]) -> str:
     """ "float32[3, 5]": dtype and number of elements of tensors that have one dtype, as compared between ranks."""
     return _shape_text(tuple((tensor.dtype, tensor.numel()) for tensor in tensors))

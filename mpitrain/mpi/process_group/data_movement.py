@@ -7,7 +7,7 @@ import torch
 
 from mpitrain.mpi.engine.collective_queue import Task, digest
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.process_group.base import MOVE_TAG, GroupBase, as_list, shape_of
+from mpitrain.mpi.process_group.base import MOVE_TAG, GroupBase, as_list, check_dtype, shape_of
 from mpitrain.mpi.process_group.work import MpiWork
 
 
@@ -39,7 +39,7 @@ class DataMovement(GroupBase):
         inputs = as_list(inputs)
         outputs = [outputs] if isinstance(outputs[0], torch.Tensor) else outputs
         for slots, tensor in zip(outputs, inputs):
-            _check_dtype("allgather", slots, tensor)
+            check_dtype("allgather", slots, [tensor])
             if len(slots) != self.size() or slots[self.rank()].numel() != tensor.numel():
                 raise ValueError(
                     f"allgather wants {self.size()} outputs, the one of rank {self.rank()} as long as the input"
@@ -82,7 +82,7 @@ class DataMovement(GroupBase):
     ) -> MpiWork:
         """Several of them in one Work."""
         for output, own in zip(outputs, inputs):
-            _check_dtype("all_gather_single", [output], own)
+            check_dtype("all_gather_single", [output], [own])
             if output.numel() != own.numel() * self.size():
                 raise ValueError(f"output has {output.numel()} elements, wants {self.size()} x {own.numel()}")
         events = [
@@ -236,10 +236,3 @@ class DataMovement(GroupBase):
                 each.finish()
 
         return self._collective(name, str(dtype).removeprefix("torch."), carry, result, opts, balance)
-
-
-def _check_dtype(name: str, outputs: Sequence[torch.Tensor], own: torch.Tensor) -> None:
-    if any(output.dtype != own.dtype for output in outputs):
-        raise TypeError(
-            f"{name} converts nothing: the input is {shape_of([own])}, the output {shape_of(outputs)}"
-        )

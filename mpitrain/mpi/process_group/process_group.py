@@ -77,17 +77,21 @@ def rendezvous() -> dict[str, Any]:
 
 
 def rendezvous_by_mpi() -> Iterator[tuple[dist.Store, int, int]]:
-    """What torch's `rendezvous` yields for init_method="mpi://", for any backend: rank 0 serves a TCPStore on a port
-    that the system chose, and MPI tells the others. Where there are several nodes they reach it by MASTER_ADDR, if that
-    is set on rank 0, and by its host's name otherwise."""
+    """What torch's `rendezvous` yields for init_method="mpi://", for any backend."""
     runtime = start()
+    yield _serve_store(runtime), runtime.rank, runtime.size
+
+
+def _serve_store(runtime: Runtime) -> dist.TCPStore:
+    """Collective: a store that rank 0 serves on a port that the system chose, and MPI tells the others. Where there are
+    several nodes they reach it by MASTER_ADDR, if that is set on rank 0, and by its host's name otherwise."""
     host = "127.0.0.1" if runtime.num_nodes == 1 else os.environ.get("MASTER_ADDR", socket.gethostname())
     store, port = None, 0
     if runtime.rank == 0:
         store = dist.TCPStore(host, 0, runtime.size, is_master=True, wait_for_workers=False)
         port = store.port
     host, port = runtime.broadcast([host, port])
-    yield store or dist.TCPStore(host, port, runtime.size, is_master=False), runtime.rank, runtime.size
+    return store or dist.TCPStore(host, port, runtime.size, is_master=False)
 
 
 def share_store() -> None:
@@ -99,8 +103,7 @@ def share_store() -> None:
     backend, store = groups[dist.group.WORLD]
     prefixed: Any = store
     if isinstance(prefixed._underlying_non_prefix_store, dist.HashStore):
-        shared, _, _ = next(rendezvous_by_mpi())
-        groups[dist.group.WORLD] = backend, dist.PrefixStore("mpitrain", shared)
+        groups[dist.group.WORLD] = backend, dist.PrefixStore("mpitrain", _serve_store(start()))
 
 
 def _export_ranks(runtime: Runtime) -> None:

@@ -9,7 +9,7 @@ import torch
 from mpitrain.mpi.engine.collective_queue import Task
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.process_group import algorithm_choice, allreduce_algorithms
-from mpitrain.mpi.process_group.base import GroupBase, as_list, shape_of
+from mpitrain.mpi.process_group.base import GroupBase, as_list, check_dtype, shape_of
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 from mpitrain.mpi.process_group.sparse_allreduce import sparse_allreduce
 from mpitrain.mpi.process_group.work import MpiWork
@@ -32,7 +32,7 @@ class Reductions(GroupBase):
         if any(tensor.is_sparse for tensor in tensors):
             return self._collective(*sparse_allreduce(self, tensors, opts), tensors, opts)
         work = self._allreduce_all(tensors, opts, None)
-        if tensors[0].numel() <= _FEW:
+        if len(tensors) == 1 and tensors[0].numel() <= _FEW:  # those of a larger one would be kept alive
             self._recent.append(work)
         return work
 
@@ -178,7 +178,7 @@ class Reductions(GroupBase):
         outputs = as_list(outputs)
         inputs = [inputs] if isinstance(inputs[0], torch.Tensor) else inputs
         for output, slots in zip(outputs, inputs):
-            _check_dtype("reduce_scatter", output, slots)
+            check_dtype("reduce_scatter", [output], slots)
             if len(slots) != self.size() or slots[self.rank()].numel() != output.numel():
                 raise ValueError(
                     f"reduce_scatter wants {self.size()} inputs, the one of rank {self.rank()} as long as the output"
@@ -200,7 +200,7 @@ class Reductions(GroupBase):
     ) -> MpiWork:
         """Several of them in one Work."""
         for output, whole in zip(outputs, inputs):
-            _check_dtype("reduce_scatter_single", output, [whole])
+            check_dtype("reduce_scatter_single", [output], [whole])
             if whole.numel() != output.numel() * self.size():
                 raise ValueError(
                     f"input has {whole.numel()} elements, wants {self.size()} x {output.numel()} (the output's)"
@@ -263,13 +263,6 @@ class Reductions(GroupBase):
 
     def _finish(self, reduction: Reduction) -> allreduce_algorithms.Finish:
         return lambda total: reduction.after(total, self.size())
-
-
-def _check_dtype(name: str, output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    if any(part.dtype != output.dtype for part in parts):
-        raise TypeError(
-            f"{name} converts nothing: the output is {shape_of([output])}, the input {shape_of(parts)}"
-        )
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

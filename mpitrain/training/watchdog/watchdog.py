@@ -89,6 +89,7 @@ class Watchdog:
         self.metrics: Path = self.run_dir / METRICS_FILE
         self.look_s = min(LOOK_EVERY_S, timeout_s / 4)
         self._over = threading.Event()
+        self._thread: threading.Thread | None = None
         self._asked_s = 0.0  # idle seconds at the last liveness check
 
     @property
@@ -104,11 +105,15 @@ class Watchdog:
             self.look_s = min(LOOK_EVERY_S + self.runtime.size / 500, self.timeout_s / 4)
             self.runtime.stamp()
             self.liveness = LivenessCheck(self.run_dir, self.runtime.launched_rank, start)
-            threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True).start()
+            self._thread = threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._over.set()
+        if self._thread is not None:
+            # a caller that trains again finds no thread of this run; a file system that hangs may keep the thread
+            self._thread.join(GRACE_S)
 
     def _watch(self) -> None:
         seen = False

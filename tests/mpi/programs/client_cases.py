@@ -8,22 +8,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
-from tests.mpi.cases import run_cases, starts
+from tests.mpi.cases import raises, run_cases, starts
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames all_gather_into_tensor
-
-
-def raises(error, text, function):
-    try:
-        function()
-    except error as failure:
-        assert text in str(failure), failure
-    else:
-        raise AssertionError(f"accepted, wanted {error.__name__}: {text}")
 
 
 @starts
@@ -184,6 +177,9 @@ def case_the_profiler_shows_collectives(rt):
         dist.broadcast(torch.ones(4), 0)
     keys = {event.key for event in profile.key_averages()}
     assert {"mpi4py:all_reduce", "mpi4py:broadcast"} <= keys, keys
+    with CommDebugMode() as counted:
+        functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+    assert counted.get_total_counts() == 1
 
 
 def case_nothing_is_converted_and_nothing_is_written_twice(rt):

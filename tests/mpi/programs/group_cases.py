@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpitrain  # noqa: F401  (this import is all a script needs)
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.process_group import process_group
-from tests.mpi.cases import run_cases, starts
+from tests.mpi.cases import raises, run_cases, starts
 
 DEADLINE_S = 30.0
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames all_gather_into_tensor
@@ -26,15 +26,6 @@ NUMPY = {
     "BOR": np.bitwise_or,
     "BXOR": np.bitwise_xor,
 }
-
-
-def raises(error, text, function):
-    try:
-        function()
-    except error as failure:
-        assert text in str(failure), failure
-    else:
-        raise AssertionError(f"accepted, wanted {error.__name__}: {text}")
 
 
 def values(rank, dtype, count):
