@@ -126,7 +126,9 @@ def test_integers_without_a_missing_value_of_their_own_are_refused_by_name(tmp_p
         variable(file, "count", counts, scales[:1], {"_FillValue": np.int32(-1)})
         unsigned = (LABELS - 4).astype(np.int8)
         variable(file, "flag", unsigned, scales[:1], {"_Unsigned": "true"})
-        variable(file, "many", LABELS, scales[:1], {"scale_factor": 0.5})
+        fills = {"_FillValue": np.int8(-4), "missing_value": 1e20}  # the second is none of the type's values
+        variable(file, "hole", unsigned, scales[:1], {"_Unsigned": "true", "scale_factor": 1.0} | fills)
+        variable(file, "many", LABELS, scales[:1], {"scale_factor": 0.5, "missing_value": 1e20})
         variable(
             file,
             "default",
@@ -140,7 +142,8 @@ def test_integers_without_a_missing_value_of_their_own_are_refused_by_name(tmp_p
         DataError, match=r"dataset 'count', chunk 0 .*: sample 20 has a missing value.*int32 has none"
     ):
         read(Shards(path, arrays=("count",)))
-    found = read(Shards(path, arrays=("flag", "many", "default")))
+    found = read(Shards(path, arrays=("flag", "hole", "many", "default")))
+    np.testing.assert_array_equal(found["hole"].isnan(), LABELS == 0)
     np.testing.assert_array_equal(found["flag"], (LABELS - 4).astype(np.int8).view(np.uint8))
     assert found["many"].dtype == torch.float64 and found["many"].tolist() == (LABELS * 0.5).tolist()
     assert found["default"].isnan().all()

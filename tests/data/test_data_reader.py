@@ -19,7 +19,7 @@ from mpitrain.data.read.chunk_cache import ChunkCache, slots_for
 from mpitrain.data.read.reader import ChunkReader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.write.shard_file import write_shard
-from mpitrain.errors import UsageError
+from mpitrain.errors import DataError, UsageError
 
 DTYPES = [
     "bool",
@@ -258,6 +258,44 @@ def test_memory_of_a_batch_is_used_again_once_nothing_of_it_is_left(tmp_path):
         del held
         assert len(reader._store._buffers._spare["x"]) == NUM_SPARE
     assert not reader._store._buffers._spare["x"]
+
+
+def test_a_batch_that_its_caller_changed_comes_whole_when_it_is_asked_for_again(tmp_path):
+    """Small batches in turn are parts of one memory, and each of them belongs to the caller."""
+    arrays = pack_plain(tmp_path, [256], 64, shape=(16,))
+    source = Shards(f"{tmp_path}/*.h5", arrays=("x",))
+    with source.reader(source.scan(), 0) as reader:
+        gather, gathered = reader._store.gather, []
+        reader._store.gather = lambda *where: (gathered.append(len(where[0])), gather(*where))[1]
+        for start in (0, 8, 16, 24, 16, 24, 32, 8, 16):
+            reader.prefetch(0, start, 8)
+            batch = reader.batch(0, start, 8)["x"]
+            assert np.array_equal(batch, arrays["x"][reader.order.samples(0, start, 8)])
+            batch.zero_()
+        assert gathered == [8, 248, 8, 232, 8, 240]  # what comes in turn is gathered together
+
+
+def test_a_damaged_sample_is_told_by_the_batch_that_needs_it(tmp_path):
+    """And by none of those that are gathered together with it."""
+    arrays = pack_plain(tmp_path, [256], 64, shape=(16,))
+    source = Shards(f"{tmp_path}/*.h5", arrays=("x",))
+    with source.reader(source.scan(), 0) as reader:
+        gather = reader._store.gather
+        bad_chunk, bad_row = (places[100] for places in reader.order.epoch(0).locate(0, 256))
+
+        def gather_but_one(chunks, rows):
+            if ((chunks == bad_chunk) & (rows == bad_row)).any():
+                raise DataError("damaged")
+            return gather(chunks, rows)
+
+        reader._store.gather = gather_but_one
+        for start in range(0, 256, 8):
+            if start <= 100 < start + 8:
+                with pytest.raises(DataError):
+                    reader.batch(0, start, 8)
+            else:
+                expected = arrays["x"][reader.order.samples(0, start, 8)]
+                assert np.array_equal(reader.batch(0, start, 8)["x"], expected)
 
 
 def test_what_is_being_copied_from_is_not_read_over(tmp_path):

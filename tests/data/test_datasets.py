@@ -21,6 +21,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import mpitrain as mt
+from mpitrain.data.datasets import streams
 from mpitrain.data.datasets.loaders import adopt
 from mpitrain.errors import DataError, UsageError
 from tests import toy
@@ -285,6 +286,25 @@ def test_a_stream_is_dealt_by_position(num_workers):
     assert before == torch.rand(())
 
 
+def test_a_stream_keeps_what_it_passed_over_up_to_a_size(monkeypatch):
+    flow, begun = Flow(), []
+    monkeypatch.setattr(flow, "set_epoch", begun.append, raising=False)
+    source = mt.Stream(flow)
+    catalogue, one = source.scan(), 12 + 2 * 64  # of x, n and epoch
+    monkeypatch.setattr(streams, "KEPT_BYTES", 8 * one)
+    begun.clear()
+    with source.reader(catalogue, 3) as reader:
+        for start in range(0, 64, 16):
+            reader.batch(0, start + 8, 8)
+            reader.batch(0, start, 8)
+        assert begun == [0]
+        reader.batch(0, 70, 1)
+        reader.batch(0, 64, 6)
+        assert begun == [0]
+        reader.batch(0, 0, 8)
+        assert begun == [0, 0]
+
+
 def test_a_stream_must_be_as_long_as_it_says():
     with pytest.raises(DataError, match="has ended after 70 samples, and an epoch has 77; give its length"):
         read(mt.Stream(Flow(count=70)), [(0, 60, 17)])
@@ -331,6 +351,9 @@ SAMPLERS = {
     "a sampler of its own, list": lambda: loader(sampler=[1, 2, 3]),
     "batch_sampler of its own": lambda: DataLoader(PLAIN, batch_sampler=[[1, 2]]),
     "batch_size=None": lambda: DataLoader(PLAIN, batch_size=None, shuffle=True),
+    "a collate_fn, and Shards makes batches itself; write mpitrain.Transformed": lambda: DataLoader(
+        mt.Shards("none.h5"), 4, collate_fn=list
+    ),
 }
 
 
@@ -402,8 +425,9 @@ def test_weights_that_are_none_are_refused():
             mt.Weighted(PLAIN, weights)
     with pytest.raises(DataError, match="2 weights for 77 samples"):
         mt.Weighted(PLAIN, [1, 2]).scan()
-    with pytest.raises(UsageError, match="a stream come in its own order"):
-        mt.Weighted(Flow(), [1] * 77).scan()
+    for stream in (Flow(), mt.Transformed(Flow(), scaled)):
+        with pytest.raises(UsageError, match="a stream come in its own order"):
+            mt.Weighted(stream, [1] * 77).scan()
 
 
 def test_philox_gives_the_published_numbers():

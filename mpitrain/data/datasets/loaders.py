@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from mpitrain.data.datasets.as_source import as_source
+from mpitrain.data.datasets.as_source import as_source, is_source
 from mpitrain.data.datasets.reader import LoaderOptions
 from mpitrain.data.datasets.wrapped import Transformed, Weighted
 from mpitrain.data.read.reader import Source
@@ -76,6 +76,11 @@ def _from_loader(where: str, loader: DataLoader[Any], trains: bool) -> Adopted:
     options["prefetch_factor"] = loader.prefetch_factor or 2
     collated = loader.collate_fn
     options["collate_fn"] = None if collated in (default_collate, default_convert) else collated
+    if is_source(loader.dataset) and options["collate_fn"]:
+        raise UsageError(
+            f"{where} has a collate_fn, and {type(loader.dataset).__name__} makes batches itself; write "
+            "mpitrain.Transformed(source, function), a function of (batch, random)"
+        )
     source = as_source(loader.dataset, **options)
     if source is None:
         raise UsageError(f"{where} has a dataset without samples by index, {type(loader.dataset).__name__}")

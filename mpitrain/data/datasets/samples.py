@@ -62,7 +62,7 @@ class Samples(Batched):
                 f"Samples: {type(self.dataset).__name__} has no length or no samples by index; define __len__ and "
                 "__getitem__, or make it an IterableDataset"
             )
-        self.loader_options.check("Samples")
+        LoaderOptions.of(self).check("Samples")
         for key in ("chunk_samples", "window_chunks"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -76,11 +76,6 @@ class Samples(Batched):
     def name(self) -> str:
         """What errors call it."""
         return type(self.dataset).__name__
-
-    @property
-    def loader_options(self) -> LoaderOptions:
-        """How batches are made ahead."""
-        return LoaderOptions.of(self)
 
     def scan(self) -> Catalogue:
         """Its length, and what a sample is like; makes the first one.
@@ -114,9 +109,8 @@ class Samples(Batched):
             )
         sizes = chunk_sizes([(file.num_samples, file.chunk_samples) for file in catalogue.files])
         order = Order(sizes, catalogue.window_chunks, seed)
-        return DatasetReader(
-            catalogue, seed, order, Loading(self, seed), self.loader_options, looks_ahead=True
-        )
+        options = LoaderOptions.of(self)
+        return DatasetReader(catalogue, seed, order, Loading(self, seed), options, looks_ahead=True)
 
 
 class Loading:

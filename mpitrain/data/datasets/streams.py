@@ -170,7 +170,7 @@ class Passing:
             if epoch != self._epoch or any(one < self._position and one not in self._kept for one in wanted):
                 self._begin(epoch)
             restore_generators(self._generators)
-            samples = [self._kept.pop(one) if one in self._kept else self._pass_to(one) for one in wanted]
+            samples = [self._take(one) if one in self._kept else self._pass_to(one) for one in wanted]
             self._generators = generator_states()
             seed_generators(sample_seeds(self.seed, epoch, numbers[:1])[0])
             return collate(samples, wanted, self.collate_fn, self.name)
@@ -218,7 +218,12 @@ class Passing:
         self._kept[number] = sample
         self._kept_bytes += _bytes_of(sample)
         while self._kept_bytes > KEPT_BYTES and self._kept:
-            self._kept_bytes -= _bytes_of(self._kept.popitem(last=False)[1])
+            self._take(next(iter(self._kept)))
+
+    def _take(self, number: int) -> Any:
+        sample = self._kept.pop(number)
+        self._kept_bytes -= _bytes_of(sample)
+        return sample
 
 
 def _bytes_of(sample: Any) -> int:

@@ -105,7 +105,10 @@ class Weighted(Batched):
             DataError: it has not as many samples as there are weights.
         """
         catalogue = self.source.scan()
-        if isinstance(self.source, Stream):
+        inner = self.source
+        while isinstance(inner, Transformed):
+            inner = inner.source
+        if isinstance(inner, Stream):
             raise UsageError(
                 "Weighted: the samples of a stream come in its own order; draw them where it is made"
             )

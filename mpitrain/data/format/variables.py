@@ -42,7 +42,7 @@ class Decoding:
             stored = stored.view(stored.dtype.str.replace("i", "u"))
         holes = np.zeros(stored.shape, bool)
         for one in self.missing:
-            holes |= stored == np.array(one).astype(stored.dtype)
+            holes |= stored == one  # none where the type has no such value
         if self.scale is None and self.offset is None:
             values[...] = stored
         else:
@@ -172,6 +172,8 @@ def decoding_of(path: str, name: str, dataset: h5py.Dataset) -> Decoding | None:
         missing += [float(dataset.fillvalue)] if abs(float(dataset.fillvalue)) > 1e30 else []
     missing = list(dict.fromkeys(one for one in missing if one == one))
     unsigned = stored.kind == "i" and str(_text(dataset.attrs.get("_Unsigned", ""))).lower() == "true"
+    if unsigned:
+        missing = [one + (1 << 8 * stored.itemsize) if one < 0 else one for one in missing]
     packed = scale is not None or offset is not None
     if not (packed or missing or unsigned):
         return None

@@ -18,7 +18,7 @@ from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.read.order import IntArray, Order, chunk_sizes
 from mpitrain.data.read.prefetch import Batch, ReadAhead, Store
 from mpitrain.data.read.transform import Transform, transformed
-from mpitrain.errors import UsageError
+from mpitrain.errors import DataError, UsageError
 
 PIECE_BYTES = 1 << 20  # of small batches that are gathered together
 LEAST_TOGETHER = 2  # of them, or each is gathered alone
@@ -156,6 +156,7 @@ class ChunkReader(Reader):
         self._check_open()
         found = self._cut(run)
         if found is None:
+            self._piece = None
             expected = self._ahead.claim(run)
             found = self._gather(run) if expected is None or not expected.is_large else expected.result()
         self._end = run[0], run[1] + run[2]
@@ -164,7 +165,6 @@ class ChunkReader(Reader):
     def _gather(self, run: Run) -> Batch:
         """The batch; where it is small and follows the one before, gathered together with those that come next."""
         epoch, start, count = run
-        self._piece = None
         together = 0
         if self._can_cut(count) and epoch is not None and self._end == (epoch, start):
             order = self.order.epoch(epoch)
@@ -173,7 +173,10 @@ class ChunkReader(Reader):
         if together < LEAST_TOGETHER * count:
             return self._store.gather(*self._locate(run))
         whole = (epoch, start, together)
-        self._piece = whole, self._store.gather(*self._locate(whole))
+        try:
+            self._piece = whole, self._store.gather(*self._locate(whole))
+        except DataError:  # told by the batch that needs what is damaged
+            return self._store.gather(*self._locate(run))
         cut = self._cut(run)
         assert cut is not None
         return cut
@@ -188,11 +191,11 @@ class ChunkReader(Reader):
         )
 
     def _holds(self, run: Run) -> bool:
-        """Whether the piece that is here has all of a run."""
+        """Whether the piece that is here has all of a run, and nothing of it was handed out: a caller may change it."""
         if self._piece is None:
             return False
         epoch, first, count = self._piece[0]
-        is_within = run[0] == epoch and first <= run[1] and run[1] + run[2] <= first + count
+        is_within = run[0] == epoch and self._end[1] <= run[1] and run[1] + run[2] <= first + count
         return is_within and (run[1] == first or self._can_cut(run[1] - first))
 
     def _cut(self, run: Run) -> Batch | None:
