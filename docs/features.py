@@ -98,6 +98,10 @@ _VALIDATED = (
     ),
 )
 _PIPELINE = "pipeline(microbatches=2)"
+_APART = (  # whose workers call no collective in the forward or backward pass
+    "sync()", "backup()", "async()", "softsync(updates=2)", "ssp(bound=3)", "bounded(staleness=2)", "elastic()",
+    "localsgd(period=2)", "decentralized()",
+)  # fmt: skip
 
 _DEALT = (*_ADDED.strategies, _PIPELINE, "async(push_every=2)")
 
@@ -193,17 +197,7 @@ FEATURES = (
                 "statistics of the batches of all workers, in training; gradients are then exchanged as ever",
             ),
             Row(
-                (
-                    "sync()",
-                    "backup()",
-                    "async()",
-                    "softsync(updates=2)",
-                    "ssp(bound=3)",
-                    "bounded(staleness=2)",
-                    "elastic()",
-                    "localsgd(period=2)",
-                    "decentralized()",
-                ),
+                _APART,
                 "workers do not meet in the forward pass; use `allreduce()`",
                 "do not meet in the forward pass",
             ),
@@ -300,15 +294,7 @@ FEATURES = (
             ),
             Row(
                 (
-                    "sync()",
-                    "backup()",
-                    "async()",
-                    "softsync(updates=2)",
-                    "ssp(bound=3)",
-                    "bounded(staleness=2)",
-                    "elastic()",
-                    "localsgd(period=2)",
-                    "decentralized()",
+                    *_APART,
                     "sharded()",
                     "tensor(parallel=2)",
                     _PIPELINE,

@@ -27,8 +27,6 @@ class MlflowLog:
         run_dir: of the run; earlier: rows of earlier starts from which it goes on.
     """
 
-    place = FOLDER
-
     def __init__(self, run_dir: Path, earlier: list[Row]):
         # The store of files is the only one that needs no database, and MLflow 3 wants to be asked for it; it reports
         # its own use over the network unless it is told not to.

@@ -14,8 +14,8 @@ from typing import Any
 
 from mpitrain.reporting import figures
 from mpitrain.reporting.figures import MOST_BARS
-from mpitrain.reporting.rows import metrics_in
-from mpitrain.reporting.run_files import Row, RunFiles, read_runs
+from mpitrain.reporting.rows import Row, metrics_in
+from mpitrain.reporting.run_files import RunFiles, read_runs
 from mpitrain.reporting.traced_time import CATEGORIES
 
 MOST_EVENTS = 200

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.reporting.rows import METRICS_FILE, SETTINGS, kind_of
+from mpitrain.reporting.rows import METRICS_FILE, SETTINGS, Row, kind_of
 from mpitrain.reporting.traced_time import TracedTime, read_traces
 from mpitrain.system.run_directory import RUN_FILE, read_json
 
-Row = dict[str, Any]
 _USUAL = {"progress", "validation", "end", "start", "checkpoint"}
 
 

@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CATEGORIES = ("compute", "optimizer", "reader", "codec", "wait", "communication", "server", "other")
+from mpitrain.system.trace import CODEC, COMMUNICATION, COMPUTE, OPTIMIZER, OTHER, READ, SERVER, STEP, WAIT
+
+CATEGORIES = (COMPUTE, OPTIMIZER, READ, CODEC, WAIT, COMMUNICATION, SERVER, OTHER)
 
 
 class TracedTime(NamedTuple):
@@ -45,10 +47,10 @@ def _add_up(events: list[dict[str, Any]]) -> TracedTime:
     for one in sorted(spans, key=lambda one: (one["ts"], -one["dur"])):
         while around and around[-1][0] <= one["ts"] + 1e-3:
             around.pop()
-        category = one["cat"] if one["cat"] in seconds else "other"
+        category = one["cat"] if one["cat"] in seconds else OTHER
         seconds[category] += one["dur"] / 1e6
         if around:
             seconds[around[-1][1]] -= one["dur"] / 1e6
         around.append((one["ts"] + one["dur"], category))
-    num_steps = sum(one["cat"] == "step" for one in spans)
+    num_steps = sum(one["cat"] == STEP for one in spans)
     return TracedTime(label, num_steps, {name: max(0.0, value) for name, value in seconds.items()})

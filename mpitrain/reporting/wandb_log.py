@@ -31,8 +31,6 @@ class WandbLog:
         run_dir: of the run; earlier: rows of earlier starts from which it goes on; is_new: the run begins here.
     """
 
-    place = FOLDER
-
     def __init__(self, run_dir: Path, earlier: list[Row], is_new: bool):
         os.environ["WANDB_ERROR_REPORTING"] = "false"
         import wandb

@@ -203,15 +203,16 @@ class Trace:
 
     def content(self) -> dict[str, Any]:
         """What the file holds."""
-        threads = {thread: number for number, thread in enumerate(self._thread_names)}
+        # of two of the same length the one that ended last is the outer one
+        latest_first = list(reversed(list(self.events)))
+        # only now: another thread may end its first span meanwhile, and names itself before that is among the events
+        threads = {thread: number for number, thread in enumerate(list(self._thread_names))}
         rows: list[dict[str, Any]] = [
             self._about("process_name", {"name": self.label}),
             self._about("process_sort_index", {"sort_index": self.rank}),
         ]
         for thread, number in threads.items():
             rows.append(self._about("thread_name", {"name": self._thread_names[thread]}, number))
-        # of two of the same length the one that ended last is the outer one
-        latest_first = list(reversed(self.events))
         for event in sorted(latest_first, key=lambda event: (event.began_s, -event.ended_s)):
             began, ended = self._microseconds(event.began_s), self._microseconds(event.ended_s)
             row: dict[str, Any] = {"name": event.name, "cat": event.category, "pid": self.rank}
