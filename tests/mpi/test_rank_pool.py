@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import mpitrain
 from tests.mpi.cases import PROGRAMS
 from tests.rank_pool.pool import HERE, Pool, may_be_warm
 from tests.ranks import ROOT, find_mpi, run_ranks, warm_environment
@@ -63,16 +65,31 @@ def test_a_rank_is_warm_however_it_was_started_unless_it_would_not_be_the_same(t
 def test_nothing_of_a_program_is_left_to_the_next(mpi):
     """MPI is started once a process, so a second program in it could not; a module that it changed is as new."""
     program = (
-        "import os, sys, torch, torch.distributed as dist, mpitrain\n"
-        "assert not hasattr(torch, 'changed') and 'mpitrain.job' not in sys.modules and 'X' not in os.environ\n"
-        "import mpitrain.job\n"
-        "torch.changed, os.environ['X'] = True, 'x'\n"
+        "import os, torch, torch.distributed as dist, mpitrain, mpitrain.job\n"
+        "assert not any(hasattr(place, 'changed') for place in (torch, mpitrain, mpitrain.job))\n"
+        "assert 'X' not in os.environ\n"
+        "torch.changed = mpitrain.changed = mpitrain.job.changed = os.environ['X'] = 'x'\n"
         "dist.init_process_group('mpi4py')\n"
         "dist.barrier()\n"
         "print(torch.rand(1).item(), dist.get_world_size())\n"
     )
     first, second = (run_ranks(2, program, mpi=mpi).check().stdout for _ in range(2))
     assert first == second
+
+
+def test_a_program_imports_the_package_that_it_would_find_by_itself(tmp_path):
+    """Its `__init__` runs in the rank's own environment; a copy of the package is taken whole."""
+    shutil.copytree(Path(mpitrain.__file__).parent, tmp_path / "mpitrain")
+    program = (
+        "import torch.distributed as dist\n"
+        "known = dist.is_backend_available('mpi4py')\n"
+        "import mpitrain.options\n"
+        "print(known, dist.is_backend_available('mpi4py'), mpitrain.__file__, mpitrain.options.__file__)\n"
+    )
+    for folder in (Path(mpitrain.__file__).parents[1], tmp_path):
+        env = {"PYTHONPATH": str(folder)}
+        files = f"{folder}/mpitrain/__init__.py {folder}/mpitrain/options.py"
+        assert run_ranks(1, program, env=env).check().stdout == f"True True {files}\n"
 
 
 def test_a_rank_that_is_killed_ends_the_launch_and_not_the_pool():

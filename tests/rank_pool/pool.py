@@ -28,6 +28,8 @@ class Pool:
         # a rank measures itself, from its fork on
         left_out = ("PYTHONPATH", "RANK_POOL", "COVERAGE_PROCESS_START")
         self.environ = {name: value for name, value in environ.items() if name not in left_out}
+        # coverage has to see a rank import the package
+        self._preloads = "without-package" if "COVERAGE_PROCESS_START" in environ else "with-package"
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.mkdtemp(prefix="pool-")
 
@@ -51,7 +53,7 @@ class Pool:
 
     def _start(self, address: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [str(self.python), "-P", str(HERE / "server.py"), address],
+            [str(self.python), "-P", str(HERE / "server.py"), address, self._preloads],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self.environ,

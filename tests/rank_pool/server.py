@@ -14,8 +14,12 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
 import os
+import pkgutil
 import random
 import resource
 import runpy
@@ -27,7 +31,7 @@ import sys
 import types
 from typing import Any
 
-# What ranks import that does not start MPI. mpitrain itself is read by each rank anew.
+# What ranks import that does not start MPI; besides, `_preload_package`.
 PRELOADED = (
     "h5py",
     "numpy",
@@ -191,6 +195,7 @@ def run(argv: list[str]) -> None:
     if kind == "-m":
         sys.path[:0] = path if is_safe else [os.getcwd(), *path]
         sys.argv = rest
+        _hand_over_package()
         _load_backends()
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
@@ -207,8 +212,63 @@ def run(argv: list[str]) -> None:
             code = compile(source.read(), kind, "exec", dont_inherit=True)
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
+    _hand_over_package()
     _load_backends()
     exec(code, main.__dict__)
+
+
+class _PackageFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Runs `mpitrain/__init__.py` when a rank first imports the package, in the module that has its parts already:
+    what it does depends on the rank's environment."""
+
+    def __init__(self, package: types.ModuleType):
+        self.package = package
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.util.spec_from_loader(fullname, self) if fullname == "mpitrain" else None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return self.package
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        sys.meta_path.remove(self)
+        spec = _package_spec()
+        module.__spec__, module.__loader__ = spec, spec.loader
+        spec.loader.exec_module(module)
+
+
+def _package_spec() -> Any:
+    return importlib.machinery.PathFinder.find_spec("mpitrain")
+
+
+def _preload_package() -> None:
+    """Import the parts of mpitrain that do not need MPI, and leave torch as if none had been."""
+    no_module: Any = None
+    sys.modules["mpi4py.MPI"] = no_module  # whatever wants it fails, and is not kept
+    backend = types.ModuleType("mpitrain.torch_backend")
+    backend.register_backend_lazily = lambda: None  # type: ignore[attr-defined]
+    sys.modules[backend.__name__] = backend
+    package = importlib.import_module("mpitrain")
+    for part in pkgutil.walk_packages(package.__path__, "mpitrain.", onerror=lambda name: None):
+        if not part.name.endswith("__main__"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(part.name)
+    for name in ("mpi4py.MPI", "mpitrain", backend.__name__):
+        del sys.modules[name]
+    vars(package).pop("torch_backend", None)
+    sys.meta_path.insert(0, _PackageFinder(package))
+
+
+def _hand_over_package() -> None:
+    """Keep what `_preload_package` has imported if it is the package that this rank would find."""
+    finder = next((finder for finder in sys.meta_path if isinstance(finder, _PackageFinder)), None)
+    if finder is None:
+        return
+    found = _package_spec()
+    if found is None or found.origin != finder.package.__file__:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.startswith("mpitrain.")]:
+            del sys.modules[name]
 
 
 def _load_backends() -> None:
@@ -234,12 +294,14 @@ def _signal(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _prepare(address: str) -> socket.socket:
+def _prepare(address: str, has_package: bool) -> socket.socket:
     faulthandler.enable()
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of which mpitrain is one
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    if has_package:
+        _preload_package()
     assert "mpi4py.MPI" not in sys.modules, "importing it starts MPI, which a rank does for itself"
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, (
@@ -254,7 +316,7 @@ def _prepare(address: str) -> socket.socket:
 
 
 if __name__ == "__main__":
-    _listener = _prepare(sys.argv[1])
+    _listener = _prepare(sys.argv[1], has_package=sys.argv[2] == "with-package")
     os.write(1, b"ready\n")
     _request = serve(_listener)
     if _request is not None:
