@@ -176,8 +176,12 @@ class DividedValidation:
             self.early.append((source, message))
 
     def _keep(self, message: Measured) -> None:
-        if message.number == self._number:  # or it is of the validation before
-            self._results.setdefault(message.unit, message.payload)
+        if (
+            message.number != self._number or message.unit in self._results
+        ):  # of the validation before, or late
+            message.payload.release()
+        else:
+            self._results[message.unit] = message.payload
 
     def assist(self) -> Steps:
         """Measure units of another worker's validation until none is left."""
@@ -187,7 +191,10 @@ class DividedValidation:
         while True:
             yield Send(self.roles.dealer, Claim(self._step(), number, unit, payload))
             _, answer = yield from self._next((self.roles.dealer,), Unit)
-            snapshot = answer.payload or snapshot
+            if answer.payload is not None:  # of this validation; the one before is over
+                if snapshot is not None:
+                    snapshot.release()
+                snapshot = answer.payload
             number, unit, payload = answer.number, answer.unit, None
             if unit < 0 or snapshot is None:
                 break
@@ -208,5 +215,7 @@ class DividedValidation:
                 source, message = yield from self._receive(awaited, served)
             if isinstance(message, Assist):
                 yield from self.assist()
-            elif not isinstance(message, Measured):  # of a validation that is over
+            elif isinstance(message, Measured):  # of a validation that is over
+                message.payload.release()
+            else:
                 return source, message

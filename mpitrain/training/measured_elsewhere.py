@@ -79,9 +79,7 @@ class MeasuredByWorkers:
 
     def unit(self, unit: int, snapshot: Payload | None = None) -> VariableBuffer:
         """What a unit gives, of what this worker holds or of a snapshot."""
-        batches = self.measure.num_batches
-        first, end = (-(-batches * one // self.num_units) for one in (unit, unit + 1))
-        return packed(self._part(first, end, snapshot))
+        return packed(self._part(*self.measure.bounds(unit, self.num_units), snapshot))
 
     def _part(self, first: int, end: int, snapshot: Payload | None) -> Part:
         self.replica.take_module()
@@ -136,9 +134,7 @@ class MeasuredByPeers(MeasuredByWorkers):
 
     def share(self, rank: int, size: int, shown: Payload) -> VariableBuffer:
         """What one of `size` peers measures of it."""
-        batches = self.measure.num_batches
-        first, end = (-(-batches * one // size) for one in (rank, rank + 1))
-        return packed(self._part(first, end, shown))
+        return packed(self._part(*self.measure.bounds(rank, size), shown))
 
     def join(self, results: list[Payload]) -> VariableBuffer:
         """The results of several peers as one."""

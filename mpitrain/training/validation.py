@@ -159,10 +159,13 @@ class Measure:
                 rows += self.rows(first, end, EMA_PREFIX)
         return rows
 
+    def bounds(self, number: int, size: int) -> tuple[int, int]:
+        """The first batch of the part that one of `size` measures, and the first one after it."""
+        return -(-self.num_batches * number // size), -(-self.num_batches * (number + 1) // size)
+
     def share(self, rank: int, size: int, averaged: Averaged | None = None) -> Part:
         """The part of one of `size` ranks that share the batches; the first has one, if there is any."""
-        first, end = (-(-self.num_batches * one // size) for one in (rank, rank + 1))
-        return self.part(first, end, averaged)
+        return self.part(*self.bounds(rank, size), averaged)
 
     def rows(self, first: int, end: int, prefix: str = "") -> Part:
         """What those batches give for what the module holds now."""

@@ -84,6 +84,17 @@ def units(monkeypatch):
     return seen
 
 
+def test_workers_that_are_together_measure_what_they_hold_not_the_mean_before(tmp_path):
+    def job(epochs):
+        return make_job(
+            model=toy.perceptron, epochs=epochs
+        )  # no buffers, so nothing is exchanged when all are equal
+
+    last, _ = run(tmp_path / "a", job(2), "localsgd(period=8)", 3)  # four steps an epoch
+    _, (_, row, _) = run(tmp_path / "b", job(4), "localsgd(period=8)", 3)
+    assert of(last["metrics"], row) == last["metrics"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "workers"),
     cells(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 from mpitrain.effects import Effect, Now, Recv, Send
-from mpitrain.messages import Alive, Away, Ended, Lost, Message, Ordered, PartialNorm
+from mpitrain.messages import Alive, AmongServers, Away, Lost, Message
 from mpitrain.roles.failure_detector.silence import SilenceTracker
 
 LOOK_EVERY_S = 0.5
@@ -54,7 +54,7 @@ class FailureDetector:
             self.tracker.reports_waiting(source, self.now_s)
             yield Send(source, Alive())
             return None
-        if isinstance(message, PartialNorm | Ordered | Ended):  # of another server, which nobody watches
+        if isinstance(message, AmongServers):  # of another server, which nobody watches
             return source, message
         if not isinstance(message, Lost) and not self.is_lost(source):
             self.tracker.heard(source, self.now_s)

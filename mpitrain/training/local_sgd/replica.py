@@ -188,6 +188,8 @@ class LocalReplica(Stepper):
 
     def _gather(self) -> Asking:
         self._observed = yield Ask(part=self._observed)
+        if self.place[0] > 0:  # only the first one has still to conclude
+            self._mean = []
 
     def _mean_bytes(self) -> float:
         buffers = sum(one.numel() * one.element_size() for one in self._buffers())

@@ -16,10 +16,8 @@ from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.session import Session
-from mpitrain.training.synchronous.checkpoints import copied
 from mpitrain.training.synchronous.launch import run_synchronous
-from mpitrain.training.synchronous.recovery_state import RecoveryState
-from mpitrain.training.synchronous.trainer import Trainer, count_samples
+from mpitrain.training.synchronous.trainer import CopyingTrainer, count_samples
 from mpitrain.training.validation_parts import gather_parts
 
 
@@ -28,7 +26,7 @@ def run_local_sgd(session: Session) -> dict[str, Any]:
     return run_synchronous(session, LocalSGDTrainer)
 
 
-class LocalSGDTrainer(Trainer):
+class LocalSGDTrainer(CopyingTrainer):
     """Runs the role of one worker, whose course it is: that of `PeerPartition`, as in virtual time."""
 
     by_window = False
@@ -72,22 +70,6 @@ class LocalSGDTrainer(Trainer):
                 step, samples = self.stepper.step, self.stepper.samples
                 return Turn(step, lease, lease.epoch, count, samples, self.num_workers)
         return None
-
-    def _remember(self) -> None:
-        if (
-            self.session.runtime.survives_shrink
-        ):  # local steps change it, and who is left goes back to where all were equal
-            self._common = copied(self.state())
-
-    def keep(self) -> RecoveryState:
-        """Everything as after the last averaging: the local steps since then are done again, by those that are left."""
-        self.checkpoints.writer.wait()
-        meter = self.meter if self.rank == 0 else None
-        step = self._common["counts"]["step"]
-        return RecoveryState(
-            step, self.stepper.failure, self._common, delay=self.delay, meter=meter,
-            validating=self.validations.under_way,
-        )  # fmt: skip
 
     def _may_write_checkpoint(self) -> bool:
         return not self.averager.is_apart

@@ -23,11 +23,9 @@ from mpitrain.model.flat import all_finite
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.several_optimizers import SeveralOptimizers
 from mpitrain.system import trace
-from mpitrain.training.synchronous.checkpoints import copied
 from mpitrain.training.synchronous.ddp import ParallelModule
-from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.stepper import Parts, Stepper
-from mpitrain.training.synchronous.trainer import Trainer
+from mpitrain.training.synchronous.trainer import CopyingTrainer
 
 
 class NamedOptimizer:
@@ -150,9 +148,8 @@ def _read_losses(returned: Any) -> tuple[float, dict[str, float]]:
     return sum(losses.values()), {name: value for name, value in losses.items() if name}
 
 
-class JointTrainer(Trainer):
-    """The run of one rank. Where ranks may die, each keeps a copy of what all held after the last step: one that was
-    broken off may have stepped some of the optimizers."""
+class JointTrainer(CopyingTrainer):
+    """The run of one rank. A step that was broken off may have stepped some of the optimizers."""
 
     def _make_stepper(self) -> JointStepper:
         session = self.session
@@ -165,13 +162,3 @@ class JointTrainer(Trainer):
     def _progress_fields(self) -> dict[str, float]:
         assert isinstance(self.stepper, JointStepper)
         return {f"loss_{name}": value for name, value in self.stepper.losses.items()}
-
-    def _remember(self) -> None:
-        if self.session.runtime.survives_shrink:
-            self._common = copied(self.state())
-
-    def keep(self) -> RecoveryState:
-        self.checkpoints.writer.wait()
-        meter = self.meter if self.rank == 0 else None
-        step = self._common["counts"]["step"]
-        return RecoveryState(step, self.stepper.failure, self._common, delay=self.delay, meter=meter)

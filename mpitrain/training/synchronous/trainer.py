@@ -32,7 +32,7 @@ from mpitrain.training.measure import (
 )
 from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.session import Session, attempt
-from mpitrain.training.synchronous.checkpoints import StepCheckpoints
+from mpitrain.training.synchronous.checkpoints import StepCheckpoints, copied
 from mpitrain.training.synchronous.codec_hooks import CodecHook
 from mpitrain.training.synchronous.ddp import ParallelModule, codec_of
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
@@ -315,6 +315,24 @@ class Trainer:
         if self.stepper.ema is not None:
             with self.stepper.ema.swapped():
                 save_model(self.module, run_dir / EMA_MODEL_FILE, metadata)
+
+
+class CopyingTrainer(Trainer):
+    """A `Trainer` whose steps change what all hold before they are whole: where ranks may die, each keeps a copy of
+    what all held when they last held the same, and goes back to that."""
+
+    def _remember(self) -> None:
+        if self.session.runtime.survives_shrink:
+            self._common = copied(self.state())
+
+    def keep(self) -> RecoveryState:
+        self.checkpoints.writer.wait()
+        meter, step = self.meter if self.rank == 0 else None, self._common["counts"]["step"]
+        # the copy is of before the end of an epoch, at which a validation comes by itself
+        validating = -1 if self.validations.policy.epochs else self.validations.under_way
+        return RecoveryState(
+            step, self.stepper.failure, self._common, delay=self.delay, meter=meter, validating=validating
+        )
 
 
 def count_samples(leases: list[Lease]) -> int:
