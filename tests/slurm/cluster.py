@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -284,11 +285,19 @@ class Cluster:
 
 
 def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, below those that the system gives to whoever asks for any: one of those may be
+    taken again before a daemon binds it."""
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        found: list[int] = []
+        for port in random.SystemRandom().sample(range(10_000, first_ephemeral), 1000):
+            each = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise RuntimeError(f"no {count} free ports between 10000 and {first_ephemeral}")
 
 
 def _alive(pid: int) -> bool:
