@@ -101,16 +101,20 @@ class EpochOrder:
 
     def _permute_window(self, window: int) -> tuple[IntArray, IntArray]:
         first = window * self._window_chunks
-        sizes = self._sizes[first : first + self._window_chunks]
-        chunks = np.repeat(self.chunks_of(window), sizes)
-        rows = self._rows_of(self.chunks_of(window), sizes)
+        sizes, chunks = self._sizes[first : first + self._window_chunks], self.chunks_of(window)
         seed, epoch = self._key
-        shuffled = permutation(len(chunks), seed, SAMPLES, epoch, window)
-        return chunks[shuffled], rows[shuffled]
+        shuffled = permutation(int(sizes.sum()), seed, SAMPLES, epoch, window)
+        return self._places(chunks, sizes, shuffled)
 
-    def _rows_of(self, chunks: IntArray, sizes: IntArray) -> IntArray:
-        """The rows of these chunks that come in the epoch, chunk after chunk."""
-        return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    def _places(self, chunks: IntArray, sizes: IntArray, shuffled: IntArray) -> tuple[IntArray, IntArray]:
+        """(chunk, row) of the samples that stand at `shuffled` where those of these chunks stand in turn."""
+        if (sizes[:-1] == sizes[0]).all() and sizes[-1] <= sizes[0]:
+            # arithmetic lets go of Python's lock, for which a batch that is being gathered would wait
+            numbers = shuffled // sizes[0]
+            rows = numbers * sizes[0]
+            return chunks.take(numbers, mode="clip"), np.subtract(shuffled, rows, out=rows)
+        numbers = np.repeat(np.arange(len(chunks)), sizes)[shuffled]
+        return chunks[numbers], shuffled - (np.cumsum(sizes) - sizes)[numbers]
 
     def locate(self, start: int, count: int) -> tuple[IntArray, IntArray]:
         """(chunk, row) of the positions [start, start + count), two int64 arrays of length `count`.
@@ -132,6 +136,8 @@ class EpochOrder:
             pieces.append((chunks[part], rows[part]))
         if not pieces:  # an empty run at the very end
             return np.empty(0, np.int64), np.empty(0, np.int64)
+        if len(pieces) == 1:
+            return pieces[0]
         return np.concatenate([chunks for chunks, _ in pieces]), np.concatenate([rows for _, rows in pieces])
 
 

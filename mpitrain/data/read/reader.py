@@ -7,6 +7,7 @@ needs the data.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Hashable, Iterator
 from types import TracebackType
@@ -108,6 +109,13 @@ class ChunkReader(Reader):
             None  # positions that were gathered together, for small batches
         )
         self._is_fixed = not any(spec.variable for spec in catalogue.arrays.values())
+        # as many samples as end at a multiple of ALIGNED_BYTES in every array
+        self._aligned_samples = math.lcm(
+            *(
+                ALIGNED_BYTES // math.gcd(ALIGNED_BYTES, spec.sample_bytes)
+                for spec in catalogue.arrays.values()
+            )
+        )
 
     @property
     def memory_bytes(self) -> int:
@@ -183,12 +191,7 @@ class ChunkReader(Reader):
 
     def _can_cut(self, count: int) -> bool:
         """Whether batches of `count` samples that lie one behind the other are aligned like memory of their own."""
-        arrays = self.catalogue.arrays.values()
-        return (
-            self._is_fixed
-            and count > 0
-            and not any(count * spec.sample_bytes % ALIGNED_BYTES for spec in arrays)
-        )
+        return self._is_fixed and count > 0 and count % self._aligned_samples == 0
 
     def _holds(self, run: Run) -> bool:
         """Whether the piece that is here has all of a run, and nothing of it was handed out: a caller may change it."""
