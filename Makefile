@@ -21,6 +21,8 @@
 # A second call installs nothing unless setup.cfg, pyproject.toml or constraints.txt has changed.
 
 SHELL := /bin/bash
+# `make test` checks types and repeated code while it installs the second MPI.
+MAKEFLAGS += --jobs=2
 PYTHON ?= python3
 VENV := .venv
 VENV_MPICH := .venv-mpich
@@ -36,7 +38,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest tables extended coverage chaos hostile docs slurm lint format clean
+.PHONY: help train test test-oldest tables extended coverage chaos hostile docs slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -93,10 +95,16 @@ slurm: $(VENV)/.installed-train
 	@$(VENV)/bin/mpitrain data pack digits data/digits
 	@$(VENV)/bin/python tests/slurm/cluster.py shell
 
-lint: $(VENV)/.installed-test
+lint: lint-style lint-types lint-duplicates
+
+lint-style: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
+
+lint-types: $(VENV)/.installed-test
 	$(VENV)/bin/mypy mpitrain $(PROGRAMS)
+
+lint-duplicates: $(VENV)/.installed-test
 	$(VENV)/bin/pylint --score=no mpitrain
 
 format: $(VENV)/.installed-test
