@@ -7,6 +7,8 @@
 #                                                                    (options: make test-oldest ARGS="tests/model")
 #   make extended    the tests that `make test` leaves out: more kills, more strategies, torch's compiler
 #   make tables      every cell of the tables of features and of resumes, of which `make test` enters a sample
+#   make test-torch  torch's own tests of torch.distributed, over gloo and over mpi4py; a quarter of an hour
+#                                                                    (options: make test-torch ARGS="--columns gloo:2 mpi4py:2")
 #   make coverage    the same tests, measuring which branches they enter, in rank processes, too
 #                                                                    (options: make coverage ARGS="tests/mpi")
 #   make chaos              kill workers and writers at random and count what is lost, an hour or more
@@ -38,7 +40,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest tables extended coverage chaos hostile docs slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-torch tables extended coverage chaos hostile docs slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -68,6 +70,10 @@ tables: $(VENV)/.installed-test
 extended: $(VENV)/.installed-test $(VENV_MPICH)/.installed
 	set -o pipefail; { git rev-parse --short HEAD; MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) $(VENV)/bin/python -m pytest -m extended $(ARGS); } | tee $(VENV)/extended.log; \
 	    code=$$?; { head -1 $(VENV)/extended.log; tail -1 $(VENV)/extended.log; } > tests/extended.txt; exit $$code
+
+# What it found goes to tests/torch_suite/results.txt, which is committed.
+test-torch: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.torch_suite.campaign $(ARGS)
 
 # What a killed rank has run is lost. The tests' own exit code comes last, so that a failure hides no figures. What no
 # test enters goes to tests/coverage.txt, which is committed.

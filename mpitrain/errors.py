@@ -4,6 +4,7 @@
     |- NonFiniteError        exit 1   a loss or gradient is NaN or infinite and the job says stop
     |- WireError             exit 1   a message arrived damaged, short, or out of order
     |- MismatchError         exit 1   the ranks of a group call different collectives (also a ValueError)
+    |- MonitoredBarrierError exit 1   ranks did not come in time (also a TimeoutError, and torch's RuntimeError)
     |- CheckpointError       exit 1   a checkpoint is damaged, missing or cannot be written
     |- OutputError           exit 1   a file of the run cannot be written: a full disk
     |- DeadlockError         exit 1   virtual world: everybody waits and nothing is under way
@@ -43,6 +44,10 @@ class WireError(MpitrainError):
 
 class MismatchError(MpitrainError, ValueError):
     """The ranks of a group have not called the same collective with the same shapes and dtypes."""
+
+
+class MonitoredBarrierError(MpitrainError, TimeoutError, RuntimeError):
+    """Not all ranks have come to a monitored barrier in time, where torch's gloo raises a RuntimeError."""
 
 
 class CheckpointError(MpitrainError):

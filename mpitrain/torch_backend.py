@@ -133,7 +133,8 @@ def _with_ours(original: Any) -> Any:
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         import torch.distributed as dist
 
-        if not dist.is_initialized() or dist.get_backend(group) != BACKEND:
+        outside = group is dist.GroupMember.NON_GROUP_MEMBER
+        if not dist.is_initialized() or outside or dist.get_backend(group) != BACKEND:
             original(group, timeout, wait_all_ranks)
             return
         ours: Any = group or dist.group.WORLD

@@ -38,7 +38,7 @@ class Progress:
         self._requests: list[Any] = []  # what MPI tests; `_ops` runs parallel to it
         self._ops: list[Op] = []
         self._queues: dict[int, CollectiveQueue] = {}  # by the handle of the group's control communicator
-        self._deadlines: list[tuple[float, int, Op, Callable[[BaseException], None]]] = []
+        self._deadlines: list[tuple[float, int, Op, float, Callable[[BaseException], None]]] = []
         self._order = itertools.count()
         self._status = MPI.Status()
         self._abandoned: list[Any] = []  # requests and buffers that MPI may still write to after a break
@@ -221,14 +221,20 @@ class Progress:
     # ---- deadlines
 
     def _set_deadline(self, op: Op, timeout_s: float, fail: Callable[[BaseException], None]) -> None:
-        heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, next(self._order), op, fail))
+        deadline_s = time.monotonic() + timeout_s
+        heapq.heappush(self._deadlines, (deadline_s, next(self._order), op, timeout_s, fail))
 
     def _expire(self) -> None:
         """Fail what has passed its deadline; forget the deadlines of what is done."""
         while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] < time.monotonic()):
-            _, _, op, fail = heapq.heappop(self._deadlines)
+            _, _, op, timeout_s, fail = heapq.heappop(self._deadlines)
             if not op.done:
-                fail(TimeoutError(f"{op.what or repr(op)} timed out: not all ranks have called it"))
+                fail(
+                    TimeoutError(
+                        f"{op.what or repr(op)} timed out: not all ranks have called it within the timeout of"
+                        f" {timeout_s:g} s"
+                    )
+                )
 
     def _abandon(self, op: Op, error: BaseException) -> None:
         """Complete an operation that MPI has not finished; its request and buffer stay alive."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.errors import MismatchError
+from mpitrain.errors import MismatchError, MonitoredBarrierError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import Task, digest, last_tag
 from mpitrain.mpi.memory import buffers
@@ -146,15 +146,19 @@ class PointToPoint(GroupBase):
 
         return self._collective("barrier", "", lambda may_block: _nothing(), [], opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the ranks that did not arrive: rank 0 waits up to `timeout` for a message of
-        every rank, then releases all.
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier that names the ranks that did not arrive, in the words of torch's gloo: rank 0 waits up to
+        `timeout` (a number is seconds) for a message of every rank, then releases all.
 
         Raises:
-            TimeoutError: on rank 0 naming the ranks that are missing (the first, or all with `wait_all_ranks`), on
-                the others because rank 0 has not answered.
+            MonitoredBarrierError: on rank 0 naming the ranks that are missing (the first, or all with
+                `wait_all_ranks`), on the others because rank 0 has not answered.
         """
         self._check_member("monitored_barrier")
+        if isinstance(timeout, int | float):
+            timeout = timedelta(seconds=timeout)
         limit = self._timeout if timeout is None else timeout
         me, limit_s = self.rank(), limit.total_seconds()
         heard = [bytearray(1) for _ in range(self.size())]
@@ -174,18 +178,24 @@ class PointToPoint(GroupBase):
             missing = [op.peer for op in calls if not op.done]
             for op in calls:
                 self._engine.cancel(op)
-            if me:
-                raise TimeoutError(
-                    f"timed out: rank 0 has not let rank {me} pass the monitored barrier within {limit}"
-                ) from None
-            named = missing if wait_all_ranks else missing[:1]
-            raise TimeoutError(
-                f"timed out: rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} did not come to the monitored"
-                f" barrier within {limit}"
-            ) from None
+            raise MonitoredBarrierError(_barrier_failure(me, missing, limit, wait_all_ranks)) from None
         if me == 0:
             for peer in range(1, self.size()):
                 self._engine.isend(b"g", peer, tag, self._comm)
+
+
+def _barrier_failure(me: int, missing: list[int], limit: timedelta, wait_all_ranks: bool) -> str:
+    """What torch's gloo says, and scripts look for."""
+    limit_ms = round(limit.total_seconds() * 1000)
+    if me:
+        return (
+            f"[Rank {me}]: Rank {me} successfully reached monitoredBarrier, but received errors while waiting for"
+            f" send/recv from rank 0: it timed out after {limit_ms} ms. Rank 0 names the ranks that did not come."
+        )
+    if not limit_ms and not wait_all_ranks:
+        return "[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms: it may not wait for any rank"
+    ranks = f"Ranks {', '.join(map(str, missing))}" if wait_all_ranks else f"Rank {missing[0]}"
+    return f"[Rank 0]: {ranks} failed to pass monitoredBarrier in {limit_ms} ms: it timed out"
 
 
 def _nothing() -> Task:

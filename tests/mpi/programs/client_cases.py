@@ -162,12 +162,23 @@ def case_checkpoints_ask_for_the_devices(rt):
 def case_monitored_barrier_by_its_own_name(rt):
     dist.monitored_barrier()
     group = dist.new_group(list(range(rt.size)))
+    limit = timedelta(seconds=0.3)
     if rt.rank == 0:
-        missing = "rank 1 did not come" if rt.size == 2 else "ranks 1, 2 did not come"
+        missing = "Ranks 1" if rt.size == 2 else "Ranks 1, 2"
+        for error in (TimeoutError, RuntimeError):  # torch's gloo raises the second
+            raises(
+                error,
+                f"{missing} failed to pass monitoredBarrier in 300 ms",
+                lambda: dist.monitored_barrier(group, limit, wait_all_ranks=True),
+            )
+        raises(RuntimeError, "Rank 1 failed to pass", lambda: group.monitored_barrier(0.3))
+        raises(RuntimeError, "Rank 0 timed out in monitoredBarrier", lambda: group.monitored_barrier(0))
+    subgroup = dist.new_group([0])
+    dist.monitored_barrier(subgroup, limit)  # for ranks outside it there is nothing to do
+    dist.barrier()
+    if rt.rank == 1:
         raises(
-            TimeoutError,
-            missing,
-            lambda: dist.monitored_barrier(group, timedelta(seconds=0.3), wait_all_ranks=True),
+            RuntimeError, "Rank 1 successfully reached monitoredBarrier", lambda: group.monitored_barrier(0.3)
         )
 
 
