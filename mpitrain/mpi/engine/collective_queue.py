@@ -53,6 +53,18 @@ class PendingCollective:
         self.sums = np.empty_like(self.own)
         self.arrival: Op | None = None
 
+    def make_arrival(self, control_comm: "MPI.Comm") -> Op:
+        """The Op of this rank's arrival, which `start_arrival` begins."""
+        self.arrival = Op("arrival", buffer=self, passive=True)
+        self.arrival.comm = control_comm
+        return self.arrival
+
+    def start_arrival(self) -> "MPI.Request":
+        """Tell the other ranks; done when all of them have."""
+        assert self.arrival is not None
+        request: MPI.Request = self.arrival.comm.Iallreduce(self.own, self.sums, MPI.SUM)
+        return request
+
     @property
     def arrived(self) -> bool:
         """True when every rank has arrived at this collective."""

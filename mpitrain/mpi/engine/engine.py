@@ -5,8 +5,9 @@ is the thread that calls `poll` and `wait` (the main thread of a server or worke
 communication thread drives what is outstanding while other threads compute; a thread that waits drives MPI itself
 until what it waits for is done, because handing every small collective to another thread and back costs five times
 the collective (2 ranks, 1 KB: 250 us against 40). Everything that is posted returns an Op at once, from any thread;
-what MPI has to do for it is queued to the thread that drives. World and process group share this class, and a process
-has one engine (`Runtime.engine`).
+what MPI has to do for it is queued to the thread that drives. A collective that its caller waits for begins in the
+caller's thread where nothing else is outstanding, and ends there if the other ranks are about to arrive. World and
+process group share this class, and a process has one engine (`Runtime.engine`).
 
 The engine never blocks in one operation while others are outstanding: a pipeline posts its receive before the
 matching send on both sides, so an engine that finished one operation before the next would deadlock. Blocking
@@ -128,11 +129,52 @@ class Engine:
         `what` or `balance` does not fit those of the other ranks. `quiet`: the caller waits for the Op next."""
         op = Op("collective")
         op.what = what
+        if quiet and self._run_collective(op, function, control_comm, what, balance, timeout_s):
+            return op
         return self._submit(
             op,
             lambda: self._progress.submit_collective(op, function, control_comm, what, balance, timeout_s),
             quiet,
         )
+
+    def _run_collective(
+        self,
+        op: Op,
+        function: Callable[[bool], Any],
+        control_comm: "MPI.Comm",
+        what: str,
+        balance: int,
+        timeout_s: float | None,
+    ) -> bool:
+        """Begin a collective in this thread, and end it if the other ranks arrive at once; whether nothing else is
+        outstanding, so that it may be done so. Without threads it is begun here anyway."""
+        if self._thread is None or not self._driving.acquire(blocking=False):
+            return False
+        try:
+            if not self._lock.acquire(blocking=False):
+                return False
+            try:
+                if self._commands or not self._progress.is_idle or self._broken is not None:
+                    return False
+                self._owner = threading.get_ident()
+                self._backoff.traffic()
+                began_s = time.monotonic()
+                self._progress.run_collective(
+                    op, function, control_comm, what, balance, timeout_s, self._may_spin
+                )
+                self.waited_s += time.monotonic() - began_s
+                return True
+            finally:
+                self._owner = 0
+                self._lock.release()
+        finally:
+            self._driving.release()
+            if self._commands or not self._progress.is_idle:
+                self._thread_wakeup.set()
+            self._notify()
+
+    def _may_spin(self) -> bool:
+        return not self._commands and self._backoff.spin()
 
     def post(self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None) -> Op:
         """Post what `start()` begins as `op`, which the caller has made."""

@@ -104,9 +104,7 @@ class Progress:
     ) -> None:
         """Report on `control_comm` that this rank has arrived; `function(may_block)` runs when all ranks have arrived
         and every collective that was submitted before is done."""
-        queue = self._queues.get(control_comm.handle)
-        if queue is None:
-            queue = self._queues[control_comm.handle] = CollectiveQueue(control_comm)
+        queue = self._queue_of(control_comm)
         if queue.broken is not None:
             self.complete(op, queue.broken)
             return
@@ -114,15 +112,50 @@ class Progress:
         collective = PendingCollective(op, function, what, balance, busy)
         queue.pending.append(collective)
         if control_comm.size > 1:
-            collective.arrival = Op("arrival", buffer=collective, passive=True)
-            collective.arrival.comm = control_comm
-            self.post(
-                collective.arrival,
-                lambda: control_comm.Iallreduce(collective.own, collective.sums, MPI.SUM),
-            )
+            self.post(collective.make_arrival(control_comm), collective.start_arrival)
         if timeout_s is not None:
             self._set_deadline(op, timeout_s, lambda error: self._fail_queue(queue, error))
         self._run_arrived()
+
+    def run_collective(
+        self,
+        op: Op,
+        function: Callable[[bool], Any],
+        control_comm: "MPI.Comm",
+        what: str,
+        balance: int,
+        timeout_s: float | None,
+        may_spin: Callable[[], bool],
+    ) -> None:
+        """`submit_collective` where nothing is outstanding: wait for the other ranks here while `may_spin()`, and leave
+        the collective to the polls where they have not arrived by then."""
+        queue = self._queue_of(control_comm)
+        if queue.broken is not None:
+            self.complete(op, queue.broken)
+            return
+        collective = PendingCollective(op, function, what, balance, busy=False)
+        if control_comm.size > 1:
+            arrival = collective.make_arrival(control_comm)
+            try:
+                request = collective.start_arrival()
+                while not (arrived := request.Test()) and may_spin():
+                    pass
+                if not arrived:
+                    queue.pending.append(collective)
+                    self.post(arrival, lambda: request)
+            except MPI.Exception as failure:
+                arrival.error, arrived = failure, True
+            arrival.done = arrived
+        if collective.arrived:
+            self._run_collective(queue, collective)
+        if timeout_s is not None and not op.done:
+            self._set_deadline(op, timeout_s, lambda error: self._fail_queue(queue, error))
+
+    def _queue_of(self, control_comm: "MPI.Comm") -> CollectiveQueue:
+        queue = self._queues.get(control_comm.handle)
+        if queue is None:
+            queue = self._queues[control_comm.handle] = CollectiveQueue(control_comm)
+        return queue
 
     def forget(self, control_comm: "MPI.Comm") -> None:
         """Drop the queue of a group that ends."""

@@ -1,6 +1,7 @@
 """torch.distributed over MPI: every operation against numpy, DDP against serial training, errors, overlap."""
 
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -71,6 +72,23 @@ def case_allreduce_equals_numpy(rt):
     scalar = torch.tensor(float(rt.rank))
     dist.all_reduce(scalar)
     assert scalar.item() == sum(range(rt.size))
+
+
+def case_what_is_waited_for_begins_in_the_callers_thread(rt):
+    """Where nothing else is under way. A rank that is late finds the others' arrivals with the polls."""
+    engine, queued = rt.engine, []
+    submit = engine._submit
+    engine._submit = lambda *arguments: (queued.append(1), submit(*arguments))[1]
+    try:
+        for turn in range(60):
+            if turn % 20 == rt.rank:
+                time.sleep(0.01)  # longer than the others wait in the call itself
+            tensor = torch.full((3,), float(rt.rank + turn))
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [sum(range(rt.size)) + turn * rt.size] * 3
+    finally:
+        del engine._submit
+    assert len(queued) < 60
 
 
 def case_allreduce_of_truths_and_complex(rt):
