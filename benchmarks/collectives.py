@@ -7,8 +7,10 @@
 The table is OSU's: time of one call, algorithm bandwidth (bytes of the tensor over time), bus bandwidth (what each
 link carried over time: 2 (n - 1)/n of the tensor in an allreduce, (n - 1)/n in the others; NCCL's definition). The
 ways take turns in every round; ratios are medians of the pairs of one round. `bound` is what a raw socket stream from
-each host to the next takes for the bytes that each link has to carry: measured between hosts only. `bf16` is the
-allreduce of a float32 tensor on a 16-bit wire, its bound that of half the bytes; gloo's turn is its float32 allreduce.
+each host to the next takes for the bytes that each link has to carry: measured between hosts only. `empty` is a
+process group in Python that does nothing, which with bare mpi4py's call is the least that a group in Python takes.
+`bf16` is the allreduce of a float32 tensor on a 16-bit wire, its bound that of half the bytes; gloo's turn is its
+float32 allreduce.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import time
 import torch
 import torch.distributed as dist
 from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
+from torch._C._distributed_c10d import Work
 
 from mpitrain.mpi.runtime import start
 
@@ -30,7 +33,7 @@ from mpi4py import MPI  # noqa: E402
 
 SIZES = "4,64,1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB"
 NAMES = ("allreduce", "bf16", "broadcast", "allgather", "reduce_scatter", "alltoall", "sendrecv")
-WAYS = ("mpitrain", "gloo", "bare mpi4py", "bound")
+WAYS = ("mpitrain", "gloo", "bare mpi4py", "empty", "bound")
 WARMUP_ROUNDS = 1
 
 
@@ -90,7 +93,21 @@ def my_address():
         return probe.getsockname()[0]
 
 
-def calls(name, num_bytes, ours, gloo, comm, streams):
+class Nothing(Work):
+    """What the empty group returns."""
+
+    def wait(self, timeout=None):
+        return True
+
+
+class EmptyGroup(dist.ProcessGroup):
+    """Does nothing."""
+
+    def allreduce(self, tensors, opts=None):
+        return Nothing()
+
+
+def calls(name, num_bytes, ours, gloo, empty, comm, streams):
     """Way -> a function of no arguments that does it once; every way has tensors of its own."""
     size, me = runtime.size, runtime.rank
     count = max(1, num_bytes // 4)
@@ -140,6 +157,8 @@ def calls(name, num_bytes, ours, gloo, comm, streams):
     found = {"mpitrain": by_torch(ours), "gloo": by_torch(gloo)}
     if name in bare:
         found["bare mpi4py"] = bare[name]
+    if name == "allreduce":
+        found["empty"] = by_torch(empty)
     if streams is not None:
         found["bound"] = lambda: streams.run(int(on_links(name, 4 * count, size)))
     return found
@@ -176,6 +195,9 @@ def row_of(name, num_bytes, seconds):
     for way in seconds:
         if way != "mpitrain":
             row[f"ratio_to_{way.split()[0]}"] = median_ratio(seconds["mpitrain"], seconds[way])
+    if "empty" in seconds:
+        least_s = [sum(pair) for pair in zip(seconds["empty"], seconds["bare mpi4py"])]
+        row["ratio_to_empty_and_bare"] = median_ratio(seconds["mpitrain"], least_s)
     return row
 
 
@@ -188,12 +210,13 @@ def show(rows):
         "bus MB/s",
         "/ gloo",
         "/ bare",
+        "/ (empty + bare)",
         "/ bound",
     )
     lines = [head]
     for row in rows:
         middle = row["median_us"]
-        ratios = [row.get(f"ratio_to_{way}") for way in ("gloo", "bare", "bound")]
+        ratios = [row.get(f"ratio_to_{way}") for way in ("gloo", "bare", "empty_and_bare", "bound")]
         lines.append(
             (
                 row["collective"], str(row["bytes"]), *(f"{middle[w]:.1f}" if w in middle else "-" for w in WAYS),
@@ -218,6 +241,10 @@ def main():
     store = dist.TCPStore(host, port, runtime.size, runtime.rank == 0)
     dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
     gloo, ours = dist.group.WORLD, dist.new_group(backend="mpi4py")
+    dist.Backend.register_backend(
+        "empty", lambda store, rank, size, timeout: EmptyGroup(rank, size), devices=["cpu"]
+    )
+    empty = dist.new_group(backend="empty")
     comm = runtime.comm.Dup()
     streams = Streams() if runtime.num_nodes > 1 else None
     told = ours.transport()
@@ -231,7 +258,7 @@ def main():
         for text in options.sizes.split(","):
             num_bytes = parse_bytes(text)
             seconds = measure(
-                calls(name, num_bytes, ours, gloo, comm, streams), options.rounds, options.budget
+                calls(name, num_bytes, ours, gloo, empty, comm, streams), options.rounds, options.budget
             )
             rows.append(row_of(name, num_bytes, seconds))
     if runtime.rank == 0:
