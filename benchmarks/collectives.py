@@ -34,7 +34,7 @@ from mpi4py import MPI  # noqa: E402
 SIZES = "4,64,1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB"
 NAMES = ("allreduce", "bf16", "broadcast", "allgather", "reduce_scatter", "alltoall", "sendrecv")
 WAYS = ("mpitrain", "gloo", "bare mpi4py", "empty", "bound")
-WARMUP_ROUNDS = 1
+WARMUP_ROUNDS = 3  # in which the number of repeats grows with how fast the call turns out to be
 
 
 def parse_bytes(text):
@@ -178,7 +178,7 @@ def measure(found, rounds, budget_s):
             if number >= WARMUP_ROUNDS:
                 seconds[way].append(took_s)
             elif way == "mpitrain":
-                repeats = max(1, min(200, int(budget_s / (rounds * took_s))))
+                repeats = max(1, min(1000, int(budget_s / (rounds * took_s))))
     return seconds
 
 
