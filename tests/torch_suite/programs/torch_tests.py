@@ -97,6 +97,7 @@ def run_test(module: Any, backend: str, name: str, folder: Path, ranks: tuple[in
             world_size=size,
             rank=rank,
         )
+        assert dist.get_backend() == backend
         case._barrier(timeout=60)
         common_utils.set_rng_seed()
         getattr(case, name)()
