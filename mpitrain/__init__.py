@@ -35,6 +35,7 @@ _home = {
     "predict": "mpitrain.training.predict",
     "simulate": "mpitrain.simulation.servers",
     "train": "mpitrain.training",
+    "exclusive_mpi": "mpitrain.mpi.runtime",
     "finish": "mpitrain.wrapping.loop",
     "num_workers": "mpitrain.wrapping.loop",
     "resumed": "mpitrain.wrapping.loop",

@@ -8,6 +8,7 @@ no core is wasted; and all ranks call the same collectives in the same order. `b
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
@@ -49,6 +50,18 @@ def start() -> Runtime:
         runtime.connect()
         _runtime = runtime
     return _runtime
+
+
+def exclusive_mpi() -> contextlib.AbstractContextManager[None]:
+    """For your own mpi4py calls while collectives of torch.distributed or of this package are under way:
+    `with mpitrain.exclusive_mpi(): comm.Barrier()`.
+
+    Waits for those that this process has begun, and keeps the thread that carries them out of MPI until the end of the
+    block: MPI is started for one thread at a time (MPI_THREAD_SERIALIZED). All ranks that take part in a blocking call
+    inside enter such a block. Collectives of torch inside it are carried by this thread. It may be nested, and does
+    nothing where this package has not started. Raises what the engine broke with, if it has.
+    """
+    return contextlib.nullcontext() if _runtime is None else _runtime.engine.exclusive()
 
 
 class Group(Protocol):

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpitrain.errors import UsageError
@@ -150,28 +150,24 @@ class Engine:
         outstanding, so that it may be done so. Without threads it is begun here anyway."""
         if self._thread is None or not self._driving.acquire(blocking=False):
             return False
+        if not self._lock.acquire(blocking=False):
+            self._driving.release()
+            self._notify()
+            return False
         try:
-            if not self._lock.acquire(blocking=False):
+            if self._commands or not self._progress.is_idle or self._broken is not None:
                 return False
-            try:
-                if self._commands or not self._progress.is_idle or self._broken is not None:
-                    return False
-                self._owner = threading.get_ident()
-                self._backoff.traffic()
-                began_s = time.monotonic()
-                self._progress.run_collective(
-                    op, function, control_comm, what, balance, timeout_s, self._may_spin
-                )
-                self.waited_s += time.monotonic() - began_s
-                return True
-            finally:
-                self._owner = 0
-                self._lock.release()
+            self._owner = threading.get_ident()
+            self._backoff.traffic()
+            began_s = time.monotonic()
+            self._progress.run_collective(
+                op, function, control_comm, what, balance, timeout_s, self._may_spin
+            )
+            self.waited_s += time.monotonic() - began_s
+            return True
         finally:
             self._driving.release()
-            if self._commands or not self._progress.is_idle:
-                self._thread_wakeup.set()
-            self._notify()
+            self._give()
 
     def _may_spin(self) -> bool:
         return not self._commands and self._backoff.spin()
@@ -262,6 +258,39 @@ class Engine:
             if self._commands or not self._progress.is_idle:
                 self._thread_wakeup.set()
             self._notify()  # another waiting thread may drive now
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Wait for the collectives under way and keep MPI for this thread meanwhile: a blocking call of its own would
+        otherwise wait for ranks that wait for these. Nested ones, and all of them where no communication thread runs,
+        do nothing. What is posted inside, by this thread, is driven by its own waits."""
+        if self.owns_mpi:
+            yield
+            return
+        while not self._take():
+            self.wait_any(lambda: not self._progress.has_collectives)
+        try:
+            yield
+        finally:
+            self._give()
+
+    def _take(self) -> bool:
+        """Own MPI in this thread; False, and it is given back, where a collective is under way."""
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._run_commands()
+        if self._broken is None and self._progress.has_collectives:
+            self._give()
+            return False
+        return True
+
+    def _give(self) -> None:
+        """Let other threads own MPI again, and have the communication thread drive what is outstanding."""
+        self._owner = 0
+        self._lock.release()
+        if self._commands or not self._progress.is_idle:
+            self._thread_wakeup.set()
+        self._notify()
 
     def run(self, function: Callable[[], Any], control_comm: "MPI.Comm | None" = None) -> Any:
         """`call`, or `collective` where a control communicator is given; waits and returns the function's result."""

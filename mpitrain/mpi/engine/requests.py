@@ -54,7 +54,12 @@ class Progress:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is outstanding."""
-        return not self._ops and not any(map(len, self._all_queues()))
+        return not self._ops and not self.has_collectives
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether a collective is outstanding."""
+        return any(map(len, self._all_queues()))
 
     @property
     def num_arriving(self) -> int:

@@ -1,6 +1,7 @@
 """What programs that know nothing of us ask of a group: inference mode, sparse gradients, checkpoints, joins."""
 
 import tempfile
+import threading
 import warnings
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
-import mpitrain  # noqa: F401  (this import is all a script needs)
+import mpitrain
 from tests.mpi.cases import raises, run_cases, starts
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames all_gather_into_tensor
@@ -24,6 +25,56 @@ def case_ours_on_every_device_is_ours(rt):
     """A backend by device, which torch would ask the environment to bring together."""
     dist.init_process_group("cpu:mpi4py,cuda:mpi4py")
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (rt.rank, rt.size, "mpi4py")
+
+
+def case_a_programs_own_mpi_calls_beside_works(rt):
+    """mpi4py itself, untouched, while Works are under way; then the Works are as they would have been."""
+    from mpi4py import MPI
+
+    comm, engine = MPI.COMM_WORLD.Dup(), rt.engine
+    assert comm.allgather({1: (2, rt.rank)}) == [{1: (2, rank)} for rank in range(rt.size)]  # its own pickle
+    for turn in range(20):
+        tensors = [torch.full((count,), float(rt.rank + turn)) for count in (3, 200_000)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        received = torch.zeros(4)
+        late = dist.irecv(received, (rt.rank - 1) % rt.size)  # sent behind the block: nothing waits for it
+        with mpitrain.exclusive_mpi():
+            assert engine.owns_mpi and all(work.is_completed() for work in works)
+            assert comm.allgather(rt.rank + turn) == [rank + turn for rank in range(rt.size)]
+            with mpitrain.exclusive_mpi():
+                inside = torch.ones(2)
+                dist.all_reduce(inside)
+                assert inside.tolist() == [rt.size] * 2 and engine.owns_mpi
+            assert engine.owns_mpi
+        assert not engine.owns_mpi
+        dist.send(torch.full((4,), float(turn)), (rt.rank + 1) % rt.size)
+        late.wait()
+        assert received.tolist() == [turn] * 4
+        for tensor in tensors:
+            assert tensor.unique().tolist() == [sum(range(rt.size)) + turn * rt.size]
+    comm.Free()
+
+
+def case_a_block_of_its_own_ends_with_an_error_and_in_another_thread(rt):
+    def leave_by_an_error():
+        with mpitrain.exclusive_mpi():
+            raise LookupError("of the caller's own")
+
+    raises(LookupError, "of the caller's own", leave_by_an_error)
+    owned = []
+
+    def own():
+        with mpitrain.exclusive_mpi():
+            owned.append(rt.engine.owns_mpi)
+
+    thread = threading.Thread(target=own)
+    with mpitrain.exclusive_mpi():
+        thread.start()
+        thread.join(0.05)
+        assert owned == []  # one thread at a time
+    thread.join(30)
+    assert owned == [True] and not rt.engine.owns_mpi
+    dist.barrier()
 
 
 def case_every_collective_in_inference_mode(rt):
