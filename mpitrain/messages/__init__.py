@@ -23,6 +23,7 @@ from mpitrain.messages.training import Alive as Alive
 from mpitrain.messages.training import Answer as Answer
 from mpitrain.messages.training import Ask as Ask
 from mpitrain.messages.training import Away as Away
+from mpitrain.messages.training import Credit as Credit
 from mpitrain.messages.training import Delivered as Delivered
 from mpitrain.messages.training import Difference as Difference
 from mpitrain.messages.training import Done as Done
@@ -71,7 +72,7 @@ ToServer = (
     | AskAverage
 )
 ToWorker = Reply | Difference | Final | Wake | Alive | Assist | Unit | Measured | Average
-AmongPeers = Update | Sum | Mean | Ask | Agreed | Last
+AmongPeers = Update | Sum | Mean | Ask | Agreed | Last | Credit
 AmongServers = PartialNorm | Ordered | Ended
 Message = ToServer | ToWorker | AmongPeers | AmongServers
 

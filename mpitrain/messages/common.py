@@ -45,6 +45,7 @@ class Kind(enum.IntEnum):
     PARTIAL_NORM = 31
     ENDED = 32
     ORDERED = 33
+    CREDIT = 34
 
 
 class Payload(Protocol):

@@ -346,3 +346,14 @@ class Last:
 
     kind: ClassVar[Kind] = Kind.LAST
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """A peer that waits for nobody has taken in more of the receiver's updates (`roles/peer_credits.py`).
+
+    step: how many since the last meeting.
+    """
+
+    kind: ClassVar[Kind] = Kind.CREDIT
+    step: int

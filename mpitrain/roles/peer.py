@@ -1,10 +1,11 @@
 """The peer: trains on its own replica, sends its neighbours what has become of it, and takes in what they send.
 
 Invariants: a peer sends one message to each receiver at every step. A synchronous one then waits for the
-messages of the same step from all its senders, and takes them in in rank order; an asynchronous one takes what is
-there. At a meeting every peer has first heard everything that the others had to say before it; sums go up a tree of
-all peers and the mean comes down, so nothing is under way when it is over. What an update is and how it is mixed only
-the replica knows; whom it goes to only the strategy.
+messages of the same step from all its senders, and takes them in in rank order; an asynchronous one takes what
+is there, and begins no step while a receiver has left too many of its messages (`peer_credits.py`). At a
+meeting every peer has first heard everything that the others had to say before it; sums go up a tree of all
+peers and the mean comes down, so nothing is under way when it is over. What an update is and how it is mixed
+only the replica knows; whom it goes to only the strategy.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mpitrain.messages import (
     Agreed,
     Ask,
     CheckpointRequest,
+    Credit,
     Divide,
     Last,
     Mean,
@@ -30,6 +32,7 @@ from mpitrain.messages import (
     payload_of,
 )
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
+from mpitrain.roles.peer_credits import PeerCredits
 from mpitrain.roles.protocols import PeerMeasures, PeerReplica, Report
 from mpitrain.strategies import topology
 from mpitrain.strategies.decentralized import Decentralized
@@ -86,6 +89,7 @@ class Peer:
         self._is_stepping = self._has_left = False
         self._since_meeting = 0  # messages to each receiver since then
         self._heard: dict[int, int] = {}  # messages from each sender since then
+        self._credits = PeerCredits()
         self._waiting: deque[tuple[int, Message]] = deque()  # arrived, and not yet their turn
         self._left: dict[int, int] = {}  # who has taken the last step, and how many
 
@@ -162,6 +166,8 @@ class Peer:
         following = self.partition.peek()
         if following is not None and following.lease is not None:
             self.replica.prefetch(following.lease)
+        if self.strategy.asynchronous:
+            yield from self._await_credits(turn)
         began_s = yield Now()
         gradient = yield Compute(
             lambda: self.replica.step(turn),
@@ -181,6 +187,7 @@ class Peer:
         self.batches, self.samples = self.batches + 1, self.samples + turn.lease.num_samples
         own = self.replica.update()
         for peer in self.strategy.receivers(self.rank, turn.num_active, turn.step):
+            self._credits.sent(peer)
             yield Send(peer, Update(turn.step, own.hold()))
             self.sent_bytes, self.num_sent = self.sent_bytes + own.num_bytes, self.num_sent + 1
         self._since_meeting += 1
@@ -235,14 +242,30 @@ class Peer:
         while (arrived := (yield Recv(timeout_s=0))) is not None:
             ready.append(self._noted(arrived))
         for source, message in ready:
-            if isinstance(message, Update):
-                self._took(source, message)
-            else:  # of a meeting that the sender has reached already
-                self._waiting.append((source, message))
+            yield from self._hear(source, message)
 
-    def _took(self, source: int, message: Update) -> None:
-        self._heard[source] = self._heard.get(source, 0) + 1
+    def _hear(self, source: int, message: Message) -> Answers:
+        """Take an update in, and give its sender credit for more; what belongs to a meeting waits."""
+        if not isinstance(message, Update):
+            self._keep(source, message)
+            return
+        self._heard[source] = heard = self._heard.get(source, 0) + 1
         self._take_in(source, message.payload)
+        if self._credits.is_due(heard):
+            yield Send(source, Credit(heard))
+
+    def _keep(self, source: int, message: Message) -> None:
+        if not isinstance(message, Credit):  # which has been noted
+            self._waiting.append((source, message))
+
+    def _await_credits(self, turn: Turn) -> Answers:
+        """Wait until every receiver may be sent another update, and take in what comes meanwhile: two peers that wait
+        for each other so give each other credit."""
+        receivers = self.strategy.receivers(self.rank, turn.num_active, turn.step)
+        began_s = yield Now()
+        while not all(map(self._credits.may_send, receivers)):
+            yield from self._hear(*self._noted((yield Recv())))
+        self.wait_s += (yield Now()) - began_s
 
     def _take_this_step(self, turn: Turn, own: Any) -> Answers:
         """The messages of this step from all senders, taken in in rank order: the same bits on every replica."""
@@ -263,7 +286,7 @@ class Peer:
             sender, message = self._noted((yield Recv()))
             if sender == source and isinstance(message, awaited) and _number(message) == number:
                 return message
-            self._waiting.append((sender, message))
+            self._keep(sender, message)
 
     def _noted(self, arrived: tuple[int, Message]) -> tuple[int, Message]:
         """How far the sender was ahead when its message came: the proof that it did not wait."""
@@ -273,6 +296,8 @@ class Peer:
         elif isinstance(message, Last):
             self._left[source] = message.step
             self._compare_steps()
+        elif isinstance(message, Credit):
+            self._credits.received(source, message.step)
         return source, message
 
     # ---- a meeting
@@ -302,6 +327,7 @@ class Peer:
         self.drift_max = max(self.drift_max, self.drift if self.rank < self.num_active else 0.0)
         self.num_meetings, self._since_meeting = self.num_meetings + 1, 0
         self._heard.clear()
+        self._credits.clear()
         self.wait_s += (yield Now()) - began_s
 
     def _send(self, to: int, message: Message) -> Answers:
@@ -311,20 +337,16 @@ class Peer:
 
     def _catch_up(self) -> Answers:
         """Take in all that the senders have said since the last meeting: as many messages as this peer has sent, for
-        all take the same steps. Those of sums and of steps after the meeting wait."""
+        all take the same steps. Those of sums and of steps after the meeting wait. The credits that are due come in
+        before the meeting, too, so none is under way after it."""
         senders = set(self.strategy.senders(self.rank, self.num_active, self.step))
         waiting, self._waiting = self._waiting, deque()
         for source, message in waiting:
-            if isinstance(message, Update):
-                self._took(source, message)
-            else:
-                self._waiting.append((source, message))
-        while any(self._heard.get(peer, 0) < self._since_meeting for peer in senders):
-            source, message = self._noted((yield Recv()))
-            if isinstance(message, Update):
-                self._took(source, message)
-            else:
-                self._waiting.append((source, message))
+            yield from self._hear(source, message)
+        while self._credits.are_due or any(
+            self._heard.get(peer, 0) < self._since_meeting for peer in senders
+        ):
+            yield from self._hear(*self._noted((yield Recv())))
 
     def _validate(self, epoch: int, turn: Turn) -> Answers:
         """The first peer's replica is measured: by all peers where they are synchronous and all know that it is time,
@@ -369,6 +391,7 @@ class Peer:
             "samples": self.samples, "nonfinite": self.nonfinite,
             "compute_s": self.compute_s, "wait_s": self.wait_s, "sent_bytes": self.sent_bytes,
             "messages": self.num_sent, "averagings": self.num_meetings, "max_steps_ahead": self.max_steps_ahead,
+            "max_unanswered": self._credits.most,
             "drift": self.drift, "drift_max": self.drift_max, "digest": self.digest, **self.replica.statistics(),
         }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Peers in virtual time: laws of consensus, replicas that agree to the bit, and nobody who waits without need."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from torch import nn
 from mpitrain import Decentralized, EightBit, Threshold, TopK, Warmup, simulate
 from mpitrain.checkpoint import Checkpoint
 from mpitrain.checkpoint.parts import write_part
+from mpitrain.effects import Recv, Send, watched
 from mpitrain.errors import LostRankError, NonFiniteError, UsageError
+from mpitrain.messages import Update
 from mpitrain.model.flat import FlatModel
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles.peer import Peer
+from mpitrain.roles.peer_credits import CREDITS
 from mpitrain.strategies.sampling.peer_partition import Endless, PeerPartition
 from mpitrain.system.run_directory import Identity
 from mpitrain.training.decentralized.checkpoints import restore
@@ -133,6 +137,39 @@ def test_nobody_waits_for_a_paused_peer_where_asynchronous(tmp_path):
         assert result["virtual_s"] == result["steps"] + 6.5
         waited = [one["wait_s"] for one in result["ranks"] if one["rank"] != 1]
         assert all(wait == 6.5 for wait in waited)  # at the last meeting, or at once
+
+
+@pytest.mark.parametrize("topology", ["full", "ring", "exponential"])
+@pytest.mark.parametrize("resync", [0, 30])
+def test_a_peer_a_hundred_times_slower_is_sent_a_bounded_number_of_updates(
+    tmp_path, monkeypatch, topology, resync
+):
+    """Counted at the peers' own effects; every update is taken in, once."""
+    under_way, most, whole = Counter(), Counter(), Peer.run
+
+    def counted(peer):
+        def before(effect):
+            if isinstance(effect, Send) and isinstance(effect.message, Update):
+                way = (peer.rank, effect.to)
+                under_way[way] += 1
+                most[way] = max(most[way], under_way[way])
+
+        def after(effect, answer):
+            if isinstance(effect, Recv) and answer is not None and isinstance(answer[1], Update):
+                under_way[answer[0], peer.rank] -= 1
+
+        return watched(whole(peer), before, after)
+
+    monkeypatch.setattr(Peer, "run", counted)
+    result = run_virtually(
+        tmp_path, Decentralized(topology, asynchronous=True, resync=resync), 4, compute=Constant(1.0, jitter=0.0),
+        batch_size=1, epochs=6, inject=("slow(worker=1, factor=100)",),
+    )  # fmt: skip
+    assert max(most.values()) == CREDITS and not any(under_way.values())
+    assert max(one["max_unanswered"] for one in result["ranks"]) == CREDITS
+    assert result["accepted"] == 4 * result["steps"] == 288
+    if topology == "full":
+        assert result["drift_max"] < 1e-5
 
 
 def test_meetings_end_what_has_come_apart(tmp_path):

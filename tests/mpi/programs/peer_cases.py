@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import mpitrain as mt
+from mpitrain.roles.peer_credits import CREDITS
 from tests import toy
 from tests.mpi.cases import run_cases
 
@@ -43,6 +44,28 @@ def case_asynchronous_peers_do_not_wait_for_one_that_sleeps(rt):
         assert sum(one["messages"] for one in result["ranks"]) == 3 * 4 * 96
         assert result["drift"] < 1e-5  # everybody took every update, in another order
     assert leads[False] <= 1 and leads[True] >= 5, leads
+
+
+def case_a_peer_that_stands_still_is_sent_a_bounded_number_of_updates(rt):
+    """Rank 1 stays in its third batch while its messages are received; the others run out of credit and wait."""
+    calls, far_ahead = [], OUT / "out-of-credit"
+
+    def loss(model, batch):
+        calls.append(1)
+        if rt.rank == 0 and len(calls) == CREDITS:
+            far_ahead.touch()
+        if rt.rank == 1 and len(calls) == 3:
+            while not far_ahead.exists():
+                time.sleep(0.01)
+            time.sleep(0.5)  # for as many steps as they like
+        return toy.square_loss(model, batch)
+
+    result = train("credits", mt.Decentralized(asynchronous=True), epochs=8, batch_size=1, loss=loss)
+    most = [one["max_unanswered"] for one in result["ranks"]]
+    assert max(most) <= CREDITS and most[0] > CREDITS // 2, most
+    assert result["accepted"] == 4 * 96 and result["samples"] == 384
+    assert sum(one["messages"] for one in result["ranks"]) == 3 * 4 * 96
+    assert result["drift"] < 1e-5
 
 
 def case_synchronous_full_topology_keeps_replicas_the_same_to_the_bit(rt):
