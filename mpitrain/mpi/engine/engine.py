@@ -39,6 +39,7 @@ from mpitrain.mpi.engine.wakeup import Wakeup
 from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op
 
+_GIVES_WAY_S = 1e-4  # between two looks whether another thread has the engine by now
 _CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
 
 
@@ -55,6 +56,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # held while MPI is called, once there is a communication thread
         self._owner = 0  # the thread that holds it
+        self._claims: deque[int] = deque()  # of threads that are to have MPI for themselves next
         self._driving = threading.Lock()  # held by the one waiting thread that drives MPI
         self._thread_wakeup = Wakeup()  # for the communication thread
         self._driver_wakeup = Wakeup()  # for the waiting thread that drives
@@ -246,6 +248,7 @@ class Engine:
             self._owner = threading.get_ident()
             try:
                 while not predicate():
+                    self._give_way()
                     if not self._step():
                         self.on_wait()
                         self._check(deadline_s)
@@ -276,13 +279,26 @@ class Engine:
 
     def _take(self) -> bool:
         """Own MPI in this thread; False, and it is given back, where a collective is under way."""
+        self._claims.append(threading.get_ident())
+        self._driver_wakeup.set()
         self._lock.acquire()
+        self._claims.pop()
         self._owner = threading.get_ident()
         self._run_commands()
         if self._broken is None and self._progress.has_collectives:
             self._give()
             return False
         return True
+
+    def _give_way(self) -> None:
+        """Let a thread that claims MPI have it, if this one waits for a message that may be long in coming."""
+        if self._claims:
+            owner, self._owner = self._owner, 0
+            self._lock.release()
+            while self._claims:
+                time.sleep(_GIVES_WAY_S)
+            self._lock.acquire()
+            self._owner = owner
 
     def _give(self) -> None:
         """Let other threads own MPI again, and have the communication thread drive what is outstanding."""
@@ -379,6 +395,7 @@ class Engine:
                 self._owner = threading.get_ident()
                 num_done = self._step()
                 self._owner = 0
+                self._give_way()
                 if self._stopping and not self._commands and not len(self._progress):
                     return
             if self._driving.locked():  # a waiting thread drives; it sets the wakeup when it stops driving

@@ -262,6 +262,28 @@ def case_nothing_is_converted_and_nothing_is_written_twice(rt):
     assert source.tolist() == [1.0] * 4
 
 
+def case_a_thread_that_waits_for_a_message_gives_way(rt):
+    """It drives MPI until the message is here, which is sent after the block only."""
+    from mpi4py import MPI
+
+    own, inbox = MPI.COMM_WORLD.Dup(), torch.zeros(1)
+    after, before = (rt.rank + 1) % rt.size, (rt.rank - 1) % rt.size
+    waiting = threading.Thread(target=dist.irecv(inbox, before, tag=5).wait)
+    waiting.start()
+    raises(KeyError, "within", lambda: _calls_within(own))
+    dist.isend(torch.full((1,), 7.0), after, tag=5).wait()
+    waiting.join()
+    assert inbox.item() == 7.0
+    with mpitrain.exclusive_mpi():
+        own.Free()
+
+
+def _calls_within(comm):
+    with mpitrain.exclusive_mpi():
+        assert comm.allgather({"rank": comm.rank}) == [{"rank": rank} for rank in range(comm.size)]
+        raise KeyError("within")
+
+
 def case_a_group_that_was_left_refuses(rt):
     group = dist.new_group(list(range(rt.size)))
     dist.destroy_process_group(group)
