@@ -9,6 +9,7 @@
 #   make tables      every cell of the tables of features and of resumes, of which `make test` enters a sample
 #   make test-torch  torch's own tests of torch.distributed, over gloo and over mpi4py; a quarter of an hour
 #                                                                    (options: make test-torch ARGS="--columns gloo:2 mpi4py:2")
+#   make clients     programs of Lightning, Accelerate, the HF Trainer and Heat, over gloo and over mpi4py
 #   make coverage    the same tests, measuring which branches they enter, in rank processes, too
 #                                                                    (options: make coverage ARGS="tests/mpi")
 #   make chaos              kill workers and writers at random and count what is lost, an hour or more
@@ -40,7 +41,7 @@ PROGRAMS = $(wildcard tests/*/programs) tests/ranks.py tests/rank_pool tests/at_
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 DEPENDS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help train test test-oldest test-torch tables extended coverage chaos hostile docs slurm lint lint-style lint-types lint-duplicates format clean
+.PHONY: help train test test-oldest test-torch clients tables extended coverage chaos hostile docs slurm lint lint-style lint-types lint-duplicates format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -74,6 +75,19 @@ extended: $(VENV)/.installed-test $(VENV_MPICH)/.installed
 # What it found goes to tests/torch_suite/results.txt, which is committed.
 test-torch: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.torch_suite.campaign $(ARGS)
+
+# The libraries lie in a folder of their own, which goes before both environments. What it printed last goes to
+# tests/clients.txt, which is committed.
+CLIENTS := build/clients
+clients: $(CLIENTS)/.installed $(VENV_MPICH)/.installed
+	set -o pipefail; { git rev-parse --short HEAD; PYTHONPATH=$(abspath $(CLIENTS)) MPITRAIN_MPICH_VENV=$(abspath $(VENV_MPICH)) \
+	    $(VENV)/bin/python -m pytest tests/clients $(ARGS); } | tee $(VENV)/clients.log; code=$$?; \
+	{ head -1 $(VENV)/clients.log; tail -1 $(VENV)/clients.log; } > tests/clients.txt; exit $$code
+
+$(CLIENTS)/.installed: $(VENV)/.installed-test tests/clients/requirements.txt
+	@rm -rf $(CLIENTS)
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --target $(CLIENTS) -r tests/clients/requirements.txt
+	@touch $@
 
 # What a killed rank has run is lost. The tests' own exit code comes last, so that a failure hides no figures. What no
 # test enters goes to tests/coverage.txt, which is committed.
