@@ -15,7 +15,6 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
-from mpitrain.model.deferred import Deferred
 from mpitrain.training.agree import attempt
 from mpitrain.training.measure import build
 
@@ -62,30 +61,6 @@ def build_on_ranks(
         if runtime.rank == 0:
             session.report.event("initial weights", **fields)
     return made
-
-
-def build_deferred(session: Session, device: torch.device) -> tuple[nn.Module, Deferred | None]:
-    """Collective: as `build_on_ranks`, but the module's large tensors are made when they are asked for. Where the job
-    brings its module, names a file of weights, or makes it in a way that cannot be deferred, it is whole, with None.
-    """
-    runtime, job = session.runtime, session.job
-    deferred = Deferred()
-    reason = ""
-    if isinstance(job.model, nn.Module) or (job.init is not None and session.resume is None):
-        reason = "it is given, or starts from a file"
-    elif device.type != "cpu":
-        reason = "it is trained on a GPU"
-    else:
-        try:
-            module = build(job, None, device, deferred)[0]
-        except Exception as error:  # which of the user's own errors it is shows when it is built whole
-            reason = str(error).partition("\n")[0]
-    reasons = [one for one in runtime.allgather(reason) if one]
-    if not reasons:
-        return module, deferred
-    if runtime.rank == 0:
-        session.report.event("every rank builds the whole model first", because=reasons[0])
-    return build_on_ranks(session, device, None)[0], None
 
 
 def start_from(job: Job, module: nn.Module) -> dict[str, Any]:

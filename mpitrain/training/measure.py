@@ -19,7 +19,6 @@ from torch import nn
 from mpitrain.job import Job
 from mpitrain.model.activation_checkpointing import checkpoint_activations
 from mpitrain.model.compiling import compile_in_place
-from mpitrain.model.deferred import Deferred
 from mpitrain.model.optimizer import check_closure, set_learning_rate
 from mpitrain.model.precision import check_float32
 from mpitrain.model.several_optimizers import SeveralOptimizers
@@ -50,25 +49,17 @@ def compute_thread(device: torch.device) -> Executor:
     return ThreadPoolExecutor(1, "mpitrain-compute", initializer=set_device)
 
 
-def build(
-    job: Job, lr: float | None, device: torch.device, deferred: Deferred | None = None
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The job's module and optimizer, made under the job's seed so that every rank gets the same. With
-    `deferred`, the module's large tensors are still to be made."""
+def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The job's module and optimizer, made under the job's seed so that every rank gets the same."""
     torch.manual_seed(job.seed)
-    if isinstance(job.model, nn.Module):
-        made: Any = job.model
-    else:
-        made = job.model() if deferred is None else deferred.build(job.model)
-    module = check_module(made)
+    module = check_module(job.model if isinstance(job.model, nn.Module) else job.model())
     for name in job.optimizer if isinstance(job.optimizer, Mapping) else ():
         named_part(module, name)
     check_float32(module, job.precision)
     if job.sync_batchnorm:
         sync_batchnorm(module)
     checkpoint_activations(module, job.activation_checkpointing)
-    if deferred is None:
-        module = module.to(device)
+    module = module.to(device)
     for called in (
         map(module.get_submodule, job.optimizer) if isinstance(job.optimizer, Mapping) else (module,)
     ):

@@ -7,22 +7,20 @@ containers; a parameter that several of them share stays with the root.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from mpitrain.model.activation_checkpointing import layers
-from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 from mpitrain.mpi.process_group.process_group import default_group
-from mpitrain.training.initial_weights import build_deferred
+from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import build_optimizer, pick_device, share_module
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
 from mpitrain.training.model_parallel.mesh import MeshRun
 from mpitrain.training.resume_options import describe_optimizer
-from mpitrain.training.session import Session, attempt
+from mpitrain.training.session import Session
 
 
 def run_sharded(session: Session) -> dict[str, Any]:
@@ -30,41 +28,22 @@ def run_sharded(session: Session) -> dict[str, Any]:
     runtime, job = session.runtime, session.job
     grid = grid_of(session)
     device = pick_device(runtime.local_rank)
-    module, deferred = build_deferred(session, device)
+    module = build_on_ranks(session, device, None)[0]
     parameters = compare_parameters(runtime, module)
-
-    def make(unit: nn.Module) -> None:
-        if deferred is not None:
-            attempt(runtime, lambda: deferred.fill(unit, device))
-            broadcast_tensors(runtime, [*_unsharded(unit), *unit.buffers()])
-
-    if deferred is None:
-        share_module(runtime, module)
+    share_module(runtime, module)
     with default_group(runtime):
         mesh = device_mesh(grid, device)
-        shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"], make=make)
+        shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"])
         run = MeshRun(session, grid, runtime.rank, True, device, module)
         run.use(build_optimizer(job, module, session.overrides.lr))
         return run.run(parameters, describe_optimizer(module, run.optimizer))
 
 
-def _unsharded(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
-
-
-def shard_module(
-    module: nn.Module,
-    mesh: Any,
-    leave: Collection[nn.Module] = (),
-    make: Callable[[nn.Module], None] = lambda unit: None,
-) -> None:
-    """`fully_shard` on the module's layers but for those to `leave`, then on the rest. Each is handed
-    to `make` just before."""
+def shard_module(module: nn.Module, mesh: Any, leave: Collection[nn.Module] = ()) -> None:
+    """`fully_shard` on the module's layers but for those to `leave`, then on the rest."""
     for unit in units(module):
         if unit not in leave:
-            make(unit)
             fully_shard(unit, mesh=mesh)
-    make(module)
     fully_shard(module, mesh=mesh)
 
 
