@@ -1,7 +1,9 @@
 """What the programs of this folder share: the data, the start, and the curve that they print."""
 
+import atexit
 import ctypes
 import json
+import os
 import sys
 
 import torch
@@ -33,9 +35,17 @@ def start():
 
 
 def keep_group(group=None):
-    """torch 2.13 may hang where a group of gloo is destroyed (see benchmarks/common.py)."""
+    """torch 2.13 may hang where a group of gloo is destroyed (see benchmarks/common.py), and one that lives to the end
+    of the process may abort it there."""
     if dist.get_backend() == "gloo":
+        atexit.register(_leave)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group or dist.group.WORLD))
+
+
+def _leave():
+    """End the process, unless MPI is there: that has an order of its own in which ranks end."""
+    if "mpi4py.MPI" not in sys.modules:
+        os._exit(0)
 
 
 def show(name, losses):
