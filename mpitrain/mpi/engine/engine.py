@@ -162,17 +162,13 @@ class Engine:
             self._owner = threading.get_ident()
             self._backoff.traffic()
             began_s = time.monotonic()
-            self._progress.run_collective(
-                op, function, control_comm, what, balance, timeout_s, self._may_spin
-            )
+            may_spin = lambda: not self._commands and self._backoff.spin()  # noqa: E731
+            self._progress.run_collective(op, function, control_comm, what, balance, timeout_s, may_spin)
             self.waited_s += time.monotonic() - began_s
             return True
         finally:
             self._driving.release()
             self._give()
-
-    def _may_spin(self) -> bool:
-        return not self._commands and self._backoff.spin()
 
     def post(self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None) -> Op:
         """Post what `start()` begins as `op`, which the caller has made."""
@@ -280,9 +276,11 @@ class Engine:
     def _take(self) -> bool:
         """Own MPI in this thread; False, and it is given back, where a collective is under way."""
         self._claims.append(threading.get_ident())
-        self._driver_wakeup.set()
-        self._lock.acquire()
-        self._claims.pop()
+        try:
+            self._driver_wakeup.set()
+            self._lock.acquire()
+        finally:  # also where Ctrl-C ends the wait
+            self._claims.pop()
         self._owner = threading.get_ident()
         self._run_commands()
         if self._broken is None and self._progress.has_collectives:
@@ -291,7 +289,7 @@ class Engine:
         return True
 
     def _give_way(self) -> None:
-        """Let a thread that claims MPI have it, if this one waits for a message that may be long in coming."""
+        """Let a thread that claims MPI have it: what this one waits for may be sent after that."""
         if self._claims:
             owner, self._owner = self._owner, 0
             self._lock.release()
