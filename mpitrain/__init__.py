@@ -45,9 +45,8 @@ _home = {
 }
 
 register_backend_lazily()  # `import mpitrain` is all that init_process_group("mpi4py") needs
-if (
-    "MPITRAIN_LAUNCH_DIR" in os.environ
-):  # `rank_status.VARIABLE`; the first thing of a rank that its launch hears of
+# `rank_status.VARIABLE`: the first thing of a rank that its launch hears of
+if "MPITRAIN_LAUNCH_DIR" in os.environ:
     importlib.import_module("mpitrain.system.rank_status").begin()
 
 

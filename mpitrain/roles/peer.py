@@ -187,7 +187,8 @@ class Peer:
         self.batches, self.samples = self.batches + 1, self.samples + turn.lease.num_samples
         own = self.replica.update()
         for peer in self.strategy.receivers(self.rank, turn.num_active, turn.step):
-            self._credits.sent(peer)
+            if self.strategy.asynchronous:
+                self._credits.sent(peer)
             yield Send(peer, Update(turn.step, own.hold()))
             self.sent_bytes, self.num_sent = self.sent_bytes + own.num_bytes, self.num_sent + 1
         self._since_meeting += 1

@@ -46,12 +46,16 @@ class PendingCollective:
 
     __slots__ = ("arrival", "digest", "function", "op", "own", "sums", "what")
 
-    def __init__(self, op: Op, function: Callable[[bool], Any], what: str, balance: int, busy: bool):
+    def __init__(self, op: Op, function: Callable[[bool], Any], what: str, balance: int):
         self.op, self.function, self.what = op, function, what
         self.digest = digest(what)
-        self.own = np.array([self.digest, balance % 2**64, busy], dtype=np.uint64)
+        self.own = np.array([self.digest, balance % 2**64, 0], dtype=np.uint64)
         self.sums = np.empty_like(self.own)
         self.arrival: Op | None = None
+
+    def say_busy(self, busy: bool) -> None:
+        """Whether this rank has collectives of another group pending as it arrives."""
+        self.own[2] = busy
 
     def make_arrival(self, control_comm: "MPI.Comm") -> Op:
         """The Op of this rank's arrival, which `start_arrival` begins."""

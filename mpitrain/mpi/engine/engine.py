@@ -34,6 +34,7 @@ from typing import Any
 from mpitrain.errors import UsageError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import Backoff, yield_core
+from mpitrain.mpi.engine.collective_queue import PendingCollective
 from mpitrain.mpi.engine.requests import Progress
 from mpitrain.mpi.engine.wakeup import Wakeup
 from mpitrain.mpi.failed_ranks import FailedRanks
@@ -131,22 +132,15 @@ class Engine:
         `what` or `balance` does not fit those of the other ranks. `quiet`: the caller waits for the Op next."""
         op = Op("collective")
         op.what = what
-        if quiet and self._run_collective(op, function, control_comm, what, balance, timeout_s):
+        collective = PendingCollective(op, function, what, balance)
+        if quiet and self._run_collective(collective, control_comm, timeout_s):
             return op
         return self._submit(
-            op,
-            lambda: self._progress.submit_collective(op, function, control_comm, what, balance, timeout_s),
-            quiet,
+            op, lambda: self._progress.submit_collective(collective, control_comm, timeout_s), quiet
         )
 
     def _run_collective(
-        self,
-        op: Op,
-        function: Callable[[bool], Any],
-        control_comm: "MPI.Comm",
-        what: str,
-        balance: int,
-        timeout_s: float | None,
+        self, collective: PendingCollective, control_comm: "MPI.Comm", timeout_s: float | None
     ) -> bool:
         """Begin a collective in this thread, and end it if the other ranks arrive at once; whether nothing else is
         outstanding, so that it may be done so. Without threads it is begun here anyway."""
@@ -162,13 +156,18 @@ class Engine:
             self._owner = threading.get_ident()
             self._backoff.traffic()
             began_s = time.monotonic()
-            may_spin = lambda: not self._commands and self._backoff.spin()  # noqa: E731
-            self._progress.run_collective(op, function, control_comm, what, balance, timeout_s, may_spin)
+            self._progress.run_collective(collective, control_comm, timeout_s, self._may_spin)
             self.waited_s += time.monotonic() - began_s
             return True
+        except Exception as error:
+            self._break(error)
+            raise
         finally:
             self._driving.release()
             self._give()
+
+    def _may_spin(self) -> bool:
+        return not self._commands and self._backoff.spin()
 
     def post(self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None) -> Op:
         """Post what `start()` begins as `op`, which the caller has made."""
@@ -282,7 +281,7 @@ class Engine:
         finally:  # also where Ctrl-C ends the wait
             self._claims.pop()
         self._owner = threading.get_ident()
-        self._run_commands()
+        self._step()
         if self._broken is None and self._progress.has_collectives:
             self._give()
             return False

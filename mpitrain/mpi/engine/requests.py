@@ -99,36 +99,25 @@ class Progress:
             self.complete(op)
 
     def submit_collective(
-        self,
-        op: Op,
-        function: Callable[[bool], Any],
-        control_comm: "MPI.Comm",
-        what: str = "",
-        balance: int = 0,
-        timeout_s: float | None = None,
+        self, collective: PendingCollective, control_comm: "MPI.Comm", timeout_s: float | None
     ) -> None:
-        """Report on `control_comm` that this rank has arrived; `function(may_block)` runs when all ranks have arrived
-        and every collective that was submitted before is done."""
+        """Report on `control_comm` that this rank has arrived; the collective runs when all ranks have arrived and
+        every one that was submitted before is done."""
         queue = self._queue_of(control_comm)
         if queue.broken is not None:
-            self.complete(op, queue.broken)
+            self.complete(collective.op, queue.broken)
             return
-        busy = any(len(other) for other in self._all_queues() if other is not queue)
-        collective = PendingCollective(op, function, what, balance, busy)
+        collective.say_busy(any(len(other) for other in self._all_queues() if other is not queue))
         queue.pending.append(collective)
         if control_comm.size > 1:
             self.post(collective.make_arrival(control_comm), collective.start_arrival)
-        if timeout_s is not None:
-            self._set_deadline(op, timeout_s, lambda error: self._fail_queue(queue, error))
+        self._limit(collective.op, queue, timeout_s)
         self._run_arrived()
 
     def run_collective(
         self,
-        op: Op,
-        function: Callable[[bool], Any],
+        collective: PendingCollective,
         control_comm: "MPI.Comm",
-        what: str,
-        balance: int,
         timeout_s: float | None,
         may_spin: Callable[[], bool],
     ) -> None:
@@ -136,9 +125,8 @@ class Progress:
         the collective to the polls where they have not arrived by then."""
         queue = self._queue_of(control_comm)
         if queue.broken is not None:
-            self.complete(op, queue.broken)
+            self.complete(collective.op, queue.broken)
             return
-        collective = PendingCollective(op, function, what, balance, busy=False)
         if control_comm.size > 1:
             arrival = collective.make_arrival(control_comm)
             try:
@@ -153,7 +141,11 @@ class Progress:
             arrival.done = arrived
         if collective.arrived:
             self._run_collective(queue, collective)
-        if timeout_s is not None and not op.done:
+        if not collective.op.done:
+            self._limit(collective.op, queue, timeout_s)
+
+    def _limit(self, op: Op, queue: CollectiveQueue, timeout_s: float | None) -> None:
+        if timeout_s is not None:
             self._set_deadline(op, timeout_s, lambda error: self._fail_queue(queue, error))
 
     def _queue_of(self, control_comm: "MPI.Comm") -> CollectiveQueue:

@@ -4,24 +4,12 @@ import tempfile
 
 import torch
 from torch import distributed as dist
-from torch import nn, optim
+from torch import optim
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.clients.programs.recording import build_model, keep_group, samples, show, start
-
-
-def steps(model, optimizer, batches):
-    """The losses of these batches."""
-    losses = []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+from tests.clients.programs.recording import build_model, keep_group, samples, show, start, steps
 
 
 def states(model, optimizer):

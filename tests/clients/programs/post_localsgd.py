@@ -1,13 +1,13 @@
 """DDP with torch's post-local SGD: gradients are averaged for three steps, afterwards parameters every second step."""
 
 from torch import distributed as dist
-from torch import nn, optim
+from torch import optim
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hooks
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.clients.programs.recording import build_model, keep_group, samples, show, start
+from tests.clients.programs.recording import build_model, keep_group, samples, show, start, steps
 
 
 def train(rank, size):
@@ -20,14 +20,7 @@ def train(rank, size):
     optimizer = PostLocalSGDOptimizer(
         optim.SGD(model.parameters(), lr=0.05), PeriodicModelAverager(period=2, warmup_steps=3)
     )
-    losses = []
-    for x, y in samples(rank, size):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return steps(model, optimizer, samples(rank, size))
 
 
 if __name__ == "__main__":

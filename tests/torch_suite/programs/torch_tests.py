@@ -26,17 +26,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-PASS, SKIP, FAIL = "pass", "skip", "fail"
+from mpitrain.system.launch_variables import launched_rank, launched_size
+from tests.torch_suite.table import FAIL, PASS, SKIP
+
 ASKS_FOR_THE_NAME = "test_get_backend"  # of the backend that the group has
 GRACE_S = 5.0  # from one rank's failure to the end of the launch
-
-
-def own_rank() -> tuple[int, int]:
-    """(rank, number of ranks) as Open MPI's or MPICH's launcher tells its processes, without starting MPI."""
-    for rank, size in (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")):
-        if rank in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    sys.exit("start this under mpirun")
 
 
 def torch_module(guards: str, size: int) -> Any:
@@ -148,7 +142,9 @@ def leave(destroy: Callable[[], None]) -> None:
 def main() -> NoReturn:
     """Run the tests that the command line names; the process ends without destroying what a test has left."""
     backend, guards, folder, limit_s, *names = sys.argv[1:]
-    rank, size = own_rank()
+    rank, size = launched_rank(), launched_size()
+    if size is None:
+        sys.exit("start this under mpirun")
     module = torch_module(guards, size)
     if backend != "gloo":
         os.environ["MPITRAIN_REPLACES"] = "gloo,mpi"
