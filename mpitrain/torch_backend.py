@@ -8,6 +8,7 @@ torch calls `register_backend_lazily` by itself at the end of `import torch` (th
                                 the environment for MASTER_ADDR and ports; so does "env://" where RANK is not set
     init_method="mpi://"        MPI brings the ranks of any backend together: rank 0 binds a free port and tells all
     new_group                   of another backend beside ours gets a store that all ranks see
+    "cpu:mpi4py,cuda:nccl"      each device has its backend; torch would let ours have them all
     monitored_barrier           takes our groups too, where torch asks for gloo
     MPITRAIN_REPLACES=gloo      in the environment: a script's "gloo" means "mpi4py"
 
@@ -34,6 +35,7 @@ SCHEME = "mpi"
 REPLACES = "MPITRAIN_REPLACES"
 _TARGET = "torch.distributed"
 _GROUP = "mpitrain.mpi.process_group.process_group"
+_MIXED_GROUP = "mpitrain.mpi.process_group.mixed_group"
 
 
 def register_backend_lazily() -> None:
@@ -66,6 +68,8 @@ def register() -> None:
         wrapped = wrap(getattr(dist, name))
         setattr(dist, name, wrapped)
         setattr(dist.distributed_c10d, name, wrapped)
+    helper: Any = dist.distributed_c10d._new_process_group_helper
+    dist.distributed_c10d._new_process_group_helper = _mix(helper)  # what makes every group
 
 
 def _group() -> Any:
@@ -91,10 +95,12 @@ def _ask_mpi(original: Any) -> Any:
         ours = _is_ours(backend)
         by_us = init_method is None or (init_method == "env://" and "RANK" not in os.environ)
         names_ranks = len(args) > 1 or kwargs.get("store") is not None  # the first is the timeout
-        if not ours or not by_us or names_ranks:
-            original(BACKEND if ours else backend, init_method, *args, **kwargs)
+        if by_us and not names_ranks and _is_mixed(backend):
+            init_method = f"{SCHEME}://"
+        elif ours and by_us and not names_ranks:
+            original(BACKEND, None, *args, **{**kwargs, **_group().rendezvous()})
             return
-        original(BACKEND, None, *args, **{**kwargs, **_group().rendezvous()})
+        original(BACKEND if ours else backend, init_method, *args, **kwargs)
 
     return init_process_group
 
@@ -124,8 +130,32 @@ def _is_ours(backend: str | None) -> bool:
     return backend is not None and _names(backend) == {BACKEND}
 
 
+def _is_mixed(backend: str | None) -> bool:
+    """Whether a backend is ours on some devices and another's on others: "cpu:mpi4py,cuda:nccl"."""
+    return backend is not None and {BACKEND} < _names(backend)
+
+
 def _names(backend: str) -> set[str]:
-    return {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
+    return set(devices_of(backend).values())
+
+
+def devices_of(backend: str) -> dict[str, str]:
+    """Which backend has which type of device; that of a backend without devices is ""."""
+    pairs = (part.rpartition(":") for part in str(backend).lower().split(","))
+    return {device.strip(): name.strip() for device, _, name in pairs}
+
+
+def _mix(original: Any) -> Any:
+    @functools.wraps(original)
+    def new_process_group_helper(
+        size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not _is_mixed(backend):
+            return original(size, rank, ranks, backend, *args, **kwargs)
+        mixed = importlib.import_module(_MIXED_GROUP)
+        return mixed.make(original, size, rank, ranks, backend, *args, **kwargs)
+
+    return new_process_group_helper
 
 
 def _with_ours(original: Any) -> Any:
@@ -134,7 +164,7 @@ def _with_ours(original: Any) -> Any:
         import torch.distributed as dist
 
         outside = group is dist.GroupMember.NON_GROUP_MEMBER
-        if not dist.is_initialized() or outside or dist.get_backend(group) != BACKEND:
+        if not dist.is_initialized() or outside or BACKEND not in _names(dist.get_backend(group)):
             original(group, timeout, wait_all_ranks)
             return
         ours: Any = group or dist.group.WORLD

@@ -56,5 +56,8 @@ print(torch.ones(2).sum().item(), sum("planted" in str(each.message) for each in
 
 def test_a_script_that_does_not_know_of_us():
     result = run_ranks(2, [sys.executable, str(PROGRAMS / "zero_lines.py")], warm=False).check()
-    told = "mpi4py 2; gloo 2; mpi4py 2; mpi4py 2; mpi4py 2; gloo 2"
+    told = "mpi4py 2; gloo 2; mpi4py 2; mpi4py 2; mpi4py 2; "
+    told += (
+        "cpu:mpi4py,cuda:gloo 2; cpu:gloo,cuda:mpi4py 2; cpu:mpi4py,cuda:gloo 2; cpu:gloo,cuda:gloo 2; gloo 2"
+    )
     assert list(result.ranks_out) == [f"{told}\n"] * 2, result

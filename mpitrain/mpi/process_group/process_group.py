@@ -84,14 +84,22 @@ def rendezvous_by_mpi() -> Iterator[tuple[dist.Store, int, int]]:
 
 def _serve_store(runtime: Runtime) -> dist.TCPStore:
     """Collective: a store that rank 0 serves on a port that the system chose, and MPI tells the others. Where there are
-    several nodes they reach it by MASTER_ADDR, if that is set on rank 0, and by its host's name otherwise."""
+    several nodes they reach it by MASTER_ADDR, if that is set on rank 0, and by its host's name otherwise. It returns
+    when all have reached it: rank 0 may drop it soon, where a backend is missing."""
     host = "127.0.0.1" if runtime.num_nodes == 1 else os.environ.get("MASTER_ADDR", socket.gethostname())
-    store, port = None, 0
     if runtime.rank == 0:
         store = dist.TCPStore(host, 0, runtime.size, is_master=True, wait_for_workers=False)
-        port = store.port
-    host, port = runtime.broadcast([host, port])
-    return store or dist.TCPStore(host, port, runtime.size, is_master=False)
+        runtime.broadcast([host, store.port])
+        runtime.agree(None)
+        return store
+    host, port = runtime.broadcast(None)
+    try:
+        store = dist.TCPStore(host, port, runtime.size, is_master=False)
+    except RuntimeError as error:
+        runtime.agree(error)
+        raise
+    runtime.agree(None)
+    return store
 
 
 def share_store() -> None:
@@ -127,9 +135,20 @@ def create(options: Any, backend_options: Any = None) -> "MpiProcessGroup":
             f"torch.distributed was given rank {options.group_rank} of {options.group_size}, but MPI started this"
             f" process as rank {runtime.rank} of {runtime.size}; leave rank and world_size out, or start all by mpirun"
         )
-    group = MpiProcessGroup(runtime, ranks, options.timeout)
+    group = _kind(runtime, ranks, options.timeout)
     group.start()
     return group
+
+
+@contextlib.contextmanager
+def creating(kind: "type[MpiProcessGroup]") -> Iterator[None]:
+    """The groups that are made inside are of this class."""
+    global _kind
+    before, _kind = _kind, kind
+    try:
+        yield
+    finally:
+        _kind = before
 
 
 def _learn_ranks(runtime: Runtime, options: Any) -> None:
@@ -158,6 +177,16 @@ class MpiProcessGroup(Reductions, DataMovement, PointToPoint):
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
+
+    supports_splitting = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """False: whoever asks allocates memory himself."""
+        return False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """What carries tensors of this device: the group itself."""
+        return self
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -198,3 +227,6 @@ class MpiProcessGroup(Reductions, DataMovement, PointToPoint):
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+
+_kind: type[MpiProcessGroup] = MpiProcessGroup

@@ -2,7 +2,9 @@
 
 import os
 import sys
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -41,6 +43,40 @@ assert type(dist.group.WORLD).__name__ == "MpiProcessGroup"
 assert dist.get_backend(dist.new_group(backend="cpu:gloo")) == "mpi4py"
 dist.destroy_process_group()
 del os.environ["MPITRAIN_REPLACES"]
+
+gloo_groups = []  # are never destroyed: torch 2.13's may hang
+for backend, carrier in (("cpu:mpi4py,cuda:gloo", "mpi4py"), ("cpu:gloo,cuda:mpi4py", "gloo")):
+    meet(backend, init_method="mpi://")
+    world: Any = dist.group.WORLD
+    pair: Any = dist.new_group([0, 1])
+    for group in (world, pair):
+        ours, others = ("cpu", "cuda") if carrier == "mpi4py" else ("cuda", "cpu")
+        assert group._get_backend(torch.device(ours)) is group and dist.get_backend(group) == backend
+        gloo_groups.append(group._get_backend(torch.device(others)))
+        assert type(gloo_groups[-1]).__name__ == "ProcessGroupGloo", gloo_groups
+        before = gloo_groups[-1]._get_sequence_number_for_group()
+        gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(gathered, torch.tensor([dist.get_rank(), 7]), group=group)
+        assert torch.stack(gathered).tolist() == [[0, 7], [1, 7]]
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, {"rank": dist.get_rank()}, group=group)
+        assert objects == [{"rank": 0}, {"rank": 1}]
+        dist.barrier(group=group)
+        dist.monitored_barrier(group=group)
+        counted = gloo_groups[-1]._get_sequence_number_for_group() - before
+        assert (counted > 0) == (carrier == "gloo"), (backend, counted)
+    with pytest.raises(RuntimeError, match="No backend type associated with device type xpu"):
+        world._get_backend(torch.device("xpu"))
+    dist.destroy_process_group(pair)
+    dist.destroy_process_group()
+meet("cpu:mpi4py,cuda:gloo")
+dist.destroy_process_group()
+with pytest.raises(RuntimeError, match="NCCL"):
+    dist.init_process_group("cpu:mpi4py,cuda:nccl", init_method="mpi://")
+assert not dist.is_initialized()
+meet("cpu:gloo,cuda:gloo", init_method="mpi://")
+gloo_groups.append(dist.group.WORLD)
+dist.destroy_process_group()
 meet("gloo", init_method="mpi://")
 print("; ".join(found), flush=True)
 dist.barrier()
