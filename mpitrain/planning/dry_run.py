@@ -103,11 +103,8 @@ def describe(
     Raises:
         UsageError: the run would refuse to start.
     """
-    import torch
-
     from mpitrain.planning.model_parallel import describe_split
     from mpitrain.training.initial_weights import start_from
-    from mpitrain.training.measure import build
     from mpitrain.training.validate import validate_run
 
     assert job.strategy is not None
@@ -124,8 +121,8 @@ def describe(
     catalogue = job.data.scan()
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")
-    module, optimizer = build(job, overrides.lr, torch.device("cpu"))
-    start_from(job, module)
+    module, optimizer = _build(job, overrides.lr)
+    start_from(job, module, {} if isinstance(job.strategy, Split) else None)
     lines = [
         f"job         {job.name}, {job.epochs} epochs, batch {_batch(job)} per worker, seed {job.seed}",
         f"strategy    {job.strategy}  =  {job.strategy!r}",
@@ -138,6 +135,27 @@ def describe(
     hosts = machine.hosts if machine else ()
     lines += [*_placement(roles, nodes, hosts), "", *_data(job, overrides, catalogue, roles), ""]
     return "\n".join(lines + _messages(job, roles, module, optimizer))
+
+
+def _build(job: Job, lr: float | None) -> tuple[nn.Module, Any]:
+    """The job's module and optimizer; the module of a job that splits it without its large tensors, where that can
+    be."""
+    import torch
+
+    from mpitrain.model.deferred import Deferred
+    from mpitrain.training.measure import build, build_module, build_optimizer
+    from mpitrain.training.model_parallel.layers import RandomNumbers
+
+    device, random_numbers = torch.device("cpu"), RandomNumbers()
+    if isinstance(job.strategy, Split):
+        try:
+            module = build_module(job, device, Deferred())
+            return module, build_optimizer(job, module, lr)
+        except UsageError:
+            raise
+        except Exception:  # one of the user's own is raised again
+            random_numbers.restore()
+    return build(job, lr, device)
 
 
 def _batch(job: Job) -> str:

@@ -63,8 +63,13 @@ def build_on_ranks(
     return made
 
 
-def start_from(job: Job, module: nn.Module) -> dict[str, Any]:
+def start_from(
+    job: Job, module: nn.Module, later: dict[int, tuple[WeightsFile, str]] | None = None
+) -> dict[str, Any]:
     """Load the weights that the job starts from, if it names any; returns what is to be reported.
+
+    Args:
+        later: where given, nothing is loaded: it gets the name of every tensor of the module that is to be.
 
     Raises:
         UsageError: they cannot be read, or do not fit.
@@ -72,8 +77,8 @@ def start_from(job: Job, module: nn.Module) -> dict[str, Any]:
     if job.init is None:
         return {}
     path = Path(job.init)
-    weights = read_weights(path, "init")
-    misfit = load_weights(module, weights, partial=job.init_partial)
+    weights = WeightsFile(path, "init")
+    misfit = compare_weights(module, weights)
     num_tensors = len(module.state_dict())
     if misfit and not job.init_partial:
         raise UsageError(
@@ -83,6 +88,11 @@ def start_from(job: Job, module: nn.Module) -> dict[str, Any]:
     left = len(misfit.not_in_file) + len(misfit.other_shapes)
     if left == num_tensors:
         raise UsageError(f"init {path}: none of its tensors fits the model by name and shape: {misfit}")
+    if later is None:
+        load_weights(module, weights)
+    else:
+        state = module.state_dict(keep_vars=True)
+        later.update({id(state[name]): (weights, name) for name in _fitting(module, weights)})
     return {
         "file": str(path),
         "loaded": f"{num_tensors - left} of {num_tensors} tensors",
@@ -90,45 +100,55 @@ def start_from(job: Job, module: nn.Module) -> dict[str, Any]:
     }
 
 
-def read_weights(path: Path, what: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, by name.
+class WeightsFile:
+    """The tensors of a safetensors file, by name; each is read when it is asked for.
 
     Raises:
         UsageError: `what` says whose file it is that cannot be read.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
-    if path.is_dir():
-        raise UsageError(f"{what} {path} is a directory; give the file in it, such as model.safetensors")
-    try:
-        found: dict[str, torch.Tensor] = load_file(path)
-    except FileNotFoundError:
-        raise UsageError(f"{what} {path}: there is no such file (looked in {Path.cwd()})") from None
-    except (OSError, SafetensorError) as error:
-        raise UsageError(
-            f"{what} {path} cannot be read as safetensors ({error}); write such a file with "
-            "safetensors.torch.save_file(module.state_dict(), path)"
-        ) from None
-    return found
+    def __init__(self, path: Path, what: str):
+        from safetensors import SafetensorError, safe_open
+
+        if path.is_dir():
+            raise UsageError(f"{what} {path} is a directory; give the file in it, such as model.safetensors")
+        try:
+            self._file = safe_open(path, framework="pt")
+            names = self._file.keys()
+            self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+        except FileNotFoundError:
+            raise UsageError(f"{what} {path}: there is no such file (looked in {Path.cwd()})") from None
+        except (OSError, SafetensorError) as error:
+            raise UsageError(
+                f"{what} {path} cannot be read as safetensors ({error}); write such a file with "
+                "safetensors.torch.save_file(module.state_dict(), path)"
+            ) from None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._file.get_tensor(name)
+        return found
 
 
-def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], partial: bool) -> Misfit:
-    """Copy tensors into the module's parameters and buffers of the same names; returns what does not fit. Where
-    something does not, `partial` loads the rest, and otherwise nothing is loaded. Of tied weights one name is enough.
-    """
+def compare_weights(module: nn.Module, weights: WeightsFile) -> Misfit:
+    """What does not fit. Of tied weights one name is enough."""
     state = module.state_dict(keep_vars=True)
-    filled = {id(state[name]) for name in weights if name in state}
-    misfit = Misfit(
-        [name for name, tensor in state.items() if name not in weights and id(tensor) not in filled],
-        [name for name in weights if name not in state],
+    filled = {id(state[name]) for name in weights.shapes if name in state}
+    return Misfit(
+        [name for name, tensor in state.items() if name not in weights.shapes and id(tensor) not in filled],
+        [name for name in weights.shapes if name not in state],
         [
-            f"{name} {tuple(weights[name].shape)}, in the model {tuple(tensor.shape)}"
+            f"{name} {weights.shapes[name]}, in the model {tuple(tensor.shape)}"
             for name, tensor in state.items()
-            if name in weights and weights[name].shape != tensor.shape
+            if name in weights.shapes and weights.shapes[name] != tuple(tensor.shape)
         ],
     )
-    if partial or not misfit:
-        fits = {n: w for n, w in weights.items() if n in state and state[n].shape == w.shape}
-        module.load_state_dict(fits, strict=False)
-    return misfit
+
+
+def load_weights(module: nn.Module, weights: WeightsFile) -> None:
+    """Copy tensors into the module's parameters and buffers of the same names and shapes."""
+    module.load_state_dict({name: weights[name] for name in _fitting(module, weights)}, strict=False)
+
+
+def _fitting(module: nn.Module, weights: WeightsFile) -> list[str]:
+    state = module.state_dict()
+    return [n for n, shape in weights.shapes.items() if n in state and tuple(state[n].shape) == shape]

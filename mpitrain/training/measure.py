@@ -19,6 +19,7 @@ from torch import nn
 from mpitrain.job import Job
 from mpitrain.model.activation_checkpointing import checkpoint_activations
 from mpitrain.model.compiling import compile_in_place
+from mpitrain.model.deferred import Deferred
 from mpitrain.model.optimizer import check_closure, set_learning_rate
 from mpitrain.model.precision import check_float32
 from mpitrain.model.several_optimizers import SeveralOptimizers
@@ -51,20 +52,32 @@ def compute_thread(device: torch.device) -> Executor:
 
 def build(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The job's module and optimizer, made under the job's seed so that every rank gets the same."""
+    module = build_module(job, device)
+    return module, build_optimizer(job, module, lr)
+
+
+def build_module(job: Job, device: torch.device, deferred: Deferred | None = None) -> nn.Module:
+    """The job's module, as `build` makes it. With `deferred`, its large tensors are still to be made."""
     torch.manual_seed(job.seed)
-    module = check_module(job.model if isinstance(job.model, nn.Module) else job.model())
+    if isinstance(job.model, nn.Module):
+        module = check_module(job.model)
+    else:
+        module = check_module(job.model() if deferred is None else deferred.build(job.model))
     for name in job.optimizer if isinstance(job.optimizer, Mapping) else ():
         named_part(module, name)
     check_float32(module, job.precision)
     if job.sync_batchnorm:
         sync_batchnorm(module)
     checkpoint_activations(module, job.activation_checkpointing)
-    module = module.to(device)
+    if deferred is None:
+        module = module.to(device)
+    else:
+        deferred.move(module, device)
     for called in (
         map(module.get_submodule, job.optimizer) if isinstance(job.optimizer, Mapping) else (module,)
     ):
         compile_in_place(called, job.compile)
-    return module, build_optimizer(job, module, lr)
+    return module
 
 
 def takes_names(make: Any) -> bool:

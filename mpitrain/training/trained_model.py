@@ -21,7 +21,7 @@ from mpitrain.system.run_directory import RUN_FILE, read_json
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.best_model import BEST_MODEL_FILE
 from mpitrain.training.fingerprint import file_digest
-from mpitrain.training.initial_weights import load_weights, read_weights
+from mpitrain.training.initial_weights import WeightsFile, compare_weights, load_weights
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import MODEL_FILE
 from mpitrain.values import nearest
@@ -73,11 +73,13 @@ def load_with_job(
         job = _job_file(folder, run or {})
     made_by = job if isinstance(job, Job) else load_job(str(job), settings)
     module = _make(made_by)
-    if misfit := load_weights(module, read_weights(weights, "the model"), partial=False):
+    file = WeightsFile(weights, "the model")
+    if misfit := compare_weights(module, file):
         raise UsageError(
             f"the weights in {weights} do not fit the model of job {made_by.name or '?'}: {misfit}; pass "
             "the job that the run has trained: mpitrain.load(run_dir, job=...)"
         )
+    load_weights(module, file)
     return made_by, module.eval()
 
 

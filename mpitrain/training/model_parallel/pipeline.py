@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from mpitrain.data.format.catalogue import OFFSETS
 from mpitrain.errors import UsageError
 from mpitrain.model.compiling import compile_in_place
+from mpitrain.model.deferred import held_by
 from mpitrain.model.metrics import Observed
 from mpitrain.model.pipeline_stages import Stage, keep_only, split_stages
 from mpitrain.model.precision import autocast_forward
@@ -29,9 +30,9 @@ from mpitrain.reporting.targets import LOSS
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.system import trace
-from mpitrain.training.initial_weights import build_on_ranks
-from mpitrain.training.measure import pick_device, share_module
+from mpitrain.training.measure import build_optimizer, pick_device
 from mpitrain.training.model_parallel.base import SplitRun, compare_parameters, device_mesh, grid_of
+from mpitrain.training.model_parallel.layers import Layers, build_by_layers
 from mpitrain.training.model_parallel.loss_proxy import call_with_output, model_inputs
 from mpitrain.training.model_parallel.stage_forward import StageForward
 from mpitrain.training.resume_options import describe_optimizer
@@ -48,33 +49,57 @@ def run_pipeline(session: Session) -> dict[str, Any]:
     runtime, grid = session.runtime, grid_of(session)
     replica, part = grid.place(runtime.rank)
     runtime.role = f"stage {part} of pipeline {replica}"
-    made, parameters, described = _build(session, grid, part)
     with default_group(runtime):
+        made, parameters, described = _build(session, grid, part)
         run = PipelineRun(session, grid, device=pick_device(runtime.local_rank), **made)
         return run.run(parameters, described)
 
 
 def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], list[str], list[str]]:
     """(this rank's arguments for a PipelineRun, the whole model's parameters and their stages, its optimizer). Every
-    rank builds the whole model on the host, keeps its stage and forgets the rest."""
+    rank builds the module on the host, and makes the tensors of its stage alone."""
     runtime, job = session.runtime, session.job
-    module, optimizer = build_on_ranks(session, torch.device("cpu"), session.overrides.lr)
-    if grid.num_parts > 1:
-        attempt(runtime, lambda: check_whole(optimizer, str(session.strategy)))
+    module, layers = build_by_layers(session, torch.device("cpu"))
     parameters = compare_parameters(runtime, module)
     stages = attempt(runtime, lambda: split_stages(module, grid.num_parts, job.stages))
-    share_module(runtime, module)
+    owners = {name: index for index, stage in enumerate(stages) for name in stage.names}
+    untouched = {
+        name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in owners
+    }
+    _make_stages(layers, stages, grid, runtime.rank)
+    layers.share(untouched.values())
+    optimizer = attempt(runtime, lambda: build_optimizer(job, module, session.overrides.lr))
+    if grid.num_parts > 1:
+        attempt(runtime, lambda: check_whole(optimizer, str(session.strategy)))
     described = describe_optimizer(module, optimizer)
     keep_only(optimizer, stages[part].module)
-    owners = {name: index for index, stage in enumerate(stages) for name in stage.names}
     made = {
         "stage": stages[part],
         "optimizer": optimizer,
         "owners": owners,
-        "untouched": {name: tensor for name, tensor in module.state_dict().items() if name not in owners},
+        "untouched": {name: tensor.detach() for name, tensor in untouched.items()},
         "sizes": [stage.num_parameters for stage in stages],
     }
     return made, [f"{entry}, stage {owners.get(entry.split()[0])}" for entry in parameters], described
+
+
+def _make_stages(layers: Layers, stages: list[Stage], grid: Grid, rank: int) -> None:
+    """Collective: every rank makes the tensors of its own stage with the values of rank 0, which makes those of other
+    stages for a moment, one after another."""
+    own = stages[grid.place(rank)[1]].module
+    attempt(layers.runtime, lambda: layers.make(held_by(own)))
+    for index, stage in enumerate(stages):
+        owners = [row[index] for row in grid.ranks]
+        for tensor in held_by(stage.module):
+            if rank == 0:
+                value = layers.made(tensor).detach().contiguous()
+                for owner in owners:
+                    if owner != 0:
+                        dist.send(value, owner)
+            elif rank in owners:
+                arrived = torch.empty(tensor.shape, dtype=tensor.dtype)
+                dist.recv(arrived, 0)
+                tensor.detach().copy_(arrived)
 
 
 class PipelineRun(SplitRun):

@@ -1,13 +1,14 @@
 """`sharded()`: torch's FSDP2 over our process group.
 
 Invariants: the units whose parameters travel together are the layers of the model, found by looking into
-containers; a parameter that several of them share stays with the root.
+containers; a parameter that several of them share stays with the root. A rank holds one whole layer at a time, also
+while the model is built.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -15,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 
 from mpitrain.model.activation_checkpointing import layers
 from mpitrain.mpi.process_group.process_group import default_group
-from mpitrain.training.initial_weights import build_on_ranks
-from mpitrain.training.measure import build_optimizer, pick_device, share_module
+from mpitrain.training.measure import build_optimizer, pick_device
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
+from mpitrain.training.model_parallel.layers import build_by_layers
 from mpitrain.training.model_parallel.mesh import MeshRun
 from mpitrain.training.resume_options import describe_optimizer
 from mpitrain.training.session import Session
@@ -28,22 +29,26 @@ def run_sharded(session: Session) -> dict[str, Any]:
     runtime, job = session.runtime, session.job
     grid = grid_of(session)
     device = pick_device(runtime.local_rank)
-    module = build_on_ranks(session, device, None)[0]
+    module, layers_of = build_by_layers(session, device)
     parameters = compare_parameters(runtime, module)
-    share_module(runtime, module)
     with default_group(runtime):
         mesh = device_mesh(grid, device)
-        shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"])
+        shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"], layers_of.fill)
         run = MeshRun(session, grid, runtime.rank, True, device, module)
         run.use(build_optimizer(job, module, session.overrides.lr))
         return run.run(parameters, describe_optimizer(module, run.optimizer))
 
 
-def shard_module(module: nn.Module, mesh: Any, leave: Collection[nn.Module] = ()) -> None:
-    """`fully_shard` on the module's layers but for those to `leave`, then on the rest."""
+def shard_module(
+    module: nn.Module, mesh: Any, make: Callable[[nn.Module], None], leave: Collection[nn.Module] = ()
+) -> None:
+    """`fully_shard` on the module's layers but for those to `leave`, then on the rest; each is handed to `make` just
+    before."""
     for unit in units(module):
         if unit not in leave:
+            make(unit)
             fully_shard(unit, mesh=mesh)
+    make(module)
     fully_shard(module, mesh=mesh)
 
 

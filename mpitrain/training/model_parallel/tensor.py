@@ -1,8 +1,8 @@
 """`tensor(parallel=K)`: torch's tensor parallelism over our process group; several models side by side are averaged by
 FSDP2 along the other dimension of the mesh.
 
-Invariants: ranks that hold one model take the same batch and the same random numbers. All ranks have built the
-same parameters, so slicing them needs no message.
+Invariants: ranks that hold one model take the same batch and the same random numbers. A layer is made whole on all
+ranks, cut, and let go before the next one is made, so slicing needs no message.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
-from mpitrain.training.initial_weights import build_on_ranks
-from mpitrain.training.measure import build_optimizer, pick_device, share_module
+from mpitrain.training.measure import build_optimizer, pick_device
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
+from mpitrain.training.model_parallel.layers import build_by_layers
 from mpitrain.training.model_parallel.mesh import MeshRun
 from mpitrain.training.model_parallel.sharded import shard_module
 from mpitrain.training.resume_options import describe_optimizer
@@ -34,18 +34,22 @@ def run_tensor(session: Session) -> dict[str, Any]:
     replica, part = grid.place(runtime.rank)
     runtime.role = f"slice {part} of model {replica}"
     device = pick_device(runtime.local_rank)
-    module = build_on_ranks(session, device, None)[0]
+    module, layers = build_by_layers(session, device)
     parameters = compare_parameters(runtime, module)
     plan = attempt(runtime, lambda: slices(module, job.tensor_plan, grid.num_parts))
-    share_module(runtime, module)
     with default_group(runtime):
         mesh = device_mesh(grid, device)
-        parallelize_module(
-            module, mesh["part"], {name: _style(way) for name, way in plan.items()}, src_data_rank=None
-        )
+        for name, way in plan.items():
+            layer = module.get_submodule(name)
+            layers.fill(layer)
+            parallelize_module(layer, mesh["part"], _style(way), src_data_rank=None)
+            _let_whole_go(layer)
         if grid.num_replicas > 1:
             # a sliced layer returns a view, on which a later in-place function would undo FSDP2's hook
-            shard_module(module, mesh["replica"], leave=[module.get_submodule(name) for name in plan])
+            sliced_layers = [module.get_submodule(name) for name in plan]
+            shard_module(module, mesh["replica"], layers.fill, sliced_layers)
+        else:
+            layers.fill(module)
         run = MeshRun(session, grid, replica, part == 0, device, module)
         run.random_key = grid.ranks[replica][0]
         if grid.num_replicas > 1:  # FSDP2 shards the slices once more: every rank holds something else
@@ -59,6 +63,22 @@ def run_tensor(session: Session) -> dict[str, Any]:
             f"{entry}, {plan.get(entry.split()[0].rpartition('.')[0], 'whole')}" for entry in parameters
         ]
         return run.run(sliced, describe_optimizer(module, run.optimizer))
+
+
+def _let_whole_go(layer: nn.Module) -> None:
+    """A slice of rows is a view, behind which the whole matrix would stay in memory."""
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        if isinstance(parameter, DTensor) and (held := parameter.to_local().detach()).nbytes < _behind(held):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            size, stride = parameter.size(), parameter.stride()
+            own = DTensor.from_local(
+                held.clone(), mesh, placements, run_check=False, shape=size, stride=stride
+            )
+            setattr(layer, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+
+
+def _behind(tensor: Any) -> int:
+    return int(tensor.untyped_storage().nbytes())
 
 
 def _style(way: str) -> Any:
