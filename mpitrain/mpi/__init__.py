@@ -2,6 +2,7 @@
 
     bindings.py         `MPI`, imported after `mpi4py.rc` is set: every other file takes it from there
     runtime.py          this process among the others: what all ranks agree on, the orderly end
+    thread_level.py     the level at which MPI was started, and a warning where it is a wrong one
     world.py            answers the effects of roles over the engine; message_header.py is their header on the wire
     engine/             the one progress engine: posting, waiting, the communication thread, queues of collectives
     process_group/      torch.distributed over MPI; register.py makes it known (standard library only at import)

@@ -36,7 +36,9 @@ if (
     "mpi4py.MPI" not in sys.modules
 ):  # else the user has imported it first; `runtime.start` warns of what that costs
     rank_status.reach(rank_status.STARTING_MPI)
-    mpi4py.rc(initialize=True, threads=True, thread_level="serialized", finalize=False, errors="exception")
+    asked = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    level = "serialized" if asked == "multiple" else asked  # "multiple" is what it is if nobody has asked
+    mpi4py.rc(initialize=True, threads=True, thread_level=level, finalize=False, errors="exception")
 
 from mpi4py import MPI  # after rc is set
 

@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -28,6 +27,7 @@ from mpitrain.mpi.faults import abort
 from mpitrain.mpi.faults.errors import is_lost_peer
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
 from mpitrain.mpi.node_map import name_ranks, node_indices
+from mpitrain.mpi.thread_level import check_second_thread, thread_level, warn_of_multiple
 from mpitrain.system import processes, rank_status
 from mpitrain.system.launch_variables import node_key
 from mpitrain.system.tracebacks import own_part
@@ -106,7 +106,9 @@ class Runtime:
         self.allreduce_plan = Plan(self.nodes)
         # What this MPI and this launch can do.
         self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
-        self.thread_level = _thread_level()
+        self.thread_level = thread_level()
+        self._thread_levels = [self.thread_level]  # of every rank at launch
+        self._has_checked_threads = False
         self.fault_tolerance = fault_tolerance()
         self._patience_s = PATIENCE_S if self.fault_tolerance == "heartbeat" else None
         self.engine = Engine(self.comm, ulfm=self.fault_tolerance == "ulfm")
@@ -119,7 +121,9 @@ class Runtime:
     def connect(self) -> None:
         """Collective over all ranks: make the communicators, learn who the others are, and agree to start."""
         try:
-            self.comm = self.engine.comm = MPI.COMM_WORLD.Dup()
+            # A duplicate would have the program's own attributes and hints, too.
+            world: Any = MPI.COMM_WORLD
+            self.comm = self.engine.comm = world.Create(world.group)
             self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
             self._make_control_comm()
         except MPI.Exception as error:
@@ -129,9 +133,11 @@ class Runtime:
         self.engine.on_wait = self.stamp_waiting
         abort.install_hooks(self)
         atexit.register(self.finish)
-        brought = self.allgather([node_key(), socket.gethostname(), processes.identity()])
-        self._place([key for key, _, _ in brought])
-        self.hosts, self.processes = [host for _, host, _ in brought], [process for _, _, process in brought]
+        brought = self.allgather([node_key(), socket.gethostname(), processes.identity(), self.thread_level])
+        node_keys, self.hosts, self.processes, self._thread_levels = map(list, zip(*brought))
+        self._place(node_keys)
+        if self.rank == 0:
+            warn_of_multiple(self._thread_levels, self.library)
         self.allreduce_plan = Plan(self.nodes)
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
         why_not = why_no_heartbeat(self.library) if asks_for_heartbeat() else ""
@@ -213,6 +219,14 @@ class Runtime:
     def is_alone(self) -> bool:
         """Whether there is no other rank, and never was."""
         return self.size == 1 and not self.lost
+
+    def start_thread(self) -> None:
+        """Have a communication thread own MPI, if there is none; the first time with a warning or a UsageError where
+        MPI was started for one thread (`thread_level.py`)."""
+        if not self._has_checked_threads:
+            self._has_checked_threads = True
+            check_second_thread(self._thread_levels, self.library, warns=self.rank == 0)
+        self.engine.start_thread()
 
     def forget_run(self) -> None:
         """A run has failed, and the process goes on: no later error is reported with it."""
@@ -382,20 +396,6 @@ def fault_tolerance() -> str:
     if asks_for_ulfm() and MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN:
         return "ulfm"
     return "heartbeat" if asks_for_heartbeat() else "none"
-
-
-def _thread_level() -> str:
-    levels = ("single", "funneled", "serialized", "multiple")
-    values = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
-    level = levels[values.index(MPI.Query_thread())]
-    if level == "multiple" and MPI.COMM_WORLD.rank == 0:
-        warnings.warn(
-            "MPI was started with THREAD_MULTIPLE before mpitrain could ask for less; with that Open MPI's TCP"
-            " transport deadlocks when a peer dies. Import mpitrain's parts before mpi4py.MPI, or set"
-            " MPI4PY_RC_THREAD_LEVEL=serialized",
-            stacklevel=4,
-        )
-    return level
 
 
 def _describe(error: Exception) -> dict[str, Any]:

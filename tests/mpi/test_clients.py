@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.mpi.cases import assert_passed, case_names, launch
+from tests.mpi.cases import assert_passed, case_names, launch, launch_program
 from tests.ranks import run_ranks
 
 CASES = case_names("client_cases")
@@ -42,3 +42,36 @@ def test_launches_end_cleanly(three, mpich):
 def test_a_message_that_nobody_receives_does_not_hold_the_end():
     result = run_ranks(2, NOBODY_RECEIVES)
     assert result.code == 2 and "no rank has asked for: a send to rank 1, tag 0" in result.stderr, result
+
+
+@pytest.mark.parametrize(
+    ("mpi", "level", "obtained", "warned"),
+    [
+        (
+            "openmpi",
+            ("single", "early"),
+            "single",
+            "THREAD_SINGLE on all ranks, which promises it that one thread alone",
+        ),
+        (
+            "mpich",
+            ("funneled",),
+            "funneled",
+            "THREAD_FUNNELED on all ranks, which promises it that one thread alone",
+        ),
+        (
+            "openmpi",
+            ("unset", "early"),
+            "multiple",
+            "THREAD_MULTIPLE on all ranks before mpitrain could ask for less",
+        ),
+        ("mpich", ("unset",), "serialized", ""),
+    ],
+)
+def test_a_programs_own_mpi_is_as_it_was_and_a_wrong_thread_level_warned_of_once(
+    mpi, level, obtained, warned
+):
+    result = launch_program(2, "mpi_of_its_own", *level, mpi=mpi).check()
+    assert result.ranks_out == (f"{obtained}\n",) * 2
+    assert result.stderr.count("UserWarning") == bool(warned) and warned in result.stderr, result
+    assert not warned or "MPI4PY_RC_THREAD_LEVEL=serialized" in result.stderr

@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpitrain.errors import UsageError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import Backoff, yield_core
 from mpitrain.mpi.engine.collective_queue import PendingCollective
@@ -345,14 +344,7 @@ class Engine:
     # ---- the communication thread
 
     def start_thread(self) -> None:
-        """Start a daemon thread that drives what no thread waits for. It sleeps while nothing is outstanding.
-
-        Raises UsageError if this MPI was started at a thread level that forbids calls from a second thread.
-        """
-        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-            raise UsageError(
-                "this MPI allows calls from the main thread only; set MPI4PY_RC_THREAD_LEVEL=serialized"
-            )
+        """Start a daemon thread that drives what no thread waits for. It sleeps while nothing is outstanding."""
         if self._thread is None:
             self._stopping = False
             self._thread = threading.Thread(target=self._serve, name="mpitrain-communication", daemon=True)

@@ -59,7 +59,7 @@ class GroupBase(dist.ProcessGroup):
     def start(self) -> None:
         """Collective over the members: from here on the communication thread owns MPI, and the group has its
         communicators."""
-        self._engine.start_thread()
+        self._runtime.start_thread()
         self._engine.run(lambda: self._meet())
         self._comm, self._control_comm = self._engine.run(self._make_comms)
         self._runtime.communicators += [self._comm, self._control_comm]
