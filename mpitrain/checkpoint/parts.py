@@ -16,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,13 +139,15 @@ def write_part(
         CheckpointError: the disk is full or not writable; nothing half-written stays.
         TypeError: the state holds what a checkpoint cannot.
     """
-    from safetensors.torch import save
-
     from mpitrain.checkpoint.state_tree import split
+    from mpitrain.checkpoint.tensor_file import body, describe, header, order_of
 
     structure, tensors = split(state)
-    payload = save(tensors)
-    record = {
+    described = describe(tensors)
+    head = header(described)
+    num_bytes = len(head) + sum(one.num_bytes for one in described.values())
+    payload = _Digested(itertools.chain([head], (body(tensors[name]) for name in order_of(described))))
+    record: dict[str, Any] = {
         "schema": SCHEMA,
         "written_by": f"mpitrain {__version__}",
         "part": name,
@@ -154,23 +157,40 @@ def write_part(
         "resumed_from": identity.resumed_from,
         "parts": list(parts),
         "about": about,
-        "num_bytes": len(payload),
-        "sha256": hashlib.sha256(payload).hexdigest(),
+        "num_bytes": num_bytes,
+        "sha256": payload.digest.hexdigest(),
         "state": structure,
     }
-    text = json.dumps(record | {"self": _digest(record)}).encode()
+    num_text_bytes = len(_text(record))
     try:
-        if len(text) > MAX_RECORD_BYTES or len(payload) > MAX_PART_BYTES:
-            raise OSError(errno.EFBIG, f"{len(text)} bytes of JSON, {len(payload)} of tensors")
+        if num_text_bytes > MAX_RECORD_BYTES or num_bytes > MAX_PART_BYTES:
+            raise OSError(errno.EFBIG, f"{num_text_bytes} bytes of JSON, {num_bytes} of tensors")
         make_private(folder.parent.parent, folder.parent.name, folder.name)
-        _write(folder / f"{name}.safetensors", payload, disk_full)
-        _write(folder / f"{name}.json", text)
+        _write(folder / f"{name}.safetensors", payload, num_bytes // 2 if disk_full else None)
+        record["sha256"] = payload.digest.hexdigest()
+        _write(folder / f"{name}.json", [_text(record)])
     except OSError as error:
         raise CheckpointError(
             f"cannot write checkpoint part {folder / name}: {error.strerror or error}; the checkpoints before it are "
             "untouched"
         ) from error
-    return len(payload) + len(text)
+    return num_bytes + num_text_bytes
+
+
+class _Digested:
+    """Pieces of a file, with the digest of those that have been taken."""
+
+    def __init__(self, pieces: Iterable[bytes | memoryview]):
+        self._pieces, self.digest = pieces, hashlib.sha256()
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for piece in self._pieces:
+            self.digest.update(piece)
+            yield piece
+
+
+def _text(record: dict[str, Any]) -> bytes:
+    return json.dumps(record | {"self": _digest(record)}).encode()
 
 
 def _digest(record: dict[str, Any]) -> str:
@@ -185,12 +205,13 @@ def corrupt_part(folder: Path, name: str) -> None:
     path.write_bytes(data)
 
 
-def _write(path: Path, data: bytes, disk_full: bool = False) -> None:
-    with durably_replaced(path) as temporary:
-        if disk_full:
-            temporary.write_bytes(data[: len(data) // 2])
+def _write(path: Path, pieces: Iterable[bytes | memoryview], room: int | None = None) -> None:
+    """`room`: bytes after which the disk is full."""
+    with durably_replaced(path) as temporary, open(temporary, "wb") as file:
+        for piece in pieces:
+            file.write(piece if room is None else piece[: max(0, room - file.tell())])
+        if room is not None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        temporary.write_bytes(data)
 
 
 def _read_record(folder: Path, name: str) -> dict[str, Any]:
@@ -293,7 +314,9 @@ def read_part(folder: Path, name: str, identity: Identity | None = None) -> Any:
         if len(payload) != size or hashlib.sha256(payload).hexdigest() != record["sha256"]:
             raise CheckpointError(f"{path} is damaged: its checksum does not match")
     try:
-        return join(record["state"], load(payload))
+        tensors = load(payload)
+        del payload  # which is as large
+        return join(record["state"], tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder / name} cannot be read: {type(error).__name__}: {error!s:.200}"

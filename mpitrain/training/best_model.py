@@ -13,14 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.reporting.report import write_json
 from mpitrain.strategies.validation_policy import EVERY_EPOCH, ValidationCadence, ValidationPolicy
 from mpitrain.system.run_directory import read_json
-from mpitrain.training.measure import save_tensors
 
 BEST_FILE, BEST_MODEL_FILE = "best.json", "model-best.safetensors"
 
@@ -87,12 +84,13 @@ class Validations(ValidationCadence):
             )
 
     def take(
-        self, metrics: Mapping[str, float], samples: int, tensors: Callable[[], Mapping[str, torch.Tensor]]
+        self, metrics: Mapping[str, float], samples: int, save: Callable[[Path, dict[str, str]], None]
     ) -> None:
         """Judge what was measured after so many accepted samples.
 
         Args:
-            tensors: the model that was measured, by name; asked for where it is to be kept.
+            save: writes the model that was measured to a path, with metadata; called where it is to be kept, on all
+                ranks that judge the same figures.
 
         Raises:
             UsageError: as `check`.
@@ -107,10 +105,8 @@ class Validations(ValidationCadence):
                 "metric": metric, "less_is_better": less_is_better, "value": value, "samples": samples, "since": [],
             }  # fmt: skip
             if self.job.keep_best is not None:
-                held = tensors()
-                if self.writes:
-                    metadata = {"job": self.job.name or "", "metric": metric, "value": repr(value)}
-                    save_tensors(held, self.run_dir / BEST_MODEL_FILE, metadata | {"samples": str(samples)})
+                metadata = {"job": self.job.name or "", "metric": metric, "value": repr(value)}
+                save(self.run_dir / BEST_MODEL_FILE, metadata | {"samples": str(samples)})
         elif samples > record["samples"]:  # or else it has been counted before
             record["since"] = sorted({*record["since"], samples})
         if self.writes:

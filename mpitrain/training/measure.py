@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mpitrain.checkpoint.tensor_file import Described, body, describe, header, order_of
 from mpitrain.job import Job
 from mpitrain.model.activation_checkpointing import checkpoint_activations
 from mpitrain.model.compiling import compile_in_place
@@ -133,15 +134,20 @@ def save_tensors(state: Mapping[str, torch.Tensor], path: Path, metadata: dict[s
     Every name is stored with a copy of its own (tied weights twice), so
     `module.load_state_dict(load_file(path))` reads it back anywhere.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    save_one_by_one(describe(state), state.__getitem__, path, metadata)
 
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-    with writing(path), durably_replaced(path) as temporary:
-        try:
-            save_file(tensors, str(temporary), metadata=metadata)
-        except SafetensorError as error:  # which is what it makes of a full disk
-            raise OSError(str(error)) from error
+
+def save_one_by_one(
+    described: Mapping[str, Described],
+    tensor: Callable[[str], torch.Tensor],
+    path: Path,
+    metadata: dict[str, str],
+) -> None:
+    """As `save_tensors`, of tensors that are asked for one after another, in the order of `order_of`."""
+    with writing(path), durably_replaced(path) as temporary, open(temporary, "wb") as file:
+        file.write(header(described, metadata))
+        for name in order_of(described):
+            file.write(body(tensor(name)))
 
 
 def brought_by_loop(*arguments: Any) -> Any:

@@ -9,7 +9,9 @@ of the batches does not matter. The module goes on in the mode in which it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from mpitrain.model.loss import Tally
 from mpitrain.model.metrics import Metrics, Observed
 from mpitrain.reporting.targets import LOSS, check_targets
 from mpitrain.training.best_model import Validations
+from mpitrain.training.measure import save_model
 
 Batch = dict[str, torch.Tensor]
 LEAST_BATCH = 256  # validation needs no gradients, so its batches may be larger than those of the training
@@ -194,16 +197,15 @@ class Measure:
         metrics = conclude(self.metrics, rows)
         check_targets(self.job.target, metrics)
         if self.validations is not None and samples is not None:
-            self.validations.take(metrics, samples, lambda: self._chosen(averaged))
+            self.validations.take(metrics, samples, functools.partial(self._save, averaged))
         return metrics
 
-    def _chosen(self, averaged: Averaged | None) -> Mapping[str, torch.Tensor]:
-        """The model that the best metric was measured of."""
+    def _save(self, averaged: Averaged | None, path: Path, metadata: dict[str, str]) -> None:
+        """Write the model that the best metric was measured of."""
         best_by = self.job.best_by
-        if averaged is None or best_by is None or not best_by.metric.startswith(EMA_PREFIX):
-            return self.module.state_dict()
-        with averaged():
-            return {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+        of_average = averaged and best_by is not None and best_by.metric.startswith(EMA_PREFIX)
+        with averaged() if averaged and of_average else contextlib.nullcontext():
+            save_model(self.module, path, metadata)
 
 
 def make_measure(

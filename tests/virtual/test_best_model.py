@@ -1,5 +1,6 @@
 """The best model, and the end after validations without a better one, in virtual time and by arithmetic."""
 
+import functools
 import json
 import math
 
@@ -16,6 +17,7 @@ from mpitrain.strategies.validation_policy import (
     read_validation_policy,
 )
 from mpitrain.training.best_model import Validations, begin_from
+from mpitrain.training.measure import save_tensors
 from mpitrain.values import parse
 from tests import toy
 
@@ -145,7 +147,7 @@ def test_a_run_without_a_best_model_says_what_keeps_one(tmp_path):
 def take(validations, *pairs):
     for samples, value in pairs:
         tensors = {"x": torch.tensor([value])}
-        validations.take({"score": value}, samples, tensors.copy)
+        validations.take({"score": value}, samples, functools.partial(save_tensors, tensors))
 
 
 def test_a_run_that_goes_on_judges_as_if_it_had_never_stopped(tmp_path):

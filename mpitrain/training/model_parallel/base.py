@@ -10,14 +10,17 @@ How a share becomes gradients is the subclass's business.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpitrain.checkpoint.tensor_file import Described, order_of
 from mpitrain.errors import UsageError
 from mpitrain.job import EMA_PREFIX
 from mpitrain.messages import Lease
@@ -31,7 +34,7 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
 from mpitrain.system import trace
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
-from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_tensors
+from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_one_by_one
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
 from mpitrain.training.schedule import schedule_of
 from mpitrain.training.session import Session, attempt
@@ -85,8 +88,12 @@ class SplitRun(Stepper):
         of the names."""
         raise NotImplementedError
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        """The whole model's tensors by their original names, on rank 0; collective."""
+    def described(self) -> dict[str, Described]:
+        """The whole model's tensors by their original names, the same on all ranks; collective."""
+        raise NotImplementedError
+
+    def gather(self, name: str) -> torch.Tensor:
+        """One of those that `described` has named, whole on rank 0; collective."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
@@ -293,16 +300,24 @@ class SplitRun(Stepper):
     def _judged(self) -> dict[str, float]:
         metrics = self.measure()
         attempt(self.session.runtime, lambda: self.validations.check(metrics))
-        self.validations.take(metrics, self.samples, self._chosen)
+        self.validations.take(metrics, self.samples, self._save_chosen)
         return metrics
 
-    def _chosen(self) -> dict[str, torch.Tensor]:
-        """The whole model, on rank 0, that the best metric was measured of; collective."""
+    def _save_chosen(self, path: Path, metadata: dict[str, str]) -> None:
+        """Write the model that the best metric was measured of; collective."""
         best_by = self.session.job.best_by
-        if self.ema is None or best_by is None or not best_by.metric.startswith(EMA_PREFIX):
-            return self.gather()
-        with self.ema.swapped():
-            return {name: tensor.clone() for name, tensor in self.gather().items()}
+        of_average = self.ema and best_by is not None and best_by.metric.startswith(EMA_PREFIX)
+        with self.ema.swapped() if self.ema and of_average else contextlib.nullcontext():
+            self._save(path, metadata)
+
+    def _save(self, path: Path, metadata: dict[str, str]) -> None:
+        """Write the whole model, of which rank 0 holds one tensor at a time; collective."""
+        described = self.described()
+        if self.rank == 0:
+            save_one_by_one(described, self.gather, path, metadata)
+            return
+        for name in order_of(described):
+            self.gather(name)
 
     def _look_at_end(self) -> None:
         if self.validations.may_end:
@@ -326,16 +341,12 @@ class SplitRun(Stepper):
 
     def _outcome(self) -> dict[str, Any]:
         self.checkpoints.writer.wait()
-        tensors = self.gather()
         path = self.session.run_dir / MODEL_FILE
         metadata = {"strategy": str(self.session.strategy), "job": self.session.job.name or ""}
-        if self.rank == 0:
-            save_tensors(tensors, path, metadata)
+        self._save(path, metadata)
         if self.ema is not None:
             with self.ema.swapped():
-                tensors = self.gather()  # some are the parameters themselves
-                if self.rank == 0:
-                    save_tensors(tensors, self.session.run_dir / EMA_MODEL_FILE, metadata)
+                self._save(self.session.run_dir / EMA_MODEL_FILE, metadata)
         metrics = {}
         if self.session.validation is not None:
             metrics = self.measure() if self.checkpoints.ended else self._judged()

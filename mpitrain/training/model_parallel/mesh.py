@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from mpitrain.checkpoint.tensor_file import Described, describe
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.model_parallel.base import SplitRun
 from mpitrain.training.model_parallel.state_shards import local, whole_tensor
@@ -111,16 +112,15 @@ class MeshRun(SplitRun):
         if (number + 1) % self.num_replicas:
             yield (None, first) if own is None else own
 
-    def gather(self) -> dict[str, torch.Tensor]:
+    def described(self) -> dict[str, Described]:
         self._reshard()
         # torch warns of what a gathering over two dimensions costs; it happens once
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        whole = {}
-        for name, tensor in self.module.state_dict().items():
-            full = whole_tensor(tensor)
-            if self.rank == 0:
-                whole[name] = full.detach().cpu()
-        return whole
+        self._state = self.module.state_dict()
+        return describe(self._state)
+
+    def gather(self, name: str) -> torch.Tensor:
+        return whole_tensor(self._state[name]).detach()
 
     def describe(self) -> dict[str, Any]:
         return {"parameters": sum(local(parameter).numel() for parameter in self.module.parameters())}

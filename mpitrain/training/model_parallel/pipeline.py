@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from mpitrain.checkpoint.tensor_file import Described, describe
 from mpitrain.data.format.catalogue import OFFSETS
 from mpitrain.errors import UsageError
 from mpitrain.model.compiling import compile_in_place
@@ -245,26 +246,29 @@ class PipelineRun(SplitRun):
         self.forwarder.finish()
         return part
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        held = self.stage.module.state_dict()
-        whole = dict(self.untouched)
-        described = {
-            name: [str(held[n].dtype).removeprefix("torch."), list(held[n].shape)]
-            for name, n in self.stage.names.items()
-        }
-        shapes = {
-            name: shape for each in self.session.runtime.allgather(described) for name, shape in each.items()
-        }
-        for name, owner in self.owners.items():
-            source = self.grid.ranks[0][owner]
-            if self.rank == source:
-                whole[name] = held[self.stage.names[name]].detach().cpu().contiguous()
-                if source != 0:
-                    dist.send(whole.pop(name), 0)
-            elif self.rank == 0:
-                dtype, shape = shapes[name]
-                whole[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-                dist.recv(whole[name], source)
+    def described(self) -> dict[str, Described]:
+        self._state = self.stage.module.state_dict()
+        here = describe({name: self._state[n] for name, n in self.stage.names.items()})
+        texts = {name: [str(one.dtype).removeprefix("torch."), one.shape] for name, one in here.items()}
+        found = describe(self.untouched)
+        for each in self.session.runtime.allgather(texts):
+            found |= {n: Described(getattr(torch, dtype), tuple(shape)) for n, (dtype, shape) in each.items()}
+        self._described = found
+        return found
+
+    def gather(self, name: str) -> torch.Tensor:
+        if name in self.untouched:
+            return self.untouched[name]
+        source = self.grid.ranks[0][self.owners[name]]
+        if self.rank == source:
+            held: torch.Tensor = self._state[self.stage.names[name]].detach().cpu().contiguous()
+            if source != 0:
+                dist.send(held, 0)
+            return held
+        dtype, shape = self._described[name]
+        whole = torch.empty(shape if self.rank == 0 else 0, dtype=dtype)
+        if self.rank == 0:
+            dist.recv(whole, source)
         return whole
 
     def describe(self) -> dict[str, Any]:
