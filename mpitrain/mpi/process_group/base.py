@@ -23,8 +23,8 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import LEFT_GROUP, Task
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
-from mpitrain.mpi.process_group import algorithm_choice
-from mpitrain.mpi.process_group.work import MpiWork, profiled
+from mpitrain.mpi.process_group import algorithm_choice, profiled
+from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.mpi.runtime import Runtime
 from mpitrain.system import trace
 
@@ -129,22 +129,23 @@ class GroupBase(dist.ProcessGroup):
         opts: Any = None,
         balance: int = 0,
         writes: bool = True,
+        inputs: Any = None,
     ) -> MpiWork:
         """The Work of a collective for which all ranks must give the same `what`. `writes`: it writes `result`, which
-        is a tensor or lists of them."""
+        is a tensor or lists of them, as `inputs` are, where they are not the same."""
         self._check_member(name)
         if writes:
             check_writable(name, result)
         timeout = self._limit(opts)
-        work = MpiWork(self._engine, name, result, timeout)
+        span = profiled.begin(name, result if inputs is None else inputs)
+        work = MpiWork(self._engine, name, result, timeout, span)
         text = f"{name}({what})" + (f" by {self._setting}" if self._setting != algorithm_choice.AUTO else "")
         quiet = not getattr(opts, "asyncOp", True)  # torch waits for it next
         limit_s = timeout.total_seconds()
-        with profiled(name):
-            op = self._engine.submit_collective(
-                lambda may_block: in_inference_mode(carry(may_block)),
-                self._control_comm, text, balance, limit_s, quiet,
-            )  # fmt: skip
+        op = self._engine.submit_collective(
+            lambda may_block: in_inference_mode(carry(may_block)),
+            self._control_comm, text, balance, limit_s, quiet,
+        )  # fmt: skip
         if (land := trace.flight(name, what=what)) is not None:
             op.then(land)
         op.then(work.settle)

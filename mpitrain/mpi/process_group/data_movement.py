@@ -61,7 +61,7 @@ class DataMovement(GroupBase):
                     each.finish()
 
         what = "; ".join(shape_of(slots) for slots in outputs)
-        return self._collective("allgather", what, carry, outputs, opts)
+        return self._collective("allgather", what, carry, outputs, opts, inputs=inputs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
@@ -98,7 +98,9 @@ class DataMovement(GroupBase):
                 lent.finish()
                 held.finish()
 
-        return self._collective("all_gather_single", shape_of(outputs), carry, list(outputs), opts)
+        return self._collective(
+            "all_gather_single", shape_of(outputs), carry, list(outputs), opts, inputs=inputs
+        )
 
     def _gather_single(self, may_block: bool, whole: torch.Tensor, own: torch.Tensor) -> Task:
         slots = list(whole.view(self.size(), -1))
@@ -162,9 +164,9 @@ class DataMovement(GroupBase):
             for each in (mine, *held):
                 each.finish()
 
-        result = [slots] if to_root else [own]
+        result, inputs = ([slots], own) if to_root else ([own], slots)
         way = "to" if to_root else "from"
-        return self._collective(name, f"{shape_of([own])}, {way} {root}", carry, result, opts)
+        return self._collective(name, f"{shape_of([own])}, {way} {root}", carry, result, opts, inputs=inputs)
 
     # ---- all to all
 
@@ -183,7 +185,7 @@ class DataMovement(GroupBase):
         """The same on parts of one tensor each, cut along the first dimension (equally, if no sizes are given)."""
         outputs = self._split("output", output, output_split_sizes)
         inputs = self._split("input", input, input_split_sizes)
-        return self._exchange("all_to_all_single", outputs, inputs, output, opts)
+        return self._exchange("all_to_all_single", outputs, inputs, output, opts, shown=input)
 
     def alltoall_base(self, *arguments: Any, **named: Any) -> MpiWork:
         """torch's older name for all_to_all_single."""
@@ -202,8 +204,15 @@ class DataMovement(GroupBase):
         return list(tensor.detach().split(list(sizes)))
 
     def _exchange(
-        self, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], result: Any, opts: Any
+        self,
+        name: str,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        result: Any,
+        opts: Any,
+        shown: torch.Tensor | None = None,
     ) -> MpiWork:
+        """`shown`: what a profile has as the input, where that is not `inputs`."""
         size, me = self.size(), self.rank()
         if len(outputs) != size or len(inputs) != size or inputs[me].numel() != outputs[me].numel():
             raise ValueError(
@@ -235,4 +244,5 @@ class DataMovement(GroupBase):
             for each in (*held, *lent):
                 each.finish()
 
-        return self._collective(name, str(dtype).removeprefix("torch."), carry, result, opts, balance)
+        what, lent_by = str(dtype).removeprefix("torch."), inputs if shown is None else shown
+        return self._collective(name, what, carry, result, opts, balance, inputs=lent_by)

@@ -17,6 +17,7 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import Task, digest, last_tag
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
+from mpitrain.mpi.process_group import profiled
 from mpitrain.mpi.process_group.base import (
     GroupBase,
     as_list,
@@ -24,11 +25,12 @@ from mpitrain.mpi.process_group.base import (
     in_inference_mode,
     shape_of,
 )
-from mpitrain.mpi.process_group.work import MpiWork, profiled
+from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.system import trace
 
 _HEAD = struct.Struct("<QQQQ")  # digest(dtype), elements, bytes, number of the body
 _INLINE_BYTES = 4096 - _HEAD.size
+_ANY = "receive from any rank"
 _BODY_TAG = 16384  # bodies are numbered above it; the algorithms' tags lie below
 
 
@@ -71,7 +73,7 @@ class PointToPoint(GroupBase):
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> MpiWork:
         """Receive one tensor from any rank; the Work's `_source_rank()` is the rank that has sent it."""
-        return self._recv(tensors, MPI.ANY_SOURCE, tag, "receive from any rank")
+        return self._recv(tensors, MPI.ANY_SOURCE, tag, _ANY)
 
     def _recv(self, tensors: Any, source: int, tag: int, what: str) -> MpiWork:
         (tensor,) = as_list(tensors)
@@ -122,15 +124,15 @@ class PointToPoint(GroupBase):
 
     def _transfer(self, what: str, tensor: torch.Tensor, carry: Any) -> MpiWork:
         self._check_member(what)
-        work = MpiWork(self._engine, what, [tensor], self._timeout)
+        span = profiled.begin(what if what == _ANY else what.partition(" ")[0], tensor)
+        work = MpiWork(self._engine, what, [tensor], self._timeout, span)
 
         def over(op: Op) -> None:
             if op.result is not None:  # a receive: from whom
                 work.source = op.result
             work.settle(op)
 
-        with profiled(what.partition(" ")[0]):
-            op = self._engine.call(lambda: in_inference_mode(carry()))
+        op = self._engine.call(lambda: in_inference_mode(carry()))
         if (land := trace.flight(what)) is not None:
             op.then(land)
         op.then(over)

@@ -239,7 +239,7 @@ class Reductions(GroupBase):
                     each.finish()
 
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
-        return self._collective(name, f"{what}, {kinds}", carry, list(outputs), opts)
+        return self._collective(name, f"{what}, {kinds}", carry, list(outputs), opts, inputs=inputs)
 
     def _reduce_parts(
         self, may_block: bool, parts: list[torch.Tensor], out: torch.Tensor, reduction: Reduction

@@ -6,7 +6,6 @@ reads the future in C++, takes it for a tensor and crashes. Only a callback that
 for C++ too, so the exception goes through one.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,35 +18,24 @@ from torch.futures import Future
 
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.operation import Op
+from mpitrain.mpi.process_group import profiled
 from mpitrain.system import trace
-from mpitrain.torch_backend import BACKEND
 
 _NO_TIMEOUT = timedelta(0)  # what torch passes when the user gives none
 _GRACE_S = 2.0
-_NO_SPAN = contextlib.nullcontext()
-_PROFILED = {  # torch's names for them
-    "allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "receive": "recv",
-    "all_to_all_single": "all_to_all", "all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter",
-}  # fmt: skip
 _listening = threading.Lock()
 _callbacks = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mpitrain-callback")  # grows as they block
-
-
-def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A span that torch.profiler shows as "mpi4py:all_reduce"; nothing where nobody profiles."""
-    if not torch.autograd._profiler_enabled():
-        return _NO_SPAN
-    return torch.autograd.profiler.record_function(f"{BACKEND}:{_PROFILED.get(name, name)}")
 
 
 class MpiWork(Work):
     """A collective or transfer under way; `settle` is to be the callback of its Op.
 
-    `result` is what the future holds when all went well; `timeout` is the group's.
+    `result` is what the future holds when all went well; `timeout` is the group's; `span` ends with it.
     """
 
-    def __init__(self, engine: Engine, what: str, result: Any, timeout: timedelta):
+    def __init__(self, engine: Engine, what: str, result: Any, timeout: timedelta, span: Any = None):
         super().__init__()
+        self._span = span
         self._engine, self._what, self._result, self._timeout = engine, what, result, timeout
         self._error: BaseException | None = None
         self._done = False
@@ -87,6 +75,8 @@ class MpiWork(Work):
     def end(self, error: BaseException | None) -> None:
         """Complete, with or without an error, which every caller that waits gets."""
         self._error = error
+        span, self._span = self._span, None
+        profiled.end(span)
         with _listening:
             self._done = True
             listeners, self._listeners = self._listeners, []
@@ -109,7 +99,7 @@ class MpiWork(Work):
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """True when done; raises what went wrong, or TimeoutError after `timeout` (or else the group's)."""
         if not self._done:
-            with profiled("wait"), trace.span(f"wait: {self._what}", trace.WAIT):
+            with profiled.waiting(), trace.span(f"wait: {self._what}", trace.WAIT):
                 self._wait(timeout)
         if self._error is not None:
             raise self._error

@@ -239,6 +239,18 @@ def case_the_profiler_shows_collectives(rt):
         dist.broadcast(torch.ones(4), 0)
     keys = {event.key for event in profile.key_averages()}
     assert {"mpi4py:all_reduce", "mpi4py:broadcast"} <= keys, keys
+    later = dist.irecv(torch.zeros(2), (rt.rank + 1) % rt.size)
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        work = dist.all_gather_into_tensor(torch.zeros(3 * rt.size, 2), torch.ones(3, 2), async_op=True)
+        dist.send(torch.ones(2), (rt.rank - 1) % rt.size)
+        work.wait()
+        unfinished = dist.irecv(torch.zeros(5), (rt.rank + 1) % rt.size, tag=1)
+    spans = {span.name: span for span in profile.function_events if span.name.startswith("mpi4py:")}
+    assert spans["mpi4py:all_gather"].input_shapes == [[3, 2]] and spans["mpi4py:all_gather"].is_async
+    assert spans["mpi4py:send"].input_shapes == [[2]], spans
+    dist.send(torch.ones(5), (rt.rank - 1) % rt.size, tag=1)
+    later.wait()
+    unfinished.wait()  # its span has no profile to go to
     with CommDebugMode() as counted:
         functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
     assert counted.get_total_counts() == 1
