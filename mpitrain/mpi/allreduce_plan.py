@@ -3,12 +3,15 @@ a measurement.
 
 Invariants: algorithms add in different orders, and a measurement depends on timing. So both are kept in
 checkpoints, and a resumed run whose ranks are on nodes in the same way decides by them: its bits depend on no timing.
-A setting of this launch (`MPITRAIN_ALLREDUCE`) wins. This file knows neither torch nor messages.
+A setting of this launch (`MPITRAIN_ALLREDUCE`) wins. Which of its own algorithms the MPI library then takes is not
+ours to decide: its version, and what the environment tells it of its collectives, are kept too, to say where a resumed
+run has others. This file knows neither torch nor messages.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +21,10 @@ from mpitrain.errors import UsageError
 VARIABLE = "MPITRAIN_ALLREDUCE"
 AUTO, LIBRARY, DIRECT, HIERARCHICAL = "auto", "library", "direct", "hierarchical"
 ALGORITHMS = (AUTO, LIBRARY, DIRECT, HIERARCHICAL)
+# Variables by which MPI libraries are told how to carry collectives.
+_LIBRARY_VARIABLES = re.compile(
+    "OMPI_MCA_coll|MPIR_CVAR_.*(COLL|REDUCE)|MPICH_.*(COLL|REDUCE)|I_MPI_(ADJUST|COLL|CBWR)|HCOLL_|UCC_"
+)
 FAST_BYTES_PER_S = 2.5e9  # from here on the library is trusted: 20 Gbit/s
 
 
@@ -42,16 +49,23 @@ def pinned() -> str | None:
     return setting
 
 
+def library_settings() -> dict[str, str]:
+    """What the environment tells the MPI library of its collectives."""
+    return {name: os.environ[name] for name in sorted(os.environ) if _LIBRARY_VARIABLES.match(name)}
+
+
 class Plan:
     """What decides a process's allreduces: the user's setting, and how fast the links between ranks were when they were
     measured. All groups whose ranks are on the same nodes share one measurement.
 
     Args:
         nodes: the node of every rank of the world.
+        library: the MPI library, by name and version.
     """
 
-    def __init__(self, nodes: Sequence[int]):
+    def __init__(self, nodes: Sequence[int], library: str = ""):
         self._nodes = nodes
+        self._library = {"version": library, "settings": library_settings()}
         self._before: str | None = None  # the setting of the run that this one resumes
         self._measured: list[list[Any]] = []  # [ranks by node, latency_s, bytes_per_s]
 
@@ -78,7 +92,26 @@ class Plan:
 
     def state(self) -> dict[str, Any]:
         """JSON values for a checkpoint; later measurements are added to the same object."""
-        return {"setting": self.setting(), "nodes": list(self._nodes), "measured": self._measured}
+        return {
+            "setting": self.setting(), "nodes": list(self._nodes), "measured": self._measured,
+            "library": self._library,
+        }  # fmt: skip
+
+    def differences(self, before: dict[str, Any] | None) -> dict[str, str]:
+        """Why a resumed run may add in another order than the run whose `state` was `before`: for an event."""
+        noted = {}
+        if pinned() is not None:
+            noted["pinned"] = f"{VARIABLE}={pinned()}"
+        if before is None:
+            return noted
+        if before["setting"] != self.setting():
+            noted["before"] = before["setting"]
+        elif list(before["nodes"]) != list(self._nodes) and len({*before["nodes"], *self._nodes}) > 1:
+            noted["before"] = "ranks were on other nodes: sums may round otherwise"
+        library = before.get("library", self._library)
+        if library != self._library:
+            noted["library"] = f"sums of the MPI library may round otherwise: before, it was {library}"
+        return noted
 
     def adopt(self, saved: dict[str, Any] | None) -> bool:
         """Decide as the run did whose `state` was `saved`; False where the ranks are on other nodes now, or nothing is

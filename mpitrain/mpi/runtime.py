@@ -103,9 +103,9 @@ class Runtime:
         self.launched = list(range(self.size))
         self.torch_ranks: tuple[int, ...] = ()  # torch's ranks as MPI's, once there is a process group
         self.groups: list[Group] = []  # process groups that this rank has not left
-        self.allreduce_plan = Plan(self.nodes)
         # What this MPI and this launch can do.
         self.library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
+        self.allreduce_plan = Plan(self.nodes, self.library)
         self.thread_level = thread_level()
         self._thread_levels = [self.thread_level]  # of every rank at launch
         self._has_checked_threads = False
@@ -138,7 +138,7 @@ class Runtime:
         self._place(node_keys)
         if self.rank == 0:
             warn_of_multiple(self._thread_levels, self.library)
-        self.allreduce_plan = Plan(self.nodes)
+        self.allreduce_plan = Plan(self.nodes, self.library)
         self.local_rank = self.nodes[: self.rank].count(self.nodes[self.rank])
         why_not = why_no_heartbeat(self.library) if asks_for_heartbeat() else ""
         self.agree(UsageError(why_not) if why_not else None)

@@ -159,6 +159,17 @@ def about_loop(strategy: Strategy, model: torch.nn.Module, num_workers: int) -> 
     }  # fmt: skip
 
 
+def keep_allreduce(runtime: Runtime, found: Checkpoint | None, about: dict[str, Any]) -> None:
+    """Decide on allreduces as the run did that the loop goes on from, say where that cannot be, and have it written
+    into the loop's own checkpoints. Before there is a process group."""
+    plan, before = runtime.allreduce_plan, found.about.get("allreduce") if found is not None else None
+    plan.adopt(before)
+    if before is not None and runtime.rank == 0 and (noted := plan.differences(before)):
+        text = "; ".join(f"{name}: {value}" for name, value in noted.items())
+        print(f"mpitrain: allreduces of the resumed loop: {text}", file=sys.stderr, flush=True)
+    about["allreduce"] = plan.state()
+
+
 class FoundModel:
     """A checkpoint as one of its further models sees it; all else is the checkpoint's."""
 

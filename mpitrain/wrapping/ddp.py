@@ -13,7 +13,15 @@ from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
 from mpitrain.training.synchronous.checkpoints import own_part
-from mpitrain.wrapping.checkpoints import Resumed, Saver, about_loop, find_run, lockstep_saver, loop_state
+from mpitrain.wrapping.checkpoints import (
+    Resumed,
+    Saver,
+    about_loop,
+    find_run,
+    keep_allreduce,
+    lockstep_saver,
+    loop_state,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +62,7 @@ def join_ddp(
         rates.restore(first["optimizer"])
     share_module(runtime, model)
     if number == 0:
+        keep_allreduce(runtime, found, about)
         init_default_group(runtime)
     parallel = data_parallel(model)
     hook = attach(parallel, strategy.codec)

@@ -117,7 +117,13 @@ def join_local_sgd(
     from mpitrain.training.session import attempt
     from mpitrain.training.synchronous.checkpoints import own_part
     from mpitrain.training.synchronous.ddp import data_parallel
-    from mpitrain.wrapping.checkpoints import about_loop, find_run, lockstep_saver, loop_state
+    from mpitrain.wrapping.checkpoints import (
+        about_loop,
+        find_run,
+        keep_allreduce,
+        lockstep_saver,
+        loop_state,
+    )
 
     if strategy.unit != "steps":
         raise UsageError(f'{strategy}: your own loop counts steps, not samples; use unit="steps" with wrap')
@@ -129,6 +135,7 @@ def join_local_sgd(
     found = run.found
     share_module(runtime, model)
     if number == 0:
+        keep_allreduce(runtime, found, about)
         init_default_group(runtime)
     averager = Averager(model, optimizer, strategy)
     parallel = data_parallel(model) if strategy.start else None

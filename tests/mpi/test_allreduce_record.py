@@ -69,6 +69,21 @@ def test_among_ranks_that_lie_otherwise_links_are_measured_anew_and_it_is_said(p
     assert "other nodes" in told["before"]
 
 
-def test_a_split_model_keeps_it_too(path):
-    found, _, measured = record(path, "shards")
-    assert "hierarchical" in found["chosen"].values() and measured[0] >= 1
+def test_a_library_that_is_told_otherwise_is_reported(path):
+    found, (told,), _ = record(path, "told-library")
+    assert "coll_tuned" not in told["library"] and "may round otherwise" in told["library"]
+    assert found["library"]["settings"]["OMPI_MCA_coll_tuned_allreduce_algorithm"] == "4"
+    assert "Open MPI" in found["library"]["version"]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "localsgd", "tensor", "loop-allreduce", "loop-localsgd"])
+def test_a_resume_takes_it_under_every_strategy_whose_ranks_add_together(path, kind):
+    """Links are slow when the run begins, and fast when it goes on."""
+    for name, measured in ((kind, True), (f"{kind}-again", False)):
+        counts = [int((path / name / f"measured-{rank}").read_text()) for rank in range(3)]
+        assert [count > 0 for count in counts] == [measured] * 3, counts
+    assert same_model(path / kind / "model.safetensors", path / f"{kind}-again" / "model.safetensors")
+    if not kind.startswith("loop"):
+        first, _, _ = record(path, kind)
+        again, told, _ = record(path, f"{kind}-again")
+        assert again == first and "hierarchical" in first["chosen"].values() and told == []

@@ -8,9 +8,8 @@ now, and every rank then knows what each has found, so that any rank's checkpoin
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from mpitrain.mpi.allreduce_plan import AUTO, VARIABLE, pinned
+from mpitrain.mpi.allreduce_plan import AUTO
 from mpitrain.reporting.report import write_json
 from mpitrain.system.run_directory import RUN_FILE
 from mpitrain.training.session import Session
@@ -30,13 +29,6 @@ def settle_allreduce(session: Session) -> None:
         return
     path = session.run_dir / RUN_FILE
     write_json(path, json.loads(path.read_text()) | {"allreduce": {**plan.state(), "chosen": chosen}})
-    before: dict[str, Any] = (session.resume.about.get("allreduce") if session.resume else None) or {}
-    noted = {}
-    if pinned() is not None:
-        noted["pinned"] = f"{VARIABLE}={pinned()}"
-    if before and before["setting"] != plan.setting():
-        noted["before"] = before["setting"]
-    elif before and list(before["nodes"]) != list(runtime.nodes) and runtime.num_nodes > 1:
-        noted["before"] = "ranks were on other nodes: sums may round otherwise"
+    noted = plan.differences(session.resume.about.get("allreduce") if session.resume else None)
     if noted:
         session.report.event("allreduce", **noted)
