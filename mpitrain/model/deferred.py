@@ -45,6 +45,10 @@ _DRAW_BY_SHAPE = {
     "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "rand_like",
     "randn_like", "randint_like",
 }  # fmt: skip
+# They draw what these do.
+_AS_FILLED: dict[str, Any] = {
+    "randn": _T.normal_, "randn_like": _T.normal_, "rand": _T.uniform_, "rand_like": _T.uniform_
+}  # fmt: skip
 
 
 class CannotDefer(Exception):
@@ -91,6 +95,7 @@ class Deferred:
         self._calls: list[_Call] = []
         self._storages: dict[int, torch.UntypedStorage] = {}  # empty; while they live, no other has their key
         self._holders: dict[int, list[torch.Tensor]] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._num_written, self._failed = 0, ""
         self._paused, self._within = False, False  # within a function that takes what is still to be made
 
@@ -109,6 +114,7 @@ class Deferred:
             if isinstance(module, nn.Module):
                 self._settle(module)
         finally:
+            self._scratch = torch.empty(0, dtype=torch.uint8)
             gc.unfreeze()
         return module
 
@@ -246,7 +252,7 @@ class Deferred:
             if not by_shape and used.keys() - changed:
                 raise CannotDefer(f"its constructor draws by the numbers of a large tensor ({func})")
             state = torch.get_rng_state() if generator is None else generator.get_state()
-            func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))  # random numbers move on
+            self._draw(func, args, kwargs, made)
         for tensor in new:
             self._storages[_key(tensor)] = tensor.untyped_storage()
         self._calls.append(
@@ -255,6 +261,25 @@ class Deferred:
                 [_view(tensor) for tensor in _tensors(made)], state,
             )
         )  # fmt: skip
+
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+        """Random numbers move on. What is drawn goes into memory that is used again: the gaps that large tensors leave
+        would be filled with small ones, and not be given back."""
+
+        def scratch(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_meta:
+                return value
+            num_bytes = value.untyped_storage().nbytes()
+            if self._scratch.nbytes < num_bytes:
+                self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+            whole = torch.empty(0, dtype=value.dtype).set_(self._scratch.untyped_storage())
+            return whole.as_strided(*_place(value))
+
+        name = func._schema.name.partition("::")[2]
+        if name in _AS_FILLED:
+            _AS_FILLED[name](scratch(made), generator=kwargs.get("generator"))
+        else:
+            func(*tree_map(scratch, args), **tree_map(scratch, kwargs))
 
     def _make_real(self, tensors: Iterable[torch.Tensor], why: str) -> None:
         """In place, with all that share their memory."""
@@ -421,12 +446,6 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The same arguments for tensors that hold nothing."""
     found = {name: tree_map(_to_meta, value) for name, value in kwargs.items() if name != "generator"}
     return {**found, "device": _NOWHERE} if kwargs.get("device") is not None else found
-
-
-def _zeros(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).zero_()
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -59,7 +59,8 @@ class PendingCollective:
 
     def make_arrival(self, control_comm: "MPI.Comm") -> Op:
         """The Op of this rank's arrival, which `start_arrival` begins."""
-        self.arrival = Op("arrival", buffer=self, passive=True)
+        # not this object itself: in a circle, tensors would live until the garbage collector comes
+        self.arrival = Op("arrival", buffer=(self.own, self.sums), passive=True)
         self.arrival.comm = control_comm
         return self.arrival
 

@@ -1,9 +1,11 @@
 """torch.distributed over MPI: every operation against numpy, DDP against serial training, errors, overlap."""
 
+import gc
 import itertools
 import threading
 import time
 import warnings
+import weakref
 
 import numpy as np
 import torch
@@ -217,6 +219,31 @@ def case_asynchronous_works_complete_in_any_order_of_waiting(rt):
         assert tensors[k].eq(k * rt.size + sum(range(rt.size))).all()
     future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
     assert future.wait()[0].tolist() == [rt.size] * 2
+
+
+def case_tensors_of_a_work_that_is_done_are_let_go_at_once(rt):
+    """Not when the garbage collector comes, which knows nothing of their size."""
+    gc.collect()
+    gc.disable()
+    try:
+        for whether in (False, True):
+            mine, all_of_them = torch.ones(100), torch.ones(100 * rt.size)
+            known = [weakref.ref(mine), weakref.ref(all_of_them)]
+            for work in (
+                dist.all_gather_into_tensor(all_of_them, mine, async_op=whether),
+                dist.reduce_scatter_tensor(mine, all_of_them, async_op=whether),
+                dist.all_reduce(mine, async_op=whether),
+                dist.broadcast(mine, 0, async_op=whether),
+            ):
+                if work is not None:
+                    work.wait()
+            del mine, all_of_them, work
+            deadline_s = time.monotonic() + DEADLINE_S
+            while any(reference() is not None for reference in known):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.001)
+    finally:
+        gc.enable()
 
 
 def case_groups_of_some_ranks(rt):
