@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from mpitrain.errors import UsageError
 from mpitrain.model.deferred import Deferred, held_by
 from mpitrain.mpi.process_group.broadcast import broadcast_tensors
+from mpitrain.system.memory import available_bytes, give_large_blocks_back
 from mpitrain.training.agree import attempt
 from mpitrain.training.initial_weights import WeightsFile, start_from
 from mpitrain.training.measure import build_module
@@ -27,6 +28,9 @@ from mpitrain.training.measure import build_module
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
     from mpitrain.training.session import Session
+
+COPIES = 4  # of the parameters: themselves, gradients, two moments
+HARDLY = 2 / 3
 
 
 class Layers:
@@ -108,6 +112,7 @@ def build_by_layers(session: Session, device: torch.device) -> tuple[nn.Module, 
         session.report.event(
             "every rank builds a part of the model whole first", because=deferred.built_at_once
         )
+    _mind_memory(session, built[0])
     module, layers = built[0], Layers(runtime, deferred, device)
     if job.init is not None and session.resume is None:
         fields = attempt(
@@ -116,6 +121,16 @@ def build_by_layers(session: Session, device: torch.device) -> tuple[nn.Module, 
         if runtime.rank == 0:
             session.report.event("initial weights", **fields)
     return module, layers
+
+
+def _mind_memory(session: Session, module: nn.Module) -> None:
+    """Where the whole model would hardly fit, memory comes before speed."""
+    runtime = session.runtime
+    whole = sum(one.numel() * one.element_size() * COPIES for one in module.parameters())
+    available = available_bytes(runtime.nodes.count(runtime.nodes[runtime.rank]))
+    if whole > available * HARDLY and give_large_blocks_back() and runtime.rank == 0:
+        sizes = {"whole_model_bytes": whole, "available_bytes": int(available)}
+        session.report.event("memory is scarce: freed blocks go back to the system at once", **sizes)
 
 
 class RandomNumbers:

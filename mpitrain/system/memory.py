@@ -1,0 +1,72 @@
+"""How much memory a process may still take, and where freed memory goes.
+
+Invariants: what cannot be found out limits nothing. Standard library only; Linux with glibc, and elsewhere nothing is
+done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+LARGE_BLOCK_BYTES = 2**20
+_M_MMAP_THRESHOLD = -3
+_SET_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes(num_sharing: int) -> float:
+    """What this process may still take, where `num_sharing` processes like it share the machine."""
+    found = [math.inf]
+    for limit, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            found.append(max(0, soft - _kilobytes("/proc/self/status", used, 0.0) * 1024))
+    free = [_kilobytes("/proc/meminfo", "MemAvailable", math.inf) * 1024, *_left_in_groups()]
+    return min(found + [one / num_sharing for one in free])
+
+
+def _kilobytes(path: str, name: str, otherwise: float) -> float:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return otherwise
+    return next((float(line.split()[1]) for line in lines if line.startswith(f"{name}:")), otherwise)
+
+
+def _left_in_groups() -> Iterator[float]:
+    """What the control groups of this process, of either version, and those around them may still take."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root = _GROUPS / "memory" if kinds else _GROUPS
+        limit, used = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
+        )
+        group = root / path.lstrip("/")
+        for folder in (group, *(one for one in group.parents if one.is_relative_to(root))):
+            try:
+                yield max(0.0, float((folder / limit).read_text()) - float((folder / used).read_text()))
+            except (OSError, ValueError):  # none there, or no limit
+                continue
+
+
+def give_large_blocks_back() -> bool:
+    """From now on let memory of large tensors go back to the system when they are freed. By itself glibc keeps blocks
+    of up to 32 MB, and small ones that live on fill the gaps, so that large ones need new memory again and again.
+    False where the user has set this, or there is no such setting."""
+    if any(name in os.environ for name in _SET_BY_USER):
+        return False
+    try:
+        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES))
+    except (OSError, AttributeError):
+        return False

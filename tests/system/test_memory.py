@@ -1,0 +1,74 @@
+"""What a process may still take, by each of the limits that there are."""
+
+import math
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from mpitrain.system import memory
+
+
+@pytest.fixture
+def groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    return tmp_path
+
+
+def test_limits_of_the_process_count_whole_and_the_machines_by_how_many_share_it(groups, monkeypatch):
+    free = memory.available_bytes(1)
+    assert 0 < free < math.inf and memory.available_bytes(4) == pytest.approx(free / 4, rel=0.2)
+    monkeypatch.setattr(
+        resource,
+        "getrlimit",
+        lambda limit: (
+            (memory._kilobytes("/proc/self/status", "VmData", 0) * 1024 + 2**20, -1)
+            if limit == resource.RLIMIT_DATA
+            else (-1, -1)
+        ),
+    )
+    assert memory.available_bytes(4) <= 2**21
+
+
+@pytest.mark.parametrize(("kinds", "place", "limit", "used"), [
+    ("", ".", "memory.max", "memory.current"),
+    ("cpu,memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+])  # fmt: skip
+def test_groups_of_both_versions_and_those_around_them(groups, monkeypatch, kinds, place, limit, used):
+    inner = groups / place / "job" / "task"
+    inner.mkdir(parents=True)
+    for folder, figures in ((inner, ("max", 50)), (inner.parent, (1000, 400))):
+        (folder / limit).write_text(f"{figures[0]}\n")
+        (folder / used).write_text(f"{figures[1]}\n")
+    read = memory.Path.read_text
+    monkeypatch.setattr(
+        memory.Path, "read_text",
+        lambda path: f"3:cpuset:/x\n4:{kinds}:/job/task\n" if str(path) == "/proc/self/cgroup" else read(path),
+    )  # fmt: skip
+    assert list(memory._left_in_groups()) == [600]
+
+
+PROGRAM = """
+import torch
+from mpitrain.system.memory import _kilobytes, give_large_blocks_back
+assert give_large_blocks_back()
+torch.empty(30 * 2**18).fill_(1)  # else glibc would take blocks of up to 30 MB from its heap from now on
+begin = _kilobytes("/proc/self/status", "VmData", 0)
+small = []
+for _ in range(40):
+    large = torch.empty(25 * 2**18)
+    del large
+    small.append(torch.empty(2**15))
+print(_kilobytes("/proc/self/status", "VmData", 0) - begin)
+"""
+
+
+def test_small_blocks_do_not_keep_large_ones():
+    told = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert float(told.stdout) < 10_000
+
+
+def test_what_the_user_has_set_stays(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    assert not memory.give_large_blocks_back()
