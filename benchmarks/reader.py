@@ -7,6 +7,8 @@ chunks of whole samples with fletcher32, as `mpitrain data pack` writes them; ba
 By turns:
 
     raw            h5py, whole chunks one after the other into one reused buffer: the limit, and no shuffle
+    shuffled       the same chunks in a shuffled order: the limit of everybody who shuffles. From a disk that is slower,
+                   because the system reads ahead of a file that is read from the front to the back
     mpitrain       a shuffled epoch of `Shards.batches`
     loader w       torch's DataLoader over h5py by sample, shuffled, w workers, of the same file
     rows           the same with 2 workers, of a file laid out for it: contiguous rows, no checksums
@@ -23,6 +25,7 @@ the same loop on one batch kept in memory, in turns of 40 steps; the ratio of st
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -78,8 +81,12 @@ class Files:
     directory: Path
     num_samples: int
 
+    @property
+    def stem(self):
+        return f"{self.case.sample_bytes}{'-gzip' * self.case.gzip}"
+
     def path(self, kind):
-        return str(self.directory / f"{self.case.sample_bytes}{'-gzip' * self.case.gzip}.{kind}")
+        return str(self.directory / f"{self.stem}.{kind}")
 
     def make(self):
         """Write them, if another case has not."""
@@ -102,7 +109,7 @@ class Files:
 
     def flush(self, drop=False):
         """Have all of it on the disk; `drop`: and not in the page cache."""
-        for path in self.directory.glob(f"{Path(self.path('')).stem}.*"):
+        for path in self.directory.glob(f"{self.stem}.*"):
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             if drop:
@@ -116,14 +123,17 @@ def write_tar(path, x, y):
             tar.write({"__key__": f"{number:08d}", "x.bin": sample.tobytes(), "y.cls": int(y[number])})
 
 
-def read_raw(files):
-    """Samples per second of whole chunks in turn."""
+def read_raw(files, shuffled=False):
+    """Samples per second of whole chunks, in turn or in another order every time."""
     began_s = time.perf_counter()
     with h5py.File(files.path("h5"), "r", locking=False, rdcc_nbytes=0) as file:
         datasets = list(file.values())
         chunk = datasets[0].chunks[0]
         buffers = [np.empty(dataset.chunks, dataset.dtype) for dataset in datasets]
-        for first in range(0, files.num_samples, chunk):
+        order = list(range(0, files.num_samples, chunk))
+        if shuffled:
+            random.shuffle(order)
+        for first in order:
             count = min(chunk, files.num_samples - first)
             for dataset, buffer in zip(datasets, buffers):
                 dataset.read_direct(buffer, np.s_[first : first + count], np.s_[:count])
@@ -183,6 +193,7 @@ def draw(loader, num_workers):
 
 WAYS = {
     "raw": read_raw,
+    "shuffled": lambda files: read_raw(files, shuffled=True),
     "mpitrain": read_ours,
     "loader 0": lambda files: read_by_sample(files, 0),
     "loader 2": lambda files: read_by_sample(files, 2),
@@ -199,7 +210,7 @@ def compare(case, directory, options):
     files.make()
     ways = {way: read for way, read in WAYS.items() if way != "WebDataset" or wds is not None}
     if options.pairs:
-        ways = {way: ways[way] for way in ("raw", "mpitrain")}
+        ways = {way: ways[way] for way in ("raw", "shuffled", "mpitrain")}
     speeds = {way: [] for way in ways}
     for _ in range(options.rounds):
         for way, read in ways.items():
@@ -260,7 +271,7 @@ def main():
     parser.add_argument("--compute-s", type=float, default=20)
     parser.add_argument("--turn-steps", type=int, default=TURN_STEPS)
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many columns")
-    parser.add_argument("--pairs", action="store_true", help="raw and mpitrain alone, by turns")
+    parser.add_argument("--pairs", action="store_true", help="raw, shuffled and mpitrain alone, by turns")
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]  # of the machine, whose other work our two threads share its cores with

@@ -225,9 +225,10 @@ def whole_reader() -> Row:
 
 def reader() -> str:
     row = whole_reader()
-    others = ("raw", "loader 0", "loader 2", "loader 4", "rows", "WebDataset")
+    others = ("raw", "shuffled", "loader 0", "loader 2", "loader 4", "rows", "WebDataset")
     names = (
         "raw h5py",
+        "raw, shuffled",
         *(f"DataLoader, {count} workers" for count in (0, 2, 4)),
         "contiguous file",
         "WebDataset",
@@ -236,21 +237,26 @@ def reader() -> str:
     body = []
     for title, case in row["cases"].items():
         over = case["mpitrain_over"]
-        ratios = [f"{over[key][0]:.3g}" if key in over else "" for key in others[1:]]
-        body.append((title, f"{case['samples_per_second']['mpitrain']:,.0f}", spread(over["raw"]), *ratios))
+        ratios = [f"{over[key][0]:.3g}" if key in over else "" for key in others[2:]]
+        limits = [spread(over[key]) if key in over else "" for key in others[:2]]
+        body.append((title, f"{case['samples_per_second']['mpitrain']:,.0f}", *limits, *ratios))
     text = table(head, *body) + "\n\n"
     for title, found in row["computing_20_ms"].items():
         text += f"- Samples of {title}: a consumer that computes 20 ms a batch takes {spread(found['ratio'], 3)} times "
         text += "as long a step as on one batch in memory.\n"
     text += "\n" + origin(row)
     for (load,), pairs in newest("reader", "load_before", pairs=True).items():
-        found = ", ".join(
-            f"{title} {spread(case['mpitrain_over']['raw'])}" for title, case in pairs["cases"].items()
-        )
-        cores = pairs["num_cores"]
-        text += (
-            f"\n\nRaw and mpitrain alone, by turns, at a load of {load:.1f} on {cores} cores: {found}.\n\n"
-        )
+        limits = [
+            key for key in ("raw", "shuffled") if key in next(iter(pairs["cases"].values()))["mpitrain_over"]
+        ]
+        text += f"\n\n{', '.join(limits)} and mpitrain alone, by turns, at a load of {load:.1f} on "
+        text += f"{pairs['num_cores']} cores. mpitrain over\n\n"
+        for key in limits:
+            found = (
+                f"{title} {spread(case['mpitrain_over'][key])}" for title, case in pairs["cases"].items()
+            )
+            text += f"- {key}: {', '.join(found)}.\n"
+        text += "\n"
         text += origin(pairs)
     return text
 

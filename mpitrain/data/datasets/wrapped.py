@@ -164,14 +164,14 @@ class WeightedEpoch(EpochOrder):
             counts += np.bincount(drawn, minlength=len(ends))
         return counts
 
-    def _places(self, chunks: IntArray, sizes: IntArray, shuffled: IntArray) -> tuple[IntArray, IntArray]:
+    def _rows_at(self, chunks: IntArray, sizes: IntArray) -> IntArray:
         order, (seed, epoch) = self._order, self._key
         rows = []
         for chunk, size in zip(chunks.tolist(), sizes.tolist()):
             first = int(order.first_sample[chunk])
             ends = np.cumsum(order.weights[first : first + int(order.sizes[chunk])])
             rows.append(_draw(ends, keyed_bits(seed, DRAWN_ROWS, epoch, chunk).random_raw(size)))
-        return np.repeat(chunks, sizes)[shuffled], np.concatenate(rows)[shuffled]
+        return np.concatenate(rows)
 
 
 def _draw(ends: Weights, words: NDArray[np.uint64]) -> IntArray:

@@ -8,7 +8,6 @@ spawned, so that it knows of no ranks, gets its part from the process that sent 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -91,7 +90,7 @@ class ShardBatches(IterableDataset[Batch]):
             self.source, self.catalogue, self.seed, self.epoch, [one for run in runs for one in run]
         )
         for run in runs:
-            batch = joined([next(read) for _ in run])
+            batch = next(read) if len(run) == 1 else joined([next(read) for _ in run])
             self._given += 1
             yield self.transform(batch) if self.transform else batch
         self._resumed = None
@@ -190,6 +189,8 @@ class Position(NamedTuple):
 
     def _runs(self, first: int, end: int) -> list[Run]:
         """Of the samples [first, end) of all stretches behind one another."""
+        if len(self.stretches) == 1:  # as in every pass that was not resumed
+            return [(self.stretches[0][0] + first, end - first)] if first < end else []
         runs, before = [], 0
         for start, stop in self.stretches:
             low, high = max(first, before), min(end, before + stop - start)
@@ -279,10 +280,7 @@ def read_runs(
 ) -> Iterator[Batch]:
     """One batch for every run, the next one being read meanwhile."""
     with source.reader(catalogue, seed) as reader:
-        for run, following in itertools.zip_longest(runs, runs[1:]):
-            if following:
-                reader.prefetch(epoch, *following)
-            yield reader.batch(epoch, *run)
+        yield from reader.batches(epoch, runs)
 
 
 def worker_part(runs: list[list[Run]], worker: int, num_workers: int) -> list[list[Run]]:

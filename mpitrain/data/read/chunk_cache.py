@@ -46,7 +46,7 @@ def slots_for(catalogue: Catalogue, cache_bytes: int = CACHE_BYTES) -> int:
 def memory_needed(catalogue: Catalogue) -> int:
     """What a reader will hold but for its batches, by the catalogue alone: see `Reader.memory_bytes`."""
     chunks = min(catalogue.num_chunks, slots_for(catalogue)) * catalogue.chunk_bytes
-    return chunks + 80 * catalogue.window_samples + 96 * catalogue.num_chunks
+    return chunks + 64 * catalogue.window_samples + 96 * catalogue.num_chunks
 
 
 class ChunkCache:

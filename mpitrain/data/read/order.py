@@ -99,22 +99,36 @@ class EpochOrder:
         if window < self.num_windows:
             self._window(window)
 
-    def _permute_window(self, window: int) -> tuple[IntArray, IntArray]:
-        first = window * self._window_chunks
-        sizes, chunks = self._sizes[first : first + self._window_chunks], self.chunks_of(window)
+    def _permute_window(self, window: int) -> tuple[IntArray, IntArray | None, IntArray | None]:
+        """Of the places of a window, where its chunks lie in turn: which one is at each position; whose chunk (the
+        number of it) each is, None where all chunks are as long as the first; which row, None where rows lie in turn.
+        """
+        sizes = self._sizes_of(window)
         seed, epoch = self._key
         shuffled = permutation(int(sizes.sum()), seed, SAMPLES, epoch, window)
-        return self._places(chunks, sizes, shuffled)
+        is_even = bool((sizes[:-1] == sizes[0]).all()) and sizes[-1] <= sizes[0]
+        numbers = None if is_even else np.repeat(np.arange(len(sizes)), sizes)
+        return shuffled, numbers, self._rows_at(self.chunks_of(window), sizes)
 
-    def _places(self, chunks: IntArray, sizes: IntArray, shuffled: IntArray) -> tuple[IntArray, IntArray]:
-        """(chunk, row) of the samples that stand at `shuffled` where those of these chunks stand in turn."""
-        if (sizes[:-1] == sizes[0]).all() and sizes[-1] <= sizes[0]:
-            # arithmetic lets go of Python's lock, for which a batch that is being gathered would wait
-            numbers = shuffled // sizes[0]
-            rows = numbers * sizes[0]
-            return chunks.take(numbers, mode="clip"), np.subtract(shuffled, rows, out=rows)
-        numbers = np.repeat(np.arange(len(chunks)), sizes)[shuffled]
-        return chunks[numbers], shuffled - (np.cumsum(sizes) - sizes)[numbers]
+    def _rows_at(self, chunks: IntArray, sizes: IntArray) -> IntArray | None:
+        """The rows at the places of these chunks, where they do not lie in turn."""
+        return None
+
+    def _sizes_of(self, window: int) -> IntArray:
+        return self._sizes[window * self._window_chunks : (window + 1) * self._window_chunks]
+
+    def _locate_in(self, window: int, part: slice) -> tuple[IntArray, IntArray]:
+        """(chunk, row) of a part of a window. Only operations that let go of Python's lock: what the other thread has
+        read would wait for it."""
+        shuffled, number_at, row_at = self._window(window)
+        sizes, places = self._sizes_of(window), shuffled[part]
+        numbers = places // sizes[0] if number_at is None else number_at.take(places, mode="clip")
+        chunks = self.chunks_of(window).take(numbers, mode="clip")
+        if row_at is not None:
+            return chunks, row_at.take(places, mode="clip")
+        if number_at is None:
+            return chunks, places - numbers * sizes[0]
+        return chunks, places - (np.cumsum(sizes) - sizes).take(numbers, mode="clip")
 
     def locate(self, start: int, count: int) -> tuple[IntArray, IntArray]:
         """(chunk, row) of the positions [start, start + count), two int64 arrays of length `count`.
@@ -131,9 +145,8 @@ class EpochOrder:
             first, end = self._edges[window], self._edges[window + 1]
             if first >= start + count:
                 break
-            chunks, rows = self._window(window)
             part = slice(max(start - first, 0), min(start + count, end) - first)
-            pieces.append((chunks[part], rows[part]))
+            pieces.append(self._locate_in(window, part))
         if not pieces:  # an empty run at the very end
             return np.empty(0, np.int64), np.empty(0, np.int64)
         if len(pieces) == 1:
@@ -166,11 +179,11 @@ class Order:
 
     @property
     def memory_bytes(self) -> int:
-        """What the tables of two epochs hold at most: per chunk twelve numbers, per sample of a window two in each of
-        two windows and six while the next is made.
+        """What the tables of two epochs hold at most: per chunk twelve numbers, per sample of a window three in each of
+        two windows and two while the next is made.
         """
         window_samples = int(np.sort(self.sizes)[-self.window_chunks :].sum())
-        return 8 * (12 * len(self.sizes) + 10 * window_samples)
+        return 8 * (12 * len(self.sizes) + 8 * window_samples)
 
     def samples(self, epoch: int, start: int, count: int) -> IntArray:
         """Global sample ids (shards in turn, rows in turn) at positions [start, start + count), int64."""

@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from mpitrain.data.read.order import IntArray
@@ -79,7 +80,7 @@ class Expected:
 
 
 class ReadAhead:
-    """One thread over a store; started by the first `expect`."""
+    """One thread over a store; started by the first work."""
 
     def __init__(self, store: Store):
         self._store = store
@@ -88,6 +89,7 @@ class ReadAhead:
         self._chunks: deque[int] = deque()
         self._then: Callable[[], object] | None = None
         self._at: Expected | None = None
+        self._chunk = -1  # that is being read
         self._thread: threading.Thread | None = None
         self._busy = self._closed = False
 
@@ -105,17 +107,23 @@ class ReadAhead:
             while len(self._expected) >= MAX_EXPECTED:
                 self._expected.popitem(last=False)
             self._expected[key] = expected
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="mpitrain-prefetch", daemon=True)
-                self._thread.start()
+            self._start()
             if not expected.handled:
                 self._bell.notify_all()
 
     def follow(self, chunks: Iterable[int], then: Callable[[], object] | None = None) -> None:
         """Read these chunks in turn, in place of those that were to be read so far, then call `then`."""
         with self._bell:
+            if self._closed:
+                return
             self._chunks, self._then = deque(chunks), then
+            self._start()
             self._bell.notify_all()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mpitrain-prefetch", daemon=True)
+            self._thread.start()
 
     def claim(self, key: Hashable) -> Expected | None:
         """What was announced under `key`, taken off the list; waits only if the thread is at it."""
@@ -124,6 +132,14 @@ class ReadAhead:
             while expected is not None and expected is self._at:
                 self._bell.wait()
             return expected
+
+    def wait_for(self, chunks: IntArray) -> None:
+        """Wait while the thread is about to read some of these chunks: two that read by turns wait for one another."""
+        if self._store.holds(chunks):
+            return
+        needed = set(np.unique(chunks).tolist())
+        with self._bell:
+            self._bell.wait_for(lambda: self._closed or needed.isdisjoint((*self._chunks, self._chunk)))
 
     def settle(self) -> None:
         """Wait until the thread has nothing left to do."""
@@ -142,7 +158,7 @@ class ReadAhead:
     def _next(self) -> Callable[[], object] | None:
         """What to do now, waiting for it; None at the end."""
         with self._bell:
-            self._at, self._busy = None, False
+            self._at, self._chunk, self._busy = None, -1, False
             self._bell.notify_all()
             self._bell.wait_for(lambda: self._closed or self._has_work())
             if self._closed:
@@ -156,10 +172,16 @@ class ReadAhead:
             waiting.handled, self._at = True, waiting
             return waiting.work
         if self._chunks:
-            return functools.partial(self._load, self._chunks.popleft())
+            self._chunk = self._chunks.popleft()
+            return functools.partial(self._load, self._chunk)
         then, self._then = self._then, None
         assert then is not None
         return then
+
+    def leave_the_rest(self) -> None:
+        """Do not call `then`: the caller needs it now, and does it itself."""
+        with self._bell:
+            self._then = None
 
     def _load(self, chunk: int) -> None:
         with contextlib.suppress(DataError):  # raised where a batch of it is asked for

@@ -7,9 +7,10 @@ needs the data.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.read.order import IntArray, Order, chunk_sizes
-from mpitrain.data.read.prefetch import Batch, ReadAhead, Store
+from mpitrain.data.read.prefetch import HAND_OVER_BYTES, Batch, ReadAhead, Store
 from mpitrain.data.read.transform import Transform, transformed
 from mpitrain.errors import DataError, UsageError
 
@@ -62,6 +63,17 @@ class Reader:
 
     def prefetch(self, epoch: int, start: int, count: int) -> None:
         """Hint that `batch` will soon be called so: it is read meanwhile, and the window after it."""
+
+    def batches(self, epoch: int, runs: Sequence[tuple[int, int]]) -> Iterator[Batch]:
+        """A batch for each (start, count) of `runs`, as `batch` gives it, the next one being read meanwhile.
+
+        Raises:
+            DataError, UsageError: as `batch`.
+        """
+        for run, following in itertools.zip_longest(runs, runs[1:]):
+            if following:
+                self.prefetch(epoch, *following)
+            yield self.batch(epoch, *run)
 
     def sequential(self, batch_size: int, first: int = 0, end: int | None = None) -> Iterator[Batch]:
         """The samples from `first` up to `end` (all of them) once in the order of the files; the last batch may be
@@ -121,7 +133,7 @@ class ChunkReader(Reader):
     def memory_bytes(self) -> int:
         """What reading holds at most, however large the shards are:
 
-            slots * chunk_bytes + 4 * batch_bytes + 80 * window_samples + 96 * num_chunks
+            slots * chunk_bytes + 4 * batch_bytes + 64 * window_samples + 96 * num_chunks
 
         With W = window_chunks, there are slots = 2 W + 2 places for decoded chunks (W + 1 where 2 W + 2 pass 256
         MiB), chunk_bytes and batch_bytes count all arrays, batch_bytes is of the largest batch so far (small ones are
@@ -146,6 +158,50 @@ class ChunkReader(Reader):
         if self._followed != (epoch, order.window_of(start)):
             self._ahead.follow(())  # what was wanted until here may not be wanted any more
         self._ahead.expect((epoch, start, count), *order.locate(start, count))
+
+    def batches(self, epoch: int, runs: Sequence[tuple[int, int]]) -> Iterator[Batch]:
+        if self.transforms:  # each is given the batch that it is asked for
+            yield from super().batches(epoch, runs)
+            return
+        self._check_open()
+        if runs:
+            order = self.order.epoch(epoch)
+            self._ahead.follow(order.chunks_of(order.window_of(runs[0][0])).tolist())
+        pieces = self._pieces(epoch, runs)
+        for piece, following in itertools.zip_longest(pieces, pieces[1:]):
+            if following and _span(following)[1] * self._store.sample_bytes >= HAND_OVER_BYTES:
+                self.prefetch(epoch, *_span(following))
+            if len(piece) == 1:
+                yield self.batch(epoch, *piece[0])
+                continue
+            try:
+                whole = self.batch(epoch, *_span(piece))
+            except DataError:  # told by the batch that needs what is damaged
+                yield from super().batches(epoch, piece)
+                continue
+            count = piece[0][1]
+            # The parts are no views of one another, so that each may be changed in place, under autograd too.
+            parts = [tensor.unsafe_split(count) for tensor in whole.values()]
+            for tensors in zip(*parts):
+                yield dict(zip(whole, tensors))
+
+    def _pieces(self, epoch: int, runs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """`runs` in groups that are gathered together: equally many samples one behind the other in one window."""
+        order, room = self.order.epoch(epoch), PIECE_BYTES // self._store.sample_bytes
+        pieces: list[list[tuple[int, int]]] = []
+        length = last = behind = (
+            0  # of the runs of the piece at hand; where it must end at the latest; where it ends
+        )
+        for start, count in runs:
+            if start == behind and count == length and start + count <= last:
+                pieces[-1].append((start, count))
+            else:
+                pieces.append([(start, count)])
+                length = count if self._can_cut(count) else 0
+                if 0 <= start < order.num_samples:
+                    last = min(start + room, order.end_of(order.window_of(start)))
+            behind = start + count
+        return pieces
 
     def sequential(self, batch_size: int, first: int = 0, end: int | None = None) -> Iterator[Batch]:
         runs = self._runs_in_file_order(batch_size, first, end)
@@ -179,15 +235,26 @@ class ChunkReader(Reader):
             room = min(PIECE_BYTES // self._store.sample_bytes, order.end_of(order.window_of(start)) - start)
             together = room // count * count
         if together < LEAST_TOGETHER * count:
-            return self._store.gather(*self._locate(run))
+            return self._gathered(run)
         whole = (epoch, start, together)
         try:
-            self._piece = whole, self._store.gather(*self._locate(whole))
+            self._piece = whole, self._gathered(whole)
         except DataError:  # told by the batch that needs what is damaged
-            return self._store.gather(*self._locate(run))
+            return self._gathered(run)
         cut = self._cut(run)
         assert cut is not None
         return cut
+
+    def _gathered(self, run: Run) -> Batch:
+        epoch, start, count = run
+        if epoch is not None and self._followed == (epoch, self._window_of(epoch, start + count - 1) - 1):
+            self._ahead.leave_the_rest()
+        chunks, rows = self._locate(run)
+        self._ahead.wait_for(chunks)
+        return self._store.gather(chunks, rows)
+
+    def _window_of(self, epoch: int, position: int) -> int:
+        return self.order.epoch(epoch).window_of(position)
 
     def _can_cut(self, count: int) -> bool:
         """Whether batches of `count` samples that lie one behind the other are aligned like memory of their own."""
@@ -234,6 +301,11 @@ class ChunkReader(Reader):
         self._piece = None
         self._ahead.close()
         self._store.close()
+
+
+def _span(runs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(start, count) of runs one behind the other."""
+    return runs[0][0], sum(count for _, count in runs)
 
 
 class Source(Protocol):
