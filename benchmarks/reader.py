@@ -2,7 +2,7 @@
 
     python benchmarks/reader.py [--rounds 5] [--megabytes 256] [--compute-s 20] [--pairs]
 
-One process, no MPI. A file of `--megabytes` (a quarter of it for 64-byte samples), x and an int64 label y, 1 MiB
+One process, no MPI. A file of `--megabytes`, x and an int64 label y, 1 MiB
 chunks of whole samples with fletcher32, as `mpitrain data pack` writes them; batches of 64 samples, 1024 of 64 bytes.
 By turns:
 
@@ -205,8 +205,8 @@ WAYS = {
 
 def compare(case, directory, options):
     """Samples per second of every way in every round."""
-    num_bytes = options.megabytes * 2**20 // (1 if case.sample_bytes >= 4096 else 4)
-    files = Files(case, directory, max(8 * case.batch_size, num_bytes // (case.sample_bytes + 8)))
+    num_samples = options.megabytes * 2**20 // (case.sample_bytes + 8)
+    files = Files(case, directory, max(8 * case.batch_size, num_samples))
     files.make()
     ways = {way: read for way, read in WAYS.items() if way != "WebDataset" or wds is not None}
     if options.pairs:

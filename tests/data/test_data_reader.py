@@ -168,6 +168,48 @@ def test_no_chunk_is_read_twice_in_an_epoch(prefetch, counts, chunk, window, siz
                 assert epoch > 0 or cache.num_reads == catalogue.num_chunks
 
 
+def test_batches_that_were_gathered_together_are_separate(tmp_path):
+    """One may be changed in place, under autograd too, and what another holds stays."""
+    pack_plain(tmp_path, [96], 96, shape=(16,))
+    source = Shards(f"{tmp_path}/*.h5")
+    catalogue = source.scan()
+    runs = [(start, 32) for start in range(0, 96, 32)]
+    with source.reader(catalogue, 3) as reader, source.reader(catalogue, 3) as plain:
+        found = list(reader.batches(0, runs))
+        assert len({batch["x"].untyped_storage().data_ptr() for batch in found}) == 1  # they were
+        weight = torch.ones(16, requires_grad=True)
+        found[0]["x"].mul_(weight)
+        found[0]["x"].sum().backward()
+        found[1]["x"].zero_()
+        assert torch.equal(weight.grad, plain.batch(0, 0, 32)["x"].sum(0))
+        assert torch.equal(found[2]["x"], plain.batch(0, 64, 32)["x"])
+
+
+def test_damage_is_told_by_the_batches_that_need_it(tmp_path):
+    """The others come, though they would have been gathered together with it."""
+    pack_plain(tmp_path, [64], 16, shape=(16,))
+    source = Shards(f"{tmp_path}/*.h5", window_chunks=2)
+    catalogue = source.scan()
+    cache = ChunkCache(catalogue, ShardFiles(catalogue))
+    with ChunkReader(catalogue, 3, cache) as reader:
+        order = reader.order.epoch(0)
+        damaged = int(order.chunks_of(1)[1])
+        load = cache.load
+
+        def refuse(chunk):
+            if chunk == damaged:
+                raise DataError("damaged")
+            load(chunk)
+
+        cache.load = refuse
+        runs = [(start, 8) for start in range(0, 64, 8)]
+        first = next(number for number, run in enumerate(runs) if damaged in order.locate(*run)[0])
+        batches = reader.batches(0, runs)
+        assert sum(1 for _ in zip(range(first), batches)) == first == 4
+        with pytest.raises(DataError, match="damaged"):
+            next(batches)
+
+
 def test_the_next_window_is_read_while_this_one_is_used(tmp_path):
     """From a window's first batch on, the next window is read; so nothing is left to read when it begins."""
     pack_plain(tmp_path, [100], 5)

@@ -23,6 +23,7 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpitrain.data.format.columns import IntArray
 from mpitrain.errors import UsageError
@@ -47,10 +48,15 @@ def permutation(size: int, *key: int) -> IntArray:
     index_bits = np.uint64((1 << max(size - 1, 1).bit_length()) - 1)
     # the index in the low bits breaks ties the same way on every machine, and a sort is 10x an argsort's speed
     words &= ~index_bits
-    words |= np.arange(size, dtype=np.uint64)
+    words |= _indices(size)
     words.sort()
     words &= index_bits
     return words.view(np.int64)
+
+
+@functools.lru_cache(maxsize=1)  # nearly all windows are of one size
+def _indices(size: int) -> NDArray[np.uint64]:
+    return np.arange(size, dtype=np.uint64)
 
 
 def chunk_sizes(shards: Sequence[tuple[int, int]]) -> IntArray:
@@ -180,7 +186,7 @@ class Order:
     @property
     def memory_bytes(self) -> int:
         """What the tables of two epochs hold at most: per chunk twelve numbers, per sample of a window three in each of
-        two windows and two while the next is made.
+        two windows, and two besides.
         """
         window_samples = int(np.sort(self.sizes)[-self.window_chunks :].sum())
         return 8 * (12 * len(self.sizes) + 8 * window_samples)

@@ -87,7 +87,7 @@ class ReadAhead:
         self._bell = threading.Condition()
         self._expected: OrderedDict[Hashable, Expected] = OrderedDict()
         self._chunks: deque[int] = deque()
-        self._then: Callable[[], object] | None = None
+        self._first: Callable[[], object] | None = None
         self._at: Expected | None = None
         self._chunk = -1  # that is being read
         self._thread: threading.Thread | None = None
@@ -111,12 +111,12 @@ class ReadAhead:
             if not expected.handled:
                 self._bell.notify_all()
 
-    def follow(self, chunks: Iterable[int], then: Callable[[], object] | None = None) -> None:
-        """Read these chunks in turn, in place of those that were to be read so far, then call `then`."""
+    def follow(self, chunks: Iterable[int], first: Callable[[], object] | None = None) -> None:
+        """Call `first`, then read these chunks in turn, in place of what was to be done so far."""
         with self._bell:
             if self._closed:
                 return
-            self._chunks, self._then = deque(chunks), then
+            self._chunks, self._first = deque(chunks), first
             self._start()
             self._bell.notify_all()
 
@@ -148,7 +148,7 @@ class ReadAhead:
 
     def _has_work(self) -> bool:
         unhandled = any(not expected.handled for expected in self._expected.values())
-        return unhandled or bool(self._chunks) or self._then is not None
+        return unhandled or bool(self._chunks) or self._first is not None
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
@@ -171,17 +171,11 @@ class ReadAhead:
         if waiting is not None and not (self._chunks and self._store.holds(waiting.chunks)):
             waiting.handled, self._at = True, waiting
             return waiting.work
-        if self._chunks:
-            self._chunk = self._chunks.popleft()
-            return functools.partial(self._load, self._chunk)
-        then, self._then = self._then, None
-        assert then is not None
-        return then
-
-    def leave_the_rest(self) -> None:
-        """Do not call `then`: the caller needs it now, and does it itself."""
-        with self._bell:
-            self._then = None
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        self._chunk = self._chunks.popleft()
+        return functools.partial(self._load, self._chunk)
 
     def _load(self, chunk: int) -> None:
         with contextlib.suppress(DataError):  # raised where a batch of it is asked for

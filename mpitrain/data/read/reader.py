@@ -246,15 +246,9 @@ class ChunkReader(Reader):
         return cut
 
     def _gathered(self, run: Run) -> Batch:
-        epoch, start, count = run
-        if epoch is not None and self._followed == (epoch, self._window_of(epoch, start + count - 1) - 1):
-            self._ahead.leave_the_rest()
         chunks, rows = self._locate(run)
         self._ahead.wait_for(chunks)
         return self._store.gather(chunks, rows)
-
-    def _window_of(self, epoch: int, position: int) -> int:
-        return self.order.epoch(epoch).window_of(position)
 
     def _can_cut(self, count: int) -> bool:
         """Whether batches of `count` samples that lie one behind the other are aligned like memory of their own."""
