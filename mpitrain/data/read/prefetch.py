@@ -84,7 +84,9 @@ class ReadAhead:
 
     def __init__(self, store: Store):
         self._store = store
-        self._bell = threading.Condition()
+        lock = threading.RLock()
+        self._bell, self._arrival = threading.Condition(lock), threading.Condition(lock)
+        self._awaited: set[int] = set()
         self._expected: OrderedDict[Hashable, Expected] = OrderedDict()
         self._chunks: deque[int] = deque()
         self._first: Callable[[], object] | None = None
@@ -137,9 +139,13 @@ class ReadAhead:
         """Wait while the thread is about to read some of these chunks: two that read by turns wait for one another."""
         if self._store.holds(chunks):
             return
-        needed = set(np.unique(chunks).tolist())
         with self._bell:
-            self._bell.wait_for(lambda: self._closed or needed.isdisjoint((*self._chunks, self._chunk)))
+            self._awaited = set(np.unique(chunks).tolist())
+            self._arrival.wait_for(self._have_arrived)
+            self._awaited = set()
+
+    def _have_arrived(self) -> bool:
+        return self._closed or self._awaited.isdisjoint((*self._chunks, self._chunk))
 
     def settle(self) -> None:
         """Wait until the thread has nothing left to do."""
@@ -160,6 +166,10 @@ class ReadAhead:
         with self._bell:
             self._at, self._chunk, self._busy = None, -1, False
             self._bell.notify_all()
+            if (
+                self._awaited and self._have_arrived()
+            ):  # waking the caller for each chunk would hold up the next
+                self._arrival.notify_all()
             self._bell.wait_for(lambda: self._closed or self._has_work())
             if self._closed:
                 return None
@@ -187,6 +197,7 @@ class ReadAhead:
             self._closed = True
             self._expected.clear()
             self._bell.notify_all()
+            self._arrival.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._thread = None

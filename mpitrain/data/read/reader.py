@@ -288,7 +288,8 @@ class ChunkReader(Reader):
         current, following = order.chunks_of(window), order.chunks_of(window + 1)
         self._store.touch(current)  # what this window still needs must outlive what the last one used
         room = max(0, self._store.num_slots - len(current))
-        self._ahead.follow(following[:room].tolist(), lambda: order.prepare(window + 1))
+        chunks = [*current.tolist(), *following[:room].tolist()]  # it may not all be here yet
+        self._ahead.follow(chunks, lambda: order.prepare(window + 1))
 
     def close(self) -> None:
         super().close()
