@@ -5,7 +5,7 @@ at a collective adds three numbers to a small nonblocking Allreduce, which is po
 
     digest     a hash of the call (operation, dtype, number of elements, root ...): all are equal iff sum = n x own
     balance    for exchanges of unequal parts, the hashes of what it sends minus those of what it expects: sum = 0
-    busy       1 if it has collectives of another group pending too
+    busy       1 if it has collectives of another group pending too, or cannot do this one in one blocking call
 
 Sums in two's complement are exact, so every rank draws the same conclusion: a difference is an exception on all of
 them before anything was sent (Open MPI 5.0.11 crashes on a long message that does not fit its receive).
@@ -42,20 +42,21 @@ def digest(text: str) -> int:
 
 
 class PendingCollective:
-    """One collective in a queue. `function(may_block)` runs when all ranks have arrived; it may return a Task."""
+    """One collective in a queue. `function(may_block)` runs when all ranks have arrived; it may return a Task. It may
+    block where that of every rank `blocks` and none is busy."""
 
     __slots__ = ("arrival", "digest", "function", "op", "own", "sums", "what")
 
-    def __init__(self, op: Op, function: Callable[[bool], Any], what: str, balance: int):
+    def __init__(self, op: Op, function: Callable[[bool], Any], what: str, balance: int, blocks: bool = True):
         self.op, self.function, self.what = op, function, what
         self.digest = digest(what)
-        self.own = np.array([self.digest, balance % 2**64, 0], dtype=np.uint64)
+        self.own = np.array([self.digest, balance % 2**64, not blocks], dtype=np.uint64)
         self.sums = np.empty_like(self.own)
         self.arrival: Op | None = None
 
     def say_busy(self, busy: bool) -> None:
         """Whether this rank has collectives of another group pending as it arrives."""
-        self.own[2] = busy
+        self.own[2] |= busy
 
     def make_arrival(self, control_comm: "MPI.Comm") -> Op:
         """The Op of this rank's arrival, which `start_arrival` begins."""

@@ -125,13 +125,15 @@ class Engine:
         balance: int = 0,
         timeout_s: float | None = None,
         quiet: bool = False,
+        blocks: bool = True,
     ) -> Op:
         """`collective` with everything that `collective_queue.py` offers: `function(may_block)` may block in MPI only
-        if `may_block`, and may return a Task that yields the Ops it waits for. The Op fails with a MismatchError where
-        `what` or `balance` does not fit those of the other ranks. `quiet`: the caller waits for the Op next."""
+        if `may_block`, which no rank's may unless it `blocks` on all, and may return a Task that yields the Ops it
+        waits for. The Op fails with a MismatchError where `what` or `balance` does not fit those of the other ranks.
+        `quiet`: the caller waits for the Op next."""
         op = Op("collective")
         op.what = what
-        collective = PendingCollective(op, function, what, balance)
+        collective = PendingCollective(op, function, what, balance, blocks)
         if quiet and self._run_collective(collective, control_comm, timeout_s):
             return op
         return self._submit(

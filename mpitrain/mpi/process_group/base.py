@@ -130,9 +130,10 @@ class GroupBase(dist.ProcessGroup):
         balance: int = 0,
         writes: bool = True,
         inputs: Any = None,
+        blocks: bool = True,
     ) -> MpiWork:
         """The Work of a collective for which all ranks must give the same `what`. `writes`: it writes `result`, which
-        is a tensor or lists of them, as `inputs` are, where they are not the same."""
+        is a tensor or lists of them, as `inputs` are, where they are not the same. `blocks`: as for the engine."""
         self._check_member(name)
         if writes:
             check_writable(name, result)
@@ -144,7 +145,7 @@ class GroupBase(dist.ProcessGroup):
         limit_s = timeout.total_seconds()
         op = self._engine.submit_collective(
             lambda may_block: in_inference_mode(carry(may_block)),
-            self._control_comm, text, balance, limit_s, quiet,
+            self._control_comm, text, balance, limit_s, quiet, blocks,
         )  # fmt: skip
         if (land := trace.flight(name, what=what)) is not None:
             op.then(land)

@@ -1,5 +1,7 @@
 """The collectives of the process group that only move data: broadcast, allgather, gather, scatter, all-to-all."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,7 +174,15 @@ class DataMovement(GroupBase):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
         """outputs[r] becomes rank r's inputs[this rank]; all lengths may differ."""
-        return self._exchange("alltoall", list(outputs), list(inputs), list(outputs), opts)
+        outputs, inputs = list(outputs), list(inputs)
+        counts = [[tensor.numel() for tensor in tensors] for tensors in (outputs, inputs)]
+        events = [buffers.record_event(tensor) for tensor in (*outputs, *inputs)]
+
+        def carry(may_block: bool) -> Task:
+            yield from self._exchange(outputs, inputs, events)
+
+        what, balance = self._check_exchange("alltoall", counts, (*outputs, *inputs))
+        return self._collective("alltoall", what, carry, outputs, opts, balance, inputs=inputs)
 
     def all_to_all_single(
         self,
@@ -183,15 +193,40 @@ class DataMovement(GroupBase):
         opts: Any = None,
     ) -> MpiWork:
         """The same on parts of one tensor each, cut along the first dimension (equally, if no sizes are given)."""
-        outputs = self._split("output", output, output_split_sizes)
-        inputs = self._split("input", input, input_split_sizes)
-        return self._exchange("all_to_all_single", outputs, inputs, output, opts, shown=input)
+        out_rows = self._rows("output", output, output_split_sizes)
+        in_rows = self._rows("input", input, input_split_sizes)
+        counts = [_counts(output, out_rows), _counts(input, in_rows)]
+        event, own_event = buffers.record_event(output), buffers.record_event(input)
+        size = self.size()
+
+        def carry(may_block: bool) -> Task | None:
+            target, source = output.detach(), input.detach()
+            if not may_block:
+                parts = [list(target.split(out_rows)), list(source.split(in_rows))]
+                return self._exchange(parts[0], parts[1], [event] * size + [own_event] * size)
+            received = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+            self._comm.Alltoallv(
+                _cut_message(source.contiguous(), counts[1]), _cut_message(received, counts[0])
+            )
+            if received is not target:
+                with torch.inference_mode():
+                    target.copy_(received)
+            return None
+
+        what, balance = self._check_exchange("all_to_all_single", counts, (output, input))
+        blocks = not any(
+            buffers.on_device(tensor) or tensor.numel() > buffers.MAX_COUNT for tensor in (output, input)
+        )
+        return self._collective(
+            "all_to_all_single", what, carry, output, opts, balance, inputs=input, blocks=blocks
+        )
 
     def alltoall_base(self, *arguments: Any, **named: Any) -> MpiWork:
         """torch's older name for all_to_all_single."""
         return self.all_to_all_single(*arguments, **named)
 
-    def _split(self, name: str, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[torch.Tensor]:
+    def _rows(self, name: str, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[int]:
+        """How many rows of a tensor belong to each rank."""
         length = tensor.shape[0] if tensor.dim() else -1
         if sizes is None or not len(sizes):
             if length < 0 or length % self.size():
@@ -201,48 +236,62 @@ class DataMovement(GroupBase):
             sizes = [length // self.size()] * self.size()
         if len(sizes) != self.size() or sum(sizes) != length:
             raise ValueError(f"{name} of shape {tuple(tensor.shape)} cannot be cut into {list(sizes)}")
-        return list(tensor.detach().split(list(sizes)))
+        return list(sizes)
 
-    def _exchange(
-        self,
-        name: str,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        result: Any,
-        opts: Any,
-        shown: torch.Tensor | None = None,
-    ) -> MpiWork:
-        """`shown`: what a profile has as the input, where that is not `inputs`."""
+    def _check_exchange(
+        self, name: str, counts: list[list[int]], tensors: Sequence[torch.Tensor]
+    ) -> tuple[str, int]:
+        """What all ranks give alike, and the balance of what goes to the others and comes from them; `counts`: of
+        elements to be received from each rank, and to be sent to it."""
         size, me = self.size(), self.rank()
-        if len(outputs) != size or len(inputs) != size or inputs[me].numel() != outputs[me].numel():
+        received, sent = counts
+        if len(received) != size or len(sent) != size or received[me] != sent[me]:
             raise ValueError(
                 f"{name} wants {size} inputs and outputs, and what this rank sends itself to fit"
             )
-        dtype = outputs[0].dtype
-        if any(tensor.dtype != dtype for tensor in (*outputs, *inputs)):
-            raise TypeError(f"{name} wants one dtype, got {shape_of((*outputs, *inputs))}")
-        events = [buffers.record_event(tensor) for tensor in (*outputs, *inputs)]
-        balance = sum(digest(f"{me}>{rank}: {tensor.numel()}") for rank, tensor in enumerate(inputs))
-        balance -= sum(digest(f"{rank}>{me}: {tensor.numel()}") for rank, tensor in enumerate(outputs))
+        dtype = tensors[0].dtype
+        if any(tensor.dtype != dtype for tensor in tensors):
+            raise TypeError(f"{name} wants one dtype, got {shape_of(tensors)}")
+        return str(dtype).removeprefix("torch."), _balance(me, tuple(received), tuple(sent))
 
-        def carry(may_block: bool) -> Task:
-            held = [
-                buffers.lease(tensor, reads=False, writes=True, after=event, on_host=True)
-                for tensor, event in zip(outputs, events)
-            ]
-            lent = [
-                buffers.lease(tensor, reads=True, writes=False, after=event, on_host=True)
-                for tensor, event in zip(inputs, events[size:])
-            ]
-            held[me].memory.view(-1).copy_(lent[me].memory.view(-1))
-            ops = []
-            for step in range(1, size):
-                after, before = (me + step) % size, (me - step) % size
-                ops += self._receive(held[before].memory.view(-1), before, MOVE_TAG)
-                ops += self._send(lent[after].memory.view(-1), after, MOVE_TAG)
-            yield ops
-            for each in (*held, *lent):
-                each.finish()
+    def _exchange(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], events: Sequence[Any]
+    ) -> Task:
+        """Messages between any two ranks; the events are of the outputs, then of the inputs."""
+        size, me = self.size(), self.rank()
+        held = [
+            buffers.lease(tensor, reads=False, writes=True, after=event, on_host=True)
+            for tensor, event in zip(outputs, events)
+        ]
+        lent = [
+            buffers.lease(tensor, reads=True, writes=False, after=event, on_host=True)
+            for tensor, event in zip(inputs, events[size:])
+        ]
+        held[me].memory.view(-1).copy_(lent[me].memory.view(-1))
+        ops = []
+        for step in range(1, size):
+            after, before = (me + step) % size, (me - step) % size
+            ops += self._receive(held[before].memory.view(-1), before, MOVE_TAG)
+            ops += self._send(lent[after].memory.view(-1), after, MOVE_TAG)
+        yield ops
+        for each in (*held, *lent):
+            each.finish()
 
-        what, lent_by = str(dtype).removeprefix("torch."), inputs if shown is None else shown
-        return self._collective(name, what, carry, result, opts, balance, inputs=lent_by)
+
+def _counts(tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
+    width = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    return [width * count for count in rows]
+
+
+def _cut_message(memory: torch.Tensor, counts: Sequence[int]) -> buffers.Message:
+    """A contiguous host tensor as parts of these lengths, one behind the other."""
+    raw, _, datatype = message = buffers.as_buffer(memory)
+    message[:] = [raw, (counts, [0, *itertools.accumulate(counts)][: len(counts)]), datatype]
+    return message
+
+
+@functools.lru_cache(maxsize=1024)
+def _balance(me: int, received: tuple[int, ...], sent: tuple[int, ...]) -> int:
+    """The hashes of what goes to each rank, minus those of what is to come from each (`collective_queue.py`)."""
+    outward = sum(digest(f"{me}>{rank}: {count}") for rank, count in enumerate(sent))
+    return outward - sum(digest(f"{rank}>{me}: {count}") for rank, count in enumerate(received))
