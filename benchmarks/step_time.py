@@ -7,6 +7,8 @@ zero_grad, forward, backward, exchange, SGD with momentum, on a fixed batch, one
 take turns in blocks of a few steps:
 
     one process     rank 0 alone: no exchange (the bound, as long as cores are free)
+    side by side    both at once, no exchange (the bound of two that share caches and memory)
+    Allreduce       one blocking Allreduce of as many bytes, and no step
     gloo            torch's DDP over gloo: the peer
     allreduce       torch's DDP over our process group
     bare mpi4py     backward, then one flat blocking Allreduce
@@ -94,6 +96,18 @@ class Parallel(Contestant):
         self.optimizer.step()
 
 
+class Exchange(Contestant):
+    """One blocking Allreduce of the model's gradients, and nothing else."""
+
+    def __init__(self, make, shape, comm):
+        super().__init__(make, shape)
+        self.comm = comm
+        self.flat = torch.zeros(sum(p.numel() for p in self.module.parameters())).numpy()
+
+    def step(self):
+        self.comm.Allreduce(MPI.IN_PLACE, [self.flat, MPI.FLOAT])
+
+
 class Bare(Contestant):
     """One flat Allreduce after backward, by hand."""
 
@@ -155,6 +169,8 @@ def measure(name, options, groups, pair, engine):
     asynchronous = Asynchronous(make, shape, engine)
     contestants = {
         "one process": Contestant(make, shape) if runtime.rank == 0 else None,
+        "side by side": Contestant(make, shape),
+        "Allreduce": Exchange(make, shape, pair),
         "gloo": Parallel(make, shape, lambda m: DistributedDataParallel(m, process_group=gloo)),
         "allreduce": Parallel(make, shape, lambda m: data_parallel(m, ours)),
         "bare mpi4py": Bare(make, shape, pair),
@@ -181,10 +197,19 @@ def show(name, seconds, options):
         lines.append(
             (key, f"{statistics.median(values) * 1e3:.1f}", f"{middle:.3f}", f"{low:.3f} - {high:.3f}")
         )
+    side, exchange = seconds["side by side"], seconds["Allreduce"]
+    bounds = {
+        "side by side": median_ratio(seconds["allreduce"], side),
+        "side by side + Allreduce": median_ratio(
+            seconds["allreduce"], [a + b for a, b in zip(side, exchange)]
+        ),
+    }
     numbers = sum(parameter.numel() for parameter in MODELS[name][0]().parameters())
     rounds = f"{options.rounds} rounds of {options.block} steps"
     print(f"\n{name}: {numbers / 1e6:.2f} million parameters, batch {BATCH}, {rounds}")
-    print(table(lines), flush=True)
+    print(table(lines))
+    for bound, (middle, low, high) in bounds.items():
+        print(f"allreduce over {bound}: {middle:.3f} ({low:.3f} - {high:.3f})", flush=True)
     medians = {key: statistics.median(values) * 1e3 for key, values in seconds.items()}
     row = {
         "model": name,
@@ -192,6 +217,7 @@ def show(name, seconds, options):
         "block": options.block,
         "median_ms": medians,
         "ratio_to_gloo": ratios,
+        "allreduce_over": bounds,
     }
     write_row("step_time", row | {"mpi": runtime.library})
 
