@@ -30,7 +30,8 @@ def launch(
     level: str = "ulfm",
 ) -> Any:
     """Start a job and return the process, its output in `run_dir/out`."""
-    command = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks), "--ft", level]
+    command = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks)]
+    command += ["--ft", level] if level else []
     command += [f"--host-args={host_args}"] if host_args else []
     command += ["train", str(job), "--quiet", "--run-dir", str(run_dir), *words]
     run_dir.mkdir(parents=True, exist_ok=True)

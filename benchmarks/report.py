@@ -218,6 +218,23 @@ def splitting() -> str:
     return table(head, *body) + f"\n\n{told}\n\n" + origin(row)
 
 
+def memory() -> str:
+    row = one("memory")
+    head = ("strategy", "end", "most beyond its size before, MB", "when it went on, MB", "s")
+    body = [
+        (f"`{way}`", found["end"],
+         *(f"{max(found[key]) / 1e6:.0f}" if found[key] else "" for key in ("more", "resumed_more")),
+         f"{found['seconds']:.0f}")
+        for way, found in row["ways"].items()
+    ]  # fmt: skip
+    told = f"{row['ranks']} ranks, {row['num_parameters'] / 1e6:.0f} million parameters: with gradients and Adam's state "
+    told += f"{row['needed'] / 1e6:,.0f} MB, of which a rank may use {row['allowed'] / 1e6:.0f} MB beyond its size before "
+    told += (
+        "the model is built. Checkpoints, the saved model and a second launch from a checkpoint are included."
+    )
+    return table(head, *body) + f"\n\n{told}\n\n" + origin(row)
+
+
 def whole_reader() -> Row:
     """The newest row of all ways to read."""
     return [row for row in rows_of("reader") if not row.get("pairs")][-1]
@@ -455,6 +472,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "codec_accuracy": (["python benchmarks/codec_accuracy.py"], codec_accuracy),
     "averaging": (["mpitrain launch -n 2 benchmarks/averaging.py"], averaging),
     "splitting": (["mpitrain launch -n 2 benchmarks/splitting.py"], splitting),
+    "memory": (["python benchmarks/memory.py"], memory),
     "stragglers": (["mpitrain launch -n 5 benchmarks/stragglers.py"], stragglers),
     "rates": (["python benchmarks/rates.py"], rates),
     "reader": (["python benchmarks/reader.py"], reader),
