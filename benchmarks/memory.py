@@ -1,4 +1,4 @@
-"""Does a model train that does not fit into what one rank may use, and does it not fit?
+"""Does a model that does not fit into the memory of one rank train where it is split?
 
     python benchmarks/memory.py [--ranks 8] [--width 768] [--blocks 32] [--steps 2] [--rounds 1]
 
@@ -68,7 +68,6 @@ def main() -> None:
             "needed": needed,
             "allowed": needed / 3,
             "ways": found,
-            "rounds": options.rounds,
         },
     )
 

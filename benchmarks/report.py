@@ -227,11 +227,10 @@ def memory() -> str:
          f"{found['seconds']:.0f}")
         for way, found in row["ways"].items()
     ]  # fmt: skip
-    told = f"{row['ranks']} ranks, {row['num_parameters'] / 1e6:.0f} million parameters: with gradients and Adam's state "
-    told += f"{row['needed'] / 1e6:,.0f} MB, of which a rank may use {row['allowed'] / 1e6:.0f} MB beyond its size before "
-    told += (
-        "the model is built. Checkpoints, the saved model and a second launch from a checkpoint are included."
-    )
+    millions, needed, allowed = (row[key] / 1e6 for key in ("num_parameters", "needed", "allowed"))
+    told = f"{row['ranks']} ranks, {millions:.0f} million parameters: with gradients and Adam's state "
+    told += f"{needed:,.0f} MB, of which a rank may use {allowed:.0f} MB beyond its size before the model is built. "
+    told += "Checkpoints, the saved model and a second launch from a checkpoint are included."
     return table(head, *body) + f"\n\n{told}\n\n" + origin(row)
 
 

@@ -42,7 +42,8 @@ BY_HAND = {
 
 HELPERS = {
     "common", "chaos_allreduce", "chaos_campaign", "chaos_job", "chaos_kills", "chaos_launch", "chaos_relaunch",
-    "chaos_counting", "report", "memory_job", "counted_job", "counting_job", "indices", "relaunch_job", "signal_job", "tolerance_job",
+    "chaos_counting", "report", "counted_job", "counting_job", "indices", "relaunch_job", "signal_job", "tolerance_job",
+    "memory_job",
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ RUN_ID_FILE = "run-id"
 RUN_FILE = "run.json"
 FIRST_PART = "shard-0"
 PART_NAME = re.compile(r"(shard|own|worker)-(0|[1-9]\d{0,8})")
+_PIECE_BYTES = 2**20
 MAX_RECORD_BYTES = 2**26  # of a part's JSON
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _FOLDER_NAME = re.compile(r"\d{12,15}")
@@ -119,10 +120,12 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise ValueError(f"{size} bytes, at most {max_bytes}")
-        data: bytes = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"more than {max_bytes} bytes")
-    return data
+        data = bytearray()
+        while piece := file.read(_PIECE_BYTES):  # memory for all that is asked for is taken beforehand
+            data += piece
+            if len(data) > max_bytes:
+                raise ValueError(f"more than {max_bytes} bytes")
+    return bytes(data)
 
 
 def open_regular(path: Path) -> Any:
