@@ -19,6 +19,7 @@ have been allowed to block.
 
 import functools
 import hashlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -50,8 +51,10 @@ class PendingCollective:
     def __init__(self, op: Op, function: Callable[[bool], Any], what: str, balance: int, blocks: bool = True):
         self.op, self.function, self.what = op, function, what
         self.digest = digest(what)
-        self.own = np.array([self.digest, balance % 2**64, not blocks], dtype=np.uint64)
-        self.sums = np.empty_like(self.own)
+        self.own = array(
+            "Q", (self.digest, balance % 2**64, not blocks)
+        )  # numpy's would cost a microsecond more
+        self.sums = array("Q", (0, 0, 0))
         self.arrival: Op | None = None
 
     def say_busy(self, busy: bool) -> None:
@@ -86,7 +89,7 @@ class PendingCollective:
             raise PeersTimedOutError(
                 f"{self.what}: other ranks have waited for this one until their timeout and given up"
             )
-        digests, balance, busy = (int(number) for number in self.sums)
+        digests, balance, busy = self.sums
         if digests != self.digest * control_comm.size % 2**64 or balance:
             raise MismatchError(_describe_mismatch(control_comm, self.what))
         return not busy

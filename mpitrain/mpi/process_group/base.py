@@ -290,11 +290,12 @@ def check_dtype(name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[tor
 
 def shape_of(tensors: Iterable[torch.Tensor]) -> str:
     """ "float32[3, 5]": dtype and number of elements of tensors that have one dtype, as compared between ranks."""
-    return _shape_text(tuple((tensor.dtype, tensor.numel()) for tensor in tensors))
+    return shape_text(tuple((tensor.dtype, tensor.numel()) for tensor in tensors))
 
 
 @functools.lru_cache(maxsize=4096)
-def _shape_text(tensors: tuple[tuple[torch.dtype, int], ...]) -> str:
+def shape_text(tensors: tuple[tuple[torch.dtype, int], ...]) -> str:
+    """`shape_of` tensors with these dtypes and numbers of elements."""
     dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype, _ in tensors)
     return f"{'/'.join(dtypes)}[{', '.join(str(count) for _, count in tensors)}]"
 

@@ -1,5 +1,6 @@
 """The reducing collectives of the process group: allreduce, reduce, reduce-scatter, and their coalesced forms."""
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +10,17 @@ import torch
 from mpitrain.mpi.engine.collective_queue import Task
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.process_group import algorithm_choice, allreduce_algorithms
-from mpitrain.mpi.process_group.base import GroupBase, as_list, check_dtype, shape_of
+from mpitrain.mpi.process_group.base import GroupBase, as_list, check_dtype, shape_of, shape_text
 from mpitrain.mpi.process_group.reduce_ops import Reduction, is_sixteen
 from mpitrain.mpi.process_group.sparse_allreduce import sparse_allreduce
 from mpitrain.mpi.process_group.work import MpiWork
 
 _FEW, _NUM_RECENT = 64, 64
+
+
+@functools.lru_cache(maxsize=4096)
+def _what(dtype: torch.dtype, count: int, kind: str) -> str:
+    return f"{shape_text(((dtype, count),))}, {kind}"
 
 
 class Reductions(GroupBase):
@@ -29,10 +35,14 @@ class Reductions(GroupBase):
     def allreduce(self, tensors: Any, opts: Any = None) -> MpiWork:  # type: ignore[override]
         """Reduce each tensor over all ranks, in place; sparse ones by SUM and AVG."""
         tensors = as_list(tensors)
-        if any(tensor.is_sparse for tensor in tensors):
+        first = tensors[0] if len(tensors) == 1 else None
+        if first is not None and self._is_plain(first):
+            work = self._allreduce_one(first, tensors, opts)
+        elif any(tensor.is_sparse for tensor in tensors):
             return self._collective(*sparse_allreduce(self, tensors, opts), tensors, opts)
-        work = self._allreduce_all(tensors, opts, None)
-        if len(tensors) == 1 and tensors[0].numel() <= _FEW:  # those of a larger one would be kept alive
+        else:
+            work = self._allreduce_all(tensors, opts, None)
+        if first is not None and first.numel() <= _FEW:  # those of a larger one would be kept alive
             self._recent.append(work)
         return work
 
@@ -51,41 +61,63 @@ class Reductions(GroupBase):
             )
         return self._allreduce_all(tensors, opts, wire)
 
+    def _allreduce_one(self, tensor: torch.Tensor, result: list[torch.Tensor], opts: Any) -> MpiWork:
+        """The everyday case without the machinery, which costs more than a small allreduce itself."""
+        reduction = Reduction.of(tensor.dtype, opts)
+
+        def at_once(may_block: bool) -> Task | None:
+            if not may_block:
+                return self._carried([tensor], [reduction], [None], None, False)
+            memory = tensor.detach()
+            reduction.before(memory)
+            self._comm.Allreduce(buffers.IN_PLACE, buffers.of_plain(memory), reduction.operation)
+            reduction.after(memory, self.size())
+            return None
+
+        what = _what(tensor.dtype, tensor.numel(), reduction.kind)
+        return self._collective(
+            "allreduce", what, at_once, result, opts, writes=False
+        )  # nothing in it overlaps
+
     def _allreduce_all(self, tensors: list[torch.Tensor], opts: Any, wire: torch.dtype | None) -> MpiWork:
         wanted = [Reduction.of(tensor.dtype, opts) for tensor in tensors]
         events = [buffers.record_event(tensor) for tensor in tensors]
-
-        def carry(may_block: bool) -> Task:
-            for tensor, reduction, event in zip(tensors, wanted, events):
-                algorithm = yield from self._choose(may_block, tensor, wire)
-                on_host = not may_block or algorithm != algorithm_choice.LIBRARY
-                held = buffers.lease(tensor, reads=True, writes=True, after=event, on_host=on_host)
-                yield from self._allreduce(may_block, algorithm, held, reduction, wire)
-                held.finish()
-
-        def at_once(may_block: bool) -> Task | None:
-            """The everyday case without the machinery, which costs as much as a small allreduce itself."""
-            if not may_block:
-                return carry(may_block)
-            memory = tensors[0].detach()
-            message = buffers.as_buffer(memory, reduction=True)
-            wanted[0].before(memory)
-            self._comm.Allreduce(buffers.IN_PLACE, message, wanted[0].operation)
-            wanted[0].after(memory, self.size())
-            return None
-
         kinds = "/".join(dict.fromkeys(reduction.kind for reduction in wanted))
         way = "" if wire is None else f" as {str(wire).removeprefix('torch.')}"
-        function = at_once if len(tensors) == 1 and wire is None and self._is_plain(tensors[0]) else carry
-        return self._collective("allreduce", f"{shape_of(tensors)}{way}, {kinds}", function, tensors, opts)
+        return self._collective(
+            "allreduce",
+            f"{shape_of(tensors)}{way}, {kinds}",
+            lambda may_block: self._carried(tensors, wanted, events, wire, may_block),
+            tensors,
+            opts,
+        )
+
+    def _carried(
+        self,
+        tensors: Sequence[torch.Tensor],
+        wanted: Sequence[Reduction],
+        events: Sequence[Any],
+        wire: torch.dtype | None,
+        may_block: bool,
+    ) -> Task:
+        for tensor, reduction, event in zip(tensors, wanted, events):
+            algorithm = yield from self._choose(may_block, tensor, wire)
+            on_host = not may_block or algorithm != algorithm_choice.LIBRARY
+            held = buffers.lease(tensor, reads=True, writes=True, after=event, on_host=on_host)
+            yield from self._allreduce(may_block, algorithm, held, reduction, wire)
+            held.finish()
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
         """Whether MPI can add this tensor where it lies, and the library is known to be the right algorithm."""
         return (
             len(self._nodes) == 1
             and self._setting in (algorithm_choice.AUTO, algorithm_choice.LIBRARY)
+            and tensor.layout == torch.strided
             and not buffers.on_device(tensor)
             and tensor.is_contiguous()
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and not tensor.is_quantized
             and not tensor.is_inference()
             and 0 < tensor.numel() <= buffers.MAX_COUNT
             and not is_sixteen(tensor.dtype)
