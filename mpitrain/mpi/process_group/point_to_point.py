@@ -29,7 +29,7 @@ from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.system import trace
 
 _HEAD = struct.Struct("<QQQQ")  # digest(dtype), elements, bytes, number of the body
-_INLINE_BYTES = 4096 - _HEAD.size
+_INLINE_BYTES = 8192  # a second message costs more than a longer first one
 _ANY = "receive from any rank"
 _BODY_TAG = 16384  # bodies are numbered above it; the algorithms' tags lie below
 
