@@ -11,8 +11,10 @@ outside of parameters and buffers) become real in place, and stay so. A tensor k
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
+import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +95,7 @@ class Deferred:
     def __init__(self) -> None:
         self.built_at_once = ""
         self._calls: list[_Call] = []
+        self._writers: dict[int, list[int]] = {}  # numbers of the calls that write to a storage
         self._storages: dict[int, torch.UntypedStorage] = {}  # empty; while they live, no other has their key
         self._holders: dict[int, list[torch.Tensor]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -189,7 +192,9 @@ class Deferred:
             for call in reversed(self._calls[num_calls:]):
                 if call.random_state is not None and call.kwargs.get("generator") is not None:
                     call.kwargs["generator"].set_state(call.random_state)
-            del self._calls[num_calls:]
+            while len(self._calls) > num_calls:
+                for key in self._calls.pop().written:
+                    self._writers[key].pop()
             torch.set_rng_state(state)
             self._make_real(ours, str(error))
             return func(*args, **kwargs)
@@ -255,6 +260,8 @@ class Deferred:
             self._draw(func, args, kwargs, made)
         for tensor in new:
             self._storages[_key(tensor)] = tensor.untyped_storage()
+        for key in written:
+            self._writers.setdefault(key, []).append(len(self._calls))
         self._calls.append(
             _Call(
                 func, tree_map(_kept, args), tree_map(_kept, kwargs), written, frozenset(used.values()),
@@ -329,14 +336,20 @@ class Deferred:
     def _replay(self, keys: Iterable[int]) -> dict[int, torch.UntypedStorage]:
         """The storages of these keys, made; others that were needed on the way are let go as soon as can be."""
         asked = frozenset(keys)
-        wanted, calls = set(asked), list[_Call]()
-        for call in reversed(self._calls):
-            if call.written & wanted:
-                calls.append(call)
-                wanted |= call.read
-        last_use = {key: call for call in reversed(calls) for key in call.read | call.written}
+        needed = {number for key in asked for number in self._writers.get(key, ())}
+        left = [-number for number in needed]
+        heapq.heapify(left)
+        while left:  # the last call first
+            number = -heapq.heappop(left)
+            for key in self._calls[number].read:
+                earlier = self._writers[key][: bisect.bisect_left(self._writers[key], number)]
+                for one in (one for one in earlier if one not in needed):
+                    heapq.heappush(left, -one)
+                needed.update(earlier)
+        calls = [self._calls[number] for number in sorted(needed)]
+        last_use = {key: call for call in calls for key in call.read | call.written}
         storages: dict[int, torch.UntypedStorage] = {}
-        for call in reversed(calls):
+        for call in calls:
             self._do(call, storages)
             for key in call.read | call.written:
                 if last_use[key] is call and key not in asked:

@@ -29,11 +29,12 @@ def run_sharded(session: Session) -> dict[str, Any]:
     runtime, job = session.runtime, session.job
     grid = grid_of(session)
     device = pick_device(runtime.local_rank)
-    module, layers_of = build_by_layers(session, device)
+    module, builder = build_by_layers(session, device)
     parameters = compare_parameters(runtime, module)
     with default_group(runtime):
         mesh = device_mesh(grid, device)
-        shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"], layers_of.fill)
+        shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"], builder.fill)
+        del builder  # with its records
         run = MeshRun(session, grid, runtime.rank, True, device, module)
         run.use(build_optimizer(job, module, session.overrides.lr))
         return run.run(parameters, describe_optimizer(module, run.optimizer))

@@ -50,6 +50,7 @@ def run_tensor(session: Session) -> dict[str, Any]:
             shard_module(module, mesh["replica"], layers.fill, sliced_layers)
         else:
             layers.fill(module)
+        del layers  # with its records
         run = MeshRun(session, grid, replica, part == 0, device, module)
         run.random_key = grid.ranks[replica][0]
         if grid.num_replicas > 1:  # FSDP2 shards the slices once more: every rank holds something else
