@@ -120,9 +120,14 @@ def _replace(original: Any) -> Any:
 
 
 def _replaced(backend: str | None) -> str | None:
-    """Ours, where the environment asks for ours in place of a backend of that name."""
+    """Ours in place of every backend whose name the environment has, on each type of device."""
     asked = {name.strip() for name in os.environ.get(REPLACES, "").lower().split(",")} - {""}
-    return BACKEND if asked and backend is not None and _names(backend) <= {*asked, BACKEND} else backend
+    if backend is None or not asked & _names(backend):
+        return backend
+    named = {device: BACKEND if name in asked else name for device, name in devices_of(backend).items()}
+    if set(named.values()) == {BACKEND}:
+        return BACKEND
+    return ",".join(f"{device}:{name}" for device, name in named.items())
 
 
 def _is_ours(backend: str | None) -> bool:

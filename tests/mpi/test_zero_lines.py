@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from mpitrain import torch_backend
 from tests.mpi.cases import PROGRAMS
 from tests.ranks import run_ranks
 
@@ -52,6 +53,24 @@ with warnings.catch_warnings(record=True) as told:
 print(torch.ones(2).sum().item(), sum("planted" in str(each.message) for each in told) > 0)
 """
     assert python(planted) == "2.0 True"
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "meant"),
+    [
+        ("gloo", "gloo", "mpi4py"),
+        ("gloo", "cpu:gloo", "mpi4py"),
+        ("gloo", "cpu:gloo,cuda:mpi4py", "mpi4py"),
+        ("gloo", "cpu:gloo,cuda:nccl", "cpu:mpi4py,cuda:nccl"),
+        ("gloo,mpi", "MPI", "mpi4py"),
+        ("gloo", "nccl", "nccl"),
+        ("", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("gloo", None, None),
+    ],
+)
+def test_what_the_environment_replaces(monkeypatch, asked, given, meant):
+    monkeypatch.setenv(torch_backend.REPLACES, asked)
+    assert torch_backend._replaced(given) == meant
 
 
 def test_a_script_that_does_not_know_of_us():
