@@ -136,7 +136,8 @@ def check_reader(out, rows):
     (row,) = rows
     (case,) = row["cases"].values()
     speeds = case["samples_per_second"]
-    assert set(speeds) - {"WebDataset"} == {"raw", "mpitrain", "loader 0", "loader 2", "loader 4", "rows"}
+    ways = {"raw", "shuffled", "mpitrain", "loader 0", "loader 2", "loader 4", "rows"}
+    assert set(speeds) - {"WebDataset"} == ways
     assert all(value > 0 for value in speeds.values()) and set(case["mpitrain_over"]) == set(speeds) - {
         "mpitrain"
     }
@@ -168,7 +169,9 @@ def check_splitting(out, rows):
 
 def check_step_time(out, rows):
     (row,) = rows
-    assert set(row["median_ms"]) == {"one process", "gloo", "allreduce", "bare mpi4py", "async"}
+    ways = {"one process", "side by side", "Allreduce", "gloo", "allreduce", "bare mpi4py", "async"}
+    assert set(row["median_ms"]) == ways
+    assert set(row["allreduce_over"]) == {"side by side", "side by side + Allreduce"}
     assert all(way in out for way in row["median_ms"])
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import scarce
 from tests.mpi.cases import launch_program
-from tests.sampling import asked_for, sampled
+from tests.sampling import asked_for
 
 SPLIT = {
     "sharded": "sharded()", "tensor": "tensor(parallel=8)", "pipeline": "pipeline(stages=8,microbatches=8)",
@@ -25,7 +25,8 @@ def trained(request, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", sampled(SPLIT, ("pipeline",)))
+@pytest.mark.extended
+@pytest.mark.parametrize("name", SPLIT)
 def test_it_trains_within_a_third(trained, name):
     result = json.loads((trained / name / "result.json").read_text())
     assert (result["status"], result["steps"], result["resumed_from"]) == ("ok", 2, scarce.BATCH)
