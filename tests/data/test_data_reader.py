@@ -185,8 +185,9 @@ def test_batches_that_were_gathered_together_are_separate(tmp_path):
         assert torch.equal(found[2]["x"], plain.batch(0, 64, 32)["x"])
 
 
-def test_damage_is_told_by_the_batches_that_need_it(tmp_path):
-    """The others come, though they would have been gathered together with it."""
+@pytest.mark.parametrize("kind", [DataError, MemoryError])
+def test_damage_is_told_by_the_batches_that_need_it(tmp_path, kind):
+    """The others come, though they would have been gathered together with it; and nobody waits for ever."""
     pack_plain(tmp_path, [64], 16, shape=(16,))
     source = Shards(f"{tmp_path}/*.h5", window_chunks=2)
     catalogue = source.scan()
@@ -198,7 +199,7 @@ def test_damage_is_told_by_the_batches_that_need_it(tmp_path):
 
         def refuse(chunk):
             if chunk == damaged:
-                raise DataError("damaged")
+                raise kind("damaged")
             load(chunk)
 
         cache.load = refuse
@@ -206,7 +207,7 @@ def test_damage_is_told_by_the_batches_that_need_it(tmp_path):
         first = next(number for number, run in enumerate(runs) if damaged in order.locate(*run)[0])
         batches = reader.batches(0, runs)
         assert sum(1 for _ in zip(range(first), batches)) == first == 4
-        with pytest.raises(DataError, match="damaged"):
+        with pytest.raises(kind, match="damaged"):
             next(batches)
 
 

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from mpitrain.data.read.order import IntArray
-from mpitrain.errors import DataError
 from mpitrain.system import trace
 
 Batch = dict[str, torch.Tensor]
@@ -183,13 +182,9 @@ class ReadAhead:
             return waiting.work
         if self._first is not None:
             first, self._first = self._first, None
-            return first
+            return functools.partial(_tried, first)
         self._chunk = self._chunks.popleft()
-        return functools.partial(self._load, self._chunk)
-
-    def _load(self, chunk: int) -> None:
-        with contextlib.suppress(DataError):  # raised where a batch of it is asked for
-            self._store.load(chunk)
+        return functools.partial(_tried, self._store.load, self._chunk)
 
     def close(self) -> None:
         """End the thread, after what it is at; may be called twice."""
@@ -201,3 +196,9 @@ class ReadAhead:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._thread = None
+
+
+def _tried(function: Callable[..., object], *arguments: int) -> None:
+    """The caller meets an error itself when it needs the data; the thread goes on, as the caller may wait for it."""
+    with contextlib.suppress(Exception):
+        function(*arguments)
