@@ -1,6 +1,7 @@
 """A module whose large tensors are made later has the bits that its constructor would have given it."""
 
 import copy
+import functools
 import random
 
 import numpy as np
@@ -139,7 +140,25 @@ def half_done():
     return layer
 
 
+def in_another_dtype(dtype):
+    """As models in bfloat16 do it: what names no dtype has the default of its time."""
+
+    def make():
+        torch.set_default_dtype(dtype)
+        try:
+            layer = nn.Linear(64, 64)
+            layer.scale = nn.Parameter(torch.ones(2048))
+            layer.noise = nn.Parameter(torch.randn(2048) * 0.02)
+            layer.register_buffer("angles", torch.arange(2048) / 3)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return layer
+
+    return make
+
+
 MAKERS = {
+    "bfloat16": in_another_dtype(torch.bfloat16), "float64": in_another_dtype(torch.float64),
     "tied": Tied, "layers": layers, "orthogonal": initialised(nn.init.orthogonal_, 2.0),
     "kaiming": initialised(nn.init.kaiming_normal_), "xavier": initialised(nn.init.xavier_uniform_),
     "sparse": initialised(nn.init.sparse_, 0.3), "eye": initialised(nn.init.eye_), "parametrized": parametrized,
@@ -228,3 +247,24 @@ def test_modules_compute_after_they_have_been_made():
     module["lstm"](torch.zeros(3, 2, 64))[0].sum().backward()
     module["transformer"](torch.zeros(2, 5, 64)).sum().backward()
     assert module["lstm"].weight_hh_l1.grad is not None
+
+
+def test_a_failed_build_leaves_real_tensors_in_the_caches_of_the_user():
+    """The constructor that runs next finds them there."""
+
+    @functools.lru_cache
+    def mask(size):
+        return torch.ones(size, size).tril()
+
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.register_buffer("mask", mask(64))
+            self.turned = self.linear.weight.t()  # has a gradient function
+
+    deferred = Deferred()
+    with pytest.raises(CannotDefer):
+        deferred.build(Caching)
+    deferred.make_leftovers()
+    assert torch.equal(Caching().mask, torch.ones(64, 64).tril())

@@ -39,7 +39,14 @@ class Described(NamedTuple):
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:
-    """What `header` needs of tensors by name."""
+    """What `header` needs of tensors by name.
+
+    Raises:
+        TypeError: a tensor is sparse or quantized.
+    """
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise TypeError(f"{name}: safetensors holds dense tensors, and this one is {tensor.type()}")
     return {name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -74,7 +81,7 @@ def header(described: Mapping[str, Described], metadata: Mapping[str, str] | Non
 
 def body(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in the file."""
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    raw = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if sys.byteorder == "big":
         width = tensor.dtype.itemsize // (2 if tensor.dtype.is_complex else 1)
         raw = raw.reshape(-1, width).flip(1).reshape(-1)

@@ -83,6 +83,7 @@ class _Call:
     read: frozenset[int]
     made: list[_View]
     random_state: torch.Tensor | None
+    default_dtype: torch.dtype
 
 
 class Deferred:
@@ -108,7 +109,9 @@ class Deferred:
         Raises:
             CannotDefer: it cannot be built so. Whatever else `make` raises may be for the same reason.
         """
-        gc.freeze()  # older objects hold no tensor of this module, and need not be looked through
+        own = gc.get_freeze_count() == 0
+        if own:
+            gc.freeze()  # older objects hold no tensor of this module, and need not be looked through
         try:
             with _Operations(self), _Functions(self):
                 module = make()
@@ -118,8 +121,15 @@ class Deferred:
                 self._settle(module)
         finally:
             self._scratch = torch.empty(0, dtype=torch.uint8)
-            gc.unfreeze()
+            if own:
+                gc.unfreeze()
         return module
+
+    def make_leftovers(self) -> None:
+        """After `build` has failed: make what has outlived the constructor, such as a tensor in a cache of the user's
+        that the next constructor will find there."""
+        gc.collect()
+        self._make_real([one for one in _alive() if self.holds(one) and one.grad_fn is None], "")
 
     def holds(self, tensor: Any) -> bool:
         """Whether this tensor is still to be made."""
@@ -265,7 +275,7 @@ class Deferred:
         self._calls.append(
             _Call(
                 func, tree_map(_kept, args), tree_map(_kept, kwargs), written, frozenset(used.values()),
-                [_view(tensor) for tensor in _tensors(made)], state,
+                [_view(tensor) for tensor in _tensors(made)], state, torch.get_default_dtype(),
             )
         )  # fmt: skip
 
@@ -364,10 +374,16 @@ class Deferred:
                 kwargs["generator"].set_state(call.random_state)
             else:
                 torch.set_rng_state(call.random_state)
-        made = call.func(*args, **kwargs)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(call.default_dtype)  # what decides, where a call names no dtype
+        try:
+            made = call.func(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
         for there, view in zip(_tensors(made), call.made, strict=True):
             if view.key in storages:
                 continue
+            assert there.dtype == view.dtype, (call.func, there.dtype, view.dtype)
             if there.stride() != view.stride:
                 laid_out = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
                 there = laid_out.copy_(there)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 LARGE_BLOCK_BYTES = 2**20
 _M_MMAP_THRESHOLD = -3
-_SET_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 _GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -63,8 +62,9 @@ def _left_in_groups() -> Iterator[float]:
 def give_large_blocks_back() -> bool:
     """From now on let memory of large tensors go back to the system when they are freed. By itself glibc keeps blocks
     of up to 32 MB, and small ones that live on fill the gaps, so that large ones need new memory again and again.
-    False where the user has set this, or there is no such setting."""
-    if any(name in os.environ for name in _SET_BY_USER):
+    It lasts until the process ends. False where the user has set this, or there is no such setting."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc.mmap_threshold" in tunables:
         return False
     try:
         return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES))

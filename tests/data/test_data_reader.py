@@ -168,6 +168,15 @@ def test_no_chunk_is_read_twice_in_an_epoch(prefetch, counts, chunk, window, siz
                 assert epoch > 0 or cache.num_reads == catalogue.num_chunks
 
 
+def test_runs_of_no_samples_are_batches_too(tmp_path):
+    pack_plain(tmp_path, [96], 96, shape=(16,))
+    source = Shards(f"{tmp_path}/*.h5")
+    with source.reader(source.scan(), 3) as reader:
+        runs = [(0, 0), (0, 32), (32, 0), (32, 0), (32, 32), (64, 32), (96, 0)]
+        assert [len(batch["y"]) for batch in reader.batches(0, runs)] == [count for _, count in runs]
+        assert list(reader.batches(0, [])) == []
+
+
 def test_batches_that_were_gathered_together_are_separate(tmp_path):
     """One may be changed in place, under autograd too, and what another holds stays."""
     pack_plain(tmp_path, [96], 96, shape=(16,))

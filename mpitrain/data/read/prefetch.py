@@ -135,11 +135,13 @@ class ReadAhead:
             return expected
 
     def wait_for(self, chunks: IntArray) -> None:
-        """Wait while the thread is about to read some of these chunks: two that read by turns wait for one another."""
+        """Wait while the thread is about to read some of these chunks, and have it read them next. Two do not read at
+        once: HDF5 lets in one thread at a time."""
         if self._store.holds(chunks):
             return
         with self._bell:
             self._awaited = set(np.unique(chunks).tolist())
+            self._chunks = deque(sorted(self._chunks, key=lambda chunk: chunk not in self._awaited))
             self._arrival.wait_for(self._have_arrived)
             self._awaited = set()
 

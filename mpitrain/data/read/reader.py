@@ -164,12 +164,12 @@ class ChunkReader(Reader):
             yield from super().batches(epoch, runs)
             return
         self._check_open()
-        if runs:
-            order = self.order.epoch(epoch)
-            self._ahead.follow(order.chunks_of(order.window_of(runs[0][0])).tolist())
         pieces = self._pieces(epoch, runs)
+        if pieces and not self._is_large(pieces[0]):
+            order, self._followed = self.order.epoch(epoch), None
+            self._ahead.follow(order.chunks_of(order.window_of(runs[0][0])).tolist())
         for piece, following in itertools.zip_longest(pieces, pieces[1:]):
-            if following and _span(following)[1] * self._store.sample_bytes >= HAND_OVER_BYTES:
+            if following and self._is_large(following):
                 self.prefetch(epoch, *_span(following))
             if len(piece) == 1:
                 yield self.batch(epoch, *piece[0])
@@ -185,6 +185,9 @@ class ChunkReader(Reader):
             for tensors in zip(*parts):
                 yield dict(zip(whole, tensors))
 
+    def _is_large(self, piece: Sequence[tuple[int, int]]) -> bool:
+        return _span(piece)[1] * self._store.sample_bytes >= HAND_OVER_BYTES
+
     def _pieces(self, epoch: int, runs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """`runs` in groups that are gathered together: equally many samples one behind the other in one window."""
         order, room = self.order.epoch(epoch), PIECE_BYTES // self._store.sample_bytes
@@ -193,7 +196,7 @@ class ChunkReader(Reader):
             0  # of the runs of the piece at hand; where it must end at the latest; where it ends
         )
         for start, count in runs:
-            if start == behind and count == length and start + count <= last:
+            if length and start == behind and count == length and start + count <= last:
                 pieces[-1].append((start, count))
             else:
                 pieces.append([(start, count)])

@@ -143,10 +143,14 @@ class GroupBase(dist.ProcessGroup):
         text = f"{name}({what})" + (f" by {self._setting}" if self._setting != algorithm_choice.AUTO else "")
         quiet = not getattr(opts, "asyncOp", True)  # torch waits for it next
         limit_s = timeout.total_seconds()
-        op = self._engine.submit_collective(
-            lambda may_block: in_inference_mode(carry(may_block)),
-            self._control_comm, text, balance, limit_s, quiet, blocks,
-        )  # fmt: skip
+        try:
+            op = self._engine.submit_collective(
+                lambda may_block: in_inference_mode(carry(may_block)),
+                self._control_comm, text, balance, limit_s, quiet, blocks,
+            )  # fmt: skip
+        except BaseException:
+            profiled.end(span)
+            raise
         if (land := trace.flight(name, what=what)) is not None:
             op.then(land)
         op.then(work.settle)

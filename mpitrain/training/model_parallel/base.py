@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpitrain.checkpoint.tensor_file import Described, order_of
-from mpitrain.errors import UsageError
+from mpitrain.errors import OutputError, UsageError
 from mpitrain.job import EMA_PREFIX
 from mpitrain.messages import Lease
 from mpitrain.model.accumulation import LeaseReader, read_alike
@@ -313,11 +313,22 @@ class SplitRun(Stepper):
     def _save(self, path: Path, metadata: dict[str, str]) -> None:
         """Write the whole model, of which rank 0 holds one tensor at a time; collective."""
         described = self.described()
-        if self.rank == 0:
-            save_one_by_one(described, self.gather, path, metadata)
-            return
-        for name in order_of(described):
-            self.gather(name)
+        left = order_of(described)
+
+        def gather(name: str) -> torch.Tensor:
+            left.remove(name)
+            return self.gather(name)
+
+        try:
+            if self.rank == 0:
+                save_one_by_one(described, gather, path, metadata)
+            else:
+                while left:
+                    gather(left[0])
+        except OutputError:  # the other ranks send all of it, also where rank 0 can write no more
+            while left:
+                gather(left[0])
+            raise
 
     def _look_at_end(self) -> None:
         if self.validations.may_end:

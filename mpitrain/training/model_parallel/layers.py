@@ -100,6 +100,7 @@ def build_by_layers(session: Session, device: torch.device) -> tuple[nn.Module, 
         if built:  # other ranks are to do the same
             deferred.fill(held_by(built[0]), device)
         else:
+            deferred.make_leftovers()
             random_numbers.restore()
             built.append(build_module(job, device))
 
