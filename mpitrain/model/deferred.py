@@ -4,8 +4,8 @@ constructor would have given them.
 Invariants: what is made later is the same bits, and random numbers move on as if it had been made at once. The
 constructor runs once. While it does, large tensors are on the meta device and hold nothing: the operations on them are
 recorded, with the state of the random numbers where they draw some, and run again for one tensor when that one is asked
-for. A constructor sees no difference: a tensor says that it is on the host, and a single number that is read is
-computed. Tensors whose numbers are needed otherwise while the module is built (NumPy, weights that are loaded, tensors
+for. A constructor sees no difference in its own thread (what another thread writes to large tensors is lost): a tensor
+says that it is on the host, and a single number that is read is computed. Tensors whose numbers are needed otherwise while the module is built (NumPy, weights that are loaded, tensors
 outside of parameters and buffers) become real in place, and stay so. A tensor keeps its identity when it becomes real.
 """
 
