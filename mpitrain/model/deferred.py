@@ -5,8 +5,9 @@ Invariants: what is made later is the same bits, and random numbers move on as i
 constructor runs once. While it does, large tensors are on the meta device and hold nothing: the operations on them are
 recorded, with the state of the random numbers where they draw some, and run again for one tensor when that one is asked
 for. A constructor sees no difference in its own thread (what another thread writes to large tensors is lost): a tensor
-says that it is on the host, and a single number that is read is computed. Tensors whose numbers are needed otherwise while the module is built (NumPy, weights that are loaded, tensors
-outside of parameters and buffers) become real in place, and stay so. A tensor keeps its identity when it becomes real.
+says that it is on the host, and a single number that is read is computed. Tensors whose numbers are needed otherwise
+while the module is built (NumPy, weights that are loaded, tensors outside of parameters and buffers) become real in
+place, and stay so. A tensor keeps its identity when it becomes real.
 """
 
 from __future__ import annotations
