@@ -42,7 +42,12 @@ def test_without_fault_tolerance_a_rank_that_stands_still_ends_the_job_by_name(t
     ("name", "timeout_s", "why"),
     [
         ("SIGKILL", "600", "died before it began to train"),
-        ("SIGSTOP", "15", "did not begin to train within 15 s (--start-timeout-s)"),
+        pytest.param(
+            "SIGSTOP",
+            "15",
+            "did not begin to train within 15 s (--start-timeout-s)",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_under_ulfm_a_rank_that_never_starts_mpi_ends_the_launch_by_name(
