@@ -78,8 +78,8 @@ def test_collectives_overlap_with_the_backward_pass(launched):
     assert "allreduce" in flights(events)
     collectives = [event for event in events if event["ph"] == "b" and event["name"] == "allreduce"]
     passes = spans(events, "backward")
-    assert all(
-        any(one["ts"] <= event["ts"] <= one["ts"] + one["dur"] for one in passes) for event in collectives
+    assert passes and all(
+        any(one["ts"] <= event["ts"] <= one["ts"] + one["dur"] for event in collectives) for one in passes
     )
 
 
