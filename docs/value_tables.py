@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import re
 
-import mpitrain.inject  # noqa: F401 - registers stragglers and faults
+import mpitrain.inject
+import mpitrain.virtual  # noqa: F401 - registers laws of virtual time
 from docs.markdown import cell, table
 from mpitrain.codecs.base import Feedback
 from mpitrain.strategies import registry
@@ -80,5 +81,8 @@ SECTIONS = {
     "codec options": lambda: of_base(Feedback),
     "schedules": lambda: of_kind("schedule", "schedule"),
     "outers": lambda: of_kind("outer", "outer optimizer"),
+    "compute laws": lambda: of_kind("compute", "compute law"),
+    "costs": lambda: of_kind("costs", "costs"),
+    "network laws": lambda: of_kind("network", "network law"),
     "injections": lambda: of_kind("inject", "injection"),
 }

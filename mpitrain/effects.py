@@ -17,7 +17,7 @@ collectives, in virtual time by messages round a ring. The messages stand in `me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any, NamedTuple, Protocol
 
 from mpitrain.messages import Message
@@ -32,9 +32,12 @@ class Send(NamedTuple):
 
 class Recv(NamedTuple):
     """Answered with `(source, message)` when the next message is here, or with None after `timeout_s` without one; 0
-    asks for what is here now."""
+    asks for what is here now. `kind` and `sources` say what is waited for, and from which ranks, in the report of a
+    deadlock; whatever comes is the answer all the same."""
 
     timeout_s: float | None = None
+    kind: str = ""
+    sources: Collection[int] = ()
 
 
 class Compute(NamedTuple):

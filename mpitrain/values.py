@@ -205,6 +205,7 @@ _LITERALS: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "str": (str,),
     "bool": (bool,),
+    "tuple[float,...]": (tuple, list),  # its elements are the class's to check
 }
 
 

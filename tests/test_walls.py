@@ -31,7 +31,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
         "strategies": set(),
         "data": {"torch", "h5py", "numpy", "sklearn", "hdf5plugin", "pyarrow", "PIL"},
         "mpi": {"mpi4py", "torch", "numpy"},
-        "virtual": {"torch"},
+        "virtual": {"torch", "numpy"},
         "inject": set(),
         "launch": set(),
         "slurm": set(),
@@ -47,7 +47,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
     {"training": {"torch", "safetensors"}},
     {
         "wrapping": {"torch"},
-        "simulation": {"torch"},
+        "simulation": {"torch", "numpy"},
         "planning": {"torch"},
     },
     {"cli": set()},

@@ -62,11 +62,18 @@ def add_parser(commands: Any) -> None:
     out = parser.add_argument_group("what comes out")
     out.add_argument("--hosts", metavar="NAMES", help="nodes that should have reported (--collect)")
     out.add_argument("--failing", metavar="FILE", help="write the unfit nodes' names there, a line each")
+    out.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the pairs' figures there, for simulate --network measured (--comm)",
+    )
     parser.set_defaults(run=run_doctor)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine, collect or measure; the exit code says fit or unfit."""
+    if arguments.json and not arguments.comm:
+        arguments.parser.error("--json FILE holds what --comm measures: give both")
     if arguments.node:
         return _run_node(arguments)
     if arguments.collect:
@@ -82,7 +89,8 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
     if arguments.comm:
         from mpitrain.doctor.pairs import run_comm
 
-        code = run_comm(runtime, Path(arguments.failing) if arguments.failing else None)
+        failing, figures = (Path(name) if name else None for name in (arguments.failing, arguments.json))
+        code = run_comm(runtime, failing, figures=figures)
     else:
         from mpitrain.doctor.canary import run_canary
 

@@ -20,10 +20,24 @@ compute laws (seconds per batch):
   exponential(1)                   memoryless with mean 1 s
   shifted_exponential(1, 1)        1 s plus an exponential of mean 1 s
   lognormal(1, 0.5)                mean 1 s, heavy tail
+  gamma(1, shape=4)                mean 1 s, spread 1 / sqrt(shape)
+  pareto(1, alpha=3)               mean 1 s, heaviest tail
+  bernoulli(gamma(1), chance=0.1, factor=5)        every tenth batch is slow
+  persistent(gamma(1), factors=[1, 1, 3])          a worker keeps its factor
+  measured(5)                      this job's batches, timed here for 5 s
+  trace("runs/NAME")               times of a run with --trace steps=0:1000
 
 network laws:
   ideal()                          messages arrive at once
   link(gbit_per_s=10)              each rank has one link, so pushes queue
+  cluster(ranks_per_node=4)        ranks of a node share its adapter
+  cluster(nodes_per_switch=16, oversubscription=4, sharing="fair")
+  gbe1() gbe10() gbe100() hdr() ndr() slingshot()      clusters with known links
+  measured("comm.json")            what doctor --comm --json comm.json measured
+
+costs (of what is neither a gradient nor a message):
+  costs(memory_gb_per_s=20)        a server's update takes its memory's time
+  costs(codec_gb_per_s=2, read_s=0.01, validate_s=3, checkpoint_gb_per_s=1)
 
 The figure of merit says virtual=1: its seconds are those of the laws above, not
 measured ones.
@@ -55,6 +69,12 @@ def add_parser(commands: Any) -> None:
         "--network", default="ideal()", metavar="LAW", help='how long messages take (default: "ideal()")'
     )
     world.add_argument(
+        "--costs",
+        default="costs()",
+        metavar="COSTS",
+        help="what else takes time, such as costs(memory_gb_per_s=20) (default: nothing)",
+    )
+    world.add_argument(
         "--replay", metavar="RUN_DIR", help="repeat a real run's updates in their recorded order, to the bit"
     )
     parser.set_defaults(run=run_simulate)
@@ -73,6 +93,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             arguments.compute,
             arguments.network,
             arguments.replay,
+            arguments.costs,
             settings=arguments.options,
         )
     except MpitrainError:

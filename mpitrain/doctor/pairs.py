@@ -6,22 +6,28 @@ ranks in rounds in which no node has two partners.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.doctor.judge import SLOW, Link, judge, rounds, sharing
 from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
+from mpitrain.system.atomic import write_whole
 from mpitrain.system.launch_variables import node_name
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
 
 
-def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW) -> int:
-    """`doctor --comm`: prints on rank 0; the exit code on every rank. `failing`: where slow nodes' names go."""
+def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW, figures: Path | None = None) -> int:
+    """`doctor --comm`: prints on rank 0; the exit code on every rank. `failing`: where slow nodes' names go; `figures`:
+    where all that was measured goes, as JSON."""
     names = runtime.allgather(node_name())
     between, within = _between_nodes(runtime, names), _within_nodes(runtime)
     devices = runtime.allgather(_device(runtime.local_rank))
+    if runtime.rank == 0 and figures is not None:
+        _write(figures, runtime.nodes, names, between, within)
     code = _report(names, between, within, devices, failing, slow) if runtime.rank == 0 else 0
     return int(runtime.broadcast(code))
 
@@ -59,6 +65,27 @@ def _within_nodes(runtime: Runtime) -> list[list[Any]]:
                 if runtime.rank < peer:
                     mine.append([runtime.rank, peer, *figures])
     return [row for rows in runtime.allgather(mine) for row in rows]
+
+
+def _write(
+    path: Path,
+    nodes: Sequence[int],
+    names: list[str],
+    between: dict[tuple[str, str], Link],
+    within: list[list[Any]],
+) -> None:
+    """The figures of all pairs, for the network law `measured(FILE)`."""
+
+    def rows(found: Iterable[list[Any]]) -> list[dict[str, Any]]:
+        return [dict(zip(("a", "b", "latency_s", "bytes_per_s"), row, strict=True)) for row in sorted(found)]
+
+    content = {
+        "nodes": list(nodes),
+        "names": names,
+        "between_nodes": rows([*pair, link.latency_s, link.rate] for pair, link in between.items()),
+        "within_nodes": rows(within),
+    }
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def _device(local_rank: int) -> str | None:

@@ -94,7 +94,7 @@ class DividedValidation:
         num_units = max(1, measures.num_units)
         self._results, self._arrived, self._number, self._unit_s = {}, [], 0, 0.0
         if self._is_divided:
-            payload = yield Compute(measures.snapshot, "validate")
+            payload = yield Compute(measures.snapshot, "validate", size=0.0)
             yield Send(self.roles.dealer, Divide(self._step(), num_units, payload))
             yield from self._take_units(num_units)
         for unit in range(num_units):
@@ -106,7 +106,7 @@ class DividedValidation:
             yield Send(self.roles.dealer, Over(self._step()))
             yield from self._report_away(False)
         results, self._results = [self._results[unit] for unit in range(num_units)], {}
-        return (yield Compute(lambda: measures.conclude(results, samples), "validate"))
+        return (yield Compute(lambda: measures.conclude(results, samples), "validate", size=0.0))
 
     def _averages(self) -> Steps:
         """The moving averages of all shards, by server."""

@@ -265,7 +265,7 @@ class Peer:
         receivers = self.strategy.receivers(self.rank, turn.num_active, turn.step)
         began_s = yield Now()
         while not all(map(self._credits.may_send, receivers)):
-            yield from self._hear(*self._noted((yield Recv())))
+            yield from self._hear(*self._noted((yield Recv(kind="Credit", sources=receivers))))
         self.wait_s += (yield Now()) - began_s
 
     def _take_this_step(self, turn: Turn, own: Any) -> Answers:
@@ -284,7 +284,7 @@ class Peer:
                 del self._waiting[index]
                 return message
         while True:
-            sender, message = self._noted((yield Recv()))
+            sender, message = self._noted((yield Recv(kind=awaited.__name__, sources=(source,))))
             if sender == source and isinstance(message, awaited) and _number(message) == number:
                 return message
             self._keep(sender, message)
@@ -347,7 +347,7 @@ class Peer:
         while self._credits.are_due or any(
             self._heard.get(peer, 0) < self._since_meeting for peer in senders
         ):
-            yield from self._hear(*self._noted((yield Recv())))
+            yield from self._hear(*self._noted((yield Recv(kind="Update", sources=senders))))
 
     def _validate(self, epoch: int, turn: Turn) -> Answers:
         """The first peer's replica is measured: by all peers where they are synchronous and all know that it is time,
@@ -367,7 +367,7 @@ class Peer:
         """What the first peer holds goes down the tree of all, and what each has measured of it goes up."""
         parent, children = topology.parent(self.rank), topology.children(self.rank, self.number)
         if parent is None:
-            shown = yield Compute(measures.show, "validate")
+            shown = yield Compute(measures.show, "validate", size=0.0)
         else:
             shown = (yield from self._expect(parent, Divide, step)).payload
         for child in children:
@@ -377,7 +377,7 @@ class Peer:
             results.append((yield from self._expect(child, Measured, step)).payload)
         shown.release()
         if parent is None:
-            return (yield Compute(lambda: measures.conclude(results, samples), "validate"))
+            return (yield Compute(lambda: measures.conclude(results, samples), "validate", size=0.0))
         yield Send(parent, Measured(step, self.rank, measures.join(results)))
         return {}
 

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from mpitrain.data.format.catalogue import Catalogue
-from mpitrain.effects import Role
+from mpitrain.effects import Compute, Role
 from mpitrain.errors import UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, default_run_dir
+from mpitrain.simulation.measured_step import codec_of, measure_step
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.decentralized import Decentralized
@@ -32,7 +33,8 @@ from mpitrain.training.judge import judge
 from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.tracing import nothing_traced
 from mpitrain.training.validation import Measure, make_measure
-from mpitrain.virtual import ComputeLaw, NetworkLaw, VirtualWorld
+from mpitrain.virtual import ComputeLaw, Costs, NetworkLaw, VirtualWorld
+from mpitrain.virtual.compute_laws import MeasuredCompute
 from mpitrain.virtual.ring import Reduce
 from mpitrain.virtual.traces import VirtualTrace
 
@@ -70,7 +72,15 @@ class VirtualRun:
     servers: tuple[int, ...] = ()
     _loaded: dict[str, Any]
 
-    def __init__(self, job: Job, options: Overrides, number: int, compute: ComputeLaw, network: NetworkLaw):
+    def __init__(
+        self,
+        job: Job,
+        options: Overrides,
+        number: int,
+        compute: ComputeLaw,
+        network: NetworkLaw,
+        costs: Costs = Costs(),  # noqa: B008 - frozen
+    ):
         if number < 1:
             raise UsageError(f"--workers must be at least 1, got {number}")
         check_workers(options.injections, number)
@@ -81,7 +91,16 @@ class VirtualRun:
                 f"{self.catalogue.num_samples} workers"
             )
         self.job, self.options, self.number = job, options, number
-        self.compute, self.network = compute, network
+        self.compute, self.network, self.costs = compute, network, costs
+        self.compute_text, self.measured = str(compute), dict[str, Any]()
+        if isinstance(compute, MeasuredCompute):
+            self.compute, self.measured = measure_step(job, options.lr, self.catalogue, compute.for_s)
+        self.parts: dict[int, float] = {}  # of the parameters that a rank holds, where it is not all of them
+        self._num_bytes = 0  # of all parameters that are trained
+        self.num_shares = number  # batches a step
+        placed = network.nodes(number)
+        self.nodes = placed or tuple(range(number))  # of every rank
+        self.num_nodes = len(set(placed or (0,)))
         self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
         self.stragglers = [Straggler(options.injections, index, job.seed) for index in range(number)]
         self.validations = Validations(job, self.run_dir, read_validation_policy(job.validate_every))
@@ -91,6 +110,7 @@ class VirtualRun:
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The job's module and optimizer, with the weights that the job starts from."""
         made = build(self.job, self.options.lr, torch.device("cpu"))
+        self._num_bytes = sum(one.nbytes for one in made[0].parameters() if one.requires_grad)
         self._loaded = start_from(self.job, made[0])
         return made
 
@@ -104,13 +124,15 @@ class VirtualRun:
         job = self.job
         planned = self.catalogue.num_samples * job.epochs
         if self.options.steps is not None:
-            planned = self.options.steps * self.number * job.step_samples
+            planned = self.options.steps * self.num_shares * job.step_samples
         report = Report(
             self.run_dir, planned, quiet=self.options.quiet, num_epochs=job.epochs,
             log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
         )  # fmt: skip
         begin_from(self.run_dir, None, None)
         self.world = world
+        if self.costs != Costs():
+            world.charge = self._charge
         switch(job.trace is not None)
         if (steps := read_steps(job.trace)) is not None:
             world.traces = {
@@ -122,6 +144,16 @@ class VirtualRun:
         if self._loaded:
             self.log.event("initial weights", **self._loaded)
         self.started_s = time.monotonic()
+
+    def _charge(self, rank: int, effect: Compute) -> float:
+        """Seconds of a task besides those of the compute law."""
+        return self.costs.seconds(
+            effect.what,
+            self._num_bytes * self.parts.get(rank, 1.0),
+            effect.num_batches,
+            effect.size,
+            codec_of(self.job.strategy) is not None,
+        )
 
     def _trace(self, steps: TraceSteps, rank: int, world: VirtualWorld) -> VirtualTrace:
         strategy = self.job.strategy
@@ -138,7 +170,7 @@ class VirtualRun:
     def start_alike(self) -> None:
         """`start`, for ranks that are all alike and report once a step of all."""
         self.start(
-            self.job.step_samples * self.number, VirtualWorld(self.compute, self.network, self.job.seed)
+            self.job.step_samples * self.num_shares, VirtualWorld(self.compute, self.network, self.job.seed)
         )
 
     def measure(self, module: nn.Module) -> Measure | None:
@@ -178,7 +210,7 @@ class VirtualRun:
             **self.validations.result(),
             "workers": self.number,
             "servers": 0,
-            "nodes": 1,
+            "nodes": self.num_nodes,
             "virtual": True,
             "injected": [row for straggler in self.stragglers for row in straggler.counts()],
             "run_dir": str(self.run_dir),
@@ -186,8 +218,10 @@ class VirtualRun:
             "samples": samples,
             "samples_per_second": samples / self.world.now_s if self.world.now_s else 0.0,
             "virtual_s": self.world.now_s,
-            "compute": str(self.compute),
+            "compute": self.compute_text,
+            **({"measured": self.measured} if self.measured else {}),
             "network": str(self.network),
+            "costs": str(self.costs),
             "num_events": self.world.num_events,
             "wall_s": time.monotonic() - self.started_s,
             "loss_curve": self.log.curve,

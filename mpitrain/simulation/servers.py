@@ -26,10 +26,13 @@ from mpitrain.roles import Server
 from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.local_sgd import simulate_local_sgd
+from mpitrain.simulation.lockstep import simulate_lockstep
 from mpitrain.simulation.peers import simulate_peers
+from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
 from mpitrain.training.averaged_model import join
@@ -40,8 +43,8 @@ from mpitrain.training.measured_elsewhere import MeasuredByWorkers
 from mpitrain.training.parameter_server.builder import RoleBuilder
 from mpitrain.training.validate import validate_simulation
 from mpitrain.training.validation import Measure
-from mpitrain.values import names, parse, registered
-from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
+from mpitrain.values import parse
+from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
 
 
 def simulate(
@@ -51,6 +54,7 @@ def simulate(
     compute: ComputeLaw = Constant(),  # noqa: B008 - frozen
     network: NetworkLaw = Ideal(),  # noqa: B008 - frozen
     replay: str | None = None,
+    costs: Costs = Costs(),  # noqa: B008 - frozen
     **overrides: Any,
 ) -> dict[str, Any]:
     """Train `job` with `workers` virtual workers (servers come on top) and return what `result.json` holds.
@@ -66,7 +70,7 @@ def simulate(
     options = Overrides(**overrides)
     if replay is not None:
         return _replay(Path(replay), options, job)
-    return _simulate(apply_overrides(job, options), options, workers, compute, network)
+    return _simulate(apply_overrides(job, options), options, workers, compute, network, costs)
 
 
 def simulate_command(
@@ -76,6 +80,7 @@ def simulate_command(
     compute: str,
     network: str,
     replay: str | None = None,
+    costs: str = "costs()",
     settings: Sequence[str] = (),
 ) -> int:
     """`mpitrain simulate`: the exit code of the simulation."""
@@ -85,19 +90,32 @@ def simulate_command(
         raise UsageError("simulate needs a job file, or --replay RUN_DIR of a run that was started from one")
     compute_law, network_law = parse(compute, "compute"), parse(network, "network")
     assert isinstance(compute_law, ComputeLaw) and isinstance(network_law, NetworkLaw)
+    charged = parse(costs, "costs")
+    assert isinstance(charged, Costs)
     job = apply_overrides(load_job(path, settings), overrides)
-    return int(_simulate(job, overrides, num_workers, compute_law, network_law)["exit_code"])
+    return int(_simulate(job, overrides, num_workers, compute_law, network_law, charged)["exit_code"])
 
 
 def _simulate(
-    job: Job, options: Overrides, num_workers: int, compute: ComputeLaw, network: NetworkLaw
+    job: Job,
+    options: Overrides,
+    num_workers: int,
+    compute: ComputeLaw,
+    network: NetworkLaw,
+    costs: Costs = Costs(),  # noqa: B008 - frozen
 ) -> dict[str, Any]:
     validate_simulation(job, options)
     if isinstance(job.strategy, Decentralized):
-        return simulate_peers(VirtualRun(job, options, num_workers, compute, network))
+        return simulate_peers(VirtualRun(job, options, num_workers, compute, network, costs))
     if isinstance(job.strategy, LocalSGD):
-        return simulate_local_sgd(VirtualRun(job, options, num_workers, compute, network))
-    return _Simulation(job, options, num_workers, compute, network).simulate()
+        return simulate_local_sgd(VirtualRun(job, options, num_workers, compute, network, costs))
+    if isinstance(job.strategy, AllReduce | Split):
+        if costs != Costs():
+            raise UsageError(
+                f"{costs} are charged to ranks that exchange messages: under {job.strategy} the compute law says all"
+            )
+        return simulate_lockstep(VirtualRun(job, options, num_workers, compute, network))
+    return _Simulation(job, options, num_workers, compute, network, costs=costs).simulate()
 
 
 def _replay(
@@ -133,27 +151,29 @@ class _Simulation(VirtualRun):
         compute: ComputeLaw,
         network: NetworkLaw,
         replay: Path | None = None,
+        costs: Costs = Costs(),  # noqa: B008 - frozen
     ):
         self.replay = replay
         if not isinstance(job.strategy, ServerStrategy):
-            served = [
-                name
-                for name, cls in zip(names("strategy"), registered("strategy"), strict=True)
-                if issubclass(cls, ServerStrategy | Decentralized | LocalSGD)
-            ]
             raise UsageError(
-                f"{job.strategy} has no server or worker roles to simulate in virtual time; choose "
-                f"with --strategy one of: {', '.join(served)}"
+                f"{job.strategy} has no servers, and only their order of arrival is recorded for --replay: "
+                "simulate the run without it"
             )
         job.strategy.check_workers(num_workers)
         if replay is not None and job.strategy.batching.measures:
             raise UsageError(
                 f"{job.strategy}: batch sizes followed measured times: the order of arrival alone cannot repeat it"
             )
-        super().__init__(job, options, num_workers, compute, network)
+        super().__init__(job, options, num_workers, compute, network, costs)
         self.strategy = job.strategy
         num_servers = self.strategy.num_servers()
-        self.roles: Roles = assign((0,) * (num_workers + num_servers), num_servers)
+        nodes = network.nodes(num_workers + num_servers)
+        self.num_nodes = len(set(nodes)) if nodes is not None else 1
+        self.roles: Roles = (
+            assign((0,) * (num_workers + num_servers), num_servers)
+            if nodes is None
+            else assign(nodes, num_servers, job.strategy.placement)
+        )
         self._servers: Sequence[Server] = ()
         self.silence = any(isinstance(one, SILENT) for one in options.injections)  # somebody falls silent
 
@@ -164,7 +184,9 @@ class _Simulation(VirtualRun):
         check_optimizer(optimizer, self.strategy)
         model = flat_model(module, optimizer, self.strategy)
         workers, self.servers = self.roles.workers, self.roles.servers
-        world = VirtualWorld(self.compute, self.network, job.seed, workers, workers)
+        sizes = [model.layout.size(shard) for shard in range(len(self.servers))]
+        self.parts = {rank: size / sum(sizes) for rank, size in zip(self.servers, sizes, strict=True)}
+        world = VirtualWorld(self.compute, self.network, job.seed, workers, workers, hosts=self.servers)
         self.start(job.step_samples * self.strategy.push_every, world, warns=self.replay is None)
         num_batches = None if self.options.steps is None else self.options.steps * self.number
         builder = RoleBuilder(self.strategy, self.roles, model, job, self.catalogue, num_batches)

@@ -3,10 +3,13 @@ times.
 """
 
 from mpitrain.virtual.compute import ComputeLaw, Constant, Exponential, LogNormal, ShiftedExponential
-from mpitrain.virtual.network import Ideal, Link, NetworkLaw
+from mpitrain.virtual.compute_laws import Bernoulli, Gamma, MeasuredCompute, Pareto, Persistent, Recorded
+from mpitrain.virtual.costs import Costs
+from mpitrain.virtual.network import Cluster, Ideal, Link, MeasuredNetwork, NetworkLaw
 from mpitrain.virtual.world import VirtualWorld
 
 __all__ = [
-    "ComputeLaw", "Constant", "Exponential", "Ideal", "Link",
-    "LogNormal", "NetworkLaw", "ShiftedExponential", "VirtualWorld",
+    "Bernoulli", "Cluster", "ComputeLaw", "Constant", "Costs", "Exponential", "Gamma", "Ideal", "Link",
+    "LogNormal", "MeasuredCompute", "MeasuredNetwork", "NetworkLaw", "Pareto", "Persistent", "Recorded",
+    "ShiftedExponential", "VirtualWorld",
 ]  # fmt: skip

@@ -1,26 +1,36 @@
 """How long one gradient takes in virtual time.
 
-Invariants: a law is a frozen value with one function of a random stream; the stream is keyed by (seed,
-worker, step), so the time of a step does not depend on what else happened. Times are in seconds.
+Invariants: a law is a frozen value that turns a random generator into times, a block of them at once. A generator is
+keyed by (seed, worker), so the n-th time of a worker does not depend on what else happened, nor on the strategy or the
+number of servers. Times are in seconds.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpitrain.errors import UsageError
 from mpitrain.values import Value, register
+
+BLOCK = 256  # draws at once
+Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True, repr=False)
 class ComputeLaw(Value):
     """Base of the laws of computing time."""
 
-    def seconds(self, stream: random.Random) -> float:
-        """One draw."""
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        """The next `count` draws."""
         raise NotImplementedError
+
+    def of_worker(self, worker: int, generator: np.random.Generator) -> ComputeLaw:
+        """The law of this worker's times, asked once, before all draws: another one where workers differ."""
+        return self
 
     def check(self) -> None:
         for key, value in vars(self).items():
@@ -38,8 +48,8 @@ class Constant(ComputeLaw):
     mean: float = 1.0
     jitter: float = 0.1
 
-    def seconds(self, stream: random.Random) -> float:
-        return self.mean * (1 + self.jitter * (2 * stream.random() - 1))
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        return self.mean * (1 + self.jitter * (2 * generator.random(count) - 1))
 
 
 @register("compute", "exponential")
@@ -49,8 +59,8 @@ class Exponential(ComputeLaw):
 
     mean: float = 1.0
 
-    def seconds(self, stream: random.Random) -> float:
-        return stream.expovariate(1.0) * self.mean
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        return generator.standard_exponential(count) * self.mean
 
 
 @register("compute", "shifted_exponential")
@@ -63,8 +73,8 @@ class ShiftedExponential(ComputeLaw):
     shift: float = 1.0
     mean: float = 1.0
 
-    def seconds(self, stream: random.Random) -> float:
-        return self.shift + stream.expovariate(1.0) * self.mean
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        return self.shift + generator.standard_exponential(count) * self.mean
 
 
 @register("compute", "lognormal")
@@ -75,5 +85,28 @@ class LogNormal(ComputeLaw):
     mean: float = 1.0
     sigma: float = 0.5
 
-    def seconds(self, stream: random.Random) -> float:
-        return self.mean * math.exp(self.sigma * stream.gauss(0.0, 1.0) - self.sigma**2 / 2)
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        return self.mean * np.exp(self.sigma * generator.standard_normal(count) - self.sigma**2 / 2)
+
+
+class WorkerTimes:
+    """The times of one worker, one after the other.
+
+    Args:
+        law: of all workers; seed, worker: the key.
+    """
+
+    __slots__ = ("_block", "_generator", "_law")
+
+    def __init__(self, law: ComputeLaw, seed: int, worker: int):
+        key = np.array([seed % 2**64, worker], np.uint64)
+        self._generator = np.random.Generator(np.random.Philox(key=key))
+        self._law = law.of_worker(worker, self._generator)
+        self._block: list[float] = []
+
+    def next(self) -> float:
+        """The next time."""
+        if not self._block:
+            self._block = self._law.seconds(self._generator, BLOCK).tolist()
+            self._block.reverse()
+        return self._block.pop()

@@ -67,12 +67,13 @@ class Ring:
         """The neighbour's message of this round; the neighbour may be a round ahead."""
         waiting = self._waiting[rank]
         while not (waiting and waiting[0].step == round_number):
-            _, message = yield Recv()
+            kind = f"round {round_number} of an allreduce"
+            _, message = yield Recv(kind=kind, sources=(self._neighbour(rank, -1),))
             waiting.append(message)
         waiting.popleft()
 
-    def _neighbour(self, rank: int) -> int:
-        return self.ranks[(self.ranks.index(rank) + 1) % len(self.ranks)]
+    def _neighbour(self, rank: int, distance: int = 1) -> int:
+        return self.ranks[(self.ranks.index(rank) + distance) % len(self.ranks)]
 
     def _bring(self, rank: int, reduction: Reduction) -> int:
         """This rank has come to its next all-reduce; returns the number of that."""

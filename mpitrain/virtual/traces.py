@@ -37,13 +37,13 @@ class VirtualTrace(Trace):
         with active(self):
             self.begin_step(number)
 
-    def run(self, what: str, task: Callable[[], Any]) -> Any:
-        """Run a task that takes no virtual time; returns its result."""
+    def run(self, what: str, task: Callable[[], Any], took_s: float = 0.0) -> Any:
+        """Run a task that takes so much virtual time from now on; returns its result."""
         began_s = self.clock()
         with active(self):
             result = task()
         if self.recording:
-            self.add(what, KINDS.get(what, OTHER), began_s, self.clock())
+            self.add(what, KINDS.get(what, OTHER), began_s, began_s + took_s)
         return result
 
     def compute(self, task: Callable[[], Any]) -> Any:
@@ -95,10 +95,10 @@ class VirtualTrace(Trace):
         if self.recording:
             self.add("sleep", WAIT, self.clock(), self.clock() + seconds)
 
-    def send(self, to: int, message: Message, arrival_s: float) -> None:
-        """A message leaves, which will arrive then."""
+    def send(self, to: int, message: Message, sent_s: float, arrival_s: float) -> None:
+        """A message has been sent, and arrives then."""
         if self.recording:
             payload = payload_of(message)
             args = {"bytes": payload.num_bytes if payload is not None else 0}
             name = f"{type(message).__name__} to {to}"
-            self.add(name, COMMUNICATION, self.clock(), arrival_s, args, next(self._numbers))
+            self.add(name, COMMUNICATION, sent_s, arrival_s, args, next(self._numbers))

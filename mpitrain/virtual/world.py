@@ -11,9 +11,9 @@ yield what they wait for).
 from __future__ import annotations
 
 import heapq
-import random
+import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mpitrain.effects import (
@@ -31,13 +31,15 @@ from mpitrain.effects import (
 from mpitrain.errors import DeadlockError, LostRankError, WireError
 from mpitrain.messages import Alive, Assist, Lost, Measured, payload_of
 from mpitrain.system.trace import active
-from mpitrain.virtual.compute import ComputeLaw
+from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
+from mpitrain.virtual.fair_sharing import Flows
 from mpitrain.virtual.network import Links, NetworkLaw
 from mpitrain.virtual.ring import Reduce, Ring
 from mpitrain.virtual.traces import VirtualTrace
 
 DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
 MOST_LOOKS = 100_000  # of those who wait, while nothing happens but that somebody is silent
+MOST_NAMED = 16  # ranks in the report of a deadlock
 _CHANGES_NOTHING = Alive | Assist | Measured  # of what a worker computes
 HEADER_BYTES = (
     160  # what a message costs on the wire beside its payload: the size of mpi/message_header.py's header
@@ -50,7 +52,10 @@ class _Process:
         self.inbox: deque[tuple[int, Any]] = deque()
         self.waiting = False
         self.computing: _Computed | None = None
-        self.num_draws = self.num_waits = 0
+        self.num_waits = 0
+        self.times: WorkerTimes | None = None
+        self.awaited, self.waits_since_s = Recv(), 0.0
+        self.last_sent: Send | None = None
         self.finished = self.tears = False
         self.result: Any = None
         self.trace: VirtualTrace | None = None
@@ -60,11 +65,13 @@ class VirtualWorld:
     """Runs roles in virtual time.
 
     Args:
-        compute: law of the time one gradient of the usual size takes; applying and validating take none.
+        compute: law of the time one gradient of the usual size takes; what else takes time says `charge`.
         network: law of the time a message takes.
         seed: key of every draw.
         may_die: ranks whose death is a message to the others (`Lost`), not an error.
         workers: ranks of the workers in order, where ranks are not their numbers.
+        nodes: node of every rank, where the network law does not say it.
+        hosts: ranks whose data stay in host memory, where others have a device.
     """
 
     def __init__(
@@ -74,6 +81,8 @@ class VirtualWorld:
         seed: int = 0,
         may_die: Collection[int] = (),
         workers: Sequence[int] = (),
+        nodes: Sequence[int] = (),
+        hosts: Collection[int] = (),
     ):
         self.compute, self.network, self.seed = compute, network, seed
         self.now_s = 0.0
@@ -84,8 +93,10 @@ class VirtualWorld:
         self._may_die = frozenset(may_die)
         self._numbers = {rank: number for number, rank in enumerate(workers)}
         self._num_looks = 0  # deadlines since anything else has happened
-        self._links = Links()
-        self._heap: list[tuple[float, int, _Process, Any]] = []
+        self._links = Links(nodes=nodes, hosts=hosts)
+        self.charge: Callable[[int, Compute], float] = _free  # seconds of a rank's task besides the law's
+        self._flows = Flows(network, self._links) if network.shares_fairly else None
+        self._heap: list[tuple[float, int, Any, Any]] = []
         self._serial = 0
         self._forgotten: set[int] = set()  # given up by somebody: nobody answers them any more
         self._num_pending = 0  # events other than deadlines
@@ -110,7 +121,9 @@ class VirtualWorld:
             self.num_events += 1
             self._num_pending -= not isinstance(event, _TimeUp)
             self._num_looks = self._num_looks + 1 if isinstance(event, _TimeUp) else 0
-            if process.rank in self.broken:
+            if isinstance(event, _FlowEnds):
+                self._end_flows()
+            elif process.rank in self.broken:
                 _throw_away(event)
             elif isinstance(event, Break):
                 self._break(process, event.how)
@@ -132,12 +145,10 @@ class VirtualWorld:
         gone = self._forgotten | set(self.broken)
         waiting = [p.rank for p in processes if not p.finished and p.rank not in gone]
         if waiting:
-            raise DeadlockError(
-                f"deadlock at t={self.now_s:.3f} s: ranks {waiting} wait for a message that nobody has sent"
-            )
+            raise DeadlockError(self._deadlock(waiting))
         return {rank: process.result for rank, process in self._processes.items()}
 
-    def _schedule(self, time_s: float, process: _Process, event: Any) -> None:
+    def _schedule(self, time_s: float, process: _Process | None, event: Any) -> None:
         self._serial += 1
         self._num_pending += not isinstance(event, _TimeUp)
         heapq.heappush(self._heap, (time_s, self._serial, process, event))
@@ -197,13 +208,9 @@ class VirtualWorld:
             elif isinstance(effect, Now):
                 answer = self.now_s
             elif isinstance(effect, Compute):
-                result = _carry_out(process, effect)
-                if effect.what == "gradient":
-                    took_s = effect.size * sum(self._draw(process) for _ in range(effect.num_batches))
-                    process.computing = _Computed(result, effect.interruptible, took_s)
-                    self._schedule(self.now_s + took_s, process, process.computing)
+                answer = self._compute(process, effect)
+                if process.computing is not None:
                     return
-                answer = result
             elif isinstance(effect, Sleep):
                 if trace is not None:
                     trace.sleep(effect.seconds)
@@ -216,6 +223,7 @@ class VirtualWorld:
                         continue
                     process.waiting = True
                     process.num_waits += 1
+                    process.awaited, process.waits_since_s = effect, self.now_s
                     if trace is not None:
                         trace.wait()
                     pending = self._num_pending or self._waits_for_silent()
@@ -238,24 +246,75 @@ class VirtualWorld:
             else:
                 raise AssertionError(f"rank {process.rank} yielded {effect!r}, which is no effect")
 
+    def _compute(self, process: _Process, effect: Compute) -> Any:
+        """Carry out a task; returns its result at once where it takes no time."""
+        took_s = self.charge(process.rank, effect)
+        result = _carry_out(process, effect, took_s)
+        is_gradient = effect.what == "gradient"
+        if is_gradient:
+            took_s += effect.size * sum(self._draw(process) for _ in range(effect.num_batches))
+        if is_gradient or took_s:
+            process.computing = _Computed(result, is_gradient and effect.interruptible, took_s)
+            self._schedule(self.now_s + took_s, process, process.computing)
+        return result
+
     def _send(self, source: int, effect: Send) -> None:
         payload = payload_of(effect.message)
         num_bytes = HEADER_BYTES + (payload.num_bytes if payload is not None else 0)
-        arrival_s = self.network.arrival_s(self._links, self.now_s, source, effect.to, num_bytes)
-        sender = self._processes[source]
-        if sender.trace is not None:
-            sender.trace.send(effect.to, effect.message, arrival_s)
+        sender, to = self._processes[source], effect.to
+        sender.last_sent = effect
         message: Any = effect.message
         if sender.tears and payload is not None:
             sender.tears = False
             message = _Torn()
-        self._schedule(arrival_s, self._processes[effect.to], (source, message))
+        if self._flows is not None:
+            self._flows.start(
+                self.now_s, source, to, num_bytes, (source, message, effect.message, self.now_s)
+            )
+            self._schedule(self._flows.next_s, None, _FlowEnds())
+            return
+        arrival_s = self.network.arrival_s(self._links, self.now_s, source, to, num_bytes)
+        if sender.trace is not None:
+            sender.trace.send(to, effect.message, self.now_s, arrival_s)
+        self._schedule(arrival_s, self._processes[to], (source, message))
+
+    def _end_flows(self) -> None:
+        """A message may have passed all links by now; what sets out behind it, or goes on faster, ends later."""
+        assert self._flows is not None
+        arrivals = self._flows.take(self.now_s)
+        for arrival_s, to, (source, message, sent, sent_s) in arrivals:
+            if (trace := self._processes[source].trace) is not None:
+                trace.send(to, sent, sent_s, arrival_s)
+            self._schedule(arrival_s, self._processes[to], (source, message))
+        if arrivals and self._flows.next_s < math.inf:
+            self._schedule(self._flows.next_s, None, _FlowEnds())
+
+    def _deadlock(self, waiting: Sequence[int]) -> str:
+        """Who waits for what, from whom and since when."""
+        rows = [_wait_of(self._processes[rank]) for rank in waiting[:MOST_NAMED]]
+        if len(waiting) > MOST_NAMED:
+            rows.append(f"and {len(waiting) - MOST_NAMED} more")
+        return f"deadlock at t={self.now_s:.3f} s, nobody will send what is waited for: " + "; ".join(rows)
 
     def _draw(self, process: _Process) -> float:
         worker = self._numbers.get(process.rank, process.rank)
-        stream = random.Random(f"{self.seed}/{worker}/{process.num_draws}")
-        process.num_draws += 1
-        return self.compute.seconds(stream)
+        if process.times is None:
+            process.times = WorkerTimes(self.compute, self.seed, worker)
+        return process.times.next()
+
+
+def _wait_of(process: _Process) -> str:
+    awaited, sent = process.awaited, process.last_sent
+    sources = sorted(awaited.sources)
+    found = (
+        f"rank {process.rank} waits since t={process.waits_since_s:.3f} s for {awaited.kind or 'any message'}"
+    )
+    if sources:
+        named = ", ".join(map(str, sources[:MOST_NAMED])) + ", ..." * (len(sources) > MOST_NAMED)
+        found += f" from rank{'s' * (len(sources) > 1)} {named}"
+    if sent is not None:
+        found += f" (last sent: {type(sent.message).__name__} to rank {sent.to})"
+    return found
 
 
 def _send_on(process: _Process, answer: Any) -> Effect:
@@ -267,12 +326,17 @@ def _send_on(process: _Process, answer: Any) -> Effect:
         return process.role.send(answer)
 
 
-def _carry_out(process: _Process, effect: Compute) -> Any:
-    """The result of a task."""
+def _free(rank: int, effect: Compute) -> float:
+    """Nothing is charged."""
+    return 0.0
+
+
+def _carry_out(process: _Process, effect: Compute, took_s: float) -> Any:
+    """The result of a task; `took_s`: seconds that it will have taken, where it is no gradient."""
     if process.trace is None:
         return effect.task()
     if effect.what != "gradient":
-        return process.trace.run(effect.what, effect.task)
+        return process.trace.run(effect.what, effect.task, took_s)
     process.trace.step(effect.step)
     return process.trace.compute(effect.task)
 
@@ -285,6 +349,10 @@ def _throw_away(event: Any) -> None:
 
 class _Torn:
     """A payload that has not arrived as it was sent."""
+
+
+class _FlowEnds:
+    """The next message may have passed its last link, unless others have delayed it since."""
 
 
 class _TimeUp:

@@ -21,6 +21,7 @@ COMMANDS = [
     ["launch"],
     ["train"],
     ["simulate"],
+    ["plan"],
     ["predict"],
     ["report"],
     ["data"],
@@ -151,7 +152,10 @@ def test_version_is_the_packages() -> None:
             ["trian"],
             "report, data, slurm, doctor, env; did you mean 'train'?",
         ),
-        (["bench"], "no 'bench' among launch, train, simulate, predict, report, data, slurm, doctor, env\n"),
+        (
+            ["bench"],
+            "no 'bench' among launch, train, simulate, plan, predict, report, data, slurm, doctor, env\n",
+        ),
         (
             ["train", "x.py", "--epoch", "3"],
             "mpitrain train: error: unknown option '--epoch'; did you mean '--epochs'?",
@@ -331,10 +335,12 @@ def test_simulate_hands_everything_over(calls: list[tuple[Any, ...]]) -> None:
         steps=9,
         quiet=True,
     )
-    assert calls == [("simulate_command", "j.py", everything, 16, "exponential(2)", "link()", None)]
+    assert calls == [
+        ("simulate_command", "j.py", everything, 16, "exponential(2)", "link()", None, "costs()")
+    ]
     calls.clear()
     cli.main(["simulate", "j.py"])
-    assert calls[0][4:] == ("constant(1, jitter=0.1)", "ideal()", None)
+    assert calls[0][4:] == ("constant(1, jitter=0.1)", "ideal()", None, "costs()")
 
 
 def test_a_simulation_shows_an_error_of_the_jobs_own_from_the_job_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from mpitrain.system.launch_variables import node_name
+from mpitrain.values import parse
+from mpitrain.virtual import MeasuredNetwork
 from tests.ranks import find_mpi, run_plain, run_ranks
 
 PROGRAMS = Path(__file__).parent / "programs"
 
-RATES = ("400mbit", "400mbit", "20mbit")
+RATES = ("400mbit", "400mbit", "50mbit")
 _HOST = """\
 ip netns add drh{i}
 ip link add drv{i} type veth peer name eth0 netns drh{i}
@@ -86,8 +89,19 @@ def test_a_node_behind_a_slow_link_is_named(hosts: list[str], tmp_path: Path) ->
 
 
 def test_on_one_node_nobody_is_slow_and_no_gpu_is_no_canary(tmp_path: Path) -> None:
-    run = run_ranks(3, PROGRAMS / "wrong_sums.py").check()
+    run = run_ranks(3, PROGRAMS / "wrong_sums.py", cwd=tmp_path).check()
     import torch
+
+    law = MeasuredNetwork(str(tmp_path / "comm.json"))
+    found = json.loads((tmp_path / "comm.json").read_text())
+    assert [(row["a"], row["b"]) for row in found["within_nodes"]] == [(0, 1), (0, 2), (1, 2)]
+    assert found["between_nodes"] == [] and found["nodes"] == [0, 0, 0] and law.nodes(9) == (0,) * 9
+    assert law.cluster.local_latency_s == sorted(row["latency_s"] for row in found["within_nodes"])[1]
+    assert (
+        law.cluster.local_gbit_per_s
+        == sorted(row["bytes_per_s"] for row in found["within_nodes"])[1] * 8 / 1e9
+    )
+    assert parse(str(law), "network") == law
 
     assert "ranks 0, 2" in run.ranks_out[0] and "MB/s" in run.ranks_out[0]
     said = run.ranks_out[0][run.ranks_out[0].index("codes ") :]

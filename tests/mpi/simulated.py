@@ -1,4 +1,4 @@
-"""Runs of periodic averaging that must come out the same to the bit on four ranks and in virtual time."""
+"""Runs that must come out the same on four ranks and in virtual time: to the bit, unless it is said otherwise."""
 
 import mpitrain as mt
 from tests import toy
@@ -21,3 +21,29 @@ RUNS = {
         {"optimizer": toy.adam, "epochs": 2, "batch_size": 3, "schedule": mt.Decay(every=1, by=0.5)},
     ),
 }
+
+# all ranks take the same steps
+TOGETHER = {
+    "linear": (mt.AllReduce(), EXACT | {"batch_size": 4}),
+    "quadratic": (mt.AllReduce(), toy.DYADIC["quadratic in float64"] | {"epochs": 2, "batch_size": 4}),
+    "accumulated": (mt.AllReduce(), EXACT | {"batch_size": 2, "accumulate": 2}),
+    "bfloat16": (mt.AllReduce(codec=mt.BFloat16()), EXACT | {"batch_size": 4}),
+    "sharded": (mt.Sharded(), EXACT | {"batch_size": 4}),
+    "two copies": (mt.Sharded(replicas=2), EXACT | {"batch_size": 4}),
+    # sums that depend on their order, or on other kernels: nearly
+    "rest": (mt.AllReduce(), toy.DYADIC["quadratic in float64"] | {"epochs": 2, "batch_size": 5}),
+    "weighed": (mt.AllReduce(), toy.WEIGHTED),
+    "clipped": (
+        mt.AllReduce(), {"epochs": 2, "batch_size": 5, "clip_norm": 0.5, "ema": 0.75, "validate": toy.Memory(40)},
+    ),
+    "running": (
+        mt.AllReduce(), {"model": toy.normed, "epochs": 2, "validate": toy.Memory(40)},
+    ),
+    "threshold": (mt.AllReduce(codec=mt.Threshold(density=0.25)), {"epochs": 2}),
+    "powersgd": (mt.AllReduce(codec=mt.PowerSGD(rank=1)), {"epochs": 2, "batch_size": 3}),
+    "pipeline": (mt.Pipeline(microbatches=3), {"model": toy.three_layers, "epochs": 2}),
+    "tensor": (
+        mt.TensorParallel(), {"model": toy.three_layers, "epochs": 2, "tensor_plan": {"0": "column", "2": "row"}},
+    ),
+}  # fmt: skip
+NEARLY = ("rest", "clipped", "running", "threshold", "powersgd", "weighed", "pipeline", "tensor")

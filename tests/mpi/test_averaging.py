@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mpitrain import simulate
 from mpitrain.training.measure import same_model
 from tests import toy
 from tests.mpi.cases import assert_passed, case_names, launch
-from tests.mpi.simulated import RUNS
+from tests.mpi.simulated import NEARLY, RUNS, TOGETHER
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +38,24 @@ def test_a_simulation_makes_the_same_bits(ranks, out, tmp_path, name):
         assert virtual[key] == real[key], key
     drifts = [[one["drift"] for one in result["ranks"]] for result in (real, virtual)]
     assert drifts[0] == pytest.approx(drifts[1]) and virtual["averagings"] > 0
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_simulation_of_ranks_that_step_together_makes_the_same_parameters(ranks, out, tmp_path, name):
+    strategy, changes = TOGETHER[name]
+    virtual = simulate(toy.make_job(**changes), strategy, workers=4, run_dir=str(tmp_path), quiet=True)
+    real_dir = out / f"simulated-{name}"
+    real = json.loads((real_dir / "result.json").read_text())
+    for key in ("steps", "samples", "accepted", "nonfinite", "samples_left_out"):
+        assert virtual[key] == real[key], key
+    for key, value in real["metrics"].items():
+        assert virtual["metrics"][key] == pytest.approx(value, rel=1e-5)
+    if name not in NEARLY:
+        assert same_model(real_dir / "model.safetensors", tmp_path / "model.safetensors")
+        return
+    files = ("model.safetensors", "model-ema.safetensors") if "ema" in changes else ("model.safetensors",)
+    for file in files:
+        expected, got = load_file(real_dir / file), load_file(tmp_path / file)
+        assert expected.keys() == got.keys()
+        for key in expected:
+            torch.testing.assert_close(got[key], expected[key], rtol=1e-6, atol=1e-6)

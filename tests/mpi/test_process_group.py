@@ -36,6 +36,7 @@ def test_on_two_ranks_over_tcp(two_over_tcp, case):
     assert_passed(two_over_tcp, case)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", CASES)
 def test_under_mpich(mpich, case):
     assert_passed(mpich, case)

@@ -75,6 +75,7 @@ def test_characters_split_by_layers_train_to_the_loss_of_whole_batches(two):
     assert result_of(two / "charnn-1f1b")["validation_loss"] == pytest.approx(validation_loss, rel=1e-12)
 
 
+@pytest.mark.extended
 def test_mpich_gives_the_same_bits(two, tmp_path):
     names = ("charnn-1f1b", "deep-tensor", "adam-sharded")
     launch(tmp_path, 2, *names, mpi="mpich")

@@ -75,9 +75,7 @@ def test_stragglers_cannot_be_ordered_among_parts_of_a_model():
 
 
 @pytest.mark.parametrize("strategy", [mt.Pipeline(), mt.TensorParallel(), mt.Sharded()])
-def test_virtual_time_and_wrap_refuse(strategy):
-    with pytest.raises(UsageError, match="has no server or worker roles to simulate"):
-        mt.simulate(toy.make_job(), strategy, workers=2)
+def test_wrap_refuses(strategy):
     with pytest.raises(UsageError, match="which `wrap` never does"):
         assign_roles(SimpleNamespace(nodes=(0, 0)), strategy, own_loop=True)
 

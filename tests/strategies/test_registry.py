@@ -284,7 +284,7 @@ def run(text):
         model=lambda: torch.nn.Linear(1, 1, bias=False), loss=lambda model, batch: model.weight.sum(), data=data,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0), batch_size=8, epochs=1, seed=3,
     )
-    mt.simulate(job, parse(text, "strategy"), 4, Constant(), Ideal(), run_dir="run", quiet=True)
+    mt.simulate(job, parse(text, "strategy"), 4, Constant(jitter=0.0), Ideal(), run_dir="run", quiet=True)
     return float(load_file("run/model.safetensors")["weight"])
 text = "async(damping=trust(radius={}))"
 first = run(text.format(-1.0))

@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 import pytest
 
-from mpitrain.effects import AllReduce, Compute, Now
+from mpitrain.effects import AllReduce, Compute, Now, Recv, Send
+from mpitrain.errors import DeadlockError
+from mpitrain.messages import Join
 from mpitrain.virtual import Constant, Ideal, Link, VirtualWorld
 
 
@@ -62,6 +64,28 @@ def test_ranks_that_are_ahead_come_to_the_next_one_early_and_mix_up_nothing():
 
     ended = run([often(rank) for rank in range(3)], Link(gbit_per_s=1e-6, latency_s=0.1))
     assert all(answers == [(3 * number + 3,) for number in range(4)] for answers in ended.values())
+
+
+def test_a_deadlock_is_reported_with_who_waits_for_what_from_whom_since_when():
+    def leaves(number):
+        for _ in range(number):
+            yield Compute(lambda: None, interruptible=False)
+
+    def asks():
+        yield Compute(lambda: None, interruptible=False)
+        yield Send(0, Join(step=0))
+        yield Recv(kind="Reply", sources=(0,))
+
+    with pytest.raises(DeadlockError) as caught:
+        run([leaves(3), asks()])
+    assert str(caught.value) == (
+        "deadlock at t=3.000 s, nobody will send what is waited for: rank 1 waits since t=1.000 s for Reply "
+        "from rank 0 (last sent: Join to rank 0)"
+    )
+    with pytest.raises(
+        DeadlockError, match="rank 1 waits since t=0.000 s for round 0 of an allreduce from rank 0 "
+    ):
+        run([leaves(1), worker((1,)), worker((1,))])
 
 
 def test_ranks_that_bring_different_things_are_an_error():

@@ -24,6 +24,7 @@ from tests import toy
 FAMILIES = [
     "sync()", "sync(servers=2)", "async()", "async(push_every=2)", "elastic(push_every=2)", "localsgd(period=2)",
     "decentralized()", "decentralized(asynchronous=True, resync=2)", "decentralized(topology='ring')",
+    "allreduce()", "sharded(replicas=2)",
 ]  # fmt: skip
 
 

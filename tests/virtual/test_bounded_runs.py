@@ -222,6 +222,6 @@ def test_with_two_in_flight_shards_could_lock_each_other_up_so_that_is_refused()
             pass
 
     options = {"compute": Constant(1.0, 0.0), "network": CrossedLate()}
-    with pytest.raises(DeadlockError):
+    with pytest.raises(DeadlockError, match=r"rank \d waits since t=\d+\.\d+ s for an answer from rank"):
         play(Unchecked(staleness=2, servers=2, inflight=2), 3, 60, **options)
     assert play(Bounded(staleness=2, servers=2), 3, 60, **options).counts["accepted"] == 60

@@ -145,7 +145,7 @@ def test_what_nobody_survives_is_an_error_that_names_it(tmp_path):
 
     with pytest.raises(WireError, match="payload of rank 1 is torn"):
         run(mt.Async(), Torn(0, 2))
-    with pytest.raises(DeadlockError):
+    with pytest.raises(DeadlockError, match="rank 0 waits since t=.* s for a message from ranks 1, 2"):
         run(mt.Async(), Stop(0, 1), Wedge(1, 1))
     with pytest.raises(LostRankError, match="rank 1 died"):
         run(mt.Decentralized(), Kill(1, 1), workers=3)

@@ -4,7 +4,6 @@ contributors, and the step time of the k-th of n workers.
 """
 
 import itertools
-import random
 import statistics
 
 import pytest
@@ -15,6 +14,7 @@ import mpitrain as mt
 from mpitrain.messages import Push
 from mpitrain.strategies import Backup, SoftSync, Sync
 from mpitrain.virtual import Constant, Exponential, LogNormal, ShiftedExponential
+from mpitrain.virtual.compute import WorkerTimes
 from tests import toy
 from tests.sampling import cells
 from tests.virtual.worlds import Desk, Number, NumberStore, Shuffled, by_batch, play, quadratic
@@ -186,10 +186,8 @@ STEP_S = {100: 6.187, 99: 5.187, 98: 4.687, 96: 4.104, 94: 3.737, 90: 3.258}
 def keyed_times(num_steps, seed=0):
     """Sorted times of 100 workers in every step, drawn as the virtual world draws them."""
     law = ShiftedExponential(1.0, 1.0)
-    return [
-        sorted(law.seconds(random.Random(f"{seed}/{worker}/{step}")) for worker in range(100))
-        for step in range(num_steps)
-    ]
+    workers = [WorkerTimes(law, seed, worker) for worker in range(100)]
+    return [sorted(worker.next() for worker in workers) for _ in range(num_steps)]
 
 
 @pytest.mark.parametrize("accepted", STEP_S)

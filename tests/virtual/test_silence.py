@@ -224,7 +224,7 @@ def questions(probe, answers, paused_s=0.0):
             now.append(effect.to)
             effect = steps.send(None)
         asked.append(now)
-        assert effect == Recv(probe.timeout_s / QUESTIONS)
+        assert isinstance(effect, Recv) and effect.timeout_s == probe.timeout_s / QUESTIONS
         now_s += probe.timeout_s / QUESTIONS
     return asked[1:]
 

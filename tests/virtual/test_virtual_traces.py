@@ -14,7 +14,8 @@ from tests.trace_files import covered, flights, read_trace, spans, steps_in
 
 STRATEGIES = (
     "async(servers=2)", "sync(push_wire=topk())", "ssp(bound=3)", "backup(spare=1)", "sync(push_every=2)",
-    'sync(optimizer="worker")', "localsgd(period=2)", "decentralized()", 'decentralized(topology="ring")',
+    'sync(optimizer="worker")', "localsgd(period=2)", "allreduce()", "decentralized()",
+    'decentralized(topology="ring")',
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ copied from is marked, and only unmarked places are given to other chunks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,8 @@ CACHE_BYTES = 256 << 20
 
 class ChunkSource(Protocol):
     """Where chunks come from; `ShardFiles` is one."""
+
+    def announce(self, chunks: Sequence[int]) -> None: ...
 
     def read(self, chunk: int, into: Mapping[str, NDArray[np.generic]]) -> None: ...
 
@@ -71,6 +73,7 @@ class ChunkCache:
         self._copying: list[IntArray] = []  # places that batches are being copied from
         self._table = threading.Condition()
         self._reading = threading.RLock()
+        self._announced: set[int] = set()
         self.num_reads = 0
 
     @property
@@ -88,6 +91,14 @@ class ChunkCache:
             self._clock += 1
             slots = self._slot_of[chunks]
             self._used[slots[slots >= 0]] = self._clock
+
+    def announce(self, chunks: Sequence[int]) -> None:
+        """These are loaded next: those that are not here, and were not announced before, are fetched meanwhile."""
+        with self._reading:
+            new = [chunk for chunk in chunks if self._slot_of[chunk] < 0 and chunk not in self._announced]
+            self._announced = set(chunks)
+            if new:
+                self._source.announce(new)
 
     def gather(self, chunks: IntArray, rows: IntArray) -> dict[str, torch.Tensor]:
         """The samples (chunks[i], rows[i]) in that order, in tensors of shape (len(rows), ...) that are the

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -42,6 +42,8 @@ class Store(Protocol):
     def holds(self, chunks: IntArray) -> bool: ...
 
     def touch(self, chunks: IntArray) -> None: ...
+
+    def announce(self, chunks: Sequence[int]) -> None: ...
 
     def load(self, chunk: int) -> None: ...
 
@@ -88,6 +90,7 @@ class ReadAhead:
         self._awaited: set[int] = set()
         self._expected: OrderedDict[Hashable, Expected] = OrderedDict()
         self._chunks: deque[int] = deque()
+        self._unannounced: Sequence[int] = ()
         self._first: Callable[[], object] | None = None
         self._at: Expected | None = None
         self._chunk = -1  # that is being read
@@ -112,12 +115,16 @@ class ReadAhead:
             if not expected.handled:
                 self._bell.notify_all()
 
-    def follow(self, chunks: Iterable[int], first: Callable[[], object] | None = None) -> None:
-        """Call `first`, then read these chunks in turn, in place of what was to be done so far."""
+    def follow(
+        self, chunks: Iterable[int], first: Callable[[], object] | None = None, later: Iterable[int] = ()
+    ) -> None:
+        """Call `first`, then read these chunks in turn, in place of what was to be done so far; `later` are read
+        after them, when `follow` is called again."""
         with self._bell:
             if self._closed:
                 return
             self._chunks, self._first = deque(chunks), first
+            self._unannounced = (*self._chunks, *later)
             self._start()
             self._bell.notify_all()
 
@@ -178,6 +185,9 @@ class ReadAhead:
             return self._choose()
 
     def _choose(self) -> Callable[[], object]:
+        if self._unannounced:
+            chunks, self._unannounced = self._unannounced, ()
+            return functools.partial(_tried, self._store.announce, chunks)
         waiting = next((expected for expected in self._expected.values() if not expected.handled), None)
         if waiting is not None and not (self._chunks and self._store.holds(waiting.chunks)):
             waiting.handled, self._at = True, waiting
@@ -200,7 +210,7 @@ class ReadAhead:
         self._thread = None
 
 
-def _tried(function: Callable[..., object], *arguments: int) -> None:
+def _tried(function: Callable[..., object], *arguments: object) -> None:
     """The caller meets an error itself when it needs the data; the thread goes on, as the caller may wait for it."""
     with contextlib.suppress(Exception):
         function(*arguments)

@@ -167,7 +167,8 @@ class ChunkReader(Reader):
         pieces = self._pieces(epoch, runs)
         if pieces and not self._is_large(pieces[0]):
             order, self._followed = self.order.epoch(epoch), None
-            self._ahead.follow(order.chunks_of(order.window_of(runs[0][0])).tolist())
+            window = order.window_of(runs[0][0])
+            self._ahead.follow(order.chunks_of(window).tolist(), None, order.chunks_of(window + 1).tolist())
         for piece, following in itertools.zip_longest(pieces, pieces[1:]):
             if following and self._is_large(following):
                 self.prefetch(epoch, *_span(following))
@@ -292,7 +293,7 @@ class ChunkReader(Reader):
         self._store.touch(current)  # what this window still needs must outlive what the last one used
         room = max(0, self._store.num_slots - len(current))
         chunks = [*current.tolist(), *following[:room].tolist()]  # it may not all be here yet
-        self._ahead.follow(chunks, lambda: order.prepare(window + 1))
+        self._ahead.follow(chunks, lambda: order.prepare(window + 1), order.chunks_of(window + 2).tolist())
 
     def close(self) -> None:
         super().close()

@@ -8,7 +8,7 @@ is what the catalogue says is refused.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import h5py
@@ -27,6 +27,7 @@ from mpitrain.data.format.layout import (
 )
 from mpitrain.data.format.variables import Decoding, MadeOf, decodings_of, is_netcdf
 from mpitrain.data.read import unlocked
+from mpitrain.data.read.announce import Announcer, Part, Places
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.read.stage import staged
 from mpitrain.errors import DataError
@@ -41,6 +42,7 @@ class _OpenShard(NamedTuple):
     file: h5py.File
     decodings: dict[str, Decoding]
     datasets: dict[str, tuple[h5py.h5d.DatasetID, h5py.h5s.SpaceID, ChunkLengths]]
+    places: dict[str, Places]
 
 
 class _Where(NamedTuple):
@@ -70,6 +72,31 @@ class ShardFiles:
         paths = [path for name in catalogue.arrays for path in self._made_of.get(name, ((name,), False))[0]]
         self._paths = [*dict.fromkeys(paths), *(name + OFFSETS for name in self._variable)]
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._announcer = Announcer()
+
+    def announce(self, chunks: Sequence[int]) -> None:
+        """Have the system fetch these chunks, which will be read soon; of variable arrays only the offsets.
+
+        Raises:
+            DataError: as `read`. OSError, RuntimeError, ValueError: the system takes no advice.
+        """
+        parts: dict[int, list[Part]] = {}
+        for chunk in chunks:
+            index, first, rows = self._place(chunk)
+            shard = self._shard(index)
+            for name, places in shard.places.items():
+                if name not in self._variable:
+                    parts.setdefault(index, []).extend(places.of(first, rows))
+        for index, found in parts.items():
+            if index in self._open:  # the last of more shards than are kept open may have closed it
+                self._announcer.announce(self._open[index].file.id.get_vfd_handle(), found)
+
+    def _place(self, chunk: int) -> tuple[int, int, int]:
+        """The shard that a chunk lies in, its first row there and the number of its rows."""
+        index = int(np.searchsorted(self._first_chunk, chunk, side="right")) - 1
+        info = self._catalogue.files[index]
+        first = (chunk - int(self._first_chunk[index])) * info.chunk_samples
+        return index, first, min(info.chunk_samples, info.num_samples - first)
 
     def read(self, chunk: int, into: Mapping[str, NDArray[np.generic]]) -> None:
         """Decode a chunk; its rows land at the start of each (contiguous, long enough) array of `into`.
@@ -79,13 +106,9 @@ class ShardFiles:
         Raises:
             DataError: damaged, gone, or changed since it was scanned; names file, dataset and chunk.
         """
-        index = int(np.searchsorted(self._first_chunk, chunk, side="right")) - 1
-        info = self._catalogue.files[index]
-        number = chunk - int(self._first_chunk[index])
-        first = number * info.chunk_samples
-        rows = min(info.chunk_samples, info.num_samples - first)
-        shard = self._shard(index)
-        where = _Where(info.path, number, first, first + rows - 1)
+        index, first, rows = self._place(chunk)
+        shard, info = self._shard(index), self._catalogue.files[index]
+        where = _Where(info.path, chunk - int(self._first_chunk[index]), first, first + rows - 1)
         for name, spec in self._catalogue.arrays.items():
             if not spec.variable:
                 self._read_array(shard, name, first, into[name][:rows], where)
@@ -167,6 +190,7 @@ class ShardFiles:
             file,
             decodings_of(path, datasets) if SCHEMA_ATTRIBUTE not in file.attrs and is_netcdf(file) else {},
             {name: (each.id, each.id.get_space(), ChunkLengths(each)) for name, each in datasets.items()},
+            {name: Places(each.id) for name, each in datasets.items()},
         )
         return self._open[index]
 
@@ -178,6 +202,7 @@ class ShardFiles:
 
     def close(self) -> None:
         """Close every file; may be called twice."""
+        self._announcer.close()
         while self._open:
             self._open.popitem()[1].file.close()
 

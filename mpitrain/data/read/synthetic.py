@@ -11,6 +11,7 @@ Invariants: a sample's value depends only on (seed, array name, spec, sample ind
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +131,9 @@ class PoolStore:
 
     def touch(self, chunks: IntArray) -> None:
         """Nothing to keep."""
+
+    def announce(self, chunks: Sequence[int]) -> None:
+        """Nothing to fetch."""
 
     def load(self, chunk: int) -> None:
         """Nothing to read."""

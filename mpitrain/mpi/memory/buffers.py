@@ -77,11 +77,10 @@ def as_buffer(tensor: torch.Tensor, *, reduction: bool = False) -> Message:
     return message
 
 
-def of_plain(tensor: torch.Tensor) -> Message:
-    """`as_buffer` for a reduction of a contiguous host tensor that holds its numbers as they are."""
-    message = Message([tensor.numpy(), tensor.numel(), _wire_type(tensor.dtype, True)[1]])
-    message.owner = tensor
-    return message
+def of_plain(tensor: torch.Tensor) -> list[Any]:
+    """`as_buffer` for a blocking reduction of a contiguous host tensor, which the caller keeps alive, that holds its
+    numbers as they are."""
+    return [tensor.numpy(), tensor.numel(), _wire_type(tensor.dtype, True)[1]]
 
 
 def _wire_type(dtype: torch.dtype, reduction: bool) -> tuple[torch.dtype | None, "MPI.Datatype"]:

@@ -31,6 +31,7 @@ from mpitrain.system import trace
 MOVE_TAG = 4  # on a group's communicator
 MEETING_TAG = 3  # on the world's communicator, whose other messages have other tags
 _PROBE_TAG, _PROBE_BYTES, _NUM_PROBES = 5, 1 << 18, 4
+_NO_TIME = timedelta(0)
 
 
 class GroupBase(dist.ProcessGroup):
@@ -168,7 +169,7 @@ class GroupBase(dist.ProcessGroup):
     def _limit(self, opts: Any) -> timedelta:
         """The timeout of one call: its own where the options name one, the group's otherwise."""
         own = getattr(opts, "timeout", None)
-        return own if isinstance(own, timedelta) and own > timedelta(0) else self._timeout
+        return own if isinstance(own, timedelta) and own > _NO_TIME else self._timeout
 
     def _call(self, may_block: bool, name: str, *arguments: Any) -> Task:
         """One of the library's own collectives: blocking where that is allowed, nonblocking otherwise."""

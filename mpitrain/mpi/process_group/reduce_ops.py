@@ -76,7 +76,7 @@ class Reduction:
     def of(dtype: torch.dtype, opts: Any) -> "Reduction":
         """From torch's options (None: SUM); TypeError for what this dtype cannot do."""
         wanted = getattr(opts, "reduceOp", opts)
-        kind = "SUM" if wanted is None else getattr(wanted, "op", wanted).name
+        kind = "SUM" if wanted is None else _name_of(getattr(wanted, "op", wanted))
         if kind == "PREMUL_SUM":
             return Reduction(kind, check(dtype, kind), wanted.__getstate__()[1])
         return _plain(dtype, kind)
@@ -106,6 +106,12 @@ class Reduction:
             self.operation.Reduce_local(as_buffer(other, reduction=True), as_buffer(into, reduction=True))
         else:
             _OPERATIONS[self.name][1](into, other)
+
+
+@functools.cache
+def _name_of(kind: Any) -> str:
+    name: str = kind.name  # torch looks through all of them for it
+    return name
 
 
 @functools.cache

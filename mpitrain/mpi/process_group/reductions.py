@@ -68,10 +68,11 @@ class Reductions(GroupBase):
         def at_once(may_block: bool) -> Task | None:
             if not may_block:
                 return self._carried([tensor], [reduction], [None], None, False)
-            memory = tensor.detach()
+            memory = tensor.detach() if tensor.requires_grad else tensor
             reduction.before(memory)
             self._comm.Allreduce(buffers.IN_PLACE, buffers.of_plain(memory), reduction.operation)
-            reduction.after(memory, self.size())
+            if reduction.kind == "AVG":
+                reduction.after(memory, self.size())
             return None
 
         what = _what(tensor.dtype, tensor.numel(), reduction.kind)

@@ -45,7 +45,7 @@ class FailureDetector:
         while self._overdue:
             if (worker := self._overdue.popleft()) in owing:
                 return worker, Lost(SILENT)
-        arrived = yield Recv(LOOK_EVERY_S)
+        arrived = yield Recv(LOOK_EVERY_S, "a message", owing)
         self._tick((yield Now()))
         if arrived is None:
             return None

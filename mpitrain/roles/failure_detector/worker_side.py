@@ -48,12 +48,12 @@ class ServerProbe:
             EvictedError: the servers have gone on without this worker, and left.
         """
         if not self.every_s:
-            message: tuple[int, Message] = yield Recv()
+            message: tuple[int, Message] = yield Recv(kind="an answer", sources=awaited)
             return message
         unanswered = dict.fromkeys(awaited, 0)
         self._hurry((yield Now()))
         while True:
-            arrived: tuple[int, Message] | None = yield Recv(self.every_s)
+            arrived: tuple[int, Message] | None = yield Recv(self.every_s, "an answer", awaited)
             self._hurry((yield Now()))
             if arrived is None:
                 self._judge(unanswered)

@@ -107,7 +107,8 @@ class Server:
 
     def _next(self) -> Generator[Effect, Any, tuple[int, Message] | None]:
         """The next message; None when every worker has left."""
-        return (yield Recv()) if self.table.present else None
+        present = self.table.present
+        return (yield Recv(kind="a message", sources=present)) if present else None
 
     def _take(self, source: int, message: Message) -> Steps:
         if type(message) not in self._answers or source not in self.workers:

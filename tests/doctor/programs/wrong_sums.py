@@ -1,6 +1,8 @@
 """The canary on a stand-in device, the processor, over an MPI that changes messages: of a rank in `WRONG`, the named
 buffer is read from the wrong place (a message), or the sum is taken of something else; both report success."""
 
+from pathlib import Path
+
 import torch
 
 from mpitrain.doctor import canary, pairs
@@ -11,7 +13,7 @@ from mpitrain.mpi.runtime import start
 WRONG: tuple[dict[int, int], ...] = ({}, {1: 1}, {2: 4}, {0: 3, 2: 1})
 
 runtime = start()
-comm, gpu = pairs.run_comm(runtime, None), canary.run_canary(runtime)
+comm, gpu = pairs.run_comm(runtime, None, figures=Path("comm.json")), canary.run_canary(runtime)
 print(f"codes {comm} {gpu}")
 message_of = buffers.message_of
 waits: list[int] = []

@@ -13,7 +13,7 @@ from mpitrain.training.local_sgd.averager import Averager
 from mpitrain.training.local_sgd.means import Means
 from tests import toy
 from tests.mpi.cases import run_cases
-from tests.mpi.simulated import RUNS
+from tests.mpi.simulated import RUNS, TOGETHER
 
 OUT = Path(os.environ["AVERAGING_OUT"])
 
@@ -79,7 +79,7 @@ def case_a_gradient_that_is_not_finite_stops_all_at_the_next_averaging(rt):
 
 
 def case_what_a_simulation_has_to_make_of_it(rt):
-    for name, (strategy, changes) in RUNS.items():
+    for name, (strategy, changes) in (RUNS | TOGETHER).items():
         trained(f"simulated-{name}", strategy, **changes)
 
 

@@ -1,0 +1,190 @@
+"""What to do, in the order in which a person should think of it, and which strategy is best by a criterion.
+
+Invariants: pure functions of a prediction; each piece of advice says its reason with the figures that made it.
+
+Rules, with who gave them: the rate of a synchronous step over N times as many samples is N times as large, after a
+warm-up over 5 epochs (Goyal et al. 2017), with Adam sqrt(N) times; a stale gradient's is divided by its staleness,
+which is N - 1 in the mean (Zhang et al. 2015); workers that average seldom keep the rate of one device (Stich 2018);
+of N workers 4 % to 10 % are spare (Chen et al. 2016).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpitrain.errors import UsageError
+from mpitrain.planning.scaling import Conditions, Setting, throughput
+from mpitrain.planning.units import size_text
+
+CRITERIA = ("speed", "accuracy", "accuracy-in=TIME", "accuracy-per-epoch", "cost")
+_TIME = re.compile(r"accuracy-in=(\d+(?:\.\d+)?)([smhd])$")
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+UNEVEN = 1.5  # synchronous workers wait half of a mean batch for the last one
+WORTH = 1.05  # a setting that is not so many times as fast as one device is not worth its ranks
+
+
+class Option(NamedTuple):
+    """One setting on so many workers.
+
+    Args:
+        setting: None: one device, without a strategy.
+        rate: samples a second; stale: updates, in the mean, between reading parameters and applying a gradient.
+        step_samples: that an update is made of; learning_rate: what the papers' rules make of the job's.
+        epochs: passes over the data in the time of `accuracy-in`, at most the job's.
+    """
+
+    setting: Setting | None
+    workers: int
+    rate: float
+    stale: float
+    step_samples: float
+    learning_rate: str
+    epochs: float
+
+    @property
+    def ranks(self) -> int:
+        """Workers and servers."""
+        return self.workers + (self.setting.servers if self.setting else 0)
+
+    @property
+    def text(self) -> str:
+        """The strategy's."""
+        return self.setting.text if self.setting else "one device"
+
+
+def check_criterion(text: str) -> float | None:
+    """The seconds of `accuracy-in=2h`, None for another criterion.
+
+    Raises:
+        UsageError: no criterion.
+    """
+    if found := _TIME.match(text):
+        return float(found[1]) * _UNITS_S[found[2]]
+    if text not in CRITERIA:
+        raise UsageError(f"--best {text}: it is one of {', '.join(CRITERIA)}, such as accuracy-in=2h")
+    return None
+
+
+def candidates(num_workers: int, num_samples: int, batch: int) -> list[Setting]:
+    """Settings that are worth asking about on so many workers."""
+    if num_workers == 1:
+        return []
+    found = [Setting("allreduce()", "allreduce")]
+    longest = math.sqrt(num_samples / (num_workers * batch))  # Stich 2018: O(sqrt(T / (N b)))
+    periods = sorted({period for period in (2, 4, 8, 16) if period <= max(2, longest)})
+    found += [Setting(f"localsgd(period={one})", "localsgd", period=one) for one in periods]
+    servers = [one for one in (1, 2, 4, 8) if one <= num_workers]
+    found += [Setting(f"sync(servers={one})", "servers", one) for one in servers]
+    spares = sorted({max(1, round(share * num_workers)) for share in (0.04, 0.1)} - {num_workers})
+    found += [
+        Setting(f"backup(servers={one}, spare={spare})", "servers", one, spare)
+        for one in servers
+        for spare in spares
+    ]
+    return found + [Setting(f'async(servers={one}, damping="inverse()")', "async", one) for one in servers]
+
+
+def option(
+    setting: Setting | None,
+    conditions: Conditions,
+    num_workers: int,
+    adaptive: bool,
+    num_samples: int,
+    epochs: int,
+    within_s: float | None,
+) -> Option:
+    """A setting with its speed and what the papers say of it."""
+    batch = conditions.batch
+    rate = throughput(setting or Setting("", "allreduce"), conditions, num_workers)
+    stale, samples, rule = 0.0, float(batch * num_workers), "as it is"
+    if setting is not None and setting.kind == "async":
+        stale, samples, rule = num_workers - 1.0, batch, "/ staleness"
+    elif setting is not None and setting.kind == "localsgd":
+        rule = "as it is"
+    elif num_workers > 1:
+        accepted = num_workers - (setting.spare if setting else 0)
+        samples = float(batch * accepted)
+        rule = f"x {math.sqrt(accepted):.3g}" if adaptive else f"x {accepted}, warm-up"
+    possible = epochs if within_s is None else min(epochs, rate * within_s / num_samples)
+    return Option(setting, num_workers, rate, stale, samples, rule, possible)
+
+
+def rank(options: Sequence[Option], criterion: str) -> list[Option]:
+    """The options, the best first; of equals, that of fewer ranks."""
+    if criterion == "speed":
+        return sorted(options, key=lambda one: (-_figure(one.rate), one.ranks))
+    if criterion == "cost":
+        return sorted(options, key=lambda one: (-_figure(one.rate / one.ranks), one.ranks))
+
+    def by_accuracy(one: Option) -> tuple[float, ...]:
+        period = one.setting.period if one.setting else 1
+        return (one.stale, period, one.step_samples, -one.rate, one.ranks)
+
+    if criterion.startswith("accuracy-in="):
+        return sorted(options, key=lambda one: (-round(one.epochs, 9), *by_accuracy(one)))
+    return sorted(options, key=by_accuracy)
+
+
+def _figure(value: float) -> float:
+    """To six digits: rounding errors make nothing better."""
+    return float(f"{value:.6g}")
+
+
+def advise(
+    conditions: Conditions,
+    rank_bytes: int,
+    data_bytes: int | None,
+    memory_bytes: float | None,
+    num_samples: int,
+    epochs: int,
+    fastest: Sequence[Option],
+    per_node: int,
+) -> list[tuple[str, str]]:
+    """(question, answer) in the order of thinking. `fastest`: the fastest option of each number of workers."""
+    lines = []
+    if memory_bytes is None:
+        lines.append(("the model", f"a rank needs {size_text(rank_bytes)}; give --memory to compare"))
+    else:
+        verb = "fits" if rank_bytes <= memory_bytes else "does not fit: split it, sharded() or pipeline()"
+        lines.append(("the model", f"{size_text(rank_bytes)} a rank of {size_text(memory_bytes)}: it {verb}"))
+    if data_bytes is None:
+        lines.append(("the data", "samples differ in length: their size is not known"))
+    elif memory_bytes is None:
+        lines.append(("the data", size_text(data_bytes)))
+    else:
+        verb = (
+            "fit into memory" if data_bytes <= memory_bytes else "do not fit: they are read from the shards"
+        )
+        lines.append(("the data", f"{size_text(data_bytes)}: they {verb}"))
+    one_rate = throughput(Setting("", "allreduce"), conditions, 1)
+    lines.append(("one device", f"{epochs} epochs take {_duration(num_samples * epochs / one_rate)}"))
+    inside = [one for one in fastest if 1 < one.workers <= per_node]
+    across = [one for one in fastest if one.workers > per_node]
+    for name, found in (("one node", inside), ("several nodes", across)):
+        if found:
+            best = max(found, key=lambda one: one.rate)
+            times = best.rate / one_rate
+            if times < WORTH:
+                lines.append((name, f"no faster than one device ({times:.2f} times): one device is better"))
+            else:
+                lines.append((name, f"{times:.2f} times one device: {best.text} on {best.workers} workers"))
+    work_s = conditions.times.mean_s
+    lines.append(("computing", f"{1e9 * work_s / conditions.num_bytes:.3g} ms per MB of parameters"))
+    most = max((one.workers for one in fastest), default=1)
+    wait = conditions.times.order_s(most, most) / work_s
+    if wait > UNEVEN:
+        text = f"asynchronous: the last of {most} workers takes {wait:.2f} times the mean"
+    else:
+        text = f"synchronous: the last of {most} workers takes only {wait:.2f} times the mean"
+    lines.append(("waiting", text))
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

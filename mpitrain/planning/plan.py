@@ -1,0 +1,394 @@
+"""`mpitrain plan JOB`: what a job would do on a machine, on one worker, two, four and so on, before it is submitted.
+
+Invariants: without `--probe` nothing is timed, and equal inputs give equal bytes. What was not given is either named
+and refused, or printed as an assumption.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.errors import EXIT_OK, UsageError, printable
+from mpitrain.job import Job, Overrides, apply_overrides
+from mpitrain.planning.advice import Option, advise, candidates, check_criterion, option, rank
+from mpitrain.planning.plan_text import plan_text
+from mpitrain.planning.probe import Probed, Weights, probe, weigh
+from mpitrain.planning.scaling import (
+    MATTERS,
+    NONE,
+    Conditions,
+    Setting,
+    Times,
+    fit_serial_fraction,
+    reason,
+    throughput,
+)
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.parameter_server.asynchronous import Async
+from mpitrain.strategies.parameter_server.sync import Backup, Sync
+from mpitrain.system.atomic import durably_replaced
+from mpitrain.training.job_file import load_job
+from mpitrain.values import parse
+from mpitrain.virtual.collectives import POST_S, LinkCost
+from mpitrain.virtual.compute import ComputeLaw
+from mpitrain.virtual.network import Cluster, Link, Links, MeasuredNetwork, NetworkLaw
+
+MACHINE_KEYS: dict[str, type] = {"nodes": int, "ranks_per_node": int, "memory_gib": float, "network": str}
+_ADAPTIVE = ("Adam", "RMSprop", "Adagrad", "Adadelta")  # in the name of an optimizer's class
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the command line asks.
+
+    Attributes:
+        workers: numbers of workers; none: powers of two up to the machine's.
+        budget_s: of the probe; None: no probe.
+        apply_s, read_s, fixed, backward: as in `Conditions`; None: not given.
+    """
+
+    path: str
+    overrides: Overrides = Overrides()
+    settings: Sequence[str] = ()
+    workers: Sequence[int] = ()
+    strategies: Sequence[str] = ()
+    budget_s: float | None = None
+    compute: str | None = None
+    network: str | None = None
+    machine: str | None = None
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    memory_gib: float | None = None
+    apply_s: float | None = None
+    read_s: float | None = None
+    fixed: float | None = None
+    backward: float | None = None
+    best: str | None = None
+    json: str | None = None
+
+
+def plan_command(request: Request) -> int:
+    """`mpitrain plan`: prints the plan; returns the exit code."""
+    found = make_plan(request)
+    print(printable(plan_text(found)))
+    if request.json:
+        with durably_replaced(Path(request.json)) as temporary:
+            temporary.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return EXIT_OK
+
+
+def make_plan(request: Request) -> dict[str, Any]:
+    """The whole plan, as `--json` writes it.
+
+    Raises:
+        UsageError: something is missing, or contradicts itself.
+    """
+    within_s = check_criterion(request.best) if request.best else None
+    request = _with_machine(request)
+    _check_given(request)
+    job = apply_overrides(load_job(request.path, request.settings), request.overrides)
+    catalogue = job.data.scan()
+    weights, module, optimizer = weigh(job, catalogue)
+    probed = None
+    if request.budget_s is not None:
+        print(f"probing this host for about {request.budget_s:g} s", file=sys.stderr, flush=True)
+        probed = probe(job, catalogue, module, optimizer, request.budget_s)
+    conditions, assumed = _conditions(request, job, weights, probed)
+    settings = _settings(request, module, weights)
+    counts = _counts(request)
+    curves = [_curve(one, conditions, counts, job.batch_size) for one in settings]
+    adaptive = any(word in type(optimizer).__name__ for word in _ADAPTIVE)
+    options = _options(
+        conditions, counts, catalogue, job, adaptive, within_s, settings if request.strategies else None
+    )
+    found: dict[str, Any] = {
+        "job": job.name,
+        "batch": job.batch_size,
+        "samples": catalogue.num_samples,
+        "epochs": job.epochs,
+        "workers": counts,
+        "one_device_samples_per_s": throughput(Setting("", "allreduce"), conditions, 1),
+        "bytes": dataclasses.asdict(weights) | {"rank": weights.rank_bytes()},
+        "curves": curves,
+        "assumptions": assumed,
+        "advice": _advice(request, conditions, weights, catalogue, job, options),
+    }
+    if probed:
+        found["probe"] = dataclasses.asdict(probed)
+    if request.best:
+        found["best"] = {
+            "criterion": request.best,
+            "options": [_row(one) for one in rank(options, request.best)],
+        }
+    return found
+
+
+def _with_machine(request: Request) -> Request:
+    """What the machine's file says, where the command line does not."""
+    if not request.machine:
+        return request
+    try:
+        found = tomllib.loads(Path(request.machine).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--machine {request.machine}: {error}") from error
+    changes: dict[str, Any] = {}
+    for key, value in found.items():
+        wanted = MACHINE_KEYS.get(key)
+        if wanted is None:
+            raise UsageError(f"--machine {request.machine}: no {key!r} among {', '.join(MACHINE_KEYS)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
+            raise UsageError(f"--machine {request.machine}: {key} must be {wanted.__name__}, got {value!r}")
+        if isinstance(value, int | float) and value <= 0:
+            raise UsageError(f"--machine {request.machine}: {key} must be greater than 0")
+        if getattr(request, key) is None:
+            changes[key] = value
+    return dataclasses.replace(request, **changes)
+
+
+def _check_given(request: Request) -> None:
+    missing = []
+    if request.compute is None and request.budget_s is None:
+        missing.append('how long a batch takes (--compute "constant(0.1)", or --probe)')
+    if request.network is None:
+        missing.append('the network (--network "gbe10()", or network = "gbe10()" in --machine FILE)')
+    if not request.workers and request.nodes is None:
+        missing.append("the numbers of workers (--workers 1,2,4,8, or --nodes)")
+    if missing:
+        raise UsageError("plan: missing " + "; ".join(missing))
+    per_node = request.ranks_per_node or 1
+    if request.nodes is not None and max(request.workers, default=1) > request.nodes * per_node:
+        raise UsageError(
+            f"plan: {max(request.workers)} workers on {request.nodes} nodes of {per_node}: use fewer, or say the "
+            "machine's --nodes and --ranks-per-node"
+        )
+
+
+def _counts(request: Request) -> list[int]:
+    if request.workers:
+        return sorted(set(request.workers))
+    most = (request.nodes or 1) * (request.ranks_per_node or 1)
+    return [1 << power for power in range(most.bit_length())]
+
+
+def _links(request: Request) -> tuple[LinkCost, LinkCost]:
+    """(the link within a node, the link between nodes)."""
+    law = parse(request.network or "", "network")
+    assert isinstance(law, NetworkLaw)
+    if isinstance(law, MeasuredNetwork):
+        law = law.cluster
+    if isinstance(law, Cluster):
+        law = dataclasses.replace(law, ranks_per_node=2)
+        found = []
+        for other in (1, 2):
+            hops = law.path(Links(), 0, other)
+            found.append(
+                LinkCost(sum(one.latency_s for one in hops), 1 / min(one.rate for one in hops), 0.0, POST_S)
+            )
+        return found[0], found[1]
+    if isinstance(law, Link):
+        link = LinkCost(law.latency_s, 8 / (law.gbit_per_s * 1e9), 0.0, POST_S)
+        return link, link
+    return LinkCost(), LinkCost()
+
+
+def _conditions(
+    request: Request, job: Job, weights: Weights, probed: Probed | None
+) -> tuple[Conditions, list[str]]:
+    """What throughput depends on, and what of it nobody has said or measured."""
+    assumed = [
+        "times are closed forms; servers have nodes of their own; no gradients were computed for a loss curve"
+    ]
+    law: ComputeLaw | tuple[float, ...]
+    if request.compute is not None:
+        given = parse(request.compute, "compute")
+        assert isinstance(given, ComputeLaw)
+        law = given
+    else:
+        assert probed is not None
+        law = probed.steps_s
+        assumed.append("every device is like this host's, and workers vary as its steps did")
+    values = {"apply_s": request.apply_s, "read_s": request.read_s}
+    values |= {"fixed": request.fixed, "backward": request.backward}
+    if probed is not None:
+        whole_s = probed.forward_s + probed.backward_s + probed.optimizer_s
+        one_s = probed.one_sample_s + probed.optimizer_s
+        share = (
+            (one_s / whole_s - 1 / job.batch_size) / (1 - 1 / job.batch_size) if job.batch_size > 1 else 0.0
+        )
+        measured = {
+            "apply_s": probed.apply_s,
+            "read_s": probed.read_s,
+            "fixed": min(1.0, max(0.0, share)),
+            "backward": probed.backward_s / whole_s,
+        }
+        values = {key: measured[key] if value is None else value for key, value in values.items()}
+        assumed.append("batches are read between steps, not ahead")
+    says = {
+        "apply_s": "a server's update takes no time (--apply-s)",
+        "read_s": "batches are read while others are computed (--read-s)",
+        "fixed": "computing is proportional to the samples (--fixed)",
+        "backward": "an allreduce is not hidden behind the backward pass (--backward)",
+    }
+    assumed += [says[key] for key, value in values.items() if value is None]
+    if request.ranks_per_node is None:
+        assumed.append("every worker has a node of its own (--ranks-per-node)")
+    inside, between = _links(request)
+    number = {key: value or 0.0 for key, value in values.items()}
+    return (
+        Conditions(
+            times=Times(law, job.seed),
+            batch=job.batch_size,
+            num_bytes=weights.gradients,
+            inside=inside,
+            between=between,
+            workers_per_node=request.ranks_per_node or 1,
+            apply_s=number["apply_s"],
+            read_s=number["read_s"],
+            fixed=number["fixed"],
+            backward=number["backward"],
+        ),
+        assumed,
+    )
+
+
+def _settings(request: Request, module: Any, weights: Weights) -> list[Setting]:
+    if request.strategies:
+        return [setting_of(text, module, weights) for text in request.strategies]
+    return [
+        Setting("allreduce()", "allreduce"),
+        Setting("localsgd(period=16)", "localsgd", period=16),
+        Setting("sync(servers=1)", "servers", 1),
+        Setting("backup(servers=1, spare=1)", "servers", 1, 1),
+        Setting("async(servers=1)", "async", 1),
+    ]
+
+
+def setting_of(text: str, module: Any, weights: Weights) -> Setting:
+    """A strategy's text as what its speed depends on.
+
+    Raises:
+        UsageError: there is no closed form for it.
+    """
+    from mpitrain.planning.codecs import message_sizes
+
+    strategy = parse(text, "strategy")
+    if isinstance(strategy, AllReduce) and strategy.codec.is_none:
+        return Setting(text, "allreduce")
+    if isinstance(strategy, LocalSGD) and strategy.unit == "steps" and strategy.wire == "full":
+        return Setting(text, "localsgd", period=strategy.period)
+    plain = (
+        isinstance(strategy, ServerStrategy) and strategy.push_codec.is_none and strategy.reply_codec.is_none
+    )
+    if isinstance(strategy, Sync | Backup | Async) and plain and strategy.push_every == strategy.pulls == 1:
+        import torch
+
+        push, reply = message_sizes(strategy, module, weights.numbers, torch.float32)
+        shares = push / weights.gradients, reply / weights.gradients
+        kind = "async" if isinstance(strategy, Async) else "servers"
+        return Setting(text, kind, strategy.num_servers(), getattr(strategy, "spare", 0), 1, *shares)
+    raise UsageError(
+        f"plan: no closed form for {text}: it knows allreduce, localsgd, sync, backup and async without codecs and "
+        "with a push a batch; see mpitrain simulate"
+    )
+
+
+def _curve(setting: Setting, conditions: Conditions, counts: list[int], batch: int) -> dict[str, Any]:
+    """Speed-up over one device, with the batch of every worker constant, and with that of all workers."""
+    alone = throughput(Setting("", "allreduce"), conditions, 1)
+    rows: list[dict[str, Any]] = []
+    for number in counts:
+        if number < setting.needs():
+            continue
+        rate = throughput(setting, conditions, number)
+        name, gain = reason(setting, conditions, number)
+        row = {
+            "workers": number,
+            "samples_per_s": rate,
+            "speed_up": rate / alone,
+            "reason": name,
+            "gain": gain,
+        }
+        if number <= batch:
+            divided = throughput(setting, conditions, number, batch / number)
+            name, gain = reason(setting, conditions, number, batch / number)
+            row |= {"global_speed_up": divided / alone, "global_reason": name, "global_gain": gain}
+        rows.append(row)
+    fit = fit_serial_fraction([(row["workers"], row["speed_up"]) for row in rows])
+    most = max((row["speed_up"] for row in rows), default=0.0)
+    saturated = next(
+        (row for row in rows if row["speed_up"] >= (1 - MATTERS) * most and row is not rows[-1]), None
+    )
+    return {
+        "strategy": setting.text,
+        "points": rows,
+        "serial_fraction": fit._asdict() if fit else None,
+        "saturates_at": saturated["workers"] if saturated else None,
+        "why": rows[-1]["reason"] if rows else NONE,
+    }
+
+
+def _options(
+    conditions: Conditions,
+    counts: list[int],
+    catalogue: Catalogue,
+    job: Job,
+    adaptive: bool,
+    within_s: float | None,
+    settings: list[Setting] | None,
+) -> list[Option]:
+    samples = catalogue.num_samples
+    found = [option(None, conditions, 1, adaptive, samples, job.epochs, within_s)]
+    for number in counts:
+        some = candidates(number, samples, job.batch_size) if settings is None else settings
+        found += [
+            option(one, conditions, number, adaptive, samples, job.epochs, within_s)
+            for one in some
+            if one.needs() <= number and number > 1
+        ]
+    return found
+
+
+def _advice(
+    request: Request,
+    conditions: Conditions,
+    weights: Weights,
+    catalogue: Catalogue,
+    job: Job,
+    options: list[Option],
+) -> list[dict[str, str]]:
+    memory = None if request.memory_gib is None else request.memory_gib * GIB
+    samples = catalogue.num_samples
+    found = advise(
+        conditions,
+        weights.rank_bytes(),
+        None if weights.sample is None else weights.sample * samples,
+        memory,
+        samples,
+        job.epochs,
+        options,
+        request.ranks_per_node or 1,
+    )
+    return [{"question": question, "answer": answer} for question, answer in found]
+
+
+def _row(one: Option) -> dict[str, Any]:
+    return {
+        "strategy": one.text,
+        "workers": one.workers,
+        "ranks": one.ranks,
+        "samples_per_s": one.rate,
+        "staleness": one.stale,
+        "samples_per_update": one.step_samples,
+        "learning_rate": one.learning_rate,
+        "epochs": one.epochs,
+    }

@@ -1,0 +1,291 @@
+"""How fast a job would be on so many workers under a strategy, and what holds it back: closed forms, no run.
+
+    one device          B / (T + read)
+    allreduce, sync     N B / (E[max of N times] + read + exposed communication)
+    backup              k B / (E[k-th smallest of N times] + read + servers)
+    async               min(N B / (T + read + messages), each server's link, nodes' links, servers' updates)
+    localsgd(H)         N H B / (E[max of N sums of H times] + H read + allreduce)
+
+Invariants: arithmetic on numbers that were given; order statistics are means over draws that are keyed by worker, so
+that strategies and numbers of workers are compared on the same draws, and equal inputs give equal bytes. What holds a
+strategy back is found by ablation: the term whose removal raises the throughput most.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from mpitrain.mpi.allreduce_plan import AUTO, DIRECT, HIERARCHICAL, Transport
+from mpitrain.mpi.process_group.algorithm_choice import choose
+from mpitrain.virtual.collectives import (
+    Cost,
+    LinkCost,
+    direct_allreduce,
+    hierarchical_allreduce,
+    library_allreduce,
+)
+from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
+
+BUCKET_BYTES = 25 << 20  # DDP's
+DRAWS, MOST_DRAWS = 300, 60_000  # steps for an order statistic, and times drawn for all of its workers
+MATTERS = 0.05  # a term that costs less of the throughput than this is no reason
+NONE = "nothing: computing"
+
+
+@dataclass
+class Times:
+    """Seconds of batches of all workers, by (worker, step): drawn once, used by all strategies."""
+
+    law: ComputeLaw | tuple[float, ...]  # or seconds that were measured, drawn again with replacement
+    seed: int = 0
+    _drawn: dict[int, list[float]] = field(default_factory=dict)
+
+    def of(self, worker: int, count: int) -> list[float]:
+        """The first `count` times of a worker."""
+        if len(self._drawn.get(worker, ())) < count:
+            if isinstance(self.law, tuple):
+                stream = random.Random(f"plan {self.seed} {worker}")
+                self._drawn[worker] = stream.choices(self.law, k=count)
+            else:
+                times = WorkerTimes(self.law, self.seed, worker)
+                self._drawn[worker] = [times.next() for _ in range(count)]
+        return self._drawn[worker][:count]
+
+    @cached_property
+    def mean_s(self) -> float:
+        """Of one batch."""
+        drawn = [second for worker in range(16) for second in self.of(worker, DRAWS)]
+        return float(sum(drawn) / len(drawn))
+
+    def order_s(self, accepted: int, num_workers: int, period: int = 1) -> float:
+        """Mean time until `accepted` of the workers have computed `period` batches."""
+        count = max(20, min(DRAWS, MOST_DRAWS // num_workers)) // period * period or period
+        rows = [self.of(worker, count) for worker in range(num_workers)]
+        sums = [[sum(row[at : at + period]) for at in range(0, count, period)] for row in rows]
+        steps = [sorted(step)[accepted - 1] for step in zip(*sums, strict=True)]
+        return float(sum(steps) / len(steps))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What throughput depends on besides the strategy.
+
+    Attributes:
+        times: of batches of `batch` samples; those of smaller ones are `fixed` of it, and the rest by the samples.
+        batch: samples per worker and step.
+        num_bytes: of the gradients of all parameters, and of the parameters.
+        inside, between: links within a node, and between two nodes.
+        workers_per_node: that share the node's link.
+        apply_s: a server's update with one whole gradient, divided by the servers; read_s: reading of a batch that is
+            not hidden behind computing.
+        backward: share of a batch's time in which gradients can travel.
+        even: no worker is ever later than the mean.
+    """
+
+    times: Times
+    batch: int
+    num_bytes: int
+    inside: LinkCost = LinkCost()
+    between: LinkCost = LinkCost()
+    workers_per_node: int = 1
+    apply_s: float = 0.0
+    read_s: float = 0.0
+    fixed: float = 0.0
+    backward: float = 0.0
+    even: bool = False
+
+    def scale(self, batch: float) -> float:
+        """The time of a batch of so many samples as a multiple of that of a whole one."""
+        return self.fixed + (1 - self.fixed) * batch / self.batch
+
+    def step_s(self, accepted: int, num_workers: int, batch: float, period: int = 1) -> float:
+        """Computing and reading of `period` batches by the first `accepted` workers."""
+        even = self.even or num_workers == 1
+        one_s = period * self.times.mean_s if even else self.times.order_s(accepted, num_workers, period)
+        return one_s * self.scale(batch) + period * self.read_s * batch / self.batch
+
+    def allreduce_s(self, num_workers: int, num_bytes: int) -> float:
+        """By the algorithm that a run would take."""
+        nodes = [
+            list(range(first, min(first + self.workers_per_node, num_workers)))
+            for first in range(0, num_workers, self.workers_per_node)
+        ]
+        link = self.between if len(nodes) > 1 else self.inside
+        transport = None
+        if link.beta_s or link.alpha_s:
+            transport = Transport(link.alpha_s, 1 / link.beta_s if link.beta_s else float("inf"))
+        algorithm = choose(num_bytes, nodes, transport, AUTO)
+        cost: Cost
+        if algorithm == HIERARCHICAL:
+            cost = hierarchical_allreduce([len(node) for node in nodes], num_bytes, self.inside, self.between)
+        elif algorithm == DIRECT:
+            cost = direct_allreduce(num_workers, num_bytes, link)
+        else:
+            cost = library_allreduce(num_workers, num_bytes, link)
+        return cost.seconds
+
+
+class Setting(NamedTuple):
+    """A strategy with what its speed depends on.
+
+    Args:
+        text: as `--strategy` reads it.
+        kind: "allreduce", "servers" (a step waits for workers), "async" or "localsgd".
+        servers, spare, period: as the strategies call them.
+        push, reply: bytes of a message, in multiples of the parameters'.
+    """
+
+    text: str
+    kind: str
+    servers: int = 0
+    spare: int = 0
+    period: int = 1
+    push: float = 1.0
+    reply: float = 1.0
+
+    def needs(self) -> int:
+        """The fewest workers it makes sense for."""
+        return self.spare + 1
+
+
+def throughput(
+    setting: Setting, conditions: Conditions, num_workers: int, batch: float | None = None
+) -> float:
+    """Samples per second. `batch`: samples per worker and step, where not those of the conditions."""
+    batch = conditions.batch if batch is None else batch
+    if num_workers == 1 and setting.kind in ("allreduce", "localsgd"):
+        return batch / conditions.step_s(1, 1, batch)
+    if setting.kind == "allreduce":
+        step_s = conditions.step_s(num_workers, num_workers, batch)
+        return num_workers * batch / (step_s + _exposed_s(conditions, num_workers, batch))
+    if setting.kind == "localsgd":
+        round_s = conditions.step_s(num_workers, num_workers, batch, setting.period)
+        round_s += conditions.allreduce_s(num_workers, conditions.num_bytes)
+        return num_workers * setting.period * batch / round_s
+    if setting.kind == "servers":
+        accepted = num_workers - setting.spare
+        step_s = conditions.step_s(accepted, num_workers, batch) + _gather_s(setting, conditions, num_workers)
+        return accepted * batch / step_s
+    cycle_s = conditions.step_s(1, 1, batch)
+    heavier = max(setting.push, setting.reply) * conditions.num_bytes
+    both = (setting.push + setting.reply) * conditions.num_bytes
+    cycle_s += 2 * conditions.between.alpha_s + both * conditions.between.beta_s
+    cycle_s += conditions.apply_s / setting.servers
+    rates = [num_workers / cycle_s]
+    if conditions.between.beta_s:
+        rates.append(setting.servers / (heavier * conditions.between.beta_s))
+        num_nodes = -(-num_workers // conditions.workers_per_node)
+        rates.append(num_nodes / (heavier * conditions.between.beta_s))
+    if conditions.apply_s:
+        rates.append(setting.servers / conditions.apply_s)
+    return min(rates) * batch
+
+
+def _exposed_s(conditions: Conditions, num_workers: int, batch: float) -> float:
+    """What of the allreduce is not hidden behind the backward pass: the last bucket at least."""
+    num_buckets = max(1, -(-conditions.num_bytes // BUCKET_BYTES))
+    bucket_s = conditions.allreduce_s(num_workers, -(-conditions.num_bytes // num_buckets))
+    backward_s = conditions.backward * conditions.times.mean_s * conditions.scale(batch)
+    return max(bucket_s, num_buckets * bucket_s - backward_s * (1 - 1 / num_buckets))
+
+
+def _gather_s(setting: Setting, conditions: Conditions, num_workers: int) -> float:
+    """All pushes to the servers, an update with each, and all replies, over the slower of servers' and nodes' links."""
+    num_nodes = -(-num_workers // conditions.workers_per_node)
+    copies = max(num_workers / setting.servers, num_workers / num_nodes)
+    both = (setting.push + setting.reply) * conditions.num_bytes
+    seconds = 2 * conditions.between.alpha_s + copies * both * conditions.between.beta_s
+    return seconds + num_workers * conditions.apply_s / setting.servers
+
+
+# ---- what holds it back
+
+Removal = Callable[[Conditions], Conditions]
+
+
+def _without_bandwidth(conditions: Conditions) -> Conditions:
+    inside, between = (link._replace(beta_s=0.0) for link in (conditions.inside, conditions.between))
+    return replace(conditions, inside=inside, between=between)
+
+
+def _without_latency(conditions: Conditions) -> Conditions:
+    links = (link._replace(alpha_s=0.0, post_s=0.0) for link in (conditions.inside, conditions.between))
+    inside, between = links
+    return replace(conditions, inside=inside, between=between)
+
+
+REMOVALS: dict[str, Removal] = {
+    "link": _without_bandwidth,
+    "straggler tail": lambda conditions: replace(conditions, even=True),
+    "latency": _without_latency,
+    "apply": lambda conditions: replace(conditions, apply_s=0.0),
+    "batch reading": lambda conditions: replace(conditions, read_s=0.0),
+    "batch size limit": lambda conditions: replace(conditions, fixed=0.0),
+}
+
+
+def gains(
+    setting: Setting, conditions: Conditions, num_workers: int, batch: float | None = None
+) -> dict[str, float]:
+    """By term, how many times as fast it would be if that term cost nothing."""
+    now = throughput(setting, conditions, num_workers, batch)
+    found = {}
+    for name, remove in REMOVALS.items():
+        if name == "batch size limit" and (batch is None or batch >= conditions.batch):
+            continue  # the batch is as long as on one device: nothing is lost by cutting it
+        without = throughput(setting, remove(conditions), num_workers, batch)
+        found[_link_name(setting, conditions, num_workers) if name == "link" else name] = without / now
+    return found
+
+
+def reason(
+    setting: Setting, conditions: Conditions, num_workers: int, batch: float | None = None
+) -> tuple[str, float]:
+    """(the term whose removal raises the throughput most, how many times)."""
+    found = gains(setting, conditions, num_workers, batch)
+    name = max(found, key=lambda one: found[one])
+    return (name, found[name]) if found[name] >= 1 + MATTERS else (NONE, found[name])
+
+
+def _link_name(setting: Setting, conditions: Conditions, num_workers: int) -> str:
+    if setting.kind not in ("async", "servers"):
+        return "allreduce link"
+    num_nodes = -(-num_workers // conditions.workers_per_node)
+    return "server link" if setting.servers <= num_nodes else "node link"
+
+
+# ---- the curve
+
+
+class SerialFraction(NamedTuple):
+    """S(N) = N / (1 + sigma (N - 1) + kappa N (N - 1)); `worst`: largest relative error of the fit."""
+
+    sigma: float
+    kappa: float
+    worst: float
+
+
+def fit_serial_fraction(points: Sequence[tuple[int, float]]) -> SerialFraction | None:
+    """Least squares of N/S - 1 = sigma (N - 1) + kappa N (N - 1), relative to N, over (N, S) with N > 1; kappa is 0
+    where there are fewer than three such points or where it would be negative. None without any."""
+    used = [(float(number), number / speed_up - 1) for number, speed_up in points if number > 1]
+    if not used:
+        return None
+    rows = [((number - 1) / number, number - 1, excess / number) for number, excess in used]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    ay, by = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    sigma, kappa = ay / aa, 0.0
+    if len(rows) > 2 and determinant > 1e-12 * aa * bb:
+        both = (ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant
+        if both[1] > 0:
+            sigma, kappa = both
+    errors = [
+        abs((1 + excess) / max(1e-12, 1 + sigma * (number - 1) + kappa * number * (number - 1)) - 1)
+        for number, excess in used
+    ]
+    return SerialFraction(sigma, kappa, max(errors))

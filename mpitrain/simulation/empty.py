@@ -1,0 +1,275 @@
+"""Stores and replicas of no numbers, for roles that are only timed.
+
+Invariants: they satisfy `roles/protocols.py`; a payload knows nothing but its bytes, and nothing is validated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from mpitrain.messages import Lease
+from mpitrain.simulation.workload import NUMBER_BYTES, Workload
+from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.sampling.peer_partition import Turn
+
+
+class Bytes:
+    """A payload that is nothing but its size."""
+
+    __slots__ = ("num_bytes",)
+
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+
+    def statistics(self) -> dict[str, float]:
+        """Nothing is known of the numbers."""
+        return {}
+
+    def hold(self) -> Bytes:
+        """It can be held as often as anybody likes."""
+        return self
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class Nothing:
+    """A gradient that took its time."""
+
+    __slots__ = ("samples", "share")
+    loss, finite, options = 0.0, True, ""
+
+    def __init__(self, samples: int):
+        self.samples, self.share = samples, float(samples)
+
+
+class Quiet:
+    """A report that goes nowhere."""
+
+    def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None:
+        """Not reported."""
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Not reported."""
+
+    def pause(self, seconds: float) -> None:
+        """Not counted."""
+
+
+class EmptyStore:
+    """A shard of no numbers; `reply`, `final`: what it answers with."""
+
+    def __init__(self, reply: Bytes, final: Bytes):
+        self.reply, self.final = reply, final
+
+    def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
+        """Nothing is added."""
+
+    def hear_options(self, text: str) -> None:
+        """There is no optimizer."""
+
+    def correct(self, worker: int, payload: Any, num_reads: int) -> Any:
+        """As it came."""
+        return payload
+
+    def mask(self, payload: Any, spans: list[tuple[int, int]]) -> Any:
+        """As it came."""
+        return payload
+
+    def apply(self) -> None:
+        """Nothing changes."""
+
+    def set_rate(self, factor: Any) -> None:
+        """There is no optimizer."""
+
+    def average(self) -> Bytes:
+        """As large as the shard."""
+        return self.final
+
+    def read(self, worker: int, full: bool = False, uses: int = 1) -> Bytes:
+        """As large as the parameters."""
+        return self.final if full else self.reply
+
+
+class _Steps:
+    """What empty replicas have in common: gradients of nothing."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[int, Nothing] = {}
+
+    def progress(self, samples: int) -> None:
+        """No schedule follows it."""
+
+    def prefetch(self, lease: Lease) -> None:
+        """Nothing is read."""
+
+    def validate(self, samples: int | None = None) -> dict[str, float]:
+        """Nothing is measured."""
+        return {}
+
+    def statistics(self) -> dict[str, float]:
+        """Nothing to report."""
+        return {}
+
+    def of(self, samples: int) -> Nothing:
+        """The gradient of so many samples."""
+        if samples not in self._gradients:
+            self._gradients[samples] = Nothing(samples)
+        return self._gradients[samples]
+
+
+class EmptyReplica(_Steps):
+    """A worker's model of no numbers; `pushes`: what it pushes to each shard."""
+
+    def __init__(self, pushes: list[Bytes]):
+        super().__init__()
+        self.pushes = pushes
+
+    def load(self, shard: int, payload: Any) -> None:
+        """Nothing to take over."""
+
+    def subtract(self, shard: int, payload: Any) -> None:
+        """Nothing to move."""
+
+    def gradient(self, lease: Any, step: int) -> Nothing:
+        """It takes its time, which the world knows."""
+        return self.of(lease.num_samples)
+
+    def take(self) -> list[Any]:
+        """What to push."""
+        return self.pushes
+
+    def finish(self) -> None:
+        """Nothing is kept back."""
+
+
+class EmptyPeer(_Steps):
+    """A peer's model of no numbers; `message`: what it sends of a step; `model`: at a meeting."""
+
+    def __init__(self, message: Bytes, model: Bytes):
+        super().__init__()
+        self.message, self.model = message, model
+
+    def step(self, turn: Turn) -> Nothing:
+        """It takes its time, which the world knows."""
+        assert turn.lease is not None
+        return self.of(turn.lease.num_samples)
+
+    def update(self) -> Bytes:
+        """What to send of it."""
+        return self.message
+
+    def apply(self, payload: Any, num_peers: int) -> None:
+        """Nothing changes."""
+
+    def copy(self, source: int, payload: Any) -> None:
+        """Nothing changes."""
+
+    def mix(self, rank: int, weights: dict[int, float], rate: float) -> None:
+        """Nothing changes."""
+
+    def end_step(self) -> None:
+        """Nothing changes."""
+
+    def total(self) -> Bytes:
+        """As large as the model."""
+        return self.model
+
+    def add(self, total: Any, other: Any) -> Any:
+        """As large as one."""
+        return total
+
+    def divide(self, total: Any, count: int) -> Any:
+        """As large as one."""
+        return total
+
+    def settle(self, mean: Any) -> float:
+        """All are alike."""
+        return 0.0
+
+    def digest(self) -> str:
+        """All are alike."""
+        return ""
+
+
+class _Reduction:
+    """What a worker brings to an all-reduce: bytes, and what is to happen when it is over."""
+
+    def __init__(self, num_bytes: float, then: Callable[[], None] = lambda: None):
+        self._num_bytes, self._then = num_bytes, then
+
+    def num_bytes(self) -> float:
+        """Bytes that are reduced."""
+        return self._num_bytes
+
+    def rounds(self) -> Generator[Any, Any, None]:
+        """Nothing is asked."""
+        self._then()
+        return
+        yield
+
+
+class EmptyLocalReplica(_Steps):
+    """A worker's model of no numbers under `localsgd`."""
+
+    validates = stopped = False
+
+    def __init__(self, strategy: LocalSGD, workload: Workload):
+        super().__init__()
+        self.strategy, self.memory = strategy, strategy.begin()
+        self.samples = self.num_averagings = self._count = 0
+        self._averages_gradients = False
+        self._model_bytes = float(workload.num_parameters * workload.number_bytes)
+        self._mean_bytes = (
+            workload.num_parameters * NUMBER_BYTES.get(strategy.wire, workload.number_bytes)
+            + workload.buffer_bytes * strategy.average_buffers
+            + workload.optimizer_bytes * strategy.average_optimizer
+        )
+
+    def local_step(self, turn: Turn) -> float:
+        """It takes its time, which the world knows."""
+        self._averages_gradients = self.strategy.averages_gradients(self.memory)
+        self._count = turn.num_samples
+        self.samples += turn.num_samples
+        return 0.0
+
+    def reduce_gradients(self) -> _Reduction | None:
+        """The mean of all, where the step is one of allreduce."""
+        return _Reduction(self._model_bytes) if self._averages_gradients else None
+
+    def end_step(self) -> _Reduction | None:
+        """The averaging that is due."""
+        return self._average() if self.strategy.on_step(self.memory, self._count) else None
+
+    def settle(self) -> None:
+        """Nothing is written."""
+
+    def finish(self) -> _Reduction | None:
+        """The last averaging."""
+        return self._average() if self.memory["since"] else None
+
+    def _average(self) -> _Reduction:
+        return _Reduction(self._mean_bytes, self._averaged)
+
+    def _averaged(self) -> None:
+        self.strategy.on_average(self.memory)
+        self.num_averagings += 1
+
+    def reduce_mean(self) -> None:
+        """Nothing is validated."""
+
+    def measure(self) -> None:
+        """Nothing is validated."""
+
+    def gather_measured(self) -> Any:
+        """Nothing is validated."""
+        raise AssertionError("nothing is validated")
+
+    def conclude(self) -> dict[str, float]:
+        """Nothing is validated."""
+        return {}
+
+    def agree_to_end(self, ends: bool) -> Any:
+        """No validation ends the run."""
+        raise AssertionError("nothing is validated")

@@ -1,0 +1,417 @@
+"""Runs in virtual time in which all ranks take the same steps: `allreduce()` and the strategies that split the model.
+
+Invariants: batches, random numbers, validations and defaults are those of the run over MPI, so are parameters
+(`ranks_in_one_process.py`), and the clock is one of `virtual/lockstep.py`, whatever is computed: a run of the clock
+alone gives the same seconds. Every rank draws the times of its batches by its own number, as a worker does elsewhere.
+A rank that dies ends the run, as it does over MPI; one that falls silent leaves all others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpitrain.effects import Break
+from mpitrain.errors import DeadlockError, LostRankError, UsageError
+from mpitrain.messages import Lease, num_parts
+from mpitrain.model.accumulation import LeaseReader, read_alike
+from mpitrain.model.codec_registry import check_optimizer
+from mpitrain.model.optimizer import Rates
+from mpitrain.simulation.base import VirtualRun
+from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
+from mpitrain.simulation.ranks_in_one_process import RanksInOneProcess
+from mpitrain.simulation.step_costs import (
+    Collectives,
+    check_split,
+    gradient_buckets,
+    num_bytes_of,
+    overlapped,
+    split_schedule,
+)
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.model_parallel.base import Split
+from mpitrain.strategies.model_parallel.mesh_layout import Grid
+from mpitrain.strategies.model_parallel.pipeline import Pipeline
+from mpitrain.strategies.sampling.dealer import share_out
+from mpitrain.strategies.sampling.step_partition import StepPartition
+from mpitrain.system.trace import COMMUNICATION, WAIT
+from mpitrain.training.averaged_model import EMA_MODEL_FILE
+from mpitrain.training.clipping import clipping_of
+from mpitrain.training.measure import read_nothing_ahead
+from mpitrain.training.synchronous.stepper import Batch, Parts
+from mpitrain.virtual import ComputeLaw
+from mpitrain.virtual.compute import WorkerTimes
+from mpitrain.virtual.lockstep import Clock, Overlapped, Schedule, Times
+from mpitrain.virtual.world import DEADLY
+
+
+class Draws:
+    """The times of batches, each worker's keyed by (seed, worker)."""
+
+    def __init__(self, compute: ComputeLaw, seed: int, number: int):
+        self._times = [WorkerTimes(compute, seed, rank) for rank in range(number)]
+
+    def step(self, num_batches: Sequence[int]) -> tuple[Times, Times]:
+        """(seconds of the batches before the last one, seconds of the last one), of every rank."""
+        before, last = np.zeros(len(self._times)), np.zeros(len(self._times))
+        for rank, count in enumerate(num_batches):
+            for _ in range(count):
+                before[rank] += last[rank]
+                last[rank] = self._times[rank].next()
+        return before, last
+
+
+class Rounds:
+    """Which samples every share of a step has: dealt as under `sync()`, or, for strategies that split the model, cut
+    from the order of the samples.
+
+    Args:
+        num_shares: of a step.
+    """
+
+    def __init__(self, virtual: VirtualRun, num_shares: int):
+        job, catalogue = virtual.job, virtual.catalogue
+        self.num_samples, self.num_shares = catalogue.num_samples, num_shares
+        self.full, self.drops_last = job.step_samples * num_shares, job.drop_last
+        self.by_window = not isinstance(job.strategy, Split)
+        self.partition = StepPartition(
+            self.num_samples, job.step_samples, num_shares, catalogue.window_samples, job.drop_last
+        )
+        self.epoch = self.left_out = self._cursor = 0
+
+    def take(self) -> list[Lease] | None:
+        """The next round, or None at the end of an epoch."""
+        if self.by_window:
+            leases = self.partition.take()
+            if leases is None:
+                self.left_out, self.epoch = self.left_out + self.partition.next_epoch(), self.epoch + 1
+            return leases
+        count = min(self.full, self.num_samples - self._cursor)
+        if count < self.num_shares or (
+            count < self.full and self.drops_last and self.num_samples >= self.full
+        ):
+            self.left_out, self.epoch, self._cursor = self.left_out + count, self.epoch + 1, 0
+            return None
+        shares = [share_out(self._cursor, count, self.num_shares, one) for one in range(self.num_shares)]
+        self._cursor += count
+        return [Lease(self.epoch, *share) for share in shares]
+
+    def settle(self) -> None:
+        """The round is done."""
+        if self.by_window:
+            self.partition.settle()
+
+
+class LockstepRun:
+    """One run.
+
+    Args:
+        virtual: its job, ranks and laws; gradients: whether they are computed, or the clock alone runs.
+    """
+
+    def __init__(self, virtual: VirtualRun, gradients: bool = True):
+        self.virtual, self.gradients = virtual, gradients
+        job, number = virtual.job, virtual.number
+        _check(virtual)
+        self.grid = Grid(tuple((rank,) for rank in range(number)))
+        if isinstance(job.strategy, Split):
+            self.grid = check_split(job, number).grid(virtual.nodes)
+        num_shares = job.strategy.num_replicas(number) if isinstance(job.strategy, Split) else number
+        virtual.num_shares = num_shares
+        if virtual.catalogue.num_samples < num_shares:
+            raise UsageError(
+                f"{num_shares} batches a step for {virtual.catalogue.num_samples} training samples: use fewer workers"
+            )
+        self.owners = [row for _, row in self._rows()]
+        self.rounds, self.draws = Rounds(virtual, num_shares), Draws(virtual.compute, job.seed, number)
+        self.costs = Collectives(virtual.network, virtual.nodes)
+        self.module, optimizer = virtual.build()
+        self.rates = Rates(optimizer)
+        self.parameters = [one for one in self.module.parameters() if one.requires_grad]
+        self.buckets = gradient_buckets(self.parameters)
+        codec = job.strategy.codec if isinstance(job.strategy, AllReduce) else None
+        self.codecs = None
+        if codec is not None and not codec.is_none:
+            check_optimizer(codec, optimizer)
+            self.codecs = CodecsInOneProcess(codec, number, job.seed, clipping_of(job), self.buckets)
+        self.broken: list[tuple[float, int, Break]] = []
+        self.ended, self.step_bytes = False, 0
+
+    def _rows(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """(share, ranks that compute it)."""
+        num_shares = self.virtual.num_shares
+        rows = self.grid.ranks if num_shares < self.virtual.number else [(one,) for one in range(num_shares)]
+        yield from enumerate(tuple(row) for row in rows)
+
+    def run(self) -> dict[str, Any]:
+        """Train; returns what `result.json` holds."""
+        virtual, job = self.virtual, self.virtual.job
+        virtual.start_alike()
+        self.stepper = self._make_stepper()
+        with job.data.reader(virtual.catalogue, job.seed) as reader:
+            self.leases = LeaseReader(reader.batch, read_nothing_ahead, job.part_samples)
+            self.stepper.train_all(self.module, self.rates)
+            self.clock = Clock(virtual.number, self._schedule())
+            self.measure = virtual.measure(self.module) if self.gradients else None
+            virtual.validations.begin(0, 0, 0.0)
+            self._look_at_validation(not virtual.validations.policy.epochs)
+            self._look_at_end()
+            self._steps()
+            samples = None if self.ended else self.stepper.samples
+            metrics = self.measure(samples, self.stepper.averaged()) if self.measure is not None else {}
+        for trace in virtual.world.traces.values():
+            trace.write()
+        if self.gradients:
+            virtual.save(self.module)
+            if self.stepper.ema is not None:
+                with self.stepper.ema.swapped():
+                    virtual.save(self.module, EMA_MODEL_FILE)
+        result = virtual.result(self.stepper.samples, metrics, self.stepper.failure) | self._counted()
+        virtual.log.finish(result)
+        return result
+
+    def _make_stepper(self) -> RanksInOneProcess:
+        """Made when it is known whether anything is traced."""
+        virtual, job = self.virtual, self.virtual.job
+        return RanksInOneProcess(
+            job, virtual.num_shares, virtual.catalogue.num_samples, [row[0] for _, row in self._rows()], self.codecs,
+            isinstance(job.strategy, Split),
+        )  # fmt: skip
+
+    # ---- the loop
+
+    @property
+    def _goes_on(self) -> bool:
+        steps, job = self.virtual.options.steps, self.virtual.job
+        left = self.rounds.epoch < job.epochs if steps is None else self.stepper.step < steps
+        return left and not self.ended and not self.stepper.failure
+
+    def _steps(self) -> None:
+        while self._goes_on:
+            leases = self.rounds.take()
+            if leases is None:
+                if self._goes_on:
+                    self._look_at_validation(self.rounds.epoch)
+                continue
+            self._step(leases)
+            self.rounds.settle()
+            if self._goes_on:
+                self._look_at_validation(self.rounds.epoch + 1)
+
+    def _step(self, leases: list[Lease]) -> None:
+        virtual, clock, stepper = self.virtual, self.clock, self.stepper
+        before_s, last_s = self.draws.step(self._num_batches(leases))
+        if self.gradients:
+            shares = [lease.num_samples for lease in leases]
+            parts = [self._parts(lease, max(shares)) for lease in leases]
+            value = stepper.take_all(parts, shares, self._traced(before_s + last_s))
+            if self.codecs is not None:
+                self.clock.schedule = self._coded_schedule(self.codecs)
+        else:
+            value, stepper.step = 0.0, stepper.step + 1
+            stepper.samples += sum(lease.num_samples for lease in leases)
+        computed_s = clock.began_s + before_s + last_s
+        ended_s = clock.step(before_s, last_s)
+        self._trace_waits(computed_s, ended_s)
+        virtual.world.now_s = ended_s
+        virtual.world.num_events += virtual.number
+        if self.gradients:
+            fields = self.codecs.statistics() if self.codecs is not None else {}
+            virtual.log.progress(stepper.samples, stepper.step, leases[0].epoch + 1, value, **fields)
+        self._inject(before_s + last_s)
+
+    def _num_batches(self, leases: Sequence[Lease]) -> list[int]:
+        """How many times every rank draws: the ranks of one model all compute its batches."""
+        size, counts = self.virtual.job.part_samples, [0] * self.virtual.number
+        for share, ranks in self._rows():
+            for rank in ranks:
+                counts[rank] = num_parts(leases[share], size)
+        return counts
+
+    def _parts(self, lease: Lease, largest: int) -> Parts:
+        """The batches of a share."""
+        strategy = self.virtual.job.strategy
+        if not isinstance(strategy, Split):
+            yield from self.leases.read(lease)
+            return
+        for batch, num_samples in read_alike(self.leases, lease, largest):
+            if isinstance(strategy, Pipeline) and num_samples == self.virtual.job.batch_size:
+                yield from _cut(batch, num_samples, strategy.microbatches)
+            else:
+                yield batch, num_samples
+
+    def _inject(self, took_s: Times) -> None:
+        """Sleeps and faults after a step, of the workers that have any."""
+        now_s = self.clock.now_s
+        for straggler in self.virtual.stragglers:
+            if not straggler.injections:
+                continue
+            step = straggler.step
+            seconds = straggler.sleep_s(float(took_s[straggler.worker]))
+            for fault in straggler.breaks(step):
+                self.broken.append((now_s + fault.after_s, straggler.worker, fault))
+            self.clock.sleep(straggler.worker, seconds)
+        for at_s, rank, fault in sorted(self.broken, key=lambda row: row[:2]):
+            if at_s <= now_s:
+                self._fail(at_s, rank, fault.how)
+
+    def _fail(self, at_s: float, rank: int, how: str) -> None:
+        self.virtual.world.now_s = max(at_s, 0.0)
+        if how in DEADLY:
+            raise LostRankError(f"rank {rank} died ({how}) at t={at_s:.3f} s, and nobody can go on")
+        others = [other for other in range(self.virtual.number) if other != rank]
+        step = self.stepper.step
+        raise DeadlockError(
+            f"deadlock at t={at_s:.3f} s: ranks {_few(others)} wait since then, in the allreduce of step {step}, for "
+            f"rank {rank}, which has fallen silent ({how})"
+        )
+
+    # ---- what takes time
+
+    def _schedule(self) -> Schedule:
+        virtual, job = self.virtual, self.virtual.job
+        if isinstance(job.strategy, Split):
+            with_batch = self.leases.fetch(0, 0, min(job.batch_size, virtual.catalogue.num_samples))
+            return split_schedule(job, self.module, self.grid, self.costs, with_batch)
+        cast = self.codecs.cast if self.codecs is not None else None
+        if cast is None and self.codecs is not None and not self.gradients:
+            raise UsageError(
+                f"{job.strategy}: how many bytes a codec sends depends on the gradients: leave the codec out, or let "
+                "the simulation compute gradients"
+            )
+        buckets = [[self.parameters[index] for index in bucket] for bucket in self.buckets]
+        sizes = [num_bytes_of(bucket, cast) for bucket in buckets]
+        return self._averaged(sizes, self.codecs is not None and self.codecs.exchanges_at_end)
+
+    def _averaged(self, sizes: Sequence[int], at_end: bool = False) -> Schedule:
+        everybody = range(self.virtual.number)
+        costs = [self.costs.allreduce(size, everybody) for size in sizes]
+        self.step_bytes = sum(cost.sent_bytes for cost in costs)
+        return overlapped(sizes, costs, at_end)
+
+    def _coded_schedule(self, codecs: CodecsInOneProcess) -> Schedule:
+        """Of the step that has just been computed."""
+        everybody = range(self.virtual.number)
+        if not codecs.gathered_bytes:
+            return self._averaged(codecs.averaged_bytes, codecs.exchanges_at_end)
+        sizes = [8 * len(everybody), codecs.gathered_bytes * len(everybody)]
+        costs = [self.costs.allgather(size, everybody) for size in sizes]
+        self.step_bytes = sum(cost.sent_bytes for cost in costs)
+        return overlapped(sizes, costs, at_end=True)
+
+    # ---- validation
+
+    def _look_at_validation(self, epoch: int) -> None:
+        validations, samples = self.virtual.validations, self.stepper.samples
+        if not validations.is_due(self.rounds.epoch, samples, 0.0):
+            return
+        if self.measure is not None:
+            metrics = self.measure(samples, self.stepper.averaged())
+            self.virtual.log.event("validation", epoch=int(epoch), samples=samples, **metrics)
+        validations.done()
+        self._look_at_end()
+
+    def _look_at_end(self) -> None:
+        validations = self.virtual.validations
+        self.ended = self.gradients and validations.may_end and validations.over
+
+    # ---- traces
+
+    def _traced(self, took_s: Times) -> Callable[[int, Callable[[], float]], float]:
+        """Computes a share's gradient, and records it for the first rank that does so."""
+        world, clock = self.virtual.world, self.clock
+
+        def compute(share: int, task: Callable[[], float]) -> float:
+            rank = self.owners[share][0]
+            trace = world.traces.get(rank)
+            if trace is None:
+                return task()
+            world.now_s = float(clock.began_s[rank])
+            trace.step(self.stepper.step)
+            value: float = trace.compute(task)
+            world.now_s += float(took_s[rank])
+            trace.computed(float(took_s[rank]))
+            return value
+
+        return compute
+
+    def _trace_waits(self, computed_s: Times, ended_s: float) -> None:
+        world, schedule = self.virtual.world, self.clock.schedule
+        exchanged = schedule.spans_s if isinstance(schedule, Overlapped) else []
+        for rank, trace in world.traces.items():
+            for start_s, end_s, num_bytes in exchanged if trace.recording else ():
+                world.now_s = start_s
+                land = trace.begin_flight("allreduce", COMMUNICATION, {"bytes": num_bytes})
+                world.now_s = end_s
+                land()
+            if trace.recording and ended_s > computed_s[rank]:
+                trace.add("wait for the mean gradient", WAIT, float(computed_s[rank]), ended_s)
+
+    # ---- the outcome
+
+    def _counted(self) -> dict[str, Any]:
+        """What the run has come to, as the run over MPI reports it, and what it cost."""
+        clock, stepper = self.clock, self.stepper
+        counts: dict[str, Any] = {
+            "steps": stepper.step,
+            "samples_left_out": self.rounds.left_out,
+            "nonfinite": stepper.nonfinite,
+            "accepted": stepper.step - stepper.nonfinite,
+            "ended_early": self.ended,
+            "gradients": self.gradients,
+            "compute_s": float(clock.computed_s.mean()),
+            "wait_s": float(clock.waited_s.mean()),
+            "step_s": clock.now_s / max(1, clock.num_steps),
+            "allreduce": {str(size): name for size, name in sorted(self.costs.used.items())},
+        }
+        if isinstance(self.virtual.job.strategy, AllReduce):
+            counts["sent_bytes_a_step"] = self.step_bytes
+        if self.codecs is not None:
+            counts["codec"] = {"name": str(self.codecs.codec), **self.codecs.statistics()}
+        rows = zip(clock.computed_s.tolist(), clock.waited_s.tolist(), strict=True)
+        counts["ranks"] = [
+            {"rank": rank, "role": "worker", "steps": stepper.step, "compute_s": computed, "wait_s": waited}
+            for rank, (computed, waited) in enumerate(rows)
+        ]
+        return counts
+
+
+def _check(virtual: VirtualRun) -> None:
+    """Refuse what needs all ranks at once in the middle of a batch."""
+    job = virtual.job
+    if job.sync_batchnorm and virtual.number > 1:
+        raise UsageError(
+            f"{job.strategy}: sync_batchnorm looks at the batches of all ranks in the middle of a forward pass, and in "
+            "virtual time ranks compute one after another: leave it out of a simulation"
+        )
+    if job.step is not None:
+        raise UsageError(
+            f"{job.strategy}: several optimizers: the step function averages gradients in the middle of a step, and in "
+            "virtual time ranks compute one after another: use `mpitrain train`"
+        )
+    if isinstance(job.strategy, Split) and any(one.injections for one in virtual.stragglers):
+        raise UsageError(
+            f"--inject delays or fails workers that hold whole models, and those of {job.strategy} hold parts: leave "
+            "it out, or choose a strategy whose workers hold whole models"
+        )
+
+
+def _cut(batch: Batch, num_samples: int, count: int) -> Parts:
+    """A batch in equal microbatches."""
+    pieces = {name: tensor.chunk(count) for name, tensor in batch.items()}
+    for number in range(count):
+        yield {name: piece[number] for name, piece in pieces.items()}, num_samples // count
+
+
+def _few(ranks: Sequence[int]) -> str:
+    """Of many ranks the first ones."""
+    return (
+        str(list(ranks)) if len(ranks) <= 16 else f"{str(list(ranks[:16]))[:-1]}, ... ({len(ranks)} of them)]"
+    )
+
+
+def simulate_lockstep(virtual: VirtualRun, gradients: bool = True) -> dict[str, Any]:
+    """Simulate a job under `allreduce()`, `sharded()`, `tensor()` or `pipeline()`; returns what `result.json` holds."""
+    return LockstepRun(virtual, gradients).run()

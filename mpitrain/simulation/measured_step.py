@@ -1,0 +1,139 @@
+"""The time of a job's step, taken here: what the compute law `measured(5)` stands for.
+
+Invariants: the job's own module, loss, optimizer, reader and codec run, on a module that the simulation does not see;
+random numbers stand afterwards where they stood before. What is timed is one batch, as it is read and computed at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.codecs import Part
+from mpitrain.codecs.base import Codec
+from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.job import Job
+from mpitrain.model.codec_registry import make_encoder, make_layout_of
+from mpitrain.model.loss import BatchLoss
+from mpitrain.model.optimizer import Rates
+from mpitrain.simulation.step_costs import gradient_buckets
+from mpitrain.training.measure import build
+from mpitrain.training.synchronous.stepper import Batch, Stepper
+from mpitrain.virtual.compute_laws import Resampled
+
+WARMUP, LEAST = 2, 3  # batches: before the first that counts, and at least so many that do
+MOST_CODED = 1 << 22  # numbers that are coded; the rest is extrapolated
+
+
+class _TimedStepper(Stepper):
+    """A stepper that takes the time of its parts."""
+
+    def __init__(self, job: Job, epoch_samples: int):
+        super().__init__(job, 1, epoch_samples, 0)
+        self.forward_s: list[float] = []
+        self.forward_ended_s = 0.0
+
+    def forward(self, batch: Batch) -> BatchLoss:
+        began_s = time.perf_counter()
+        returned = super().forward(batch)
+        self.forward_ended_s = time.perf_counter()
+        self.forward_s.append(self.forward_ended_s - began_s)
+        return returned
+
+
+def codec_of(strategy: Any) -> Codec | None:
+    """What a worker's gradients are encoded with, where they are."""
+    codec = getattr(strategy, "push_wire", None) or getattr(strategy, "codec", None)
+    return codec if isinstance(codec, Codec) and codec.name != "none" else None
+
+
+def measure_step(
+    job: Job, lr: float | None, catalogue: Catalogue, for_s: float
+) -> tuple[Resampled, dict[str, Any]]:
+    """(the law of a batch's times, what a result says of them), from as many batches as take so many seconds."""
+    state = torch.get_rng_state()
+    try:
+        return _measure(job, lr, catalogue, for_s)
+    finally:
+        torch.set_rng_state(state)
+
+
+def _measure(
+    job: Job, lr: float | None, catalogue: Catalogue, for_s: float
+) -> tuple[Resampled, dict[str, Any]]:
+    module, optimizer = build(job, lr, torch.device("cpu"))
+    stepper = _TimedStepper(job, catalogue.num_samples)
+    stepper.train(module, Rates(optimizer))
+    count = min(job.part_samples or job.step_samples, catalogue.num_samples)
+    parameters = [one for one in module.parameters() if one.requires_grad]
+    came_s: dict[int, float] = {}  # by parameter: when its gradient did
+    handles = [
+        one.register_post_accumulate_grad_hook(
+            lambda _, number=number: came_s.update({number: time.perf_counter()})
+        )
+        for number, one in enumerate(parameters)
+    ]
+    buckets = gradient_buckets(parameters)
+    gradients, reads, updates = list[float](), list[float](), list[float]()
+    ends: list[list[float]] = []  # of each bucket's gradients, since the backward pass began
+    with job.data.reader(catalogue, job.seed) as reader:
+        deadline_s, number = time.perf_counter() + for_s, 0
+        while number < WARMUP + LEAST or time.perf_counter() < deadline_s:
+            start = number * count % (catalogue.num_samples - count + 1)
+            began_s = time.perf_counter()
+            batch = reader.batch(0, start, count)
+            read_s = time.perf_counter()
+            stepper.compute([(batch, count)], count, count)
+            computed_s = time.perf_counter()
+            stepper.step_optimizer()
+            ended_s = time.perf_counter()
+            reads.append(read_s - began_s)
+            gradients.append(computed_s - read_s)
+            updates.append(ended_s - computed_s)
+            since_s = stepper.forward_ended_s
+            ends.append([max(came_s.get(one, since_s) for one in bucket) - since_s for bucket in buckets])
+            number += 1
+    for handle in handles:
+        handle.remove()
+    median = statistics.median
+    forward_s = median(stepper.forward_s[WARMUP:])
+    gradient_s = median(gradients[WARMUP:])
+    codec = codec_of(job.strategy)
+    found = {
+        "batches": number - WARMUP,
+        "batch_samples": count,
+        "gradient_s": gradient_s,
+        "forward_s": forward_s,
+        "backward_s": gradient_s - forward_s,
+        "bucket_ends_s": [median(column) for column in zip(*ends[WARMUP:], strict=True)],
+        "read_s": median(reads[WARMUP:]),
+        "optimizer_s": median(updates[WARMUP:]),
+        "encode_s": _encode_s(codec, module) if codec is not None else 0.0,
+    }
+    return Resampled(tuple(gradients[WARMUP:])), found
+
+
+def _encode_s(codec: Codec, module: nn.Module) -> float:
+    """Seconds of coding a gradient of the module."""
+    entries, coded = list[tuple[str, tuple[int, ...]]](), 0
+    shapes = [(name, tuple(one.shape)) for name, one in module.named_parameters() if one.requires_grad]
+    total = sum(torch.Size(shape).numel() for _, shape in shapes)
+    for entry in shapes:
+        if not entries or coded + torch.Size(entry[1]).numel() <= MOST_CODED:
+            entries.append(entry)
+            coded += torch.Size(entry[1]).numel()
+    encoder = make_encoder(codec)
+    encoder.warmup_steps = 0
+    parts = [Part(torch.randn(coded, generator=torch.Generator().manual_seed(0)), make_layout_of(entries))]
+    return statistics.median(_seconds(lambda: encoder.encode(parts)) for _ in range(LEAST)) * total / coded
+
+
+def _seconds(task: Callable[[], Any]) -> float:
+    began_s = time.perf_counter()
+    task()
+    return time.perf_counter() - began_s

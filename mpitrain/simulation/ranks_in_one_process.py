@@ -1,0 +1,150 @@
+"""Ranks that take the same steps on the same parameters, all of them in one process: what a simulation computes.
+
+Invariants: replicas are identical, so one module and one optimizer serve all ranks; only running statistics and random
+numbers are each rank's own. Gradients are divided by the number of ranks and added in the order of ranks, as DDP has it
+done. So parameters are those of the run over MPI wherever sums do not depend on their order, and there to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from mpitrain.errors import UsageError
+from mpitrain.job import Job
+from mpitrain.model.loss import BatchLoss
+from mpitrain.model.optimizer import Rates
+from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
+from mpitrain.training.synchronous.stepper import Parts, Stepper
+from mpitrain.training.validate import UNUSED_IN_PARTS
+
+Around = Callable[[int, Callable[[], float]], float]  # computes the gradient of a rank
+Gradient = list[torch.Tensor | None]
+
+
+class RanksInOneProcess(Stepper):
+    """The stepper of all ranks.
+
+    Args:
+        job, num_replicas, epoch_samples: as for a `Stepper`.
+        keys: of every rank's random numbers.
+        codecs: of every rank's gradient, where numbers do not travel as they are.
+        reports_mean: whether the loss to report is that of all ranks; by default it is the first one's.
+    """
+
+    rescales_first = False
+
+    def __init__(
+        self, job: Job, num_replicas: int, epoch_samples: int, keys: Sequence[int],
+        codecs: CodecsInOneProcess | None = None, reports_mean: bool = False,
+    ):  # fmt: skip
+        super().__init__(job, num_replicas, epoch_samples, 0)
+        self.keys, self.codecs, self.reports_mean = keys, codecs, reports_mean
+        self._weight: float | None = None  # of what the losses of this step are sums over
+        self._buffers: list[list[torch.Tensor]] = []
+
+    def train_all(self, module: nn.Module, rates: Rates) -> None:
+        """Step this module, which all ranks hold, with the optimizer of `rates`."""
+        self.train(module, rates)
+        self._shared = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._held = [buffer for buffer in module.buffers() if buffer is not None]
+        self._buffers = [[one.clone() for one in self._held] for _ in self.keys]
+        if self.codecs is not None:
+            self.codecs.attach(module)
+
+    def take_all(self, parts: Sequence[Parts], shares: Sequence[int], around: Around) -> float:
+        """One step of all ranks, each on its own batches; returns the loss to report."""
+        count, size = sum(shares), len(self.keys)
+        self._weight = None
+        values, everybody = [], list[Gradient]()
+        sums: Gradient = []
+        for rank, (one, share) in enumerate(zip(parts, shares, strict=True)):
+            self._hold(rank)
+            self.random_key = self.keys[rank]
+            values.append(around(rank, lambda one=one, share=share: self.compute(one, share, count)))  # type: ignore[misc]
+            self._keep(rank)
+            self._check_used()
+            own = [parameter.grad for parameter in self._shared]
+            if self.codecs is not None:
+                everybody.append([None if one is None else one.clone() for one in own])
+            else:
+                sums = _add(sums, own, size)
+        self._hold(0)
+        if self.codecs is not None:
+            self.codecs.reduce(self._shared, everybody)
+        else:
+            self._use(sums, size)
+        return self._end(values, shares, count)
+
+    def _end(self, values: list[float], shares: Sequence[int], count: int) -> float:
+        first_bad = next((rank for rank, value in enumerate(values) if value - value != 0.0), 0)
+        self.random_key, value = first_bad, values[first_bad]
+        if self.reports_mean:
+            value = sum(own * (share / count) for own, share in zip(values, shares, strict=True))
+        self.update(value, shares[0], count)
+        return value if self.reports_mean else values[0]
+
+    @torch.no_grad()
+    def _use(self, sums: Gradient, size: int) -> None:
+        """The mean of the ranks becomes the gradient."""
+        factor = 1.0
+        if self._weight is not None:
+            factor = size / self._weight if self._weight else 0.0
+        for parameter, total in zip(self._shared, sums, strict=True):
+            if total is not None and factor != 1.0:
+                total.mul_(factor)
+            parameter.grad = None if total is None else total.to(parameter.dtype)
+
+    def _check_used(self) -> None:
+        """Refuse what DDP would wait for in vain."""
+        if all(parameter.grad is not None for parameter in self._shared):
+            return
+        if self.job.accumulate > 1:
+            raise UsageError(UNUSED_IN_PARTS)
+        if self.job.find_unused_parameters is False:
+            raise UsageError(
+                "the loss leaves out parameters in this step, and allreduce() needs the gradient of every parameter; "
+                "say Job(find_unused_parameters=True)"
+            )
+
+    @torch.no_grad()
+    def _hold(self, rank: int) -> None:
+        for held, own in zip(self._held, self._buffers[rank], strict=True):
+            held.copy_(own)
+
+    @torch.no_grad()
+    def _keep(self, rank: int) -> None:
+        for held, own in zip(self._held, self._buffers[rank], strict=True):
+            own.copy_(held)
+
+    # ---- hooks of the step
+
+    def weigh(self, returned: BatchLoss, weight: float) -> tuple[torch.Tensor, float]:
+        if returned.weight is None:
+            return returned.mean, weight
+        return returned.total, self.weight_of_sums(returned.weight, weight)
+
+    def weight_of_sums(self, divisor: float, weight: float) -> float:
+        """1: sums are divided by the weight of all when that is known."""
+        self._weight = (self._weight or 0.0) + divisor
+        return 1.0
+
+    def clip(self) -> None:
+        if self.codecs is None:
+            super().clip()
+
+
+@torch.no_grad()
+def _add(sums: Gradient, own: Gradient, size: int) -> Gradient:
+    """The sums with one rank's gradient, divided by the number of ranks, added in float32 at least."""
+    result: Gradient = []
+    for total, gradient in zip(sums or [None] * len(own), own, strict=True):
+        if gradient is None:
+            result.append(total)
+            continue
+        part = gradient / size
+        part = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
+        result.append(part if total is None else total.add_(part))
+    return result

@@ -1,0 +1,263 @@
+"""What a run of a strategy takes, by its roles alone: virtual time without gradients.
+
+Invariants: the roles, strategies, dealers and the virtual world are those of every other run; only stores and replicas
+are empty, and their payloads know nothing but their bytes. So a run takes the same virtual time, and counts the same,
+to the bit, as the simulation with gradients of the same job and seed, wherever neither depends on a gradient's numbers.
+Nothing is validated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpitrain.codecs.none import Uncompressed
+from mpitrain.effects import Role
+from mpitrain.errors import UsageError
+from mpitrain.inject import SILENT, Straggler, check_workers
+from mpitrain.inject.values import Injection
+from mpitrain.roles import FaultTolerantServer, Worker
+from mpitrain.roles.failure_detector.silence import SIGNS_S
+from mpitrain.roles.local_sgd_worker import LocalSGDWorker
+from mpitrain.roles.peer import Peer
+from mpitrain.simulation.empty import Bytes, EmptyLocalReplica, EmptyPeer, EmptyReplica, EmptyStore, Quiet
+from mpitrain.simulation.workload import Workload as Workload
+from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.strategies.parameter_server.batch_size import PerRound, PerWorker
+from mpitrain.strategies.placement import Roles, assign
+from mpitrain.strategies.sampling.dealer import BatchDealer
+from mpitrain.strategies.sampling.peer_partition import PeerPartition
+from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
+
+_UNCODED = Uncompressed()
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+def time_run(
+    strategy: Strategy,
+    workload: Workload,
+    num_workers: int,
+    compute: ComputeLaw = Constant(),  # noqa: B008 - frozen
+    network: NetworkLaw = Ideal(),  # noqa: B008 - frozen
+    seed: int = 0,
+    injections: tuple[Injection, ...] = (),
+) -> dict[str, Any]:
+    """Run `strategy` on so many workers, or peers, in virtual time without gradients (servers come on top).
+
+    The result is JSON-able, and the same to the byte for the same arguments.
+
+    Raises:
+        UsageError: a strategy that has no roles of its own, or more workers than samples.
+    """
+    run = _Timing(strategy, workload, num_workers, compute, network, seed, injections)
+    if isinstance(strategy, ServerStrategy):
+        found = run.over_servers(strategy)
+    elif isinstance(strategy, Decentralized):
+        found = run.among_peers(strategy)
+    elif isinstance(strategy, LocalSGD):
+        found = run.local_sgd(strategy)
+    else:
+        raise UsageError(f"{strategy}: timing only has roles for servers, decentralized and localsgd")
+    return run.result(found)
+
+
+class _Timing:
+    def __init__(
+        self,
+        strategy: Strategy,
+        workload: Workload,
+        number: int,
+        compute: ComputeLaw,
+        network: NetworkLaw,
+        seed: int,
+        injections: tuple[Injection, ...],
+    ):
+        if number < 1 or workload.num_samples < number:
+            raise UsageError(
+                f"timing needs at least one worker and at most one for each of the {workload.num_samples} samples, "
+                f"got {number} workers"
+            )
+        check_workers(injections, number)
+        self.strategy, self.workload, self.number, self.seed = strategy, workload, number, seed
+        self.compute, self.network = compute, network
+        self.silence = any(isinstance(one, SILENT) for one in injections)
+        self.stragglers = (
+            [Straggler(injections, index, seed) for index in range(number)] if injections else []
+        )
+        self.world = VirtualWorld(compute, network, seed)
+
+    def over_servers(self, strategy: ServerStrategy) -> dict[str, Any]:
+        """Servers and their workers."""
+        strategy.check_workers(self.number)
+        load, number = self.workload, self.number
+        size = number + strategy.num_servers()
+        nodes = self.network.nodes(size) or (0,) * size
+        ranks = assign(nodes, strategy.num_servers(), strategy.placement)
+        numbers = load.shard_numbers(len(ranks.servers))
+        push, reply = (
+            (strategy.push_numbers, strategy.push_codec),
+            (strategy.reply_numbers, strategy.reply_codec),
+        )
+        pushes = [Bytes(load.payload_bytes(one, *push, load.push_share, "push_share")) for one in numbers]
+        replies = [Bytes(load.payload_bytes(one, *reply, load.reply_share, "reply_share")) for one in numbers]
+        finals = [Bytes(load.payload_bytes(one, "full", _UNCODED, None, "")) for one in numbers]
+        self.world = VirtualWorld(
+            self.compute, self.network, self.seed, ranks.workers, ranks.workers, hosts=ranks.servers
+        )
+        servers = [
+            self._server(strategy, ranks, shard, EmptyStore(replies[shard], finals[shard]))
+            for shard in range(len(numbers))
+        ]
+        roles = {rank: server.run() for rank, server in zip(ranks.servers, servers, strict=True)}
+        for index, rank in enumerate(ranks.workers):
+            roles[rank] = self._straggling(index, self._worker(strategy, ranks, rank, pushes).run())
+        returned = self.world.run(roles)
+        shards = [returned[rank] for rank in ranks.servers]
+        counts = dict(shards[0])
+        return {
+            **counts,
+            "samples": counts["samples_accepted"],
+            "steps": counts["version"],
+            "servers": len(shards),
+            "bytes_in": [one["pushed_bytes"] for one in shards],
+            "bytes_out": [one["replied_bytes"] for one in shards],
+            "shards": shards,
+            "per_worker": [returned[rank] for rank in ranks.workers],
+        }
+
+    def _server(
+        self, strategy: ServerStrategy, ranks: Roles, shard: int, store: EmptyStore
+    ) -> FaultTolerantServer:
+        load, dealer = self.workload, None
+        if ranks.servers[shard] == ranks.dealer:
+            num_batches = None if load.steps is None else load.steps * self.number
+            dealer = BatchDealer(
+                load.num_samples, load.epochs, load.step_samples, num_batches, load.drop_last, self.number,
+                load.window_samples or None,
+            )  # fmt: skip
+        return FaultTolerantServer(
+            strategy, store, ranks.workers, Quiet(), dealer, "stop", load.num_samples, None, load.step_samples,
+            None, delivers=True, floor_s=None if self.silence else math.inf,
+        )  # fmt: skip
+
+    def _worker(self, strategy: ServerStrategy, ranks: Roles, rank: int, pushes: list[Bytes]) -> Worker:
+        load = self.workload
+        part = load.part_samples
+        return Worker(
+            rank, ranks, EmptyReplica(pushes), Quiet(),
+            wants_final=rank == ranks.validator,
+            push_every=strategy.push_every, pull_every=strategy.pulls, inflight=strategy.inflight,
+            batch_size=0 if strategy.batching == PerWorker() else load.step_samples,
+            part_samples=-(-part // self.number) if strategy.batching == PerRound() else part,
+            deliver=lambda: {"metrics": {}},
+            signs_s=SIGNS_S if strategy.blocks_apart and self.silence else 0.0,
+        )  # fmt: skip
+
+    def among_peers(self, strategy: Decentralized) -> dict[str, Any]:
+        """Peers without a server."""
+        load = self.workload
+        message = Bytes(
+            load.payload_bytes(load.num_parameters, "full", strategy.codec, load.push_share, "push_share")
+        )
+        model = Bytes(load.payload_bytes(load.num_parameters, "full", _UNCODED, None, ""))
+        parts = [self._course(rank, strategy) for rank in range(self.number)]
+        peers = [
+            Peer(
+                rank, self.number, strategy, part, EmptyPeer(message, model), Quiet(),
+                part_samples=load.part_samples,
+            )
+            for rank, part in enumerate(parts)
+        ]  # fmt: skip
+        rows = self._run([peer.run() for peer in peers])
+        return {
+            "accepted": sum(one["batches"] for one in rows),
+            "samples": parts[0].samples,
+            "samples_left_out": parts[0].num_left_out,
+            "steps": parts[0].step,
+            "messages": sum(one["messages"] for one in rows),
+            "averagings": rows[0]["averagings"],
+            "max_steps_ahead": max(one["max_steps_ahead"] for one in rows),
+            "bytes_sent": [one["sent_bytes"] for one in rows],
+            "per_worker": rows,
+        }
+
+    def local_sgd(self, strategy: LocalSGD) -> dict[str, Any]:
+        """Workers that average now and then."""
+        replicas = [EmptyLocalReplica(strategy, self.workload) for _ in range(self.number)]
+        courses = [self._course(rank) for rank in range(self.number)]
+        workers = [
+            LocalSGDWorker(rank, course, replica, Quiet(), self.workload.part_samples)
+            for rank, (course, replica) in enumerate(zip(courses, replicas, strict=True))
+        ]
+        rows = self._run([worker.run() for worker in workers], _nobody_asks)
+        return {
+            "accepted": courses[0].step * self.number,
+            "samples": replicas[0].samples,
+            "samples_left_out": courses[0].num_left_out,
+            "steps": courses[0].step,
+            "averagings": replicas[0].num_averagings,
+            "per_worker": rows,
+        }
+
+    def _course(self, rank: int, strategy: Decentralized | None = None) -> PeerPartition:
+        load = self.workload
+        warmup = {} if strategy is None else {"warmup": strategy.warmup}
+        return PeerPartition(
+            load.num_samples, load.epochs, load.step_samples, self.number, rank, load.steps, load.drop_last,
+            **warmup,
+        )  # fmt: skip
+
+    def _run(self, roles: Sequence[Role], reduce: Any = None) -> list[dict[str, Any]]:
+        followed = {rank: self._straggling(rank, role) for rank, role in enumerate(roles)}
+        returned = self.world.run(followed, reduce)
+        return [returned[rank] for rank in range(self.number)]
+
+    def _straggling(self, index: int, role: Role) -> Role:
+        return self.stragglers[index].wrap(role) if self.stragglers else role
+
+    def result(self, found: dict[str, Any]) -> dict[str, Any]:
+        """What was asked for, and what has come of it."""
+        virtual_s, rows = self.world.now_s, found["per_worker"]
+        for row in rows:
+            for key in ("compute", "wait"):
+                row[f"{key}_share"] = row.get(f"{key}_s", 0.0) / virtual_s if virtual_s else 0.0
+        histogram = found.get("staleness_histogram", {})
+        return {
+            "strategy": str(self.strategy),
+            "workers": self.number,
+            "servers": 0,
+            "compute": str(self.compute),
+            "network": str(self.network),
+            "seed": self.seed,
+            "timing_only": True,
+            "virtual": True,
+            **found,
+            "pushes": sum(row.get("steps", 0) for row in rows),
+            "virtual_s": virtual_s,
+            "samples_per_second": found["samples"] / virtual_s if virtual_s else 0.0,
+            "compute_share": sum(row["compute_share"] for row in rows) / len(rows),
+            "wait_share": sum(row["wait_share"] for row in rows) / len(rows),
+            "staleness_quantiles": quantiles(histogram),
+            "num_events": self.world.num_events,
+            "injected": [row for straggler in self.stragglers for row in straggler.counts()],
+        }
+
+
+def quantiles(histogram: Mapping[str, int]) -> dict[str, int]:
+    """The least staleness that such a share of pushes does not exceed, of a histogram; empty without one."""
+    number, found = sum(histogram.values()), {}
+    for share in QUANTILES if number else ():
+        seen = 0
+        for tau, count in histogram.items():  # in order
+            seen += count
+            if seen >= share * number:
+                found[f"{share:g}"] = int(tau)
+                break
+    return found
+
+
+def _nobody_asks(brought: list[Any]) -> list[Any]:
+    raise AssertionError("empty workers bring nothing to a collective")

@@ -1,0 +1,259 @@
+"""Further laws of computing time: heavy tails, workers that are slow at times or always, and recorded times.
+
+Invariants: as of `compute.py`. What decides whether a worker is slow is drawn apart from its times, so these are the
+same with and without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpitrain.errors import UsageError
+from mpitrain.system.trace import file_name
+from mpitrain.values import register
+from mpitrain.virtual.compute import ComputeLaw, Constant, Times
+
+_GRADIENT, _FORWARD = "gradient", "forward"  # names of spans
+
+
+def _apart(generator: np.random.Generator) -> np.random.Generator:
+    """Another stream of the same key, 2^128 draws away."""
+    bits: Any = generator.bit_generator
+    return np.random.Generator(bits.jumped())
+
+
+def _hold(law: ComputeLaw, key: str, holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise UsageError(f"{law.name}: {key} {otherwise}, got {getattr(law, key)!r}")
+
+
+@register("compute", "gamma")
+@dataclass(frozen=True, repr=False)
+class Gamma(ComputeLaw):
+    """Gamma with the given mean; the standard deviation is mean / sqrt(shape), so a large `shape` is steady and 1 is
+    exponential."""
+
+    mean: float = 1.0
+    shape: float = 4.0
+
+    def check(self) -> None:
+        super().check()
+        _hold(self, "shape", self.shape > 0, "must be greater than 0")
+
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        return generator.standard_gamma(self.shape, count) * (self.mean / self.shape)
+
+
+@register("compute", "pareto")
+@dataclass(frozen=True, repr=False)
+class Pareto(ComputeLaw):
+    """Pareto with the given mean: longer than x with probability (least / x)^alpha, where least = mean (alpha - 1) /
+    alpha. The variance is infinite up to alpha = 2."""
+
+    mean: float = 1.0
+    alpha: float = 3.0
+
+    def check(self) -> None:
+        super().check()
+        _hold(self, "alpha", self.alpha > 1, "must be greater than 1, or there is no mean")
+
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        return (1 + generator.pareto(self.alpha, count)) * (self.mean * (self.alpha - 1) / self.alpha)
+
+
+@register("compute", "bernoulli")
+@dataclass(frozen=True, repr=False)
+class Bernoulli(ComputeLaw):
+    """The times of another law, each of which is `factor` times as long with probability `chance`.
+
+    Args:
+        law: of the other batches.
+        chance: of a slow batch, from 0 to 1.
+        factor: of a slow batch's time.
+    """
+
+    law: ComputeLaw = field(default=Constant(), metadata={"kind": "compute"})
+    chance: float = 0.1
+    factor: float = 5.0
+
+    def check(self) -> None:
+        _hold(self, "chance", 0 <= self.chance <= 1, "must be from 0 to 1")
+        _hold(self, "factor", 0 <= self.factor < math.inf, "must be finite and not negative")
+
+    def of_worker(self, worker: int, generator: np.random.Generator) -> ComputeLaw:
+        apart = _apart(generator)
+        return _Slowed(self.law.of_worker(worker, apart), self, apart)
+
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        return self.slowed(self.law.seconds(generator, count), generator)
+
+    def slowed(self, times: Times, generator: np.random.Generator) -> Times:
+        """The times, some of them longer."""
+        return np.where(generator.random(len(times)) < self.chance, times * self.factor, times)
+
+
+@register("compute", "persistent")
+@dataclass(frozen=True, repr=False)
+class Persistent(ComputeLaw):
+    """The times of another law, multiplied by a factor that every worker keeps: machines that differ.
+
+    Args:
+        law: of a worker with factor 1.
+        sigma: the factors are log-normal with mean 1 and this spread of the logarithm.
+        factors: the workers' own, in order and over again where there are more workers; empty: they are drawn.
+    """
+
+    law: ComputeLaw = field(default=Constant(), metadata={"kind": "compute"})
+    sigma: float = 0.3
+    factors: tuple[float, ...] = ()
+
+    def check(self) -> None:
+        _hold(self, "sigma", 0 <= self.sigma < math.inf, "must be finite and not negative")
+        numbers = [one for one in self.factors if isinstance(one, int | float) and 0 <= one < math.inf]
+        _hold(self, "factors", len(numbers) == len(self.factors), "must be finite numbers, none negative")
+
+    def of_worker(self, worker: int, generator: np.random.Generator) -> ComputeLaw:
+        apart = _apart(generator)
+        return _Scaled(self.law.of_worker(worker, apart), self._factor(worker, apart))
+
+    def _factor(self, worker: int, apart: np.random.Generator) -> float:
+        if self.factors:
+            return float(self.factors[worker % len(self.factors)])
+        return math.exp(self.sigma * float(apart.standard_normal()) - self.sigma**2 / 2)
+
+
+@register("compute", "trace")
+@dataclass(frozen=True, repr=False)
+class Recorded(ComputeLaw):
+    """The times that a run's workers took, in their order and over again: those of the steps that it was told to trace
+    (`mpitrain train --trace steps=0:1000`). Further workers take the times of the first ones.
+
+    Args:
+        run_dir: of the run.
+    """
+
+    run_dir: str
+
+    def check(self) -> None:
+        object.__setattr__(self, "_times", read_times(Path(self.run_dir)))
+
+    def of_worker(self, worker: int, generator: np.random.Generator) -> ComputeLaw:
+        times: list[list[float]] = getattr(self, "_times")  # noqa: B009 - no field: the files say it
+        return Replayed(tuple(times[worker % len(times)]))
+
+
+@dataclass(frozen=True, repr=False)
+class Replayed(ComputeLaw):
+    """These times, over and over."""
+
+    kind: ClassVar[str] = "compute"
+    name: ClassVar[str] = "replayed"
+    times: tuple[float, ...] = ()
+
+    def check(self) -> None:
+        object.__setattr__(self, "_next", itertools.cycle(self.times))
+
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        following: Iterator[float] = getattr(self, "_next")  # noqa: B009 - where it stands is no field
+        return np.fromiter(itertools.islice(following, count), np.float64, count)
+
+
+class _Scaled(ComputeLaw):
+    """A worker's own times of `persistent`."""
+
+    def __init__(self, law: ComputeLaw, factor: float):
+        object.__setattr__(self, "law", law)
+        object.__setattr__(self, "factor", factor)
+
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        own: dict[str, Any] = vars(self)
+        times: Times = own["factor"] * own["law"].seconds(generator, count)
+        return times
+
+
+class _Slowed(ComputeLaw):
+    """A worker's own times of `bernoulli`."""
+
+    def __init__(self, law: ComputeLaw, slowing: Bernoulli, apart: np.random.Generator):
+        for key, value in (("law", law), ("slowing", slowing), ("apart", apart)):
+            object.__setattr__(self, key, value)
+
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        own: dict[str, Any] = vars(self)
+        times: Times = own["slowing"].slowed(own["law"].seconds(generator, count), own["apart"])
+        return times
+
+
+def read_times(run_dir: Path) -> list[list[float]]:
+    """Seconds of each traced batch, of each rank that computes gradients, by rank.
+
+    Raises:
+        UsageError: the run has traced none.
+    """
+    found = []
+    for rank in itertools.count():
+        path = run_dir / file_name(rank)
+        if not path.exists():
+            break
+        if times := _batch_times(path):
+            found.append(times)
+    if not found:
+        raise UsageError(
+            f"trace: {str(run_dir)!r} holds no traced gradients: run it with mpitrain train --trace steps=0:1000"
+        )
+    return found
+
+
+def _batch_times(path: Path) -> list[float]:
+    """Seconds of each gradient in a trace; one of several batches is divided evenly among them."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        spans = [row for row in rows if row["ph"] == "X" and row["name"] in (_GRADIENT, _FORWARD)]
+        gradients = sorted((row["ts"], row["dur"]) for row in spans if row["name"] == _GRADIENT)
+        forwards = sorted(row["ts"] for row in spans if row["name"] == _FORWARD)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"trace: cannot read {path}: {error}") from error
+    times: list[float] = []
+    for began, took in gradients:
+        count = max(1, sum(began <= one <= began + took for one in forwards))
+        times += [took / 1e6 / count] * count
+    return times
+
+
+@register("compute", "measured")
+@dataclass(frozen=True, repr=False)
+class MeasuredCompute(ComputeLaw):
+    """The times of this job's batches on this machine: timed before the simulation begins, and drawn from among those.
+    The result says what forward and backward pass, reading, the optimizer and the codec have taken.
+
+    Args:
+        for_s: seconds to measure for.
+    """
+
+    for_s: float = 5.0
+
+    def of_worker(self, worker: int, generator: np.random.Generator) -> ComputeLaw:
+        raise UsageError(f"{self} takes the time of a job's step: only a simulation of a job can")
+
+
+@dataclass(frozen=True, repr=False)
+class Resampled(ComputeLaw):
+    """Draws from among these times."""
+
+    kind: ClassVar[str] = "compute"
+    name: ClassVar[str] = "resampled"
+    times: tuple[float, ...] = ()
+
+    def check(self) -> None:
+        """Times that were taken are right."""
+
+    def seconds(self, generator: np.random.Generator, count: int) -> Times:
+        return np.asarray(self.times)[generator.integers(0, len(self.times), count)]

@@ -1,0 +1,62 @@
+"""What ranks do besides computing gradients and sending messages, and how long it takes in virtual time.
+
+Invariants: a frozen value that knows neither ranks nor effects; whoever runs the world tells it the bytes. All costs
+are zero unless they are given.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mpitrain.errors import UsageError
+from mpitrain.values import Value, register
+
+
+@register("costs", "costs")
+@dataclass(frozen=True, repr=False)
+class Costs(Value):
+    """Seconds that are charged besides those of the compute law. 0 everywhere: nothing is charged.
+
+    Args:
+        memory_gb_per_s: of a server's memory, through which an update goes `passes` times.
+        passes: over its parameters in one update: reading the gradient, reading and writing the parameters; 2 more for
+            each number that the optimizer keeps a parameter.
+        codec_gb_per_s: of gradients that a worker encodes, where the strategy has a codec.
+        read_s: of reading a batch, where that is not hidden behind computing.
+        validate_s: of a validation, or of each unit of one that is divided among ranks.
+        checkpoint_gb_per_s: of parameters that are written, to a checkpoint or as the trained model.
+    """
+
+    memory_gb_per_s: float = 0.0
+    passes: float = 3.0
+    codec_gb_per_s: float = 0.0
+    read_s: float = 0.0
+    validate_s: float = 0.0
+    checkpoint_gb_per_s: float = 0.0
+
+    def check(self) -> None:
+        for key, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise UsageError(f"costs: {key} must be finite and not negative, got {value}")
+
+    def seconds(
+        self, what: str, num_bytes: float, num_batches: float = 1, size: float = 1.0, codes: bool = False
+    ) -> float:
+        """Of one task.
+
+        Args:
+            what: as in `Compute`; num_bytes: of the parameters that the rank holds.
+            num_batches, size: as in `Compute`; codes: whether a gradient is encoded.
+        """
+        if what == "gradient":
+            return num_batches * size * self.read_s + (_at(num_bytes, self.codec_gb_per_s) if codes else 0.0)
+        if what == "apply":
+            return _at(self.passes * num_bytes, self.memory_gb_per_s)
+        if what == "validate":
+            return size * self.validate_s
+        return _at(num_bytes, self.checkpoint_gb_per_s)
+
+
+def _at(num_bytes: float, gb_per_s: float) -> float:
+    return num_bytes / (gb_per_s * 1e9) if gb_per_s else 0.0

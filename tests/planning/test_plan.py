@@ -1,0 +1,138 @@
+"""Predictions whose answers are known in closed form, and the command around them."""
+
+import json
+
+import pytest
+
+from mpitrain.cli.main import main
+from mpitrain.planning.advice import check_criterion, option, rank
+from mpitrain.planning.scaling import (
+    NONE,
+    Conditions,
+    Setting,
+    Times,
+    fit_serial_fraction,
+    reason,
+    throughput,
+)
+from mpitrain.virtual.collectives import LinkCost, rabenseifner
+from mpitrain.virtual.compute import Constant, Exponential
+
+ALLREDUCE = Setting("allreduce()", "allreduce")
+ASYNC = Setting("async(servers=1)", "async", 1)
+SYNC = Setting("sync(servers=1)", "servers", 1)
+BACKUP = Setting("backup(spare=10)", "servers", 1, 10)
+EVEN = Times(Constant(0.1, 0.0))
+GIVEN = ["--compute", "constant(0.02)", "--network", "gbe1()", "--workers", "1,2,4"]
+
+
+def conditions(times=EVEN, between=None, **changes):
+    return Conditions(times, 32, 1_000_000, LinkCost(), between or LinkCost(), **changes)
+
+
+@pytest.mark.parametrize(("sigma", "kappa"), [(0.0, 0.0), (0.05, 0.0), (0.03, 0.001)])
+def test_the_serial_fraction_of_a_synthetic_curve_is_found(sigma, kappa):
+    counts = (1, 2, 4, 8, 16, 32)
+    fit = fit_serial_fraction([(n, n / (1 + sigma * (n - 1) + kappa * n * (n - 1))) for n in counts])
+    assert fit.sigma == pytest.approx(sigma, abs=1e-12) and fit.kappa == pytest.approx(kappa, abs=1e-12)
+    assert fit.worst < 1e-9
+    assert fit_serial_fraction([(1, 1.0)]) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "given", "batch", "expected"),
+    [
+        (ASYNC, conditions(between=LinkCost(0.0, 1e-7)), None, "server link"),
+        (ASYNC, conditions(apply_s=0.1), None, "apply"),
+        (SYNC, conditions(between=LinkCost(0.5, 0.0)), None, "latency"),
+        (ALLREDUCE, conditions(between=LinkCost(0.0, 1e-7)), None, "allreduce link"),
+        (ALLREDUCE, conditions(Times(Exponential(0.1))), None, "straggler tail"),
+        (ALLREDUCE, conditions(read_s=0.1), None, "batch reading"),
+        (ALLREDUCE, conditions(fixed=0.5), 4, "batch size limit"),
+        (ALLREDUCE, conditions(), None, NONE),
+        (
+            Setting("async(servers=8)", "async", 8),
+            conditions(between=LinkCost(0.0, 1e-7), workers_per_node=8),
+            None,
+            "node link",
+        ),
+    ],
+)
+def test_what_holds_a_strategy_back_is_the_term_that_was_made_slow(setting, given, batch, expected):
+    assert reason(setting, given, 8, batch)[0] == expected
+
+
+def test_a_servers_link_caps_asynchronous_workers_at_the_closed_form():
+    slow = conditions(between=LinkCost(0.0, 1e-7))  # 0.1 s a message, so 10 updates a second
+    assert throughput(ASYNC, slow, 64) == pytest.approx(320)
+    assert throughput(ASYNC, slow, 1) == pytest.approx(32 / (0.1 + 0.2))
+
+
+def test_an_allreduce_that_nothing_hides_costs_its_formula():
+    link = LinkCost(1e-5, 1e-10)
+    expected = 8 * 32 / (0.1 + rabenseifner(8, 1_000_000, link).seconds)
+    assert throughput(ALLREDUCE, conditions(between=link), 8) == pytest.approx(expected)
+
+
+def test_waiting_for_k_of_n_exponential_workers_takes_a_difference_of_harmonic_numbers():
+    given = conditions(Times(Exponential(0.1)))
+    for setting, accepted in ((SYNC, 100), (BACKUP, 90)):
+        expected_s = 0.1 * sum(1 / number for number in range(100 - accepted + 1, 101))
+        assert throughput(setting, given, 100) == pytest.approx(accepted * 32 / expected_s, rel=0.03)
+
+
+def test_criteria_rank_by_what_they_say():
+    options = [
+        option(setting, conditions(), number, False, 3200, 20, within_s=25.0)
+        for setting, number in ((None, 1), (ASYNC, 8), (ALLREDUCE, 4))
+    ]
+    assert [one.text for one in rank(options, "speed")] == ["async(servers=1)", "allreduce()", "one device"]
+    assert rank(options, "cost")[0].text == "one device"
+    assert [one.text for one in rank(options, "accuracy")][-1] == "async(servers=1)"
+    assert [one.epochs for one in options] == pytest.approx([2.5, 20, 10])
+    assert rank(options, "accuracy-in=25s")[0].text == "async(servers=1)"
+    assert check_criterion("accuracy-in=2h") == 7200 and check_criterion("cost") is None
+
+
+def test_a_plan_by_hand_is_the_same_bytes_twice_and_fits_80_columns(tmp_path, capsys):
+    texts, files = [], []
+    for name in ("a", "b"):
+        words = ["plan", "jobs/digits.py", "--synthetic", *GIVEN, "--best", "accuracy-in=1h"]
+        assert main([*words, "--json", str(tmp_path / name)]) == 0
+        texts.append(capsys.readouterr().out)
+        files.append((tmp_path / name).read_bytes())
+    assert texts[0] == texts[1] and files[0] == files[1]
+    assert max(map(len, texts[0].splitlines())) <= 80
+    assert "one device is better" in texts[0] and "no training was simulated" in texts[0]
+    found = json.loads(files[0])
+    assert found["bytes"]["optimizer"] >= 2 * found["bytes"]["gradients"]  # Adam's two moments
+    assert [point["workers"] for point in found["curves"][0]["points"]] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--compute"),
+        (["--compute", "constant(1)"], "the network"),
+        (["--compute", "constant(1)", "--network", "ideal()"], "--workers"),
+        ([*GIVEN, "--best", "luck"], "--best luck"),
+        ([*GIVEN, "--nodes", "2"], "4 workers on 2 nodes"),
+        ([*GIVEN, "--synthetic", "--strategy", "pipeline(2)"], "no closed form"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(words, message, capsys):
+    assert main(["plan", "jobs/digits.py", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_probe_measures_the_jobs_steps(tmp_path, capsys):
+    file, machine = tmp_path / "plan.json", tmp_path / "machine.toml"
+    machine.write_text('nodes = 2\nranks_per_node = 2\nmemory_gib = 80\nnetwork = "gbe10()"\n')
+    words = ["--synthetic", "--probe", "--probe-s", "0.5", "--machine", str(machine), "--json", str(file)]
+    assert main(["plan", "jobs/digits.py", *words]) == 0
+    assert "it fits" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["workers"] == [1, 2, 4] and len(found["probe"]["steps_s"]) >= 3
+    assert all(
+        found["probe"][f"{name}_s"] > 0 for name in ("forward", "backward", "optimizer", "read", "apply")
+    )

@@ -1,0 +1,48 @@
+"""A simulation on the times that its batches take here."""
+
+from __future__ import annotations
+
+import pytest
+
+import mpitrain as mt
+from mpitrain.errors import UsageError
+from mpitrain.values import parse
+from mpitrain.virtual.compute import WorkerTimes
+from tests import toy
+
+
+@pytest.mark.parametrize("strategy", [mt.Async(), mt.AllReduce()], ids=str)
+def test_the_job_s_batches_are_timed_and_reported(tmp_path, strategy):
+    result = mt.simulate(
+        toy.make_job(),
+        strategy,
+        2,
+        parse("measured(0.05)", "compute"),
+        steps=4,
+        run_dir=str(tmp_path),
+        quiet=True,
+    )
+    found = result["measured"]
+    assert result["compute"] == "measured(for_s=0.05)" and found["batches"] >= 3
+    assert found["gradient_s"] == pytest.approx(found["forward_s"] + found["backward_s"])
+    assert all(found[key] > 0 for key in ("forward_s", "backward_s", "read_s", "optimizer_s"))
+    assert found["bucket_ends_s"][-1] > 0 and found["bucket_ends_s"] == sorted(found["bucket_ends_s"])
+    assert found["encode_s"] == 0.0
+    assert 4 * found["gradient_s"] / 10 < result["virtual_s"]
+
+
+def test_a_codec_is_timed_and_parameters_are_those_of_any_other_law(tmp_path):
+    def run(name, law):
+        result = mt.simulate(
+            toy.make_job(), parse("sync(push_wire=topk())", "strategy"), 2, parse(law, "compute"), steps=3,
+            run_dir=str(tmp_path / name), quiet=True,
+        )  # fmt: skip
+        return result, (tmp_path / name / "model.safetensors").read_bytes()
+
+    (measured, one), (_, other) = run("measured", "measured(0.01)"), run("plain", "constant(1)")
+    assert measured["measured"]["encode_s"] > 0 and one == other
+
+
+def test_outside_a_simulation_there_is_nothing_to_measure():
+    with pytest.raises(UsageError, match="simulation"):
+        WorkerTimes(parse("measured()", "compute"), 0, 0)

@@ -1,0 +1,113 @@
+"""Timing only: the same virtual time and counts as with gradients, the same bytes twice, and the closed forms."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import mpitrain as mt
+from mpitrain.errors import UsageError
+from mpitrain.simulation.timing import Workload, time_run
+from mpitrain.strategies import Async, Backup, Sync
+from mpitrain.values import parse
+from mpitrain.virtual import Constant, Exponential, Link, ShiftedExponential
+from tests import toy
+
+ALIKE = [
+    "async()",
+    "async(servers=3)",
+    "async(push_every=2)",
+    "async(inflight=2)",
+    'async(push_wire="float16")',
+    "async(damping=drop(limit=2))",
+    "sync()",
+    "sync(servers=2)",
+    "backup(spare=1)",
+    'backup(spare=1, stragglers="abort")',
+    "softsync(updates=2)",
+    "ssp(bound=1)",
+    "bounded(staleness=2)",
+    "elastic()",
+    "decentralized()",
+    'decentralized(topology="ring", resync=3)',
+    "decentralized(asynchronous=True)",
+    "localsgd(period=3)",
+    "localsgd(period=2, start=4)",
+]
+COUNTS = ["accepted", "late", "dropped", "versions_skipped", "samples", "pushed_bytes", "replied_bytes",
+          "staleness_histogram", "staleness_identity", "samples_left_out", "steps", "averagings"]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ALIKE)
+def test_a_run_takes_the_time_of_the_one_with_gradients_and_counts_the_same(tmp_path, strategy):
+    compute, network = ShiftedExponential(0.5, 1.0), Link(gbit_per_s=1e-4, latency_s=0.01)
+    job = toy.make_job(data=toy.Memory(100), batch_size=4, epochs=2, strategy=parse(strategy, "strategy"))
+    job_alone = toy.make_job(data=toy.Memory(100), batch_size=4, epochs=2, validate=None)
+    seen = mt.simulate(job, workers=4, compute=compute, network=network, run_dir=str(tmp_path), quiet=True)
+    timed = time_run(parse(strategy, "strategy"), Workload.of(job_alone), 4, compute, network, job.seed)
+    assert timed["virtual_s"] == seen["virtual_s"]
+    assert {key: timed[key] for key in COUNTS if key in timed and key in seen} == {
+        key: seen[key] for key in COUNTS if key in timed and key in seen
+    }
+
+
+LOAD = Workload(num_parameters=1000, num_samples=4000, step_samples=2, steps=40)
+
+
+@pytest.mark.parametrize("strategy", ["async(servers=2)", "decentralized()", "localsgd(period=4)"])
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others(strategy):
+    rows = [
+        json.dumps(time_run(parse(strategy, "strategy"), LOAD, 6, Exponential(), Link(), seed))
+        for seed in (1, 1, 2)
+    ]
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_a_worker_takes_the_same_times_whatever_the_strategy_and_the_number_of_servers():
+    """Nobody waits in these, so a worker's seconds of computing are the sum of its draws."""
+    found = [
+        [row["compute_s"] for row in time_run(one, LOAD, 4, Exponential())["per_worker"]]
+        for one in (Sync(), Sync(servers=3), Sync(servers=2))
+    ]
+    assert found[1] == pytest.approx(found[0])
+    assert found[2] == pytest.approx(found[0])
+
+
+def test_torch_is_not_imported():
+    program = "import sys, mpitrain.simulation.timing; assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_staleness_is_one_less_than_the_number_of_workers():
+    found = time_run(Async(), Workload(100, 10**6, 1, steps=300), 16, Exponential())
+    assert found["staleness_mean"] == pytest.approx(15, rel=0.02)
+    assert found["staleness_identity"][0] == found["staleness_identity"][1]
+
+
+def test_a_step_lasts_until_the_kth_of_n():
+    """1 + H_n - H_(n-k), to one per cent."""
+    number, accepted = 100, 96
+    found = time_run(
+        Backup(spare=number - accepted, stragglers="abort"),
+        Workload(100, 10**6, 1, steps=400),
+        number,
+        ShiftedExponential(1.0, 1.0),
+    )
+    expected = 1 + sum(1 / i for i in range(number - accepted + 1, number + 1))
+    assert found["virtual_s"] / found["steps"] == pytest.approx(expected, rel=0.01)
+
+
+def test_a_server_saturates_at_the_rate_of_its_link():
+    load = Workload(num_parameters=1_000_000, num_samples=10**6, step_samples=1, steps=100)
+    found = time_run(Async(), load, 32, Constant(0.05), Link(gbit_per_s=1.0))
+    push_s = (4_000_000 + 128 + 160) * 8 / 1e9
+    assert found["pushes"] / found["virtual_s"] == pytest.approx(1 / push_s, rel=0.02)
+
+
+def test_a_codec_needs_to_know_how_much_travels():
+    strategy = parse("async(push_wire=threshold(density=0.01))", "strategy")
+    with pytest.raises(UsageError, match="push_share"):
+        time_run(strategy, LOAD, 2)
+    share = time_run(strategy, Workload(1000, 4000, 2, steps=4, push_share=0.02), 2)
+    assert share["bytes_in"][0] == 8 * (128 + 128)
