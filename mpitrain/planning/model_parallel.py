@@ -73,7 +73,7 @@ def _model(job: Job, grid: Grid, module: nn.Module) -> list[str]:
             f"bubble      {100 * strategy.bubble:.0f} % of a step idle, where stages take equally long"
         )
     elif isinstance(strategy, TensorParallel):
-        from mpitrain.training.model_parallel.tensor import slices
+        from mpitrain.model.layer_cuts import slices
 
         plan = slices(module, job.tensor_plan, grid.num_parts)
         lines += [f"            {name}: {way}, 1/{grid.num_parts} per rank" for name, way in plan.items()]
@@ -83,7 +83,7 @@ def _model(job: Job, grid: Grid, module: nn.Module) -> list[str]:
         if grid.num_replicas > 1:
             lines.append(f"            gradients averaged over {grid.num_replicas} models by FSDP2")
     else:
-        from mpitrain.training.model_parallel.sharded import units
+        from mpitrain.model.layer_cuts import units
 
         held = num_bytes / grid.num_parts
         lines += [

@@ -17,6 +17,7 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
+from mpitrain.model.layer_cuts import slices, units
 from mpitrain.model.pipeline_stages import split_stages
 from mpitrain.mpi.allreduce_plan import AUTO, DIRECT, HIERARCHICAL, LIBRARY, Transport, pinned
 from mpitrain.mpi.process_group.algorithm_choice import choose
@@ -26,8 +27,6 @@ from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
 from mpitrain.training.model_parallel.loss_proxy import model_inputs
-from mpitrain.training.model_parallel.sharded import units
-from mpitrain.training.model_parallel.tensor import slices
 from mpitrain.virtual.collectives import (
     POST_S,
     Cost,

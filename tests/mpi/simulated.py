@@ -27,7 +27,7 @@ TOGETHER = {
     "linear": (mt.AllReduce(), EXACT | {"batch_size": 4}),
     "quadratic": (mt.AllReduce(), toy.DYADIC["quadratic in float64"] | {"epochs": 2, "batch_size": 4}),
     "accumulated": (mt.AllReduce(), EXACT | {"batch_size": 2, "accumulate": 2}),
-    "bfloat16": (mt.AllReduce(codec=mt.BFloat16()), EXACT | {"batch_size": 4}),
+    "bfloat16 gradients": (mt.AllReduce(codec=mt.BFloat16()), EXACT | {"batch_size": 4}),
     "sharded": (mt.Sharded(), EXACT | {"batch_size": 4}),
     "two copies": (mt.Sharded(replicas=2), EXACT | {"batch_size": 4}),
     # sums that depend on their order, or on other kernels: nearly
@@ -47,3 +47,5 @@ TOGETHER = {
     ),
 }  # fmt: skip
 NEARLY = ("rest", "clipped", "running", "threshold", "powersgd", "weighed", "pipeline", "tensor")
+
+assert not RUNS.keys() & TOGETHER.keys()  # each has a run directory of its name

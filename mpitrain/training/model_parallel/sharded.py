@@ -7,14 +7,13 @@ while the model is built.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from mpitrain.model.activation_checkpointing import layers
+from mpitrain.model.layer_cuts import units
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.training.measure import build_optimizer, pick_device
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
@@ -51,10 +50,3 @@ def shard_module(
             fully_shard(unit, mesh=mesh)
     make(module)
     fully_shard(module, mesh=mesh)
-
-
-def units(module: nn.Module) -> list[nn.Module]:
-    """Layers that have parameters of their own which no other layer uses."""
-    found = layers(module)
-    uses = Counter(id(parameter) for layer in found for parameter in set(layer.parameters()))
-    return [layer for layer in found if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]

@@ -7,15 +7,13 @@ ranks, cut, and let go before the next one is made, so slicing needs no message.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from mpitrain.errors import UsageError
+from mpitrain.model.layer_cuts import slices
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.measure import build_optimizer, pick_device
@@ -86,44 +84,3 @@ def _style(way: str) -> Any:
     if way == "gather":
         return ColwiseParallel(output_layouts=Replicate())
     return ColwiseParallel() if way == "column" else RowwiseParallel()
-
-
-def slices(module: nn.Module, plan: Mapping[str, str], count: int) -> dict[str, str]:
-    """The layers that a job's `tensor_plan` slices into `count`, by their full names.
-
-    Raises:
-        UsageError: there is no plan, a pattern names no layer or a layer that cannot be sliced, or its width is no
-            multiple of `count`.
-    """
-    if not plan:
-        raise UsageError(
-            'tensor() needs the job to say which layers are sliced: tensor_plan={"layers.*.up": "column", '
-            '"layers.*.down": "row"}'
-        )
-    named = dict(module.named_modules())
-    found: dict[str, str] = {}
-    for pattern, way in plan.items():
-        names = fnmatch.filter(named, pattern)
-        if not names:
-            raise UsageError(f"tensor_plan: {pattern!r} matches none of {', '.join(filter(None, named))}")
-        for name in names:
-            if name in found:
-                raise UsageError(f"tensor_plan: {name} is matched twice, last by {pattern!r}")
-            _check(name, named[name], way, count)
-            found[name] = way
-    return found
-
-
-def _check(name: str, layer: nn.Module, way: str, count: int) -> None:
-    if isinstance(layer, nn.Linear):
-        width = layer.in_features if way == "row" else layer.out_features
-    elif isinstance(layer, nn.Embedding):
-        width = layer.num_embeddings if way == "row" else layer.embedding_dim
-    else:
-        raise UsageError(
-            f"tensor_plan: {name} is {type(layer).__name__}; only Linear and Embedding can be sliced"
-        )
-    if width % count:
-        raise UsageError(
-            f"tensor_plan: {name} has {width} numbers to slice as {way!r}, no multiple of {count}"
-        )
