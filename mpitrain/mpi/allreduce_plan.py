@@ -40,6 +40,13 @@ class Transport:
         """True where the library's algorithms are trusted."""
         return self.bytes_per_s >= FAST_BYTES_PER_S
 
+    @staticmethod
+    def modelled(latency_s: float, byte_s: float) -> Transport | None:
+        """Of a link of which seconds a message and seconds a byte are given; None where both are 0."""
+        if not (latency_s or byte_s):
+            return None
+        return Transport(latency_s, 1 / byte_s if byte_s else float("inf"))
+
 
 def pinned() -> str | None:
     """The user's setting: "auto", the name of an algorithm, or None; UsageError for anything else."""

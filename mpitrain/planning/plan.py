@@ -38,9 +38,10 @@ from mpitrain.strategies.parameter_server.sync import Backup, Sync
 from mpitrain.system.atomic import durably_replaced
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
-from mpitrain.virtual.collectives import POST_S, LinkCost
+from mpitrain.virtual.collectives import LinkCost
 from mpitrain.virtual.compute import ComputeLaw
-from mpitrain.virtual.network import Cluster, Link, Links, MeasuredNetwork, NetworkLaw
+from mpitrain.virtual.link_costs import link_cost
+from mpitrain.virtual.network import Cluster, MeasuredNetwork, NetworkLaw
 
 MACHINE_KEYS: dict[str, type] = {"nodes": int, "ranks_per_node": int, "memory_gib": float, "network": str}
 _ADAPTIVE = ("Adam", "RMSprop", "Adagrad", "Adadelta")  # in the name of an optimizer's class
@@ -171,6 +172,13 @@ def _check_given(request: Request) -> None:
             f"plan: {max(request.workers)} workers on {request.nodes} nodes of {per_node}: use fewer, or say the "
             "machine's --nodes and --ranks-per-node"
         )
+    law, most = _network_law(request), max(request.workers, default=(request.nodes or 1) * per_node)
+    placed = min(law.ranks_per_node, most) if isinstance(law, Cluster) else 1
+    if placed != 1 and placed != min(per_node, most):
+        raise UsageError(
+            f"plan: --network {request.network} puts {placed} ranks on a node, and --ranks-per-node {per_node}: say "
+            "the same with both"
+        )
 
 
 def _counts(request: Request) -> list[int]:
@@ -180,25 +188,20 @@ def _counts(request: Request) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
-def _links(request: Request) -> tuple[LinkCost, LinkCost]:
-    """(the link within a node, the link between nodes)."""
+def _network_law(request: Request) -> NetworkLaw:
+    """The network; of a measured one, the cluster that was measured."""
     law = parse(request.network or "", "network")
     assert isinstance(law, NetworkLaw)
-    if isinstance(law, MeasuredNetwork):
-        law = law.cluster
+    return law.cluster if isinstance(law, MeasuredNetwork) else law
+
+
+def _links(request: Request) -> tuple[LinkCost, LinkCost]:
+    """(the link within a node, the link between nodes)."""
+    law = _network_law(request)
     if isinstance(law, Cluster):
         law = dataclasses.replace(law, ranks_per_node=2)
-        found = []
-        for other in (1, 2):
-            hops = law.path(Links(), 0, other)
-            found.append(
-                LinkCost(sum(one.latency_s for one in hops), 1 / min(one.rate for one in hops), 0.0, POST_S)
-            )
-        return found[0], found[1]
-    if isinstance(law, Link):
-        link = LinkCost(law.latency_s, 8 / (law.gbit_per_s * 1e9), 0.0, POST_S)
-        return link, link
-    return LinkCost(), LinkCost()
+        return link_cost(law, 0, 1), link_cost(law, 0, 2)
+    return link_cost(law), link_cost(law)
 
 
 def _conditions(

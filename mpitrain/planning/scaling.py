@@ -19,15 +19,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from mpitrain.mpi.allreduce_plan import AUTO, DIRECT, HIERARCHICAL, Transport
+from mpitrain.mpi.allreduce_plan import AUTO, Transport, pinned
 from mpitrain.mpi.process_group.algorithm_choice import choose
-from mpitrain.virtual.collectives import (
-    Cost,
-    LinkCost,
-    direct_allreduce,
-    hierarchical_allreduce,
-    library_allreduce,
-)
+from mpitrain.virtual.collectives import LinkCost, allreduce_cost
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
 
 BUCKET_BYTES = 25 << 20  # DDP's
@@ -115,18 +109,10 @@ class Conditions:
             for first in range(0, num_workers, self.workers_per_node)
         ]
         link = self.between if len(nodes) > 1 else self.inside
-        transport = None
-        if link.beta_s or link.alpha_s:
-            transport = Transport(link.alpha_s, 1 / link.beta_s if link.beta_s else float("inf"))
-        algorithm = choose(num_bytes, nodes, transport, AUTO)
-        cost: Cost
-        if algorithm == HIERARCHICAL:
-            cost = hierarchical_allreduce([len(node) for node in nodes], num_bytes, self.inside, self.between)
-        elif algorithm == DIRECT:
-            cost = direct_allreduce(num_workers, num_bytes, link)
-        else:
-            cost = library_allreduce(num_workers, num_bytes, link)
-        return cost.seconds
+        transport = Transport.modelled(link.alpha_s, link.beta_s)
+        algorithm = choose(num_bytes, nodes, transport, pinned() or AUTO)
+        sizes = [len(node) for node in nodes]
+        return allreduce_cost(algorithm, sizes, num_bytes, self.inside, self.between).seconds
 
 
 class Setting(NamedTuple):

@@ -19,7 +19,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.layer_cuts import slices, units
 from mpitrain.model.pipeline_stages import split_stages
-from mpitrain.mpi.allreduce_plan import AUTO, DIRECT, HIERARCHICAL, LIBRARY, Transport, pinned
+from mpitrain.mpi.allreduce_plan import AUTO, Transport, pinned
 from mpitrain.mpi.process_group.algorithm_choice import choose
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
@@ -27,40 +27,15 @@ from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
 from mpitrain.training.model_parallel.loss_proxy import model_inputs
-from mpitrain.virtual.collectives import (
-    POST_S,
-    Cost,
-    LinkCost,
-    allgather,
-    direct_allreduce,
-    hierarchical_allreduce,
-    library_allreduce,
-    reduce_scatter,
-    smp_allreduce,
-)
+from mpitrain.virtual.collectives import Cost, LinkCost, allgather, allreduce_cost, reduce_scatter
+from mpitrain.virtual.link_costs import link_cost
 from mpitrain.virtual.lockstep import Bucket, Overlapped, Schedule
-from mpitrain.virtual.network import Cluster, Ideal, Link, Links, MeasuredNetwork, NetworkLaw
+from mpitrain.virtual.network import NetworkLaw
 from mpitrain.virtual.split_steps import PipelineSteps, ShardedSteps, Unit
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's
-_PROBE_BYTES = 1 << 20
 
 Batch = dict[str, torch.Tensor]
-
-
-def link_cost(network: NetworkLaw, source: int = 0, to: int = 1) -> LinkCost:
-    """What a message between two ranks costs under a network law, on idle links."""
-    if isinstance(network, Ideal):
-        return LinkCost()
-    if isinstance(network, Link):
-        return LinkCost(network.latency_s, 8 / (network.gbit_per_s * 1e9), post_s=POST_S)
-    if isinstance(network, Cluster | MeasuredNetwork):
-        hops = network.path(Links(), source, to)
-        alpha_s = sum(hop.latency_s for hop in hops)
-        return LinkCost(alpha_s, 1 / min(hop.rate for hop in hops), post_s=POST_S)
-    empty_s = network.arrival_s(Links(), 0.0, source, to, 0)
-    whole_s = network.arrival_s(Links(), 0.0, source, to, _PROBE_BYTES)
-    return LinkCost(empty_s, (whole_s - empty_s) / _PROBE_BYTES, post_s=POST_S)
 
 
 class Collectives:
@@ -81,21 +56,9 @@ class Collectives:
             return Cost(0.0, 0)
         layout, inside, between = self._layout(ranks)
         slowest = between if len(layout) > 1 else inside
-        transport = None
-        if slowest.beta_s or slowest.alpha_s:
-            transport = Transport(slowest.alpha_s, 1 / slowest.beta_s if slowest.beta_s else float("inf"))
-        algorithm = choose(num_bytes, layout, transport, pinned() or AUTO)
-        self.used[num_bytes] = algorithm
-        sizes = [len(node) for node in layout]
-        if algorithm == HIERARCHICAL:
-            return hierarchical_allreduce(sizes, num_bytes, inside, between)
-        if algorithm == LIBRARY and 1 < len(layout) < len(ranks):
-            return smp_allreduce(sizes, num_bytes, inside, between)
-        if algorithm == LIBRARY:
-            return library_allreduce(len(ranks), num_bytes, slowest)
-        assert algorithm == DIRECT
-        shared = max(sizes) if len(layout) > 1 else 1  # the ranks of a node send over one adapter
-        return direct_allreduce(len(ranks), num_bytes, slowest._replace(beta_s=shared * slowest.beta_s))
+        transport = Transport.modelled(slowest.alpha_s, slowest.beta_s)
+        self.used[num_bytes] = algorithm = choose(num_bytes, layout, transport, pinned() or AUTO)
+        return allreduce_cost(algorithm, [len(node) for node in layout], num_bytes, inside, between)
 
     def allgather(self, num_bytes: int, ranks: Sequence[int]) -> Cost:
         """Of parts that are so many bytes together."""

@@ -5,7 +5,6 @@
     ring                 2 (p - 1) (alpha + n/p beta) + (p - 1) n/p gamma
     recursive doubling   lg p (alpha + n (beta + gamma))
     Rabenseifner         2 lg p alpha + 2 (p - 1) n/p beta + (p - 1) n/p gamma
-    tree                 2 ceil(lg p) (alpha + n beta) + ceil(lg p) n gamma      (a reduction, then a broadcast)
     direct               2 alpha + 2 (p - 1) (post + n/p beta) + (p - 1) n/p gamma
     hierarchical         reduce-scatter in a node, direct between the nodes, all-gather in the node
     library              recursive doubling up to 2 KiB, Rabenseifner beyond; over nodes of several ranks a tree in each
@@ -16,13 +15,12 @@ of collective communication operations in MPICH", 2005; Chan et al., "Collective
 experience", 2007. "Direct" is this package's own, `mpi/process_group/allreduce_algorithms.py`.)
 
 Invariants: arithmetic only; no function here knows a clock. All ranks hear of all others in an all-reduce, a
-reduce-scatter and an all-gather, so such a collective ends for everybody so long after the last rank has come to it; a
-broadcast ends for each rank by itself.
+reduce-scatter and an all-gather, so such a collective ends for everybody so long after the last rank has come to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 POST_S = 50e-6  # what posting and completing one message of the direct algorithm costs over MPI
@@ -50,9 +48,6 @@ class Cost(NamedTuple):
 
     seconds: float
     sent_bytes: int
-
-
-AllReduceCost = Callable[[int, int, LinkCost], Cost]
 
 
 def num_rounds(num_ranks: int) -> int:
@@ -89,13 +84,6 @@ def rabenseifner(num_ranks: int, num_bytes: int, link: LinkCost) -> Cost:
     return _folded(Cost(seconds, 2 * travels), folded, num_bytes, link)
 
 
-def tree_allreduce(num_ranks: int, num_bytes: int, link: LinkCost) -> Cost:
-    """A reduction to one rank along a binomial tree, and a broadcast back."""
-    rounds = num_rounds(num_ranks)
-    seconds = 2 * rounds * (link.alpha_s + num_bytes * link.beta_s) + rounds * num_bytes * link.gamma_s
-    return Cost(seconds, max(1, rounds) * num_bytes if num_ranks > 1 else 0)
-
-
 def direct_allreduce(num_ranks: int, num_bytes: int, link: LinkCost, item_bytes: int = 1) -> Cost:
     """This package's own: everybody sends every part to its owner, who adds and sends the sum to everybody; messages
     follow one another, so latency counts once for each half."""
@@ -123,22 +111,17 @@ def smp_allreduce(node_sizes: Sequence[int], num_bytes: int, inside: LinkCost, b
 
 
 def hierarchical_allreduce(
-    node_sizes: Sequence[int],
-    num_bytes: int,
-    inside: LinkCost,
-    between: LinkCost,
-    across: AllReduceCost = direct_allreduce,
+    node_sizes: Sequence[int], num_bytes: int, inside: LinkCost, between: LinkCost
 ) -> Cost:
     """Within each node a reduce-scatter, then every part between the nodes, then an all-gather within the node. All
     ranks of a node share its link to the others, so the whole travels over that once, however many ranks carry it.
 
     Args:
         node_sizes: ranks on each node; inside, between: links of a node and between nodes.
-        across: the algorithm between nodes.
     """
     largest, columns = max(node_sizes), min(node_sizes)
     down, up = reduce_scatter(largest, num_bytes, inside), allgather(largest, num_bytes, inside)
-    over = across(len(node_sizes), num_bytes, between)
+    over = direct_allreduce(len(node_sizes), num_bytes, between)
     sent = -(-over.sent_bytes // columns) + down.sent_bytes + up.sent_bytes
     return Cost(down.seconds + over.seconds + up.seconds, sent)
 
@@ -156,40 +139,25 @@ def allgather(num_ranks: int, num_bytes: int, link: LinkCost, item_bytes: int = 
     return Cost(rounds * (link.alpha_s + part * link.beta_s), rounds * part)
 
 
-def broadcast(num_ranks: int, num_bytes: int, link: LinkCost) -> Cost:
-    """From one rank to all, along a binomial tree; the root sends in every round."""
-    rounds = num_rounds(num_ranks)
-    return Cost(rounds * (link.alpha_s + num_bytes * link.beta_s), rounds * num_bytes)
+def allreduce_cost(
+    algorithm: str, node_sizes: Sequence[int], num_bytes: int, inside: LinkCost, between: LinkCost
+) -> Cost:
+    """By the algorithm that a run has chosen: "library", "direct" or "hierarchical".
 
-
-def broadcast_ends_s(arrivals_s: Sequence[float], num_bytes: int, link: LinkCost) -> list[float]:
-    """When each rank of a broadcast from rank 0 is done with it, given when each has come to it: a rank passes on what
-    it has, to the farthest rank of its part of the tree first, one message after another."""
-    message_s = link.alpha_s + num_bytes * link.beta_s
-    num_ranks = len(arrivals_s)
-    ends = list(arrivals_s)
-    for number in range(num_ranks):  # whoever hands it to a rank has a lower number
-        step = 1 << (num_rounds(num_ranks) if number == 0 else _lowest_bit(number))
-        while (step := step >> 1) >= 1:
-            if number + step < num_ranks:
-                ends[number] += message_s
-                ends[number + step] = max(ends[number], arrivals_s[number + step])
-    return ends
-
-
-def ends_s(arrivals_s: Sequence[float], cost: Cost) -> float:
-    """When a collective ends in which all ranks hear of all others."""
-    return max(arrivals_s) + cost.seconds
-
-
-ALLREDUCES: dict[str, AllReduceCost] = {
-    "ring": ring_allreduce,
-    "recursive doubling": recursive_doubling,
-    "rabenseifner": rabenseifner,
-    "tree": tree_allreduce,
-    "direct": direct_allreduce,
-    "library": library_allreduce,
-}
+    Args:
+        node_sizes: ranks on each node; inside, between: links of a node and between nodes.
+    """
+    num_ranks, num_nodes = sum(node_sizes), len(node_sizes)
+    link = between if num_nodes > 1 else inside
+    if algorithm == "hierarchical":
+        return hierarchical_allreduce(node_sizes, num_bytes, inside, between)
+    if algorithm == "direct":
+        shared = max(node_sizes) if num_nodes > 1 else 1  # the ranks of a node send over one adapter
+        return direct_allreduce(num_ranks, num_bytes, link._replace(beta_s=shared * link.beta_s))
+    assert algorithm == "library", algorithm
+    if 1 < num_nodes < num_ranks:
+        return smp_allreduce(node_sizes, num_bytes, inside, between)
+    return library_allreduce(num_ranks, num_bytes, link)
 
 
 def _powers(num_ranks: int) -> tuple[int, int]:
@@ -204,7 +172,3 @@ def _folded(core: Cost, num_left: int, num_bytes: int, link: LinkCost) -> Cost:
         return core
     more_s = 2 * (link.alpha_s + num_bytes * link.beta_s) + num_bytes * link.gamma_s
     return Cost(core.seconds + more_s, core.sent_bytes + num_bytes)
-
-
-def _lowest_bit(number: int) -> int:
-    return (number & -number).bit_length() - 1

@@ -92,9 +92,6 @@ class Bernoulli(ComputeLaw):
         apart = _apart(generator)
         return _Slowed(self.law.of_worker(worker, apart), self, apart)
 
-    def seconds(self, generator: np.random.Generator, count: int) -> Times:
-        return self.slowed(self.law.seconds(generator, count), generator)
-
     def slowed(self, times: Times, generator: np.random.Generator) -> Times:
         """The times, some of them longer."""
         return np.where(generator.random(len(times)) < self.chance, times * self.factor, times)

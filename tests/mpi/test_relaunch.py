@@ -45,7 +45,6 @@ def test_killed_while_it_writes_a_checkpoint_a_lockstep_run_keeps_its_bits(
     )  # one interval at most is lost
 
 
-@pytest.mark.extended
 def test_workers_leave_their_dead_server_and_the_next_launch_takes_every_sample_once(
     tmp_path, chaos_relaunch
 ):

@@ -84,6 +84,9 @@ def test_collectives_overlap_with_the_backward_pass(launched):
     assert all(
         any(one["ts"] <= event["ts"] <= one["ts"] + one["dur"] for one in passes) for event in collectives
     )
+    assert all(
+        any(one["ts"] <= event["ts"] <= one["ts"] + one["dur"] for event in collectives) for one in passes
+    )
 
 
 def test_gradients_beside_the_messages_are_on_a_thread_of_their_own(launched):

@@ -1,6 +1,7 @@
 """Predictions whose answers are known in closed form, and the command around them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,11 @@ from mpitrain.planning.scaling import (
     reason,
     throughput,
 )
+from mpitrain.simulation.step_costs import Collectives
 from mpitrain.virtual.collectives import LinkCost, rabenseifner
 from mpitrain.virtual.compute import Constant, Exponential
+from mpitrain.virtual.link_costs import link_cost
+from mpitrain.virtual.network import Cluster
 
 ALLREDUCE = Setting("allreduce()", "allreduce")
 ASYNC = Setting("async(servers=1)", "async", 1)
@@ -74,6 +78,19 @@ def test_an_allreduce_that_nothing_hides_costs_its_formula():
     assert throughput(ALLREDUCE, conditions(between=link), 8) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("gbit_per_s", [1.0, 10.0, 100.0])
+@pytest.mark.parametrize("setting", ["auto", "library", "direct", "hierarchical"])
+def test_a_plan_and_a_simulation_take_the_same_time_for_an_allreduce(gbit_per_s, setting, monkeypatch):
+    monkeypatch.setenv("MPITRAIN_ALLREDUCE", setting)
+    for per_node, number in ((1, 8), (4, 4), (4, 16), (3, 8)):
+        law = Cluster(ranks_per_node=per_node, gbit_per_s=gbit_per_s)
+        given = conditions(between=link_cost(law, 0, per_node), workers_per_node=per_node)
+        given = replace(given, inside=link_cost(law, 0, 1) if per_node > 1 else LinkCost())
+        costs = Collectives(law, law.nodes(number))
+        for num_bytes in (64, 1 << 16, 1 << 24):
+            assert given.allreduce_s(number, num_bytes) == costs.allreduce(num_bytes, range(number)).seconds
+
+
 def test_waiting_for_k_of_n_exponential_workers_takes_a_difference_of_harmonic_numbers():
     given = conditions(Times(Exponential(0.1)))
     for setting, accepted in ((SYNC, 100), (BACKUP, 90)):
@@ -117,6 +134,7 @@ def test_a_plan_by_hand_is_the_same_bytes_twice_and_fits_80_columns(tmp_path, ca
         (["--compute", "constant(1)", "--network", "ideal()"], "--workers"),
         ([*GIVEN, "--best", "luck"], "--best luck"),
         ([*GIVEN, "--nodes", "2"], "4 workers on 2 nodes"),
+        ([*GIVEN, "--network", "gbe1(ranks_per_node=2)"], "puts 2 ranks on a node"),
         ([*GIVEN, "--synthetic", "--strategy", "pipeline(2)"], "no closed form"),
     ],
 )

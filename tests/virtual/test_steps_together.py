@@ -10,7 +10,7 @@ from mpitrain.errors import DeadlockError, LostRankError, UsageError
 from mpitrain.job import Overrides
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.lockstep import simulate_lockstep
-from mpitrain.simulation.step_costs import Collectives, link_cost
+from mpitrain.simulation.step_costs import Collectives
 from mpitrain.virtual import Cluster, Constant, Ideal, Link, LogNormal
 from mpitrain.virtual.collectives import (
     Cost,
@@ -19,6 +19,7 @@ from mpitrain.virtual.collectives import (
     library_allreduce,
     smp_allreduce,
 )
+from mpitrain.virtual.link_costs import link_cost
 from mpitrain.virtual.lockstep import Bucket, Clock, Overlapped
 from mpitrain.virtual.split_steps import PipelineSteps, ShardedSteps, Unit, pipeline_ends_s
 from tests import toy
