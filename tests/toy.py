@@ -91,6 +91,20 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
+def immense_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=3e38)
+
+
+def immense_loss(model, batch):
+    return 1e4 * square_loss(model, batch)
+
+
+DIVERGING = {  # in one step
+    "model": lambda: wide(8), "optimizer": immense_sgd, "loss": immense_loss, "epochs": 1,
+    "tensor_plan": {"0": "column", "2": "row"},
+}  # fmt: skip
+
+
 def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 

@@ -29,7 +29,7 @@ from mpitrain.strategies.validation_policy import ValidationCadence, read_valida
 from mpitrain.system.trace import TraceSteps, file_name, read_steps, switch
 from mpitrain.training.best_model import Validations, begin_from
 from mpitrain.training.initial_weights import start_from
-from mpitrain.training.judge import judge
+from mpitrain.training.judge import judge, why_not_finite
 from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.tracing import nothing_traced
 from mpitrain.training.validation import Measure, make_measure
@@ -106,6 +106,7 @@ class VirtualRun:
         self.validations = Validations(job, self.run_dir, read_validation_policy(job.validate_every))
         self.started_s = 0.0
         self._loaded = {}
+        self._diverged = ""  # why the model that was saved is of no use
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The job's module and optimizer, with the weights that the job starts from."""
@@ -190,6 +191,7 @@ class VirtualRun:
         """Write the trained module; returns the file."""
         path = self.run_dir / name
         save_model(module, path, {"strategy": str(self.job.strategy)})
+        self._diverged = self._diverged or why_not_finite(module.named_parameters())
         return path
 
     def run(self, roles: Sequence[Role], reduce: Reduce | None = None) -> list[Any]:
@@ -206,7 +208,9 @@ class VirtualRun:
         if self.job.trace is not None and not any(one.num_steps for one in traces):
             self.log.event("warning", text=nothing_traced(self.job.trace))
         return {
-            **judge(self.job, metrics, list(filter(None, failures)), self.options.injections),
+            **judge(
+                self.job, metrics, list(filter(None, [*failures, self._diverged])), self.options.injections
+            ),
             **self.validations.result(),
             "workers": self.number,
             "servers": 0,

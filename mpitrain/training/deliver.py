@@ -10,18 +10,22 @@ from typing import Any
 from mpitrain.model import Replica
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
+from mpitrain.training.judge import why_not_finite
 from mpitrain.training.measure import MODEL_FILE, save_model
 from mpitrain.training.session import Session
 
 
 def save_final(session: Session, replica: Replica | PeerReplica) -> dict[str, Any]:
-    """Save the model; returns what there is to report, before anything is measured."""
+    """Save the model; returns what there is to report, before anything is measured, and why the run has failed if the
+    model is of no use."""
     path = session.run_dir / MODEL_FILE
     metadata = {"strategy": str(session.strategy), "job": session.job.name or ""}
-    save_model(replica.take_module(), path, metadata)
+    module = replica.take_module()
+    save_model(module, path, metadata)
+    failure = why_not_finite(module.named_parameters())
     ema = replica.ema if isinstance(replica, PeerReplica) else None  # of workers the servers keep it
     if ema is not None:
         with ema.swapped():
             save_model(replica.take_module(), session.run_dir / EMA_MODEL_FILE, metadata)
         replica.take_module()
-    return {"metrics": {}, "model": str(path)}
+    return {"metrics": {}, "model": str(path), "failure": failure}

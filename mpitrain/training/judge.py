@@ -2,19 +2,23 @@
 that was.
 
 Invariants: a failure outweighs a missed target, and a run that wants to be started again has no verdict on its targets
-yet. The exit code follows from the two, and the status from the exit code.
+yet. The exit code follows from the two, and the status from the exit code. A model that holds NaN or an infinity is a
+failure: gradients are looked at before they are used, and what an update rule makes of them is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED
 from mpitrain.inject import Injection
 from mpitrain.job import Job
 from mpitrain.model.metrics import reduction
 from mpitrain.reporting.targets import missed_targets
+
+if TYPE_CHECKING:
+    import torch
 
 NOBODY_LEFT = "no worker was left to save and validate the model"
 _STATUS = {EXIT_OK: "ok", EXIT_REQUEUE: "requeue"}
@@ -56,3 +60,22 @@ def judge(
         "options": dict(job.options),
         "inject": [str(one) for one in injections],
     }
+
+
+def why_not_finite(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Why a trained model, or this rank's part of it, is of no use; empty if it is of use.
+
+    Args:
+        parameters: with their names. Frozen ones are not looked at: they are the user's own, and may hold infinities.
+    """
+    from mpitrain.model.flat import all_finite
+
+    trained = {name: parameter.detach() for name, parameter in parameters if parameter.requires_grad}
+    if all_finite(list(trained.values())):
+        return ""
+    bad = [name for name, tensor in trained.items() if not all_finite([tensor])]
+    others = f" and {len(bad) - 1} more of {len(trained)} parameters" if len(bad) > 1 else ""
+    return (
+        f"training diverged: {bad[0]!r}{others} hold{'' if others else 's'} NaN or an infinity at the end; "
+        "lower the learning rate, or clip gradients (clip_norm=1.0)"
+    )

@@ -308,7 +308,7 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
         merged |= {"metrics": {}, "model": None}
         gathered = [*gathered, {"failure": NOBODY_LEFT, "detail": {}}]
     failures = sorted(
-        (outcome["failure"] for outcome in gathered if outcome.get("failure")),
+        (outcome["failure"] for outcome in [*gathered, merged] if outcome.get("failure")),
         key=lambda text: not text.startswith("rank"),
     )
     ended = any(outcome.get("requeue") for outcome in gathered)

@@ -23,11 +23,20 @@ BETWEEN_READS = (
     "elastic(moving_rate=0.3,push_every=2)",
     "async(optimizer='worker',push_every=4,pull_every=2)",
 )
+# name -> (name, strategy, samples a batch): one step of all data
+DIVERGED = {
+    name: (name, text, size)
+    for name, text, size in (
+        ("allreduce", "allreduce()", 24), ("averaged", "localsgd()", 24), ("served", "sync()", 48),
+        ("peers", "decentralized()", 24), ("sharded", "sharded()", 24), ("tensor", "tensor(parallel=2)", 48),
+        ("pipeline", "pipeline(stages=2)", 48),
+    )
+}  # fmt: skip
 RUNS = {
     1: [call("allreduce")],
     2: [
         call("serial", 1), call("allreduce"), call("windows", 0), call("between_reads", *BETWEEN_READS),
-        call("wrapped", "async(optimizer='worker',push_every=3)", True),
+        *(call("diverged", *row) for row in DIVERGED.values()), call("wrapped", "async(optimizer='worker',push_every=3)", True),
     ],
     3: [
         call("serial", 2), call("between_reads", IN_FLIGHT), call("lockstep", 1), call("windows", 1),
@@ -226,3 +235,16 @@ def test_over_several_windows_allreduce_trains_on_the_batches_that_servers_deal(
             run = served / f"windows-{rule}-{index}"
             assert_equal(load_file(run / "model.safetensors"), expected)
             assert result_of(run)["steps"] == 4
+
+
+@pytest.mark.parametrize("name", sorted(DIVERGED))
+def test_a_model_that_is_not_finite_fails_the_run_in_both_worlds(launched, tmp_path, name):
+    """Every gradient was finite; what the last step made of it is not, and nothing validates."""
+    real = result_of(launched(2)[0] / f"diverged-{name}")
+    _, text, size = DIVERGED[name]
+    job = toy.make_job(**toy.DIVERGING, batch_size=size)
+    workers = 1 if name == "served" else 2
+    virtual = simulate(job, parse(text, "strategy"), workers=workers, run_dir=str(tmp_path), quiet=True)
+    for result in (real, virtual):
+        assert (result["status"], result["exit_code"], result["steps"]) == ("fail", 1, 1)
+        assert "training diverged" in result["failure"] and "NaN or an infinity" in result["failure"]

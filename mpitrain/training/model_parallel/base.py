@@ -34,6 +34,7 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.sampling.dealer import check_batch_size, share_out
 from mpitrain.system import trace
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
+from mpitrain.training.judge import why_not_finite
 from mpitrain.training.measure import MODEL_FILE, Meter, num_warmup, save_one_by_one
 from mpitrain.training.model_parallel.state_shards import local, restore_shards, take_shards
 from mpitrain.training.schedule import schedule_of
@@ -256,6 +257,10 @@ class SplitRun(Stepper):
         """How many ranks hold what this rank holds of a gradient."""
         return self.num_replicas
 
+    def _why_not_finite(self) -> str:
+        why = why_not_finite((name, local(one)) for name, one in self.module.named_parameters())
+        return f"rank {self.rank}: {why}" if why else ""
+
     def _held(self) -> list[torch.Tensor]:
         groups = self.optimizer.param_groups
         return [local(parameter).detach() for group in groups for parameter in group["params"]]
@@ -365,7 +370,7 @@ class SplitRun(Stepper):
         detail = {"rank": self.rank, "role": "worker", "replica": self.replica, "part": self.part}
         outcome: dict[str, Any] = {
             "detail": {**detail, "steps": self.step, **self.describe()},
-            "failure": self.failure,
+            "failure": self.failure or self._why_not_finite(),
             "requeue": self.checkpoints.ended,
             "unwritten": self.checkpoints.writer.unwritten,
         }

@@ -24,6 +24,7 @@ from mpitrain.strategies.sampling.step_partition import StepPartition
 from mpitrain.system import trace
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.clipping import clipping_of
+from mpitrain.training.judge import why_not_finite
 from mpitrain.training.measure import (
     MODEL_FILE,
     Meter,
@@ -304,7 +305,10 @@ class Trainer:
             }
             counts |= self._counts() | self.validations.result()
             model = str(self.session.run_dir / MODEL_FILE)
-            outcome["result"] = {**self.meter.result(), **counts, "metrics": metrics, "model": model}
+            outcome["result"] = {
+                **self.meter.result(), **counts, "metrics": metrics, "model": model,
+                "failure": why_not_finite(self.module.named_parameters()),
+            }  # fmt: skip
         return outcome
 
     def _save(self) -> None:

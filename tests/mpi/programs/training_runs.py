@@ -91,6 +91,12 @@ def nonfinite(name, text, action):
     return result["exit_code"]
 
 
+def diverged(name, text, batch_size):
+    # one step, whose gradient is finite
+    result = train(f"diverged-{name}", parse(text, "strategy"), **toy.DIVERGING, batch_size=batch_size)
+    return result["exit_code"] - 1
+
+
 def wrapped(text, schedules):
     # Last: one wrap a process, and servers leave the process inside it.
     torch.manual_seed(3)
