@@ -36,7 +36,8 @@ RUNS = {
     1: [call("allreduce")],
     2: [
         call("serial", 1), call("allreduce"), call("windows", 0), call("between_reads", *BETWEEN_READS),
-        *(call("diverged", *row) for row in DIVERGED.values()), call("wrapped", "async(optimizer='worker',push_every=3)", True),
+        *(call("diverged", *row) for row in DIVERGED.values()),
+        call("wrapped", "async(optimizer='worker',push_every=3)", True),
     ],
     3: [
         call("serial", 2), call("between_reads", IN_FLIGHT), call("lockstep", 1), call("windows", 1),
