@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpitrain.data.read.order import Order, chunk_sizes, permutation
+from mpitrain.data.read.order import Order, chunk_sizes, keyed_bits, permutation
 from mpitrain.errors import UsageError
 
 SHARDS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=6)
@@ -95,6 +95,13 @@ def test_every_sample_is_equally_likely_at_every_position():
     expected = num_seeds / 6
     statistic = ((counts - expected) ** 2 / expected).sum()
     assert statistic < 52.6  # the 99.9 % point; seeds are fixed, so this does not flicker
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 1000, 65536, 65537, 200_001])
+def test_a_permutation_is_the_order_of_random_words(size):
+    """Of their high bits; the ones below, in which an index has room, are no part of it."""
+    words = keyed_bits(size, 7).random_raw(size) >> np.uint64(max(1, (size - 1).bit_length()))
+    assert (permutation(size, size, 7) == np.argsort(words, kind="stable")).all()
 
 
 def test_permutations_never_change():

@@ -46,12 +46,18 @@ def permutation(size: int, *key: int) -> IntArray:
     """A uniform permutation of range(size), int64, fixed for ever by the non-negative integers of `key`."""
     words = keyed_bits(*key).random_raw(size)
     index_bits = np.uint64((1 << max(size - 1, 1).bit_length()) - 1)
-    # the index in the low bits breaks ties the same way on every machine, and a sort is 10x an argsort's speed
     words &= ~index_bits
-    words |= _indices(size)
-    words.sort()
+    words |= _indices(size)  # in the low bits: it breaks ties the same way on every machine
+    # By the first 16 bits, which numpy sorts by counting; what is left is nearly in order, and merging looks for that.
+    # Processors differ sixfold in numpy's other sort, which uses the vector instructions that they have.
+    words = words.take(np.argsort(_first_bits(words), kind="stable"), mode="clip")
+    words.sort(kind="stable")
     words &= index_bits
     return words.view(np.int64)
+
+
+def _first_bits(words: NDArray[np.uint64]) -> NDArray[np.uint16]:
+    return (words >> np.uint64(48)).astype(np.uint16)
 
 
 @functools.lru_cache(maxsize=1)  # nearly all windows are of one size

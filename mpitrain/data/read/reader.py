@@ -289,11 +289,12 @@ class ChunkReader(Reader):
         if self._followed == (epoch, window) or not self._ahead.started:
             return
         self._followed = epoch, window
-        current, following = order.chunks_of(window), order.chunks_of(window + 1)
-        self._store.touch(current)  # what this window still needs must outlive what the last one used
-        room = max(0, self._store.num_slots - len(current))
-        chunks = [*current.tolist(), *following[:room].tolist()]  # it may not all be here yet
-        self._ahead.follow(chunks, lambda: order.prepare(window + 1), order.chunks_of(window + 2).tolist())
+        self._store.touch(order.chunks_of(window))  # what it still needs must outlive what the last one used
+        chunks = [chunk for each in range(window, window + 3) for chunk in order.chunks_of(each).tolist()]
+        # This window may not all be here yet. Of the one behind the next as much as there is room for: the thread goes
+        # on reading while the caller begins the next.
+        room = self._store.num_slots
+        self._ahead.follow(chunks[:room], lambda: order.prepare(window + 1), chunks[room:])
 
     def close(self) -> None:
         super().close()
