@@ -47,6 +47,11 @@ HEADER_BYTES = (
 
 
 class _Process:
+    __slots__ = (
+        "awaited", "computing", "finished", "inbox", "last_sent", "num_waits", "rank", "result", "role", "tears",
+        "times", "trace", "waiting", "waits_since_s",
+    )  # fmt: skip
+
     def __init__(self, rank: int, role: Role):
         self.rank, self.role = rank, role
         self.inbox: deque[tuple[int, Any]] = deque()
@@ -116,30 +121,37 @@ class VirtualWorld:
         for process in self._processes.values():
             process.trace = self.traces.get(process.rank)
             self._schedule(self.now_s, process, None)
-        while self._heap:
-            self.now_s, _, process, event = heapq.heappop(self._heap)
+        heap, heappop = self._heap, heapq.heappop
+        while heap:
+            self.now_s, _, process, event = heappop(heap)
             self.num_events += 1
-            self._num_pending -= not isinstance(event, _TimeUp)
-            self._num_looks = self._num_looks + 1 if isinstance(event, _TimeUp) else 0
-            if isinstance(event, _FlowEnds):
+            kind = type(event)
+            if kind is _TimeUp:
+                self._num_looks += 1
+            else:
+                self._num_pending -= 1
+                self._num_looks = 0
+            if kind is _FlowEnds:
                 self._end_flows()
             elif process.rank in self.broken:
                 _throw_away(event)
-            elif isinstance(event, Break):
-                self._break(process, event.how)
-            elif isinstance(event, tuple):
+            elif kind is tuple:
                 self._deliver(process, event)
-            elif isinstance(event, _TimeUp):
+            elif kind is _Computed:
+                if not event.broken_off:
+                    process.computing = None
+                    if process.trace is not None:
+                        process.trace.computed(event.took_s)
+                    self._advance(process, event.result)
+            elif kind is _TimeUp:
                 if process.waiting and process.num_waits == event.wait:
                     process.waiting = False
                     self._advance(process, None)
-            elif event is None:
+            elif kind is Break:
+                self._break(process, event.how)
+            else:
+                assert event is None, f"{event!r} is no event"
                 self._advance(process, None)
-            elif not event.broken_off:
-                process.computing = None
-                if process.trace is not None:
-                    process.trace.computed(event.took_s)
-                self._advance(process, event.result)
         self.now_s = max(self.ended_s.values(), default=self.now_s)  # deadlines that nobody needed come later
         processes = self._processes.values()
         gone = self._forgotten | set(self.broken)
@@ -150,7 +162,7 @@ class VirtualWorld:
 
     def _schedule(self, time_s: float, process: _Process | None, event: Any) -> None:
         self._serial += 1
-        self._num_pending += not isinstance(event, _TimeUp)
+        self._num_pending += type(event) is not _TimeUp
         heapq.heappush(self._heap, (time_s, self._serial, process, event))
 
     def _break(self, process: _Process, how: str) -> None:
@@ -177,47 +189,47 @@ class VirtualWorld:
         return bool(silent) and self._num_looks < MOST_LOOKS
 
     def _deliver(self, process: _Process, message: tuple[int, Any]) -> None:
-        if isinstance(message[1], _Torn):
+        if type(message[1]) is _Torn:
             raise WireError(f"payload of rank {message[0]} is torn: its stamps differ")
         process.inbox.append(message)
-        breaks_off = not isinstance(message[1], _CHANGES_NOTHING)
-        if process.computing is not None and process.computing.interruptible and breaks_off:
-            if process.trace is not None:
-                process.trace.computed(process.computing.took_s)
-            process.computing.broken_off, process.computing = True, None
-            self._advance(process, Interrupted())
-        elif process.waiting:
+        if process.waiting:
             process.waiting = False
             self._advance(process, process.inbox.popleft())
+        elif (computing := process.computing) is not None and computing.interruptible:
+            if not isinstance(message[1], _CHANGES_NOTHING):
+                if process.trace is not None:
+                    process.trace.computed(computing.took_s)
+                computing.broken_off, process.computing = True, None
+                self._advance(process, Interrupted())
 
     def _advance(self, process: _Process, answer: Any) -> None:
         """Run a role until it has to wait for a message or for time to pass."""
-        trace = process.trace
+        trace, send = process.trace, process.role.send
         while True:
             try:
-                effect: Effect = _send_on(process, answer)
+                effect: Effect = send(answer) if trace is None else _send_on(trace, send, answer)
             except StopIteration as end:
                 process.finished, process.result = True, end.value
                 self.ended_s[process.rank] = self.now_s
                 if trace is not None:
                     trace.write()
                 return
-            answer = None
-            if isinstance(effect, Send):
+            answer, kind = None, type(effect)
+            if kind is Send:
                 self._send(process.rank, effect)
-            elif isinstance(effect, Now):
+            elif kind is Now:
                 answer = self.now_s
-            elif isinstance(effect, Compute):
+            elif kind is Compute:
                 answer = self._compute(process, effect)
                 if process.computing is not None:
                     return
-            elif isinstance(effect, Sleep):
+            elif kind is Sleep:
                 if trace is not None:
                     trace.sleep(effect.seconds)
                 process.computing = _Computed(None, effect.interruptible)
                 self._schedule(self.now_s + effect.seconds, process, process.computing)
                 return
-            elif isinstance(effect, Recv):
+            elif kind is Recv:
                 if not process.inbox:
                     if effect.timeout_s == 0:
                         continue
@@ -231,11 +243,11 @@ class VirtualWorld:
                         self._schedule(self.now_s + effect.timeout_s, process, _TimeUp(process.num_waits))
                     return
                 answer = process.inbox.popleft()
-            elif isinstance(effect, Forget):
+            elif kind is Forget:
                 if trace is not None:
                     trace.forget(effect.rank)
                 self._forgotten.update(() if effect.listen else (effect.rank,))
-            elif isinstance(effect, Break):
+            elif kind is Break:
                 if effect.how == "torn":
                     process.tears = True
                 elif effect.after_s:
@@ -249,10 +261,10 @@ class VirtualWorld:
     def _compute(self, process: _Process, effect: Compute) -> Any:
         """Carry out a task; returns its result at once where it takes no time."""
         took_s = self.charge(process.rank, effect)
-        result = _carry_out(process, effect, took_s)
+        result = effect.task() if process.trace is None else _carry_out(process.trace, effect, took_s)
         is_gradient = effect.what == "gradient"
         if is_gradient:
-            took_s += effect.size * sum(self._draw(process) for _ in range(effect.num_batches))
+            took_s += effect.size * sum([self._draw(process) for _ in range(effect.num_batches)])
         if is_gradient or took_s:
             process.computing = _Computed(result, is_gradient and effect.interruptible, took_s)
             self._schedule(self.now_s + took_s, process, process.computing)
@@ -317,13 +329,11 @@ def _wait_of(process: _Process) -> str:
     return found
 
 
-def _send_on(process: _Process, answer: Any) -> Effect:
-    """The role's next effect."""
-    if process.trace is None:
-        return process.role.send(answer)
-    process.trace.resume(answer)
-    with active(process.trace):
-        return process.role.send(answer)
+def _send_on(trace: VirtualTrace, send: Callable[[Any], Effect], answer: Any) -> Effect:
+    """The next effect of a role whose spans are recorded."""
+    trace.resume(answer)
+    with active(trace):
+        return send(answer)
 
 
 def _free(rank: int, effect: Compute) -> float:
@@ -331,14 +341,12 @@ def _free(rank: int, effect: Compute) -> float:
     return 0.0
 
 
-def _carry_out(process: _Process, effect: Compute, took_s: float) -> Any:
+def _carry_out(trace: VirtualTrace, effect: Compute, took_s: float) -> Any:
     """The result of a task; `took_s`: seconds that it will have taken, where it is no gradient."""
-    if process.trace is None:
-        return effect.task()
     if effect.what != "gradient":
-        return process.trace.run(effect.what, effect.task, took_s)
-    process.trace.step(effect.step)
-    return process.trace.compute(effect.task)
+        return trace.run(effect.what, effect.task, took_s)
+    trace.step(effect.step)
+    return trace.compute(effect.task)
 
 
 def _throw_away(event: Any) -> None:

@@ -17,7 +17,7 @@ are lost. What was measured travels with the message, so nothing hangs on the wo
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Set
 from typing import Any
 
 from mpitrain.effects import Forget, Role, Send
@@ -119,7 +119,7 @@ class FaultTolerantServer(Server):
             arrived = yield from self.detector.listen(self._owing())
             if arrived is None:
                 yield from self._look_for_silence(self.detector.now_s)
-            elif arrived[0] not in self.workers:
+            elif arrived[0] not in self.table:
                 return arrived
             elif isinstance(arrived[1], Lost):
                 yield from self._lose(arrived[0], arrived[1].how or "died")
@@ -132,10 +132,10 @@ class FaultTolerantServer(Server):
                 self.table.lose(worker, SILENT)
         return None
 
-    def _owing(self) -> set[int]:
+    def _owing(self) -> Set[int]:
         """Who owes signs of life: those who wait to be let go do too."""
-        staying = self.table.who(*STAYING) if self.delivers else set()
-        return {*self.table.present, *self.table.who(*WANTING_FINAL), *staying}
+        waiting = self.table.who(*WANTING_FINAL, *(STAYING if self.delivers else ()))
+        return self.table.present | waiting if waiting else self.table.present
 
     def _lingers(self) -> bool:
         """Whether to stay a while for those who may yet leave in order, when nobody else is there."""
@@ -156,7 +156,7 @@ class FaultTolerantServer(Server):
             if arrived is None:
                 continue
             source, message = arrived
-            if source not in self.workers:
+            if source not in self.table:
                 raise out_of_turn(source, message, f"a server of workers {self.workers}")
             if isinstance(message, Lost):
                 staying.discard(source)
@@ -289,8 +289,13 @@ class FaultTolerantServer(Server):
         """The dealing server: to work, when leases have come back; to the end, when all are settled."""
         if self.leases.dealer is None:
             return
+        standby = self.table.who(WorkerState.STANDBY)
+        if not standby:
+            return
         over = self._over or not self.leases.outstanding()
-        for worker in sorted(self.table.who(WorkerState.STANDBY)):
+        if not over and self.leases.waiting() <= len(self.table.who(WorkerState.WOKEN)):
+            return
+        for worker in sorted(standby):
             if over or self.leases.waiting() > len(self.table.who(WorkerState.WOKEN)):
                 self.table.move(worker, WorkerEvent.WAKE)
                 yield Send(worker, Wake(stop=over))

@@ -10,7 +10,7 @@ the shards that have processed it do not process it twice.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from mpitrain.messages import Lease
@@ -36,33 +36,33 @@ class Leases:
     ):
         self.strategy, self.dealer = strategy, dealer
         self.num_workers, self.batch_size = num_workers, batch_size
+        self._plain = strategy.batching == PerWorker() and strategy.push_every == 1
         self.memory: dict[str, Any] = {}  # the batching's
         self._answered_s: dict[int, float] = {}
         self._dealt: dict[int, list[Lease]] = {}  # to workers that have not been answered yet
         self._unconfirmed: dict[int, list[Lease]] = {}  # pushed here, and perhaps not to every other shard
 
-    def first(self, workers: list[int], active: Collection[int]) -> None:
+    def first(self, workers: list[int], active: Set[int]) -> None:
         """Deal the first leases of `workers`, every round one run of the order."""
         for _ in range(LEASES_AHEAD + self.strategy.inflight):
             for worker in workers:
                 self._dealt.setdefault(worker, []).extend(self._deal(worker, active))
 
-    def top_up(self, worker: int, num_leases: int, active: Collection[int]) -> None:
+    def top_up(self, worker: int, num_leases: int, active: Set[int]) -> None:
         """Deal what the next `take` will send along."""
         for _ in range(num_leases):
             self._dealt.setdefault(worker, []).extend(self._deal(worker, active))
 
-    def take(self, worker: int, num_leases: int, active: Collection[int]) -> list[Lease]:
+    def take(self, worker: int, num_leases: int, active: Set[int]) -> list[Lease]:
         """What to send along with an answer: leases dealt before, and so many more as far as they go."""
         self.top_up(worker, num_leases, active)
         return self._dealt.pop(worker, [])
 
-    def _deal(self, worker: int, active: Collection[int]) -> list[Lease]:
+    def _deal(self, worker: int, active: Set[int]) -> list[Lease]:
         if self.dealer is None:
             return []
         size = self.strategy.batching.size(self.memory, worker, active, self.dealer.batch_size)
-        plain = self.strategy.batching == PerWorker() and self.strategy.push_every == 1
-        together = self.strategy.contributors(set(active)) if plain else None
+        together = self.strategy.contributors(active) if self._plain else None
         lease = self.dealer.deal(worker, size, self.strategy.push_every, together or ())
         return [lease] if lease else []
 
@@ -87,7 +87,7 @@ class Leases:
         if self.dealer is None:
             return False
         unconfirmed = any(leases for worker, leases in self._unconfirmed.items() if worker != but_for)
-        return any(self.dealer.outstanding.values()) or unconfirmed or self.waiting() > 0
+        return bool(self.dealer.outstanding) or unconfirmed or self.waiting() > 0
 
     def unfinished(self) -> bool:
         """At the end: whether anything is left that was to be done, dealt or not."""

@@ -51,6 +51,7 @@ from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.schedules import Progress
 
 Steps = Generator[Effect, Any, None]
+_CONFIRMING = (Push, Pull, Idle)  # every shard has answered what came before
 
 
 class Server:
@@ -111,9 +112,9 @@ class Server:
         return (yield Recv(kind="a message", sources=present)) if present else None
 
     def _take(self, source: int, message: Message) -> Steps:
-        if type(message) not in self._answers or source not in self.workers:
+        if type(message) not in self._answers or source not in self.table:
             raise out_of_turn(source, message, f"a server of workers {self.workers}")
-        if message.all_answered if isinstance(message, Done) else isinstance(message, Push | Pull | Idle):
+        if message.all_answered if isinstance(message, Done) else isinstance(message, _CONFIRMING):
             self.leases.confirm(source)
         yield from self._answers[type(message)](source, message)
 
@@ -280,8 +281,11 @@ class Server:
 
     def _end_warmup(self) -> Steps:
         """When its samples are in, everybody who is present takes part."""
-        present, active, standby = self.table.present, self.table.active, self.table.standby
-        if len(present) == len(active) + len(standby):  # the usual case, asked at every push
+        present, active = self.table.present, self.table.active
+        if len(present) == len(active):  # the usual case, asked at every push
+            return
+        standby = self.table.standby
+        if len(present) == len(active) + len(standby):
             return
         pushed = self.counts.samples_accepted + self.counts.samples_dropped
         if self.strategy.warmup.is_over(pushed, self.epoch_samples):

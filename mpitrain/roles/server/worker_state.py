@@ -59,6 +59,8 @@ class WorkerState(enum.Enum):
     LOST_AWAITING_FINAL = "was given up, and has asked for the final model"
     LOST_LEFT = "has left, and is lost, whichever was first"
 
+    __hash__ = object.__hash__  # members are one of a kind; Enum's own calls Python code
+
 
 class WorkerEvent(enum.Enum):
     """What changes a worker's state."""
@@ -75,6 +77,8 @@ class WorkerEvent(enum.Enum):
     RESTART = "it is sent the model in the middle of its gradient"
     WAKE = "it is asked to join again, or to leave"
     LOSE = "it has died or is given up"
+
+    __hash__ = object.__hash__  # members are one of a kind; Enum's own calls Python code
 
 
 _S, _E = WorkerState, WorkerEvent
@@ -164,6 +168,9 @@ class WorkerTable:
 
     def __getitem__(self, worker: int) -> WorkerRecord:
         return self._records[worker]
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._records
 
     def items(self) -> Iterable[tuple[int, WorkerRecord]]:
         """All workers and their records, in the order in which the workers were given."""

@@ -7,6 +7,7 @@ that read stretches of their own leave a few runs each.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -60,11 +61,14 @@ class ProcessedSamples:
         start, end = lease.start, lease.start + lease.num_samples
         if lease.epoch < self.num_complete:
             return True
-        found = [run for run in self._runs.get(lease.epoch, []) if run[0] < end and start < run[1]]
-        assert not found or (found[0][0] <= start and end <= found[0][1]), (
-            f"{lease} was processed in part: {found}"
-        )
-        return bool(found)
+        runs = self._runs.get(lease.epoch, [])
+        after = bisect_right(runs, (start, math.inf))  # the first run that begins behind `start`
+        before = runs[after - 1] if after else (0, 0)
+        if before[1] >= end:
+            return True
+        beginning = runs[after][0] if after < len(runs) else math.inf
+        assert before[1] <= start and end <= beginning, f"{lease} was processed in part: {runs}"
+        return False
 
     def add(self, lease: Lease) -> bool:
         """`lease` is processed now; False if it was before."""

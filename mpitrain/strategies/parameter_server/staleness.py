@@ -33,6 +33,7 @@ class ShardCounts:
         self.pushed_bytes = self.replied_bytes = 0
         self.staleness: Counter[int] = Counter()
         self.reads: dict[int, list[int]] = {}  # versions being computed on, the oldest first
+        self._num_reads = 0  # in all of `reads`
         self._last_read: dict[int, int] = {}
         self._tau_lost = 0
         self._left_in_flight = 0
@@ -43,6 +44,7 @@ class ShardCounts:
         """
         self.versions_skipped += max(0, self.version - self._last_read.get(worker, self.version) - 1)
         self.reads.setdefault(worker, []).extend([self.version] * uses)
+        self._num_reads += uses
         self._last_read[worker] = self.version
         self.replied_bytes += num_bytes
 
@@ -94,10 +96,11 @@ class ShardCounts:
     def update(self) -> None:
         """What was gathered has been applied: a new version."""
         self.version += 1
-        self._left_in_flight += sum(map(len, self.reads.values()))
+        self._left_in_flight += self._num_reads
 
     def _take(self, worker: int) -> int:
         version = self.reads[worker].pop(0)
+        self._num_reads -= 1
         if not self.reads[worker]:
             del self.reads[worker]
         return version
@@ -159,7 +162,7 @@ class ShardCounts:
 
     def state(self) -> dict[str, Any]:
         """Everything, JSON-able."""
-        fields = dict(vars(self))
+        fields = {name: value for name, value in vars(self).items() if name != "_num_reads"}
         fields["staleness"] = {str(tau): count for tau, count in self.staleness.items()}
         fields["reads"] = {str(worker): list(versions) for worker, versions in self.reads.items()}
         fields["_last_read"] = {str(worker): version for worker, version in self._last_read.items()}
@@ -170,6 +173,7 @@ class ShardCounts:
         vars(self).update(state)
         self.staleness = Counter({int(tau): count for tau, count in state["staleness"].items()})
         self.reads = {int(worker): list(versions) for worker, versions in state["reads"].items()}
+        self._num_reads = sum(map(len, self.reads.values()))
         self._last_read = {int(worker): version for worker, version in state["_last_read"].items()}
 
 

@@ -282,7 +282,11 @@ class BatchDealer:
 
     def settle(self, worker: int) -> Lease:
         """`worker` has handed in the gradient of its oldest lease."""
-        return self.outstanding[worker].pop(0)
+        leases = self.outstanding[worker]
+        lease = leases.pop(0)
+        if not leases:
+            del self.outstanding[worker]
+        return lease
 
     def take_back(self, worker: int) -> None:
         """`worker` will hand in nothing more: its leases are dealt again, earliest first."""
