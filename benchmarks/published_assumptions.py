@@ -243,8 +243,8 @@ RANKBRAIN = Curve(
         ),
         Assumption(
             "worker_gflop_per_s", 80.0,
-            f"8 cores of Ivy Bridge, the size of a CPU task in {OSDI}: 333 GFLOP/s at 2.6 GHz, a share of 0.24 of which "
-            "is reached as on the GPU (our estimate).",
+            f"8 cores of Ivy Bridge, the size of a CPU task in {OSDI}: 333 GFLOP/s at 2.6 GHz, a share of 0.24 of "
+            "which is reached as on the GPU (our estimate).",
             estimate=True,
         ),
         Assumption(
@@ -281,8 +281,8 @@ CONVNET = Curve(
         LATENCY, SERVERS, *SPREADS,
         Assumption(
             "rate", 1e-3,
-            "Adam at its default rate, the same for one and eight workers: none is tuned (our estimate). Their data are "
-            "not free to use: a convnet of 29,000 parameters on 1,797 digits stands for theirs, with the ratio of "
+            "Adam at its default rate, the same for one and eight workers: none is tuned (our estimate). Their data "
+            "are not free to use: a convnet of 29,000 parameters on 1,797 digits stands for theirs, with the ratio of "
             "transfer to computing of the published sizes.",
             estimate=True,
         ),
@@ -308,7 +308,7 @@ def backup(num_workers: int, spare: int, source: str) -> Curve:
 BACKUP_18 = backup(
     20,
     2,
-    f"18 workers and 2 spares, as Google's talks of 2016 showed backup workers; the method is that of {CHEN}",
+    f"18 workers and 2 spares is a split that is often retold without its source; the method is that of {CHEN}",
 )
 BACKUP_96 = backup(100, 4, f"of 100 machines, 96 workers and 4 spares train Inception soonest; {CHEN}")
 
@@ -328,7 +328,7 @@ AVERAGING = Curve(
         Assumption("workers", 8.0, "Half of the 16 GPUs that they go up to (our estimate).", True, True),
         Assumption("rate", 0.1, "Plain SGD as they have, at a usual rate (our estimate).", estimate=True),
         Assumption("digits_batch", 16.0, "Samples of a worker's batch of digits (our estimate).", True, True),
-        Assumption("epochs", 30.0, "Passes over the digits: 330 steps, three periods of 100 (our estimate).", True, True),
+        Assumption("epochs", 30.0, "Passes over digits: 330 steps, three periods of 100 (our estimate).", True, True),
     ),
 )  # fmt: skip
 PERIODS = (1, 10, 20, 100)
