@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from common import make_parser, table, write_row
-from published_assumptions import CURVES, DENSE_MODELS, STALENESS_WORKERS, Curve
+from published_assumptions import CURVES, DENSE_MODELS, PERIODS, STALENESS_WORKERS, Curve
 
 from mpitrain.simulation.timing import Workload, time_run
 from mpitrain.strategies import Async, Backup, Sync
@@ -34,7 +34,6 @@ from mpitrain.strategies.base import ServerStrategy
 from mpitrain.virtual import Bernoulli, Cluster, ComputeLaw, Ideal, Link, LogNormal, NetworkLaw
 from mpitrain.virtual.network import Links
 
-MOST_SERVERS = 17  # that are simulated one by one; more of them stand in equal groups with one fast link
 ENDLESS = 10**12  # samples of a data set that no run gets through
 TOUCHED_ONLY = "table_million"  # tells what all rows would cost, and nothing about those that travel
 RULES: dict[str, type[ServerStrategy]] = {"async": Async, "sync": Sync}
@@ -42,19 +41,30 @@ RULES: dict[str, type[ServerStrategy]] = {"async": Async, "sync": Sync}
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How long runs are: a worker's `steps`, `many_steps` where hundreds of workers push, `backup_pushes` of all
-    workers, and `epochs` of the convnet; `averaging_epochs`: in place of the assumed ones, 0 for those.
+    """How long runs are, which no result should hang on.
+
+    Args:
+        steps: of a worker, `many_steps` where hundreds of workers push, and `long_steps` until queues have settled.
+        servers: that are simulated one by one, `many_servers` where hundreds of workers push; more of them stand in
+            equal groups, each with one link that is as fast as theirs together.
+        backup_pushes: of all workers; epochs: of the convnet.
+        staleness_steps, averaging_epochs: in place of the assumed ones, 0 for those.
+        compares: whether figures are simulated, too, that only the text needs.
     """
 
     steps: int = 10
-    many_steps: int = 4
+    many_steps: int = 8
+    long_steps: int = 20
+    servers: int = 17
+    many_servers: int = 5
     backup_pushes: int = 8000
-    staleness_steps: int = 0
     epochs: int = 8
+    staleness_steps: int = 0
     averaging_epochs: int = 0
+    compares: bool = True
 
 
-QUICK = Effort(2, 1, 600, 20, 1, 1)
+QUICK = Effort(2, 1, 2, 5, 2, 600, 1, 20, 1, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +94,10 @@ def mean_s(values: Values, step_s: float) -> float:
     return step_s * (1 + values["slow_chance"] * (values["slow_factor"] - 1))
 
 
-def place(values: Values, num_workers: int) -> tuple[int, NetworkLaw]:
-    """How many servers are simulated, and the network between them and the workers."""
+def place(values: Values, num_workers: int, most: int) -> tuple[int, NetworkLaw]:
+    """How many servers are simulated, at most so many, and the network between them and the workers."""
     wanted = max(1, round(values["servers_per_worker"] * num_workers))
-    group = math.ceil(wanted / MOST_SERVERS)
+    group = math.ceil(wanted / most)
     rate, latency_s = values["link_gbit_per_s"], values["latency_s"]
     if group == 1:
         return wanted, Link(rate, latency_s)
@@ -97,10 +107,17 @@ def place(values: Values, num_workers: int) -> tuple[int, NetworkLaw]:
 
 
 def speedup(
-    rule: str, num_workers: int, numbers: float, step_s: float, values: Values, seed: int, steps: int
+    rule: str,
+    num_workers: int,
+    numbers: float,
+    step_s: float,
+    values: Values,
+    seed: int,
+    steps: int,
+    servers: int,
 ) -> float:
     """Rate of all workers over that of one alone, where each step exchanges `numbers` of 4 bytes."""
-    num_servers, network = place(values, num_workers)
+    num_servers, network = place(values, num_workers, servers)
     strategy = RULES[rule](servers=num_servers)
     ends = []
     for num_steps in (steps, 2 * steps):
@@ -129,7 +146,7 @@ def dense(curve: Curve, values: Values, seeds: Sequence[int], effort: Effort, ru
 
     def one(seed: int) -> float:
         used = rule or curve.strategy
-        return speedup(used, curve.num_workers, numbers, step_s, values, seed, effort.steps)
+        return speedup(used, curve.num_workers, numbers, step_s, values, seed, effort.steps, effort.servers)
 
     return middle(one, seeds, step_s=step_s)
 
@@ -154,10 +171,11 @@ def sparse(curve: Curve, values: Values, seeds: Sequence[int], effort: Effort) -
     step_s = values["batch_samples"] * layers * 6e-9 / values["worker_gflop_per_s"]
 
     def one(seed: int, travelling: float = numbers) -> float:
-        return speedup("async", curve.num_workers, travelling, step_s, values, seed, effort.many_steps)
+        size = (effort.many_steps, effort.many_servers)
+        return speedup("async", curve.num_workers, travelling, step_s, values, seed, *size)
 
     more: dict[str, float] = {"step_s": step_s, "push_bytes": 4 * numbers}
-    if len(seeds) > 1:
+    if effort.compares:
         more["all_rows"] = one(seeds[0], layers + values[TOUCHED_ONLY] * 1e6)
     return middle(one, seeds, **more)
 
@@ -166,7 +184,7 @@ def convnet(curve: Curve, values: Values, seeds: Sequence[int], effort: Effort) 
     """Time to the lowest training loss."""
     from published_job import time_to_lowest
 
-    num_servers, _ = place(values, curve.num_workers)
+    num_servers, _ = place(values, curve.num_workers, effort.servers)
     times = law(values, step_of(values))
     found = [time_to_lowest(values, times, num_servers, seed, effort.epochs) for seed in seeds]
     more = {"runs": [run for _, run in found], "step_s": step_of(values)}
@@ -201,8 +219,9 @@ def averaging(curve: Curve, values: Values, seeds: Sequence[int], effort: Effort
 
     if effort.averaging_epochs:
         values = {**values, "epochs": effort.averaging_epochs}
-    value, holds, losses = over_shortest([losses_by_period(values, seed) for seed in seeds])
-    return Found(value, f"x{value:.3g}", holds, {"losses": losses, "grows_to_100": holds})
+    periods = PERIODS if effort.compares else PERIODS[:-1]
+    value, holds, losses = over_shortest([losses_by_period(values, seed, periods) for seed in seeds])
+    return Found(value, f"x{value:.3g}", holds, {"losses": losses})
 
 
 class Watched:
@@ -222,11 +241,10 @@ class Watched:
         self.law, self.waits = Noting(rate, latency_s), waits
 
 
-def mean_wait_s(rule: str, curve: Curve, values: Values, seed: int, steps: int) -> float:
+def mean_wait_s(rule: str, curve: Curve, values: Values, seed: int, steps: int, num_servers: int) -> float:
     """Seconds that a push waits at a server's link, in the second half of a run."""
-    num_servers, _ = place(values, curve.num_workers)
     network = Watched(values["link_gbit_per_s"], values["latency_s"], num_servers)
-    load = Workload(round(values["parameters_million"] * 1e6), ENDLESS, 1, steps=2 * steps)
+    load = Workload(round(values["parameters_million"] * 1e6), ENDLESS, 1, steps=steps)
     times = law(values, step_of(values))
     found = time_run(RULES[rule](servers=num_servers), load, curve.num_workers, times, network.law, seed)
     return statistics.mean(wait for at_s, wait in network.waits if at_s > found["virtual_s"] / 2)
@@ -234,10 +252,12 @@ def mean_wait_s(rule: str, curve: Curve, values: Values, seed: int, steps: int) 
 
 def burst(curve: Curve, values: Values, seeds: Sequence[int], effort: Effort) -> Found:
     """How much longer pushes wait that come all at once."""
-    num_servers, _ = place(values, curve.num_workers)
+    num_servers = max(1, round(values["servers_per_worker"] * curve.num_workers))
     push_s = values["parameters_million"] * 1e6 * 32 / num_servers / (values["link_gbit_per_s"] * 1e9)
     waits_s = {
-        rule: statistics.median(mean_wait_s(rule, curve, values, seed, effort.steps) for seed in seeds)
+        rule: statistics.median(
+            mean_wait_s(rule, curve, values, seed, effort.long_steps, num_servers) for seed in seeds
+        )
         for rule in RULES
     }
     value = waits_s["sync"] / max(waits_s["async"], push_s / 1000)
@@ -287,13 +307,15 @@ def most_sensitive(found: Mapping[str, tuple[float, float]], value: float) -> st
 def simulate_curve(curve: Curve, num_seeds: int, effort: Effort, vary: bool) -> dict[str, Any]:
     """One row of the results."""
     began_s = time.process_time()
-    simulate = functools.partial(SIMULATORS[curve.name], curve)
+    simulate: Callable[..., Found] = functools.partial(SIMULATORS[curve.name], curve)
     found = simulate(curve.values(), range(num_seeds), effort)
-    varied = sensitivity(curve, lambda values: simulate(values, (0,), effort)) if vary else {}
-    other = {}
-    if curve.other and vary:
-        rules: Any = SIMULATORS[curve.name]
-        other = {curve.other: rules(curve, curve.values(), (0,), effort, curve.other).value}
+    varied, most, other = {}, None, {}
+    if vary:
+        one_seed = functools.partial(simulate, seeds=(0,), effort=dataclasses.replace(effort, compares=False))
+        varied = sensitivity(curve, one_seed)
+        most = most_sensitive(varied, one_seed(curve.values()).value)
+        if curve.other:
+            other = {curve.other: one_seed(curve.values(), rule=curve.other).value}
     low, high = curve.published.low, curve.published.high
     return {
         "curve": curve.name, "published": curve.published.figure, "source": curve.published.source,
@@ -301,7 +323,7 @@ def simulate_curve(curve: Curve, num_seeds: int, effort: Effort, vary: bool) -> 
         "workers": curve.num_workers, "strategy": curve.strategy, "simulated": found.value, "shown": found.text,
         "hit": low <= found.value <= high and found.holds, "rounds": num_seeds, "more": found.more,
         "assumptions": [dataclasses.asdict(one) for one in curve.assumptions],
-        "sensitivity": varied, "most_sensitive": most_sensitive(varied, found.value) if varied else None,
+        "sensitivity": varied, "most_sensitive": most,
         "other_rule": other, "effort": dataclasses.asdict(effort), "cpu_s": time.process_time() - began_s,
     }  # fmt: skip
 
@@ -351,9 +373,8 @@ def main() -> None:
             row = simulate_curve(curve, num_seeds, effort, not options.quick)
             rows.append(row)
             print(f"{curve.name}: {row['cpu_s']:.0f} s", flush=True)
+            write_row("published", row)
     print(lines(rows), flush=True)
-    for row in rows:
-        write_row("published", row)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from published_assumptions import CONVNET, PERIODS
+from published_assumptions import CONVNET
 from rates import PARTS, Parts, Whole
 
 import mpitrain as mt
@@ -97,7 +98,7 @@ def time_to_lowest(
     return seconds[0] / seconds[1], {"loss": goal, "seconds": seconds, "curves": curves}
 
 
-def losses_by_period(values: Mapping[str, float], seed: int) -> dict[int, float]:
+def losses_by_period(values: Mapping[str, float], seed: int, periods: Sequence[int]) -> dict[int, float]:
     """Final validation loss of the averaged model, by the averaging period in steps."""
     job, train, validate = digits()
     job = dataclasses.replace(
@@ -109,14 +110,18 @@ def losses_by_period(values: Mapping[str, float], seed: int) -> dict[int, float]
         period: run(job, LocalSGD(period=period), workers, Constant(), Ideal(), rate=values["rate"])[0][
             "validation_loss"
         ]
-        for period in PERIODS
+        for period in periods
     }
 
 
 def over_shortest(losses: Sequence[Mapping[int, float]]) -> tuple[float, bool, dict[str, float]]:
     """Of runs with several seeds: the larger of the losses at periods 10 and 20 over that at 1, whether the loss at 100
-    is larger than either, and the median losses by period.
+    is larger than either, where there is one, and the median losses by period.
     """
-    middle = {period: statistics.median(one[period] for one in losses) for period in PERIODS}
+    middle = {period: statistics.median(one[period] for one in losses) for period in losses[0]}
     shorter = max(middle[10], middle[20])
-    return shorter / middle[1], middle[100] > shorter, {str(key): value for key, value in middle.items()}
+    return (
+        shorter / middle[1],
+        middle.get(100, math.inf) > shorter,
+        {str(key): value for key, value in middle.items()},
+    )
