@@ -90,6 +90,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def positives(text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1, with commas between them."""
+    return tuple(positive(one) for one in text.split(","))
+
+
 def natural(text: str) -> int:
     """A whole number of at least 0."""
     if not text.isascii() or not text.isdigit():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpitrain.cli.parser import above_zero, fraction, positive, rate
+from mpitrain.cli.parser import above_zero, fraction, positive, positives, rate
 
 _DESCRIPTION = """\
 Predict the speed-up of a job on a machine by strategy and number of workers,
@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
         metavar="TEXT",
         help="to predict, as often as you like (default: five usual ones)",
     )
-    parser.add_argument("--workers", type=_numbers, default=(), metavar="N,N,...", help="numbers of workers")
+    parser.add_argument("--workers", type=positives, default=(), metavar="N,N,...", help="numbers of workers")
     parser.add_argument(
         "--best",
         metavar="BY",
@@ -94,10 +94,6 @@ def _add_times(times: Any) -> None:
     times.add_argument(
         "--backward", type=fraction, metavar="X", help="share of a batch's time in which gradients can travel"
     )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(positive(one) for one in text.split(","))
 
 
 def run_plan(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from mpitrain.cli.parser import positive
+from mpitrain.cli.parser import positives
 from mpitrain.cli.train import add_job_options, overrides
 from mpitrain.errors import EXIT_ERROR, MpitrainError, printable
 
@@ -46,6 +46,10 @@ examples:
   mpitrain simulate jobs/digits.py --strategy "async()" --workers 16
   mpitrain simulate jobs/digits.py --strategy "async(servers=2)" --workers 100 \\
       --compute "shifted_exponential(1, 1)" --epochs 2
+  mpitrain simulate jobs/digits.py --strategy "async()" --strategy "sync()" \\
+      --workers 1,2,4,8 --network "gbe1()" --target accuracy=0.9 --html s.html
+  mpitrain simulate jobs/digits.py --strategy "allreduce()" --timing-only \\
+      --workers 100,1000 --steps 50 --synthetic
   mpitrain simulate --replay runs/digits-20261121-024707"""
 
 
@@ -54,10 +58,14 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate", help="simulate a job in virtual time", description=_DESCRIPTION, epilog=_EPILOG
     )
-    add_job_options(parser, job_is_optional=True)
+    add_job_options(parser, job_is_optional=True, several_strategies=True)
     world = parser.add_argument_group("the virtual world")
     world.add_argument(
-        "--workers", type=positive, default=8, metavar="N", help="virtual workers (default: 8)"
+        "--workers",
+        type=positives,
+        default=(8,),
+        metavar="N,N,...",
+        help="virtual workers; of several numbers, and of several --strategy, every pair is a run (default: 8)",
     )
     world.add_argument(
         "--compute",
@@ -77,24 +85,41 @@ def add_parser(commands: Any) -> None:
     world.add_argument(
         "--replay", metavar="RUN_DIR", help="repeat a real run's updates in their recorded order, to the bit"
     )
+    world.add_argument(
+        "--timing-only",
+        action="store_true",
+        help="no gradients, and so no loss: thousands of workers in seconds",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures of all runs")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a page of them: loss against virtual time, speed-up, and with --trace what each rank did",
+    )
     parser.set_defaults(run=run_simulate)
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
-    """Run the simulation; prints loss against virtual time and the staleness histogram."""
-    from mpitrain.simulation.servers import simulate_command
+    """Run the simulations; prints loss against virtual time and the staleness histogram, or a table of all runs."""
+    from mpitrain.simulation.command import Request, simulate_command
     from mpitrain.system.tracebacks import own_part
 
     try:
         return simulate_command(
-            arguments.job,
-            overrides(arguments),
-            arguments.workers,
-            arguments.compute,
-            arguments.network,
-            arguments.replay,
-            arguments.costs,
-            settings=arguments.options,
+            Request(
+                arguments.job,
+                overrides(arguments),
+                workers=arguments.workers,
+                strategies=arguments.strategies,
+                compute=arguments.compute,
+                network=arguments.network,
+                costs=arguments.costs,
+                timing_only=arguments.timing_only,
+                json=arguments.json,
+                html=arguments.html,
+                replay=arguments.replay,
+                settings=arguments.options,
+            )
         )
     except MpitrainError:
         raise

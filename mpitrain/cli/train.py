@@ -158,7 +158,9 @@ def _add_machine_options(run: Any) -> None:
     )
 
 
-def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = False) -> None:
+def add_job_options(
+    parser: argparse.ArgumentParser, job_is_optional: bool = False, several_strategies: bool = False
+) -> None:
     """The options `train` and `simulate` share: what a job's fields can be replaced with."""
     parser.add_argument(
         "job",
@@ -167,7 +169,12 @@ def add_job_options(parser: argparse.ArgumentParser, job_is_optional: bool = Fal
         help="job file: Python that ends in `job = mpitrain.Job(...)`",
     )
     job = parser.add_argument_group("in place of the job's own")
-    job.add_argument("--strategy", metavar="TEXT", help='how the ranks agree, such as "async(servers=2)"')
+    help_text = 'how the ranks agree, such as "async(servers=2)"'
+    if several_strategies:
+        several: Any = {"action": "append", "default": [], "dest": "strategies"}
+        job.add_argument("--strategy", metavar="TEXT", help=f"{help_text}; as often as you like", **several)
+    else:
+        job.add_argument("--strategy", metavar="TEXT", help=help_text)
     job.add_argument("--schedule", metavar="TEXT", help='factor on the rate, such as "gradual(epochs=5)"')
     job.add_argument("--epochs", type=positive, metavar="N", help="passes over the data")
     job.add_argument("--batch-size", type=positive, metavar="N", help="samples per worker and step")
@@ -329,7 +336,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
     from mpitrain.job import Overrides
 
     return Overrides(
-        strategy=arguments.strategy,
+        strategy=getattr(arguments, "strategy", None),
         schedule=arguments.schedule,
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,

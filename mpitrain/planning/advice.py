@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from mpitrain.errors import UsageError
 from mpitrain.planning.scaling import Conditions, Setting, throughput
-from mpitrain.planning.units import size_text
+from mpitrain.system.sizes import size_text
 
 CRITERIA = ("speed", "accuracy", "accuracy-in=TIME", "accuracy-per-epoch", "cost")
 _TIME = re.compile(r"accuracy-in=(\d+(?:\.\d+)?)([smhd])$")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.codecs.base import Codec
-from mpitrain.planning.units import break_even, size_text
+from mpitrain.planning.units import break_even
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.system.sizes import size_text
 
 if TYPE_CHECKING:
     from torch import nn

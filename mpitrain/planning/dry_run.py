@@ -16,7 +16,6 @@ from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.planning.codecs import describe_allreduce_codec, describe_server_codecs, message_sizes
 from mpitrain.planning.serverless import describe_decentralized, describe_local_sgd
-from mpitrain.planning.units import size_text
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
@@ -24,6 +23,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.placement import Roles, allot, assign
+from mpitrain.system.sizes import size_text
 from mpitrain.system.trace import file_name
 from mpitrain.training.job_file import load_job
 

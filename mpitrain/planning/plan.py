@@ -26,7 +26,6 @@ from mpitrain.planning.scaling import (
     Conditions,
     Setting,
     Times,
-    fit_serial_fraction,
     reason,
     throughput,
 )
@@ -42,6 +41,7 @@ from mpitrain.virtual.collectives import LinkCost
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.link_costs import link_cost
 from mpitrain.virtual.network import Cluster, MeasuredNetwork, NetworkLaw
+from mpitrain.virtual.serial_fraction import fit_serial_fraction
 
 MACHINE_KEYS: dict[str, type] = {"nodes": int, "ranks_per_node": int, "memory_gib": float, "network": str}
 _ADAPTIVE = ("Adam", "RMSprop", "Adagrad", "Adadelta")  # in the name of an optimizer's class

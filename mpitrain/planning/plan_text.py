@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from mpitrain.planning.units import size_text
+from mpitrain.system.sizes import size_text
 
 WIDTH, _NAME, _COLUMN, _PER_ROW, _BEST = 80, 34, 9, 5, 8
 

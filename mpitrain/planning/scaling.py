@@ -14,7 +14,7 @@ strategy back is found by ablation: the term whose removal raises the throughput
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -245,33 +245,3 @@ def _link_name(setting: Setting, conditions: Conditions, num_workers: int) -> st
 
 
 # ---- the curve
-
-
-class SerialFraction(NamedTuple):
-    """S(N) = N / (1 + sigma (N - 1) + kappa N (N - 1)); `worst`: largest relative error of the fit."""
-
-    sigma: float
-    kappa: float
-    worst: float
-
-
-def fit_serial_fraction(points: Sequence[tuple[int, float]]) -> SerialFraction | None:
-    """Least squares of N/S - 1 = sigma (N - 1) + kappa N (N - 1), relative to N, over (N, S) with N > 1; kappa is 0
-    where there are fewer than three such points or where it would be negative. None without any."""
-    used = [(float(number), number / speed_up - 1) for number, speed_up in points if number > 1]
-    if not used:
-        return None
-    rows = [((number - 1) / number, number - 1, excess / number) for number, excess in used]
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    ay, by = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    sigma, kappa = ay / aa, 0.0
-    if len(rows) > 2 and determinant > 1e-12 * aa * bb:
-        both = (ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant
-        if both[1] > 0:
-            sigma, kappa = both
-    errors = [
-        abs((1 + excess) / max(1e-12, 1 + sigma * (number - 1) + kappa * number * (number - 1)) - 1)
-        for number, excess in used
-    ]
-    return SerialFraction(sigma, kappa, max(errors))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpitrain.planning.units import break_even, size_text
+from mpitrain.planning.units import break_even
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.system.sizes import size_text
 
 if TYPE_CHECKING:
     from torch import nn

@@ -35,26 +35,26 @@ def curves(
     labels: tuple[str, str],
 ) -> str:
     """One line a run: `value` of the rows against `x` ("samples" or "at_s"); broken where a run was started again."""
-    figure, axes = _axes(labels)
-    for run, colour in zip(runs, _colours(), strict=False):
+    figure, axes = new_axes(labels)
+    for run, colour in zip(runs, colours(), strict=False):
         pieces = list(_pieces(rows_of(run), x, value))
         for number, (xs, ys) in enumerate(pieces):
             marker = "o" if max(len(piece[0]) for piece in pieces) < 40 else ""
             axes.plot(xs, ys, color=colour, marker=marker, markersize=3, label="" if number else run.name)
-    return _svg(figure, axes, legend=len(runs) > 1)
+    return to_svg(figure, axes, legend=len(runs) > 1)
 
 
 def histogram(runs: Sequence[RunFiles]) -> str:
     """Share of the pushes by staleness."""
-    figure, axes = _axes(("staleness (versions)", "share of pushes"))
+    figure, axes = new_axes(("staleness (versions)", "share of pushes"))
     width = 0.8 / len(runs)
-    for number, (run, colour) in enumerate(zip(runs, _colours(), strict=False)):
+    for number, (run, colour) in enumerate(zip(runs, colours(), strict=False)):
         counts = {int(key): int(value) for key, value in run.result["staleness_histogram"].items()}
         total = sum(counts.values()) or 1
         places = [tau + (number + 0.5) * width - 0.4 for tau in counts]
         axes.bar(places, [one / total for one in counts.values()], width, color=colour, label=run.name)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    return _svg(figure, axes, legend=len(runs) > 1)
+    return to_svg(figure, axes, legend=len(runs) > 1)
 
 
 def shares(run: RunFiles) -> str:
@@ -62,7 +62,7 @@ def shares(run: RunFiles) -> str:
     found = worker_times(run)
     step = math.ceil(len(found) / MOST_BARS)
     found = found[::step]
-    figure, axes = _axes(("seconds", "rank"), height=max(1.6, 0.7 + 0.18 * len(found)))
+    figure, axes = new_axes(("seconds", "rank"), height=max(1.6, 0.7 + 0.18 * len(found)))
     left = [0.0] * len(found)
     for (key, text), colour in zip(SHARES.items(), COLOURS, strict=False):
         widths = [one[key] for one in found]
@@ -73,7 +73,7 @@ def shares(run: RunFiles) -> str:
     axes.invert_yaxis()
     axes.set_axisbelow(True)
     axes.legend(fontsize="small", frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(SHARES))
-    return _svg(figure, axes, legend=False)
+    return to_svg(figure, axes, legend=False)
 
 
 def worker_times(run: RunFiles) -> list[dict[str, Any]]:
@@ -93,7 +93,8 @@ def worker_times(run: RunFiles) -> list[dict[str, Any]]:
     return found
 
 
-def _colours() -> Iterable[str]:
+def colours() -> Iterable[str]:
+    """Colours without end."""
     while True:
         yield from COLOURS
 
@@ -117,13 +118,28 @@ def _pieces(rows: list[Row], x: str, value: str) -> Iterable[tuple[list[float], 
         yield xs, ys
 
 
-def _axes(labels: tuple[str, str], height: float = 3.0) -> tuple[Any, Any]:
+def check_drawing() -> Any:
+    """matplotlib's class of figures.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError(
-            "mpitrain report draws with matplotlib, which is not installed: pip install 'mpitrain[plot]'"
+            "pages are drawn with matplotlib, which is not installed: pip install 'mpitrain[plot]'"
         ) from None
+    return Figure
+
+
+def new_axes(labels: tuple[str, str], height: float = 3.0) -> tuple[Any, Any]:
+    """(a figure, its axes with these labels). `height`: in inches.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    Figure = check_drawing()
     figure = Figure(figsize=(6.0, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(labels[0], parse_math=False)
@@ -133,7 +149,8 @@ def _axes(labels: tuple[str, str], height: float = 3.0) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _svg(figure: Any, axes: Any, legend: bool) -> str:
+def to_svg(figure: Any, axes: Any, legend: bool) -> str:
+    """The figure as text; `legend`: with one, where lines have labels."""
     import matplotlib
 
     if legend and axes.get_legend_handles_labels()[0]:

@@ -6,31 +6,18 @@ finished, or has failed, says so at the top.
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpitrain.reporting import figures
 from mpitrain.reporting.figures import MOST_BARS
+from mpitrain.reporting.html_page import document, figure, table, text
 from mpitrain.reporting.rows import Row, metrics_in
 from mpitrain.reporting.run_files import RunFiles, read_runs
 from mpitrain.reporting.traced_time import CATEGORIES
 
 MOST_EVENTS = 200
-LONG = 36  # texts that are longer may be broken anywhere
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd }
-table { border-collapse: collapse; margin: .6rem 0; font-size: .9rem; display: block; overflow-x: auto }
-th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #eee; vertical-align: top }
-td { font-variant-numeric: tabular-nums; white-space: nowrap }
-td.long { white-space: normal; overflow-wrap: anywhere; min-width: 20rem }
-.figures { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0; flex: 1 1 26rem; max-width: 34rem }
-figure svg { width: 100%; height: auto } figcaption { font-size: .85rem; color: #555 }
-.fail { color: #b00020; font-weight: 600 } .note { color: #555; font-size: .9rem }
-"""
 # What a table of a run's figures shows first, in this order; the metrics stand between.
 _FIRST = ("status", "job", "strategy", "workers", "servers", "nodes")
 _THEN = (
@@ -53,53 +40,25 @@ def write_page(run_dirs: Sequence[str | Path], out: str | Path) -> None:
 def page(runs: Sequence[RunFiles]) -> str:
     """The whole page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    body = [f"<h1>{_text(title)}</h1>", *_state(runs), _summary(runs), *_curves(runs), *_staleness(runs)]
+    body = [f"<h1>{text(title)}</h1>", *_state(runs), _summary(runs), *_curves(runs), *_staleness(runs)]
     body += [*_times(runs), *_traces(runs), *_events(runs), *_differences(runs), *_environments(runs)]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body>\n'
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        value = f"{value:.6g}"
-    elif not isinstance(value, str):
-        value = json.dumps(value, default=str)
-    return html.escape(value)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = ["<tr>" + "".join(f"<th>{_text(one)}</th>" for one in head) + "</tr>"] if head else []
-    lines += ["<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows]
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _cell(value: Any) -> str:
-    text = _text(value)
-    return f'<td class="long">{text}</td>' if len(text) > LONG else f"<td>{text}</td>"
-
-
-def _figure(svg: str, caption: str) -> str:
-    return f"<figure>{svg}<figcaption>{_text(caption)}</figcaption></figure>"
+    return document(title, body)
 
 
 def _state(runs: Sequence[RunFiles]) -> Iterable[str]:
     """What a reader must know before any figure."""
     for run in runs:
         if not run.result:
-            yield f'<p class="fail">{_text(run.name)} has not come to its end: it is under way, or was ended.</p>'
+            yield f'<p class="fail">{text(run.name)} has not come to its end: it is under way, or was ended.</p>'
         elif run.result.get("status") != "ok":
             why = run.result.get("failure") or "no reason was given"
             status = f"status={run.result.get('status')}, exit code {run.result.get('exit_code')}"
-            yield f'<p class="fail">{_text(f"{run.name}: {status}: {why}")}</p>'
+            yield f'<p class="fail">{text(f"{run.name}: {status}: {why}")}</p>'
         if run.num_torn:
             lines = f"{run.num_torn} line{'s' * (run.num_torn > 1)}"
-            yield f'<p class="note">{_text(run.name)}: {lines} of metrics.jsonl could not be read.</p>'
+            yield f'<p class="note">{text(run.name)}: {lines} of metrics.jsonl could not be read.</p>'
         if any("virtual_s" in row for row in run.rows):
-            yield f'<p class="note">{_text(run.name)} is a simulation: its seconds are virtual ones.</p>'
+            yield f'<p class="note">{text(run.name)} is a simulation: its seconds are virtual ones.</p>'
 
 
 def _measured(run: RunFiles) -> dict[str, Any]:
@@ -121,7 +80,7 @@ def _summary(runs: Sequence[RunFiles]) -> str:
             rows.append([name, *values])
     options = dict.fromkeys(name for run in runs for name in run.result.get("options") or {})
     rows += [[name, *((run.result.get("options") or {}).get(name, "") for run in runs)] for name in options]
-    return _table(["", *(run.name for run in runs)], rows)
+    return table(["", *(run.name for run in runs)], rows)
 
 
 def _fact(run: RunFiles, name: str) -> Any:
@@ -143,17 +102,17 @@ def _curves(runs: Sequence[RunFiles]) -> Iterable[str]:
 
     if any("loss" in row for run in runs for row in progress(run)):
         found.append(
-            _figure(figures.curves(runs, progress, "loss", "samples", ("samples", "loss")), "Training loss")
+            figure(figures.curves(runs, progress, "loss", "samples", ("samples", "loss")), "Training loss")
         )
     for name in names:
         for x, label in (("samples", "samples"), ("at_s", "seconds since the start")):
             svg = figures.curves(runs, validations, name, x, (label, name))
-            found.append(_figure(svg, f"Validation: {name}, by {'samples' if x == 'samples' else 'time'}"))
+            found.append(figure(svg, f"Validation: {name}, by {'samples' if x == 'samples' else 'time'}"))
     if any("samples_per_second" in row for run in runs for row in progress(run)):
         svg = figures.curves(
             runs, progress, "samples_per_second", "at_s", ("seconds since the start", "samples per second")
         )
-        found.append(_figure(svg, "Throughput"))
+        found.append(figure(svg, "Throughput"))
     if found:
         yield f'<h2>Curves</h2><div class="figures">{"".join(found)}</div>'
 
@@ -162,7 +121,7 @@ def _staleness(runs: Sequence[RunFiles]) -> Iterable[str]:
     stale = [run for run in runs if run.result.get("staleness_histogram")]
     if stale:
         caption = "Versions between what a gradient was computed from and what it was applied to"
-        yield f'<h2>Staleness</h2><div class="figures">{_figure(figures.histogram(stale), caption)}</div>'
+        yield f'<h2>Staleness</h2><div class="figures">{figure(figures.histogram(stale), caption)}</div>'
 
 
 def _times(runs: Sequence[RunFiles]) -> Iterable[str]:
@@ -170,7 +129,7 @@ def _times(runs: Sequence[RunFiles]) -> Iterable[str]:
     for run in runs:
         if times := figures.worker_times(run):
             some = f" ({figures.MOST_BARS} of {len(times)} at most)" if len(times) > figures.MOST_BARS else ""
-            found.append(_figure(figures.shares(run), f"{run.name}: the workers' time{some}"))
+            found.append(figure(figures.shares(run), f"{run.name}: the workers' time{some}"))
     if found:
         yield f'<h2>Where the time went</h2><div class="figures">{"".join(found)}</div>'
 
@@ -183,14 +142,14 @@ def _traces(runs: Sequence[RunFiles]) -> Iterable[str]:
     yield "<h2>Traced steps</h2>"
     for run, found in traced:
         if len(runs) > 1:
-            yield f"<h3>{_text(run.name)}</h3>"
+            yield f"<h3>{text(run.name)}</h3>"
         names = [name for name in CATEGORIES if any(one.seconds[name] for one in found)]
         rows = []
         for one in found[:MOST_BARS]:
             total = sum(one.seconds.values()) or 1.0
             parts = [f"{100 * one.seconds[name] / total:.1f} %" for name in names]
             rows.append([one.label, one.num_steps or "", _seconds(total / max(1, one.num_steps)), *parts])
-        yield _table(["rank", "steps", "a step, or all", *names], rows)
+        yield table(["rank", "steps", "a step, or all", *names], rows)
     yield (
         '<p class="note">Of the main thread of each rank; of a server, of the time that it has recorded. '
         "chrome://tracing and ui.perfetto.dev open the files trace-rank-*.json of the run directory.</p>"
@@ -207,8 +166,8 @@ def _events(runs: Sequence[RunFiles]) -> Iterable[str]:
         rows = run.unusual()
         shown = [[f"{row['at_s']:.1f} s", row["event"], _details(row)] for row in rows[:MOST_EVENTS]]
         if len(runs) > 1:
-            yield f"<h3>{_text(run.name)}</h3>"
-        yield _table((), shown) if shown else '<p class="note">None.</p>'
+            yield f"<h3>{text(run.name)}</h3>"
+        yield table((), shown) if shown else '<p class="note">None.</p>'
         if len(rows) > MOST_EVENTS:
             yield f'<p class="note">{len(rows) - MOST_EVENTS} more are in metrics.jsonl.</p>'
 
@@ -247,7 +206,7 @@ def _differences(runs: Sequence[RunFiles]) -> Iterable[str]:
         if any(one.get(name) != known[0].get(name) for one in known)
     ]
     yield "<h2>What was different</h2>"
-    yield _table(["", *(run.name for run in runs)], rows) if rows else '<p class="note">Nothing.</p>'
+    yield table(["", *(run.name for run in runs)], rows) if rows else '<p class="note">Nothing.</p>'
 
 
 def _environments(runs: Sequence[RunFiles]) -> Iterable[str]:
@@ -255,5 +214,5 @@ def _environments(runs: Sequence[RunFiles]) -> Iterable[str]:
     for run in runs:
         command = " ".join(map(str, run.environment.get("command") or ()))
         rows = [["run directory", str(run.folder)], ["command", command], *_known(run).items()]
-        body = _table((), [row for row in rows if row[1] not in ("", None, {}, [])])
-        yield f"<details{' open' if len(runs) == 1 else ''}><summary>{_text(run.name)}</summary>{body}</details>"
+        body = table((), [row for row in rows if row[1] not in ("", None, {}, [])])
+        yield f"<details{' open' if len(runs) == 1 else ''}><summary>{text(run.name)}</summary>{body}</details>"

@@ -6,11 +6,13 @@ Invariants: it only reads. The time of a span counts for its own category, witho
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mpitrain.system.trace import CODEC, COMMUNICATION, COMPUTE, OPTIMIZER, OTHER, READ, SERVER, STEP, WAIT
 
+_Found = TypeVar("_Found")
 CATEGORIES = (COMPUTE, OPTIMIZER, READ, CODEC, WAIT, COMMUNICATION, SERVER, OTHER)
 
 
@@ -27,16 +29,39 @@ class TracedTime(NamedTuple):
     seconds: dict[str, float]
 
 
+class Span(NamedTuple):
+    """What a rank did from a second of the trace's clock on, for so many seconds."""
+
+    category: str
+    began_s: float
+    took_s: float
+
+
 def read_traces(folder: Path) -> list[TracedTime]:
     """Of the trace files in a run directory, by rank; a file that cannot be read is passed over."""
-    found: list[tuple[int, TracedTime]] = []
+    return [found for _, found in _read(folder, _add_up)]
+
+
+def read_spans(folder: Path) -> dict[int, list[Span]]:
+    """The spans of each rank's main thread, those around others first."""
+    return dict(_read(folder, _spans))
+
+
+def _read(folder: Path, of: Callable[[list[dict[str, Any]]], _Found]) -> list[tuple[int, _Found]]:
+    found: list[tuple[int, _Found]] = []
     for path in folder.glob("trace-rank-*.json"):
         try:
             events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-            found.append((int(path.stem.split("-")[-1]), _add_up(events)))
+            found.append((int(path.stem.split("-")[-1]), of(events)))
         except (OSError, ValueError, TypeError, KeyError):
             continue
-    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _spans(events: list[dict[str, Any]]) -> list[Span]:
+    spans = [one for one in events if one["ph"] == "X" and one["tid"] == 0 and one["cat"] in CATEGORIES]
+    spans.sort(key=lambda one: (one["ts"], -one["dur"]))
+    return [Span(one["cat"], one["ts"] / 1e6, one["dur"] / 1e6) for one in spans]
 
 
 def _add_up(events: list[dict[str, Any]]) -> TracedTime:

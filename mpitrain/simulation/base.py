@@ -21,8 +21,9 @@ from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, default_run_dir
-from mpitrain.simulation.measured_step import codec_of, measure_step
+from mpitrain.simulation.measured_step import measure_step
 from mpitrain.simulation.report import VirtualLog
+from mpitrain.simulation.workload import codec_of
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.validation_policy import ValidationCadence, read_validation_policy

@@ -154,6 +154,7 @@ class LockstepRun:
             self.leases = LeaseReader(reader.batch, read_nothing_ahead, job.part_samples)
             self.stepper.train_all(self.module, self.rates)
             self.clock = Clock(virtual.number, self._schedule())
+            self.apply_s = self._apply_s()
             self.measure = virtual.measure(self.module) if self.gradients else None
             virtual.validations.begin(0, 0, 0.0)
             self._look_at_validation(not virtual.validations.policy.epochs)
@@ -163,6 +164,7 @@ class LockstepRun:
             metrics = self.measure(samples, self.stepper.averaged()) if self.measure is not None else {}
         for trace in virtual.world.traces.values():
             trace.write()
+        self._pass(virtual.costs.seconds("deliver", num_bytes_of(self.parameters)))
         if self.gradients:
             virtual.save(self.module)
             if self.stepper.ema is not None:
@@ -202,7 +204,9 @@ class LockstepRun:
 
     def _step(self, leases: list[Lease]) -> None:
         virtual, clock, stepper = self.virtual, self.clock, self.stepper
-        before_s, last_s = self.draws.step(self._num_batches(leases))
+        counts = self._num_batches(leases)
+        before_s, last_s = self.draws.step(counts)
+        before_s = before_s + virtual.costs.seconds("gradient", 0.0) * np.asarray(counts)
         if self.gradients:
             shares = [lease.num_samples for lease in leases]
             parts = [self._parts(lease, max(shares)) for lease in leases]
@@ -210,10 +214,13 @@ class LockstepRun:
             if self.codecs is not None:
                 self.clock.schedule = self._coded_schedule(self.codecs)
         else:
+            if virtual.world.traces:
+                compute = self._traced(before_s + last_s)
+                value = sum(compute(share, float) for share in range(len(leases)))
             value, stepper.step = 0.0, stepper.step + 1
             stepper.samples += sum(lease.num_samples for lease in leases)
         computed_s = clock.began_s + before_s + last_s
-        ended_s = clock.step(before_s, last_s)
+        ended_s = clock.step(before_s, last_s, self.apply_s)
         self._trace_waits(computed_s, ended_s)
         virtual.world.now_s = ended_s
         virtual.world.num_events += virtual.number
@@ -285,6 +292,22 @@ class LockstepRun:
         sizes = [num_bytes_of(bucket, cast) for bucket in buckets]
         return self._averaged(sizes, self.codecs is not None and self.codecs.exchanges_at_end)
 
+    def _apply_s(self) -> float:
+        """What every step takes after its exchange: the optimizer, and coding, which waits for the last gradient."""
+        costs, num_bytes = self.virtual.costs, num_bytes_of(self.parameters)
+        held = num_bytes * len(self.owners) / self.virtual.number  # of each rank, where the model is split
+        coded_s = costs.seconds("gradient", num_bytes, 0, codes=True) if self.codecs is not None else 0.0
+        return (
+            costs.seconds("apply", held if isinstance(self.virtual.job.strategy, Split) else num_bytes)
+            + coded_s
+        )
+
+    def _pass(self, seconds: float) -> None:
+        """All ranks do something else."""
+        self.clock.began_s = self.clock.began_s + seconds
+        self.clock.now_s += seconds
+        self.virtual.world.now_s = self.clock.now_s
+
     def _averaged(self, sizes: Sequence[int], at_end: bool = False) -> Schedule:
         everybody = range(self.virtual.number)
         costs = [self.costs.allreduce(size, everybody) for size in sizes]
@@ -308,6 +331,7 @@ class LockstepRun:
         if not validations.is_due(self.rounds.epoch, samples, 0.0):
             return
         if self.measure is not None:
+            self._pass(self.virtual.costs.seconds("validate", 0.0))
             metrics = self.measure(samples, self.stepper.averaged())
             self.virtual.log.event("validation", epoch=int(epoch), samples=samples, **metrics)
         validations.done()

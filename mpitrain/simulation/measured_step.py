@@ -22,6 +22,7 @@ from mpitrain.model.codec_registry import make_encoder, make_layout_of
 from mpitrain.model.loss import BatchLoss
 from mpitrain.model.optimizer import Rates
 from mpitrain.simulation.step_costs import gradient_buckets
+from mpitrain.simulation.workload import codec_of
 from mpitrain.training.measure import build
 from mpitrain.training.synchronous.stepper import Batch, Stepper
 from mpitrain.virtual.compute_laws import Resampled
@@ -44,12 +45,6 @@ class _TimedStepper(Stepper):
         self.forward_ended_s = time.perf_counter()
         self.forward_s.append(self.forward_ended_s - began_s)
         return returned
-
-
-def codec_of(strategy: Any) -> Codec | None:
-    """What a worker's gradients are encoded with, where they are."""
-    codec = getattr(strategy, "push_wire", None) or getattr(strategy, "codec", None)
-    return codec if isinstance(codec, Codec) and codec.name != "none" else None
 
 
 def measure_step(

@@ -43,7 +43,6 @@ from mpitrain.training.measured_elsewhere import MeasuredByWorkers
 from mpitrain.training.parameter_server.builder import RoleBuilder
 from mpitrain.training.validate import validate_simulation
 from mpitrain.training.validation import Measure
-from mpitrain.values import parse
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
 
 
@@ -69,59 +68,42 @@ def simulate(
         overrides["strategy"] = str(strategy)
     options = Overrides(**overrides)
     if replay is not None:
-        return _replay(Path(replay), options, job)
-    return _simulate(apply_overrides(job, options), options, workers, compute, network, costs)
+        return simulate_again(Path(replay), options, job)
+    return simulate_job(apply_overrides(job, options), options, workers, compute, network, costs)
 
 
-def simulate_command(
-    path: str | None,
-    overrides: Overrides,
-    num_workers: int,
-    compute: str,
-    network: str,
-    replay: str | None = None,
-    costs: str = "costs()",
-    settings: Sequence[str] = (),
-) -> int:
-    """`mpitrain simulate`: the exit code of the simulation."""
-    if replay is not None:
-        return int(_replay(Path(replay), overrides, path=path)["exit_code"])
-    if path is None:
-        raise UsageError("simulate needs a job file, or --replay RUN_DIR of a run that was started from one")
-    compute_law, network_law = parse(compute, "compute"), parse(network, "network")
-    assert isinstance(compute_law, ComputeLaw) and isinstance(network_law, NetworkLaw)
-    charged = parse(costs, "costs")
-    assert isinstance(charged, Costs)
-    job = apply_overrides(load_job(path, settings), overrides)
-    return int(_simulate(job, overrides, num_workers, compute_law, network_law, charged)["exit_code"])
-
-
-def _simulate(
+def simulate_job(
     job: Job,
     options: Overrides,
     num_workers: int,
-    compute: ComputeLaw,
-    network: NetworkLaw,
+    compute: ComputeLaw = Constant(),  # noqa: B008 - frozen
+    network: NetworkLaw = Ideal(),  # noqa: B008 - frozen
     costs: Costs = Costs(),  # noqa: B008 - frozen
 ) -> dict[str, Any]:
+    """Simulate a job with everything of `options` in place; returns what `result.json` holds.
+
+    Raises:
+        UsageError: a wrong option, or what has no roles to run in virtual time.
+    """
     validate_simulation(job, options)
     if isinstance(job.strategy, Decentralized):
         return simulate_peers(VirtualRun(job, options, num_workers, compute, network, costs))
     if isinstance(job.strategy, LocalSGD):
         return simulate_local_sgd(VirtualRun(job, options, num_workers, compute, network, costs))
     if isinstance(job.strategy, AllReduce | Split):
-        if costs != Costs():
-            raise UsageError(
-                f"{costs} are charged to ranks that exchange messages: under {job.strategy} the compute law says all"
-            )
-        return simulate_lockstep(VirtualRun(job, options, num_workers, compute, network))
+        return simulate_lockstep(VirtualRun(job, options, num_workers, compute, network, costs))
     return _Simulation(job, options, num_workers, compute, network, costs=costs).simulate()
 
 
-def _replay(
+def simulate_again(
     run_dir: Path, options: Overrides, job: Job | None = None, path: str | None = None
 ) -> dict[str, Any]:
-    """Repeat a recorded run: its options, its roles, its order of arrival."""
+    """Repeat a recorded run: its options, its roles, its order of arrival. `path`: of its job file, if that
+    has moved.
+
+    Raises:
+        UsageError: there is no such run, or it cannot be repeated.
+    """
     run = load_run(run_dir)
     if job is None:
         path = path or run["job_file"]

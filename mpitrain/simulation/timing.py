@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mpitrain.codecs.none import Uncompressed
-from mpitrain.effects import Role
+from mpitrain.effects import Compute, Role
 from mpitrain.errors import UsageError
 from mpitrain.inject import SILENT, Straggler, check_workers
 from mpitrain.inject.values import Injection
@@ -23,6 +24,7 @@ from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.roles.peer import Peer
 from mpitrain.simulation.empty import Bytes, EmptyLocalReplica, EmptyPeer, EmptyReplica, EmptyStore, Quiet
 from mpitrain.simulation.workload import Workload as Workload
+from mpitrain.simulation.workload import codec_of
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
@@ -30,7 +32,9 @@ from mpitrain.strategies.parameter_server.batch_size import PerRound, PerWorker
 from mpitrain.strategies.placement import Roles, assign
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
-from mpitrain.virtual import ComputeLaw, Constant, Ideal, NetworkLaw, VirtualWorld
+from mpitrain.system.trace import TraceSteps, file_name, switch
+from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
+from mpitrain.virtual.traces import VirtualTrace
 
 _UNCODED = Uncompressed()
 QUANTILES = (0.5, 0.9, 0.99)
@@ -44,15 +48,21 @@ def time_run(
     network: NetworkLaw = Ideal(),  # noqa: B008 - frozen
     seed: int = 0,
     injections: tuple[Injection, ...] = (),
+    costs: Costs = Costs(),  # noqa: B008 - frozen
+    trace: tuple[TraceSteps, Path] | None = None,
 ) -> dict[str, Any]:
     """Run `strategy` on so many workers, or peers, in virtual time without gradients (servers come on top).
 
     The result is JSON-able, and the same to the byte for the same arguments.
 
+    Args:
+        costs: of what is neither a gradient nor a message.
+        trace: the steps whose spans each rank writes to a file of this directory.
+
     Raises:
         UsageError: a strategy that has no roles of its own, or more workers than samples.
     """
-    run = _Timing(strategy, workload, num_workers, compute, network, seed, injections)
+    run = _Timing(strategy, workload, num_workers, compute, network, seed, injections, costs, trace)
     if isinstance(strategy, ServerStrategy):
         found = run.over_servers(strategy)
     elif isinstance(strategy, Decentralized):
@@ -74,6 +84,8 @@ class _Timing:
         network: NetworkLaw,
         seed: int,
         injections: tuple[Injection, ...],
+        costs: Costs,
+        trace: tuple[TraceSteps, Path] | None,
     ):
         if number < 1 or workload.num_samples < number:
             raise UsageError(
@@ -87,6 +99,9 @@ class _Timing:
         self.stragglers = (
             [Straggler(injections, index, seed) for index in range(number)] if injections else []
         )
+        self.costs, self.trace = costs, trace
+        self.parts: dict[int, float] = {}  # of the parameters that a rank holds, where it is not all of them
+        self.codes = codec_of(strategy) is not None
         self.world = VirtualWorld(compute, network, seed)
 
     def over_servers(self, strategy: ServerStrategy) -> dict[str, Any]:
@@ -114,6 +129,10 @@ class _Timing:
         roles = {rank: server.run() for rank, server in zip(ranks.servers, servers, strict=True)}
         for index, rank in enumerate(ranks.workers):
             roles[rank] = self._straggling(index, self._worker(strategy, ranks, rank, pushes).run())
+        self.parts = {
+            rank: part / load.num_parameters for rank, part in zip(ranks.servers, numbers, strict=True)
+        }
+        self._observe(dict.fromkeys(ranks.servers, "server") | dict.fromkeys(ranks.workers, "worker"))
         returned = self.world.run(roles)
         shards = [returned[rank] for rank in ranks.servers]
         counts = dict(shards[0])
@@ -212,8 +231,36 @@ class _Timing:
 
     def _run(self, roles: Sequence[Role], reduce: Any = None) -> list[dict[str, Any]]:
         followed = {rank: self._straggling(rank, role) for rank, role in enumerate(roles)}
+        self._observe(
+            dict.fromkeys(followed, "peer" if isinstance(self.strategy, Decentralized) else "worker")
+        )
         returned = self.world.run(followed, reduce)
         return [returned[rank] for rank in range(self.number)]
+
+    def _observe(self, names: Mapping[int, str]) -> None:
+        """Charge for what costs time, and record what is traced; `names`: the role of every rank."""
+        world = self.world
+        if self.costs != Costs():
+            world.charge = self._charge
+        if self.trace is None:
+            return
+        steps, folder = self.trace
+        switch(True)
+        world.traces = {
+            rank: VirtualTrace(
+                steps, folder / file_name(rank), rank, f"rank {rank} ({name}, virtual)",
+                clock=lambda: world.now_s,
+                batches_per_push=getattr(self.strategy, "push_every", 1),
+                about={"clock": "virtual time, the same on all ranks"},
+            )
+            for rank, name in names.items()
+        }  # fmt: skip
+
+    def _charge(self, rank: int, effect: Compute) -> float:
+        """Seconds of a task besides those of the compute law."""
+        load = self.workload
+        num_bytes = load.num_parameters * load.number_bytes * self.parts.get(rank, 1.0)
+        return self.costs.seconds(effect.what, num_bytes, effect.num_batches, effect.size, self.codes)
 
     def _straggling(self, index: int, role: Role) -> Role:
         return self.stragglers[index].wrap(role) if self.stragglers else role
@@ -231,6 +278,7 @@ class _Timing:
             "servers": 0,
             "compute": str(self.compute),
             "network": str(self.network),
+            "costs": str(self.costs),
             "seed": self.seed,
             "timing_only": True,
             "virtual": True,

@@ -93,3 +93,9 @@ class Workload:
                 f"{name}, the share of full numbers that travel"
             )
         return 2 * PAD_BYTES + -(-math.ceil(num_bytes) // PAD_BYTES) * PAD_BYTES
+
+
+def codec_of(strategy: Any) -> Codec | None:
+    """What a worker's gradients are encoded with, where they are."""
+    codec = getattr(strategy, "push_wire", None) or getattr(strategy, "codec", None)
+    return codec if isinstance(codec, Codec) and codec.name != "none" else None

@@ -292,6 +292,8 @@ def _describe_start(session: Session) -> None:
 def report_end(report: Report | NullReport, result: dict[str, Any]) -> None:
     """Report how the run ended, what was measured, and where the model is."""
     fields = {"status": result["status"], "samples": result["samples"], **result["metrics"]}
+    if "virtual_s" in result:
+        fields["virtual_s"] = result["virtual_s"]
     if result["failure"]:
         fields["failure"] = explained(result["failure"])
     report.event("end", **fields, model=result["model"])

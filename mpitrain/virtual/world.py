@@ -195,12 +195,14 @@ class VirtualWorld:
         if process.waiting:
             process.waiting = False
             self._advance(process, process.inbox.popleft())
-        elif (computing := process.computing) is not None and computing.interruptible:
-            if not isinstance(message[1], _CHANGES_NOTHING):
-                if process.trace is not None:
-                    process.trace.computed(computing.took_s)
-                computing.broken_off, process.computing = True, None
-                self._advance(process, Interrupted())
+            return
+        computing = process.computing
+        if computing is None or not computing.interruptible or isinstance(message[1], _CHANGES_NOTHING):
+            return
+        if process.trace is not None:
+            process.trace.computed(computing.took_s)
+        computing.broken_off, process.computing = True, None
+        self._advance(process, Interrupted())
 
     def _advance(self, process: _Process, answer: Any) -> None:
         """Run a role until it has to wait for a message or for time to pass."""
@@ -214,22 +216,22 @@ class VirtualWorld:
                 if trace is not None:
                     trace.write()
                 return
-            answer, kind = None, type(effect)
-            if kind is Send:
+            answer = None
+            if type(effect) is Send:
                 self._send(process.rank, effect)
-            elif kind is Now:
+            elif type(effect) is Now:
                 answer = self.now_s
-            elif kind is Compute:
+            elif type(effect) is Compute:
                 answer = self._compute(process, effect)
                 if process.computing is not None:
                     return
-            elif kind is Sleep:
+            elif type(effect) is Sleep:
                 if trace is not None:
                     trace.sleep(effect.seconds)
                 process.computing = _Computed(None, effect.interruptible)
                 self._schedule(self.now_s + effect.seconds, process, process.computing)
                 return
-            elif kind is Recv:
+            elif type(effect) is Recv:
                 if not process.inbox:
                     if effect.timeout_s == 0:
                         continue
@@ -243,11 +245,11 @@ class VirtualWorld:
                         self._schedule(self.now_s + effect.timeout_s, process, _TimeUp(process.num_waits))
                     return
                 answer = process.inbox.popleft()
-            elif kind is Forget:
+            elif type(effect) is Forget:
                 if trace is not None:
                     trace.forget(effect.rank)
                 self._forgotten.update(() if effect.listen else (effect.rank,))
-            elif kind is Break:
+            elif type(effect) is Break:
                 if effect.how == "torn":
                     process.tears = True
                 elif effect.after_s:

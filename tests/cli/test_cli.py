@@ -233,7 +233,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     stand_in("mpitrain.training", "train_command")
     stand_in("mpitrain.planning.dry_run", "dry_run_command")
-    stand_in("mpitrain.simulation.servers", "simulate_command")
     return seen
 
 
@@ -317,14 +316,23 @@ def test_launching_a_dry_run_starts_no_ranks(calls: list[tuple[Any, ...]]) -> No
     assert [(call[0], *call[3:]) for call in calls] == [("dry_run_command", 7, 1)]
 
 
-def test_simulate_hands_everything_over(calls: list[tuple[Any, ...]]) -> None:
+def test_simulate_hands_everything_over(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpitrain.job import Overrides
+    from mpitrain.simulation import command
+    from mpitrain.simulation.command import Request
+
+    asked: list[Request] = []
+
+    def record(request: Request) -> int:
+        asked.append(request)
+        return 3
+
+    monkeypatch.setattr(command, "simulate_command", record)
 
     options = [word for word in ALL_OPTIONS if word != "--synthetic"]
     law = ["--workers", "16", "--compute", "exponential(2)", "--network", "link()"]
     assert cli.main(["simulate", "j.py", *options, *law]) == 3
     everything = Overrides(
-        strategy="async()",
         epochs=2,
         batch_size=8,
         lr=0.5,
@@ -335,12 +343,17 @@ def test_simulate_hands_everything_over(calls: list[tuple[Any, ...]]) -> None:
         steps=9,
         quiet=True,
     )
-    assert calls == [
-        ("simulate_command", "j.py", everything, 16, "exponential(2)", "link()", None, "costs()")
-    ]
-    calls.clear()
-    cli.main(["simulate", "j.py"])
-    assert calls[0][4:] == ("constant(1, jitter=0.1)", "ideal()", None, "costs()")
+    one = Request("j.py", everything, (16,), ["async()"], "exponential(2)", "link()", settings=[])
+    assert asked == [one] and not one.compares
+    asked.clear()
+    more = ["--workers", "4,8", "--strategy", "sync()", "--strategy", "async()", "--costs", "costs(read_s=1)"]
+    cli.main(["simulate", "j.py", *more, "--timing-only", "--json", "a.json", "--html", "a.html"])
+    assert asked == [
+        Request(
+            "j.py", Overrides(), (4, 8), ["sync()", "async()"], costs="costs(read_s=1)", timing_only=True,
+            json="a.json", html="a.html", settings=[],
+        )
+    ]  # fmt: skip
 
 
 def test_a_simulation_shows_an_error_of_the_jobs_own_from_the_job_on(

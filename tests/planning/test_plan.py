@@ -12,7 +12,6 @@ from mpitrain.planning.scaling import (
     Conditions,
     Setting,
     Times,
-    fit_serial_fraction,
     reason,
     throughput,
 )
@@ -21,6 +20,7 @@ from mpitrain.virtual.collectives import LinkCost, rabenseifner
 from mpitrain.virtual.compute import Constant, Exponential
 from mpitrain.virtual.link_costs import link_cost
 from mpitrain.virtual.network import Cluster
+from mpitrain.virtual.serial_fraction import fit_serial_fraction
 
 ALLREDUCE = Setting("allreduce()", "allreduce")
 ASYNC = Setting("async(servers=1)", "async", 1)

@@ -70,12 +70,3 @@ def test_a_simulated_run_lasts_as_much_longer_as_its_updates_take(tmp_path):
     assert text == "costs(memory_gb_per_s=1e-06)"
     assert applied_s - plain_s == pytest.approx(6 * 3 * num_bytes / 1e3)
     assert read_s - plain_s == pytest.approx(6 * 0.5)
-    with pytest.raises(UsageError, match="exchange messages"):
-        mt.simulate(
-            toy.make_job(),
-            mt.AllReduce(),
-            2,
-            costs=Costs(read_s=1.0),
-            run_dir=str(tmp_path / "no"),
-            quiet=True,
-        )

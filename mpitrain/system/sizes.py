@@ -1,0 +1,15 @@
+"""Bytes as people read them.
+
+Invariants: text from numbers, and nothing else.
+"""
+
+from __future__ import annotations
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError
