@@ -19,7 +19,8 @@ class Costs(Value):
     """Seconds that are charged besides those of the compute law. 0 everywhere: nothing is charged.
 
     Args:
-        memory_gb_per_s: of a server's memory, through which an update goes `passes` times.
+        memory_gb_per_s: of the memory of a server, or of a rank that updates its own parameters, through which an
+            update goes `passes` times.
         passes: over its parameters in one update: reading the gradient, reading and writing the parameters; 2 more for
             each number that the optimizer keeps a parameter.
         codec_gb_per_s: of gradients that a worker encodes, where the strategy has a codec.
