@@ -29,8 +29,8 @@ def sh(command: str, check: bool = True) -> None:
     )
 
 
-def up(num_hosts: int, rate: str) -> None:
-    """Make the hosts; each link lets `rate` through in each direction."""
+def up(num_hosts: int, rate: str, burst: str = "64kb") -> None:
+    """Make the hosts; each link lets `rate` through in each direction, and after a pause so many bytes at once."""
     down()
     sh(f"ip link add {BRIDGE} type bridge")
     sh(f"ip addr add {SUBNET}.254/24 dev {BRIDGE}")
@@ -43,7 +43,7 @@ def up(num_hosts: int, rate: str) -> None:
         sh(f"ip -n {host} addr add {address(index)}/24 dev eth0")
         sh(f"ip -n {host} link set eth0 up")
         sh(f"ip -n {host} link set lo up")
-        limit = f"root tbf rate {rate} burst 64kb latency 100ms"
+        limit = f"root tbf rate {rate} burst {burst} latency 100ms"
         sh(f"ip netns exec {host} tc qdisc add dev eth0 {limit}")
         sh(f"tc qdisc add dev {port} {limit}")
 
@@ -82,7 +82,9 @@ def run(slots: list[int], program: list[str]) -> int:
     passed = [
         word for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ for word in ("-x", name)
     ]
-    passed += [word for name in os.environ if name.startswith("MPITRAIN_") for word in ("-x", name)]
+    passed += [
+        word for name in os.environ if name.startswith(("MPITRAIN_", "PREDICTION_")) for word in ("-x", name)
+    ]
     command = [mpirun, *flags, *passed, "--bind-to", "none", "--host", hosts, "-n", str(sum(slots)), *program]
     environment = {
         "OMP_NUM_THREADS": "1", **os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -112,6 +114,9 @@ def main() -> int:
     starter = commands.add_parser("run", help="run a program on the hosts")
     starter.add_argument("--hosts", type=int, default=4, choices=range(1, MAX_HOSTS + 1), metavar="N")
     starter.add_argument("--rate", default="100mbit")
+    starter.add_argument(
+        "--burst", default="64kb", help="bytes that a link lets through at once after a pause"
+    )
     starter.add_argument("--per-host", type=int, default=1, help="ranks on each host")
     starter.add_argument("--uneven", action="store_true", help="one rank fewer on the last host")
     starter.add_argument("program", nargs=argparse.REMAINDER)
@@ -125,7 +130,7 @@ def main() -> int:
     slots[-1] -= options.uneven
     os.environ["MPITRAIN_LINK_RATE"] = options.rate
     try:
-        up(options.hosts, options.rate)
+        up(options.hosts, options.rate, options.burst)
         return run(slots, options.program)
     finally:
         down()

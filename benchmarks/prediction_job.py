@@ -1,0 +1,42 @@
+"""The job of `prediction.py`: handwritten digits by a perceptron of 340 kB, each batch of which sleeps PREDICTION_BASE_S
+seconds besides its own computing, so that two cores can carry four workers ("emulated compute")."""
+
+import os
+import time
+from functools import partial
+
+import torch
+from torch import nn
+
+import mpitrain as mt
+
+BASE_S = float(os.environ.get("PREDICTION_BASE_S", "0.06"))
+DATA = os.environ.get("PREDICTION_DATA", "data/digits")
+
+
+def model():
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+
+
+def loss(model, batch):
+    if model.training:
+        time.sleep(BASE_S)
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def metrics(model, batch):
+    return {"accuracy": (model(batch["x"]).argmax(dim=1) == batch["y"]).float().mean()}
+
+
+job = mt.Job(
+    model=model,
+    loss=loss,
+    optimizer=partial(torch.optim.Adam, lr=2e-3),
+    data=mt.Shards(f"{DATA}/train-*.h5"),
+    validate=mt.Shards(f"{DATA}/validate-*.h5"),
+    metrics=metrics,
+    epochs=5,
+    batch_size=32,
+)
