@@ -115,7 +115,9 @@ def predict(options: argparse.Namespace, folder: Path) -> None:
             )  # fmt: skip
             job = apply_overrides(load_job(str(HERE / "prediction_job.py")), one)
             network = parse(f"measured({json.dumps(str(links))})", "network")
+            os.environ["PREDICTION_BASE_S"] = str(BASE_S)
             runs = Comparison(job, one, parse("measured(4)", "compute"), network)
+            os.environ["PREDICTION_BASE_S"] = "0"  # measured: from here on it is virtual
             found = {}
             for strategy in options.strategies:
                 with contextlib.redirect_stdout(io.StringIO()):
@@ -135,7 +137,7 @@ def predict(options: argparse.Namespace, folder: Path) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> None:
-    """The same conditions on the hosts, all rules of one in one launch."""
+    """The same conditions on the hosts, all rules of one in one launch; of several rounds, the medians."""
     for rate in options.rates:
         for spread in options.spreads:
             out = folder / f"{rate}-{spread}.json"
@@ -150,10 +152,25 @@ def run(options: argparse.Namespace, folder: Path) -> None:
                 *options.strategies,
             ]
             words += ["--epochs", str(options.epochs)] if options.epochs else []
-            on_hosts(rate, sys.executable, str(HERE / "prediction.py"), "ranks", *words)
-            found = json.loads(out.read_text())
-            show(f"measured, {rate}, {spread}", found["rules"])
-            write_row("prediction", {"kind": "measured", "rate": rate, "spread": spread, **found})
+            rounds = []
+            for _ in range(options.rounds):
+                on_hosts(rate, sys.executable, str(HERE / "prediction.py"), "ranks", *words)
+                rounds.append(json.loads(out.read_text()))
+            rules = {name: medians([one["rules"][name] for one in rounds]) for name in options.strategies}
+            show(f"measured, {rate}, {spread}", rules)
+            row = {"kind": "measured", "rate": rate, "spread": spread, "rounds": options.rounds}
+            write_row("prediction", rounds[-1] | row | {"rules": rules})
+
+
+def medians(runs: list[dict]) -> dict:
+    """Of the figures of one rule; a target that is missed in half of the runs is missed."""
+    targets = [math.inf if one["to_target_s"] is None else one["to_target_s"] for one in runs]
+    target_s = statistics.median_high(targets)
+    return {
+        "sample_s": statistics.median(one["sample_s"] for one in runs),
+        "to_target_s": None if target_s == math.inf else target_s,
+        "runs": runs,
+    }
 
 
 def ranks(options: argparse.Namespace) -> None:
@@ -171,7 +188,7 @@ def ranks(options: argparse.Namespace) -> None:
     job = load_job(str(HERE / "prediction_job.py"))
     changes = {"epochs": options.epochs} if options.epochs else {}
     goal, found = (f"accuracy={TARGET}",), {}
-    (rate,), (spread,) = options.rates, options.spreads
+    (spread,) = options.spreads
     for number, strategy in enumerate([options.strategies[0], *options.strategies]):  # the first run warms up
         run_dir = folder / f"run-{number}"
         with contextlib.redirect_stdout(io.StringIO()):
@@ -294,6 +311,7 @@ def main() -> int:
     parser.add_argument("--spreads", nargs="+", choices=SPREADS, default=SPREADS)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--epochs", type=int)
+    parser.add_argument("--rounds", type=int, default=1, help="how often `run` runs each condition")
     parser.add_argument(
         "--links", type=Path, help="keep what the doctor has measured here, and use what is there"
     )

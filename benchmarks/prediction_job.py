@@ -1,5 +1,8 @@
-"""The job of `prediction.py`: handwritten digits by a perceptron of 340 kB, each batch of which sleeps PREDICTION_BASE_S
-seconds besides its own computing, so that two cores can carry four workers ("emulated compute")."""
+"""The job of `prediction.py`: handwritten digits by a perceptron of 340 kB.
+
+Each batch sleeps PREDICTION_BASE_S seconds besides its own computing, so that two cores can carry four workers
+("emulated compute").
+"""
 
 import os
 import time
@@ -10,7 +13,6 @@ from torch import nn
 
 import mpitrain as mt
 
-BASE_S = float(os.environ.get("PREDICTION_BASE_S", "0.06"))
 DATA = os.environ.get("PREDICTION_DATA", "data/digits")
 
 
@@ -22,7 +24,7 @@ def model():
 
 def loss(model, batch):
     if model.training:
-        time.sleep(BASE_S)
+        time.sleep(float(os.environ.get("PREDICTION_BASE_S", "0.06")))
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 

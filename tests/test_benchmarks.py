@@ -23,6 +23,7 @@ BENCHMARKS = {
     "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
     "splitting": (2, ["--rounds", "1", "--steps", "2"]),
     "step_time": (3, ["--rounds", "1", "--block", "1", "--model", "mlp"]),
+    "virtual_speed": (1, ["--rounds", "1", "--pushes", "600", "--workers", "30", "--ranks", "40"]),
     "stragglers": (5, ["--rounds", "1", "--epochs", "1", "--compute", "real", "--strategies", "sync()"]),
 }
 
@@ -36,6 +37,8 @@ BY_HAND = {
     "compression",
     "hosts",
     "memory",
+    "prediction",
+    "published",
     "signals",
     "tolerance_cost",
 }  # take minutes, or root
@@ -43,7 +46,7 @@ BY_HAND = {
 HELPERS = {
     "common", "chaos_allreduce", "chaos_campaign", "chaos_job", "chaos_kills", "chaos_launch", "chaos_relaunch",
     "chaos_counting", "report", "counted_job", "counting_job", "indices", "relaunch_job", "signal_job", "tolerance_job",
-    "memory_job",
+    "memory_job", "prediction_job", "published_assumptions", "published_job",
 }  # fmt: skip
 
 
@@ -62,7 +65,7 @@ def helps():
     return json.loads(run_plain([sys.executable, str(ROOT / "tests" / "show_helps.py"), *programs]))
 
 
-@pytest.mark.parametrize("name", sorted((set(BENCHMARKS) | BY_HAND) - {"hosts"}))
+@pytest.mark.parametrize("name", sorted((set(BENCHMARKS) | BY_HAND) - {"hosts", "published"}))
 def test_every_program_says_how_often_it_measures_and_records_on_request(helps, name):
     """`--rounds` of a measurement, `--kills` of a campaign; no row is written without `--record`."""
     assert "--record" in helps[name]
@@ -147,6 +150,38 @@ def check_reader(out, rows):
     assert row["computing_20_ms"]["12 KiB"]["ratio"][0] > 0
     tables = out[out.index("samples/s") :].splitlines()
     assert len(tables) >= 6 and all(len(line) <= 80 for line in tables[:6])
+
+
+def check_virtual_speed(out, rows):
+    (row,) = rows
+    assert (row["async"]["pushes"], row["async"]["workers"]) == (600, 30)
+    assert (row["allreduce"]["ranks"], row["allreduce"]["steps"]) == (40, 100)
+    assert row["async"]["events"] > 4 * 600 and row["async"]["over_heap"][0] > 0 and "us an event" in out
+
+
+def test_a_prediction_is_judged_by_its_errors_and_by_its_choice(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    prediction = importlib.import_module("prediction")
+
+    def row(kind, spread="even", **seconds):
+        rules = {name: {"sample_s": one[0], "to_target_s": one[1]} for name, one in seconds.items()}
+        return {"kind": kind, "rate": "50mbit", "spread": spread, "rules": rules}
+
+    rows = [
+        row("measured", a=(9.0, 9.0), b=(9.0, 9.0)),  # before anything was predicted
+        row("predicted", a=(1.1, 10.0), b=(0.9, 11.0)),
+        row("measured", a=(1.0, 12.0), b=(1.0, 11.0)),
+        row("predicted", "one slow", a=(1.0, 1.0), b=(1.0, None)),
+    ]
+    pairs = prediction.newest(rows)
+    (found,) = prediction.judged(pairs)
+    assert found["rules"]["a"]["step"] == pytest.approx(0.1) and found["rules"]["b"][
+        "target"
+    ] == pytest.approx(0)
+    assert (found["chosen"], found["best"], found["loss"]) == ("a", "b", pytest.approx(1 / 11))
+    text = prediction.compare(rows)
+    assert "10.0 % of 2 runs" in text and "9.1 % slower" in text and text.endswith("0 of 1")
+    assert prediction.medians([{"sample_s": 1.0, "to_target_s": None}] * 2)["to_target_s"] is None
 
 
 def check_server(out, rows):
