@@ -21,7 +21,7 @@ from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, default_run_dir
-from mpitrain.simulation.measured_step import measure_step
+from mpitrain.simulation.measured_step import with_measured
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.simulation.workload import codec_of
 from mpitrain.strategies.base import ServerStrategy
@@ -35,7 +35,6 @@ from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.tracing import nothing_traced
 from mpitrain.training.validation import Measure, make_measure
 from mpitrain.virtual import ComputeLaw, Costs, NetworkLaw, VirtualWorld
-from mpitrain.virtual.compute_laws import MeasuredCompute
 from mpitrain.virtual.ring import Reduce
 from mpitrain.virtual.traces import VirtualTrace
 
@@ -92,10 +91,9 @@ class VirtualRun:
                 f"{self.catalogue.num_samples} workers"
             )
         self.job, self.options, self.number = job, options, number
-        self.compute, self.network, self.costs = compute, network, costs
-        self.compute_text, self.measured = str(compute), dict[str, Any]()
-        if isinstance(compute, MeasuredCompute):
-            self.compute, self.measured = measure_step(job, options.lr, self.catalogue, compute.for_s)
+        self.network, self.costs = network, costs
+        self.compute_text = str(compute)
+        self.compute, self.measured = with_measured(compute, job, options.lr, self.catalogue)
         self.parts: dict[int, float] = {}  # of the parameters that a rank holds, where it is not all of them
         self._num_bytes = 0  # of all parameters that are trained
         self.num_shares = number  # batches a step

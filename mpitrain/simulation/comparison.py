@@ -27,7 +27,7 @@ from mpitrain.reporting.run_files import read_runs
 from mpitrain.reporting.targets import missed_targets
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.lockstep import simulate_lockstep
-from mpitrain.simulation.measured_step import measure_step
+from mpitrain.simulation.measured_step import with_measured
 from mpitrain.simulation.servers import simulate_job
 from mpitrain.simulation.timing import quantiles, time_run
 from mpitrain.simulation.workload import PAD_BYTES, Workload, codec_of
@@ -39,7 +39,6 @@ from mpitrain.system.trace import read_steps
 from mpitrain.training.validate import validate_simulation
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw
 from mpitrain.virtual.compute import WorkerTimes
-from mpitrain.virtual.compute_laws import MeasuredCompute
 from mpitrain.virtual.serial_fraction import fit_serial_fraction, limit
 
 DRAWS, MOST_DRAWS = 10_000, 1_000_000  # of which the time of a batch on one device is the mean
@@ -67,10 +66,8 @@ class Comparison:
         self.job, self.options, self.timing_only = job, options, timing_only
         self.network, self.costs = network, costs
         self.catalogue = job.data.scan()
-        self.compute, self.compute_text = compute, str(compute)
-        self.measured: dict[str, Any] = {}
-        if isinstance(compute, MeasuredCompute):
-            self.compute, self.measured = measure_step(job, options.lr, self.catalogue, compute.for_s)
+        self.compute_text = str(compute)
+        self.compute, self.measured = with_measured(compute, job, options.lr, self.catalogue)
         self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
 
     def run(self, strategies: Sequence[Strategy], counts: Sequence[int]) -> dict[str, Any]:

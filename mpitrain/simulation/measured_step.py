@@ -6,6 +6,7 @@ random numbers stand afterwards where they stood before. What is timed is one ba
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from mpitrain.simulation.step_costs import gradient_buckets
 from mpitrain.simulation.workload import codec_of
 from mpitrain.training.measure import build
 from mpitrain.training.synchronous.stepper import Batch, Stepper
-from mpitrain.virtual.compute_laws import Resampled
+from mpitrain.virtual.compute import ComputeLaw
+from mpitrain.virtual.compute_laws import MeasuredCompute, Resampled
 
 WARMUP, LEAST = 2, 3  # batches: before the first that counts, and at least so many that do
 MOST_CODED = 1 << 22  # numbers that are coded; the rest is extrapolated
@@ -45,6 +47,20 @@ class _TimedStepper(Stepper):
         self.forward_ended_s = time.perf_counter()
         self.forward_s.append(self.forward_ended_s - began_s)
         return returned
+
+
+def with_measured(
+    law: ComputeLaw, job: Job, lr: float | None, catalogue: Catalogue
+) -> tuple[ComputeLaw, dict[str, Any]]:
+    """(the law, with the times of the job's batches wherever it says `measured`; what a result says of those)."""
+    if isinstance(law, MeasuredCompute):
+        return measure_step(job, lr, catalogue, law.for_s)
+    inner = getattr(law, "law", None)
+    if not isinstance(inner, ComputeLaw):
+        return law, {}
+    found, measured = with_measured(inner, job, lr, catalogue)
+    changes: dict[str, Any] = {"law": found}
+    return (dataclasses.replace(law, **changes), measured) if measured else (law, {})
 
 
 def measure_step(

@@ -43,6 +43,22 @@ def test_a_codec_is_timed_and_parameters_are_those_of_any_other_law(tmp_path):
     assert measured["measured"]["encode_s"] > 0 and one == other
 
 
+def test_measured_times_may_stand_in_another_law(tmp_path):
+    """Workers of which one keeps taking fifty times as long."""
+    law = "persistent(bernoulli(measured(0.05), chance=0.0), factors=[1, 50])"
+    result = mt.simulate(
+        toy.make_job(validate=None),
+        mt.Async(),
+        2,
+        parse(law, "compute"),
+        steps=20,
+        run_dir=str(tmp_path),
+        quiet=True,
+    )
+    fast, slow = (row["compute_s"] / row["steps"] for row in result["per_worker"])
+    assert slow > 5 * fast > 0 and result["measured"]["batches"] >= 3
+
+
 def test_outside_a_simulation_there_is_nothing_to_measure():
     with pytest.raises(UsageError, match="simulation"):
         WorkerTimes(parse("measured()", "compute"), 0, 0)
