@@ -5,6 +5,7 @@
     git commit -m "Predict ..." benchmarks/results/prediction.jsonl
     sudo .venv/bin/python benchmarks/prediction.py run --record
     .venv/bin/python benchmarks/prediction.py compare
+    sudo .venv/bin/python benchmarks/prediction.py replay --record
 
 Twelve update rules on four hosts of one rank each, whose links carry 50, 200 or 1000 Mbit/s (`hosts.py`), once with
 even workers and once with one that takes five times as long a batch. A rule with servers has fewer workers, because
@@ -14,6 +15,9 @@ before, and the time of the job's batches, as the compute law `measured` takes i
 A batch sleeps 60 ms besides its own computing (emulated compute), for two cores cannot compute for four workers at
 once; the slow worker sleeps four times that longer. Figures: seconds a sample of all workers together, and the seconds
 after which a validation reached the target first. Network namespaces need root.
+
+`replay` asks something else: runs with uneven batches are traced, and simulated afterwards on the times that their
+workers took and on the links as measured. Their durations are compared.
 """
 
 from __future__ import annotations
@@ -103,11 +107,8 @@ def predict(options: argparse.Namespace, folder: Path) -> None:
     from mpitrain.training.job_file import load_job
     from mpitrain.values import parse
 
-    mpitrain = str(Path(sys.executable).parent / "mpitrain")
     for rate in options.rates:
-        links = (options.links or folder) / f"comm-{rate}.json"
-        if not links.exists():
-            on_hosts(rate, mpitrain, "doctor", "--comm", "--json", str(links))
+        links = measured_links(options, folder, rate)
         for spread in options.spreads:
             one = Overrides(
                 run_dir=str(folder / f"{rate}-{spread}"), quiet=True, inject=injections(spread),
@@ -173,6 +174,56 @@ def medians(runs: list[dict]) -> dict:
     }
 
 
+def replay(options: argparse.Namespace, folder: Path) -> None:
+    """Runs traced on the hosts, and simulated on the times of their traces."""
+    from mpitrain.job import Overrides, apply_overrides
+    from mpitrain.simulation.comparison import Comparison
+    from mpitrain.training.job_file import load_job
+    from mpitrain.values import parse
+
+    os.environ["PREDICTION_SPREAD"] = "0.7"
+    for rate in options.rates:
+        links, out = measured_links(options, folder, rate), folder / f"replay-{rate}.json"
+        words = ["--rates", rate, "--spreads", "even", "--out", str(out), "--strategies", *options.strategies]
+        on_hosts(
+            rate, sys.executable, str(HERE / "prediction.py"), "ranks", "--traces", str(folder / rate), *words
+        )
+        real = json.loads(out.read_text())
+        os.environ["PREDICTION_BASE_S"] = "0"
+        found = {}
+        for number, strategy in enumerate(options.strategies, 1):
+            traced = f"trace({json.dumps(str(folder / rate / f'run-{number}'))})"
+            one = Overrides(run_dir=str(folder / f"again-{rate}-{number}"), quiet=True)
+            job = apply_overrides(load_job(str(HERE / "prediction_job.py")), one)
+            runs = Comparison(
+                job, one, parse(traced, "compute"), parse(f"measured({json.dumps(str(links))})", "network"),
+                timing_only=True,
+            )  # fmt: skip
+            with contextlib.redirect_stdout(io.StringIO()):
+                (row,) = runs.run([parse(strategy, "strategy")], [num_workers(strategy)])["rows"]
+            real_s = real["rules"][strategy]["sample_s"]
+            found[strategy] = {
+                "real_sample_s": real_s, "replayed_sample_s": 1 / row["samples_per_s"],
+                "error": 1 / row["samples_per_s"] / real_s - 1,
+            }  # fmt: skip
+        os.environ["PREDICTION_BASE_S"] = str(BASE_S)
+        lines = [("rule", "ms a sample", "replayed", "error, %")]
+        for name, one in found.items():
+            figures = (1e3 * one["real_sample_s"], 1e3 * one["replayed_sample_s"], 100 * one["error"])
+            lines.append((name, *(f"{value:.3f}" for value in figures[:2]), f"{figures[2]:+.1f}"))
+        print(f"\n{rate}\n{table(lines)}", flush=True)
+        write_row("prediction", {"kind": "replayed", "rate": rate, "rules": found})
+
+
+def measured_links(options: argparse.Namespace, folder: Path, rate: str) -> Path:
+    """What the doctor says of the hosts' links at this rate."""
+    links = (options.links or folder) / f"comm-{rate}.json"
+    if not links.exists():
+        mpitrain = str(Path(sys.executable).parent / "mpitrain")
+        on_hosts(rate, mpitrain, "doctor", "--comm", "--json", str(links))
+    return links
+
+
 def ranks(options: argparse.Namespace) -> None:
     """On each of the hosts: train by one rule after the other."""
     import torch
@@ -184,9 +235,11 @@ def ranks(options: argparse.Namespace) -> None:
 
     runtime = start()
     torch.set_num_threads(1)
-    folder = Path(runtime.broadcast(tempfile.mkdtemp(prefix="prediction-") if runtime.rank == 0 else None))
+    made = options.traces or (tempfile.mkdtemp(prefix="prediction-") if runtime.rank == 0 else None)
+    folder = Path(runtime.broadcast(str(made) if made else None))
     job = load_job(str(HERE / "prediction_job.py"))
     changes = {"epochs": options.epochs} if options.epochs else {}
+    changes |= {"trace": "steps=0:100000"} if options.traces else {}
     goal, found = (f"accuracy={TARGET}",), {}
     (spread,) = options.spreads
     for number, strategy in enumerate([options.strategies[0], *options.strategies]):  # the first run warms up
@@ -228,10 +281,10 @@ def newest(rows: list[dict]) -> list[tuple[dict, dict]]:
     pairs = {}
     predicted = {}
     for row in rows:
-        key = row["rate"], row["spread"]
+        key = row["rate"], row.get("spread")
         if row["kind"] == "predicted":
             predicted[key] = row
-        elif key in predicted:
+        elif row["kind"] == "measured" and key in predicted:
             pairs[key] = predicted[key], row
     return list(pairs.values())
 
@@ -306,7 +359,7 @@ def compare(rows: list[dict]) -> str:
 def main() -> int:
     """The command line."""
     parser = make_parser(__doc__)
-    parser.add_argument("what", choices=["predict", "run", "compare", "ranks"])
+    parser.add_argument("what", choices=["predict", "run", "compare", "replay", "ranks"])
     parser.add_argument("--rates", nargs="+", choices=RATES, default=RATES)
     parser.add_argument("--spreads", nargs="+", choices=SPREADS, default=SPREADS)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
@@ -315,6 +368,7 @@ def main() -> int:
     parser.add_argument(
         "--links", type=Path, help="keep what the doctor has measured here, and use what is there"
     )
+    parser.add_argument("--traces", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.what == "compare":
@@ -327,7 +381,7 @@ def main() -> int:
         parser.error("network namespaces need root")
     with tempfile.TemporaryDirectory(prefix="prediction-") as scratch:
         data(Path(scratch))
-        (predict if options.what == "predict" else run)(options, Path(scratch))
+        {"predict": predict, "run": run, "replay": replay}[options.what](options, Path(scratch))
     return 0
 
 

@@ -1,10 +1,11 @@
 """The job of `prediction.py`: handwritten digits by a perceptron of 340 kB.
 
 Each batch sleeps PREDICTION_BASE_S seconds besides its own computing, so that two cores can carry four workers
-("emulated compute").
+("emulated compute"). With PREDICTION_SPREAD that sleep is longer or shorter by up to this share, by chance.
 """
 
 import os
+import random
 import time
 from functools import partial
 
@@ -24,7 +25,10 @@ def model():
 
 def loss(model, batch):
     if model.training:
-        time.sleep(float(os.environ.get("PREDICTION_BASE_S", "0.06")))
+        spread = float(os.environ.get("PREDICTION_SPREAD", "0"))
+        time.sleep(
+            float(os.environ.get("PREDICTION_BASE_S", "0.06")) * random.uniform(1 - spread, 1 + spread)
+        )
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 

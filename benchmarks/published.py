@@ -7,8 +7,9 @@ hardware of the time, and is fitted to no published speed-up; what counts as a h
 a miss. Virtual time, one process, no MPI: the server's and the workers' own roles, without gradients where only time
 counts (`time_run`), and with a convnet on handwritten digits where losses do.
 
-A speed-up is the rate of samples over that of one worker that trains alone, without a network. The rate is taken
-between two runs, one of twice as many steps, so that beginning and end drop out. What a server computes, and transfers
+A speed-up is the rate of samples over that of one worker that trains alone, without a network: the share of its time
+that each worker computes, added up. It is taken between two runs with the same times, one of twice as many steps, so
+that beginning and end drop out. What a server computes, and transfers
 that hide behind computing, are left out. Every assumption is doubled and halved, one at a time; the table names the one
 that moves the result most, and the range from the one end to the other. Virtual results do not depend on the machine's
 load.
@@ -89,11 +90,6 @@ def law(values: Values, step_s: float) -> Bernoulli:
     return Bernoulli(usual, values["slow_chance"], values["slow_factor"])
 
 
-def mean_s(values: Values, step_s: float) -> float:
-    """The mean of that law."""
-    return step_s * (1 + values["slow_chance"] * (values["slow_factor"] - 1))
-
-
 def place(values: Values, num_workers: int, most: int) -> tuple[int, NetworkLaw]:
     """How many servers are simulated, at most so many, and the network between them and the workers."""
     wanted = max(1, round(values["servers_per_worker"] * num_workers))
@@ -123,9 +119,12 @@ def speedup(
     for num_steps in (steps, 2 * steps):
         load = Workload(max(num_servers, round(numbers)), ENDLESS, 1, steps=num_steps)
         found = time_run(strategy, load, num_workers, law(values, step_s), network, seed)
-        ends.append((found["samples"], found["virtual_s"]))
-    (first, first_s), (last, last_s) = ends
-    return (last - first) / (last_s - first_s) * mean_s(values, step_s)
+        ends.append([(row["compute_s"], row["wait_s"]) for row in found["per_worker"]])
+    shares = []
+    for (first_s, first_wait_s), (last_s, last_wait_s) in zip(*ends):
+        computing_s = last_s - first_s
+        shares.append(computing_s / (computing_s + last_wait_s - first_wait_s))
+    return sum(shares)
 
 
 def step_of(values: Values) -> float:
