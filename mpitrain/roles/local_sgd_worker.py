@@ -78,6 +78,9 @@ class LocalReport(Report, Protocol):
     def pause(self, seconds: float) -> None:
         """So much time went into something that is not training."""
 
+    def until_now(self) -> None:
+        """Training has gone on until now: others were waited for after this worker's last step."""
+
 
 class LocalSGDWorker:
     """One worker.
@@ -117,6 +120,8 @@ class LocalSGDWorker:
             epoch = turn.epoch
             yield from self._step(turn)
         yield from self._reduce(replica.finish())
+        if self.rank == 0:
+            self.report.until_now()
         return {
             "rank": self.rank, "role": "worker", "steps": self.num_steps,
             "compute_s": self.compute_s, "wait_s": self.wait_s,
@@ -150,8 +155,8 @@ class LocalSGDWorker:
         """Each worker measures the mean of all on its share of the validation set; the first one reports."""
         if not self.replica.validates:
             return
-        began_s = yield Now()
         yield from self._reduce(self.replica.reduce_mean())
+        began_s = yield Now()  # until here others were training, which is no pause
         yield Compute(self.replica.measure, "validate")
         yield from self._reduce(self.replica.gather_measured())
         if self.rank == 0:

@@ -56,6 +56,9 @@ class Quiet:
     def pause(self, seconds: float) -> None:
         """Not counted."""
 
+    def until_now(self) -> None:
+        """Not counted."""
+
 
 class EmptyStore:
     """A shard of no numbers; `reply`, `final`: what it answers with."""

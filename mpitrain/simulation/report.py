@@ -39,6 +39,9 @@ class VirtualLog:
     def pause(self, seconds: float) -> None:
         """Virtual time is charged for training only."""
 
+    def until_now(self) -> None:
+        """All virtual time counts."""
+
     def event(self, name: str, **fields: Any) -> None:
         """A validation or another note."""
         self.report.event(name, virtual_s=self.world.now_s, **fields)

@@ -209,6 +209,10 @@ class Meter:
         """So much time since the last step went into something that is not training."""
         self.paused_s += seconds
 
+    def until_now(self) -> None:
+        """Training has gone on until now, though this rank has no step to report: it waited for the others' last."""
+        self.last_s = time.monotonic()
+
     def validation(self, measure: Callable[[], dict[str, float]], epoch: int, samples: int) -> None:
         """Measure and report after `epoch` epochs and `samples` samples; the time it takes is a pause."""
         began_s = time.monotonic()

@@ -5,6 +5,7 @@ import pytest
 from mpitrain import LocalSGD, simulate
 from mpitrain.errors import UsageError
 from mpitrain.inject import Slow
+from mpitrain.simulation.report import VirtualLog
 from mpitrain.virtual import Constant, Ideal, Link
 from tests import toy
 
@@ -44,6 +45,20 @@ def test_a_straggler_is_waited_for_at_averagings_only(tmp_path):
         assert run["averagings"] == waits
         idle = [one["wait_s"] for one in run["ranks"]]
         assert idle[2] == 0.0 and idle[0] == pytest.approx(24.0)
+
+
+def test_waiting_for_a_straggler_before_a_validation_is_training_and_no_pause(tmp_path, monkeypatch):
+    """All hold different parameters until they validate: whoever is first there waits for the others' steps."""
+    pauses, ended = [], []
+    monkeypatch.setattr(VirtualLog, "pause", lambda self, seconds: pauses.append(seconds))
+    monkeypatch.setattr(VirtualLog, "until_now", lambda self: ended.append(self.world.now_s))
+    run = simulate(
+        toy.make_job(batch_size=2, epochs=2, validate=toy.Memory()), LocalSGD(period=100), 4, Constant(1.0, 0.0), run_dir=str(tmp_path),
+        quiet=True, inject=(str(Slow(2, 3.0)),),
+    )  # fmt: skip
+    assert run["virtual_s"] == pytest.approx(36.0) and run["steps"] == 12
+    assert pauses == [0.0]  # that of the first epoch; the last epoch's comes after all
+    assert ended == [pytest.approx(36.0)]
 
 
 def test_a_gradient_that_is_not_finite_stops_all_at_the_next_averaging_or_is_counted(tmp_path):
