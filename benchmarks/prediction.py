@@ -40,6 +40,7 @@ HERE = Path(__file__).resolve().parent
 HOSTS, BASE_S, SLOW_WORKER, FACTOR = 4, 0.06, 1, 5
 RATES = ("50mbit", "200mbit", "1000mbit")
 SPREADS = ("even", "one slow")
+SHARINGS = ("fcfs", "fair")  # how messages that meet on a link are predicted to share it
 STRATEGIES = (
     "allreduce()",
     "sync()",
@@ -115,26 +116,29 @@ def predict(options: argparse.Namespace, folder: Path) -> None:
                 target=(f"accuracy={TARGET}",), epochs=options.epochs,
             )  # fmt: skip
             job = apply_overrides(load_job(str(HERE / "prediction_job.py")), one)
-            network = parse(f"measured({json.dumps(str(links))})", "network")
             os.environ["PREDICTION_BASE_S"] = str(BASE_S)
-            runs = Comparison(job, one, parse("measured(4)", "compute"), network)
+            runs = Comparison(job, one, parse("measured(4)", "compute"))
             os.environ["PREDICTION_BASE_S"] = "0"  # measured: from here on it is virtual
-            found = {}
-            for strategy in options.strategies:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    rule = parse(strategy, "strategy")
-                    (row,) = runs.run([rule], [num_workers(strategy)])["rows"]
-                found[strategy] = {
-                    "sample_s": 1 / row["samples_per_s"],
-                    "to_target_s": (row["to_target"] or {}).get("virtual_s"),
-                }
-            show(f"predicted, {rate}, {spread}", found)
-            cluster = network.cluster
-            write_row("prediction", {
-                "kind": "predicted", "rate": rate, "spread": spread, "epochs": options.epochs or job.epochs,
-                "link": {"gbit_per_s": cluster.gbit_per_s, "latency_s": cluster.latency_s},
-                "batch_s": runs.measured["gradient_s"], "rules": found,
-            })  # fmt: skip
+            for sharing in SHARINGS:
+                text = f'measured({json.dumps(str(links))}, sharing="{sharing}")'
+                runs.network = network = parse(text, "network")
+                found = {}
+                for strategy in options.strategies:
+                    with contextlib.redirect_stdout(io.StringIO()):
+                        rule = parse(strategy, "strategy")
+                        (row,) = runs.run([rule], [num_workers(strategy)])["rows"]
+                    found[strategy] = {
+                        "sample_s": 1 / row["samples_per_s"],
+                        "to_target_s": (row["to_target"] or {}).get("virtual_s"),
+                    }
+                show(f"predicted, {rate}, {spread}, links {sharing}", found)
+                cluster = network.cluster
+                write_row("prediction", {
+                    "kind": "predicted", "rate": rate, "spread": spread, "sharing": sharing,
+                    "epochs": options.epochs or job.epochs,
+                    "link": {"gbit_per_s": cluster.gbit_per_s, "latency_s": cluster.latency_s},
+                    "batch_s": runs.measured["gradient_s"], "rules": found,
+                })  # fmt: skip
 
 
 def run(options: argparse.Namespace, folder: Path) -> None:
@@ -276,13 +280,13 @@ def _seconds(value: float | None) -> str:
     return "missed" if value is None else f"{value:.2f}"
 
 
-def newest(rows: list[dict]) -> list[tuple[dict, dict]]:
+def newest(rows: list[dict], sharing: str = SHARINGS[0]) -> list[tuple[dict, dict]]:
     """(predicted, measured) of each condition of which there are both: the newest run, and the prediction before."""
     pairs = {}
     predicted = {}
     for row in rows:
         key = row["rate"], row.get("spread")
-        if row["kind"] == "predicted":
+        if row["kind"] == "predicted" and row.get("sharing", SHARINGS[0]) == sharing:
             predicted[key] = row
         elif row["kind"] == "measured" and key in predicted:
             pairs[key] = predicted[key], row
@@ -317,11 +321,11 @@ def _best(rules: dict) -> str | None:
     return min(met, key=lambda name: met[name]) if met else None
 
 
-def compare(rows: list[dict]) -> str:
+def compare(rows: list[dict], sharing: str = SHARINGS[0]) -> str:
     """The table of errors, and what holds."""
-    conditions = judged(newest(rows))
+    conditions = judged(newest(rows, sharing))
     if not conditions:
-        return "nothing was predicted and run"
+        return f"nothing was predicted for {sharing} links and run afterwards"
     names = list(dict.fromkeys(name for one in conditions for name in one["rules"]))
     lines = [("error of the step time, %", *(f"{one['rate']} {one['spread']}" for one in conditions))]
     for name in names:
@@ -372,7 +376,9 @@ def main() -> int:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.what == "compare":
-        print(compare([json.loads(line) for line in (TRACKED / "prediction.jsonl").read_text().splitlines()]))
+        rows = [json.loads(line) for line in (TRACKED / "prediction.jsonl").read_text().splitlines()]
+        for sharing in SHARINGS:
+            print(f"\nlinks predicted {sharing}\n{compare(rows, sharing)}")
         return 0
     if options.what == "ranks":
         ranks(options)
