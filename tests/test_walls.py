@@ -48,8 +48,8 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
     {
         "wrapping": {"torch"},
         "simulation": {"torch", "numpy"},
-        "planning": {"torch"},
     },
+    {"planning": {"torch"}},
     {"cli": set()},
     {"__init__": set(), "__main__": set()},
 )

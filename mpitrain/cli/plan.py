@@ -10,7 +10,8 @@ from mpitrain.cli.parser import above_zero, fraction, positive, positives, rate
 _DESCRIPTION = """\
 Predict the speed-up of a job on a machine by strategy and number of workers,
 say what holds each strategy back, and advise. The predictions are closed forms
-of the times and links that are given, or that --probe measures on this host."""
+of the times and links that are given, or that --probe measures on this host,
+or, for strategies without one, a few steps in virtual time."""
 
 _EPILOG = """\
 A machine's file has any of these lines; options go before it:
@@ -25,7 +26,9 @@ examples:
   mpitrain plan jobs/digits.py --probe --network "gbe10()" --workers 1,2,4,8
   mpitrain plan jobs/digits.py --compute "lognormal(0.02, 0.3)" \\
       --network "gbe1()" --nodes 16 --ranks-per-node 4 --best accuracy-in=2h
-  mpitrain plan jobs/digits.py --probe --machine cluster.toml --best speed"""
+  mpitrain plan jobs/digits.py --probe --machine cluster.toml --best speed
+  mpitrain plan jobs/digits.py --probe --network "gbe1()" --workers 1,2,4,8 \\
+      --best accuracy-in=1m --train 4"""
 
 
 def add_parser(commands: Any) -> None:
@@ -61,6 +64,13 @@ def add_parser(commands: Any) -> None:
         "--best",
         metavar="BY",
         help="rank settings by speed, accuracy, accuracy-in=TIME (such as 2h), accuracy-per-epoch or cost",
+    )
+    parser.add_argument(
+        "--train",
+        type=positive,
+        metavar="N",
+        default=0,
+        help="train the N best of --best in virtual time, with real gradients, and rank those by what came of it",
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     machine = parser.add_argument_group("the machine")
@@ -122,6 +132,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
             fixed=arguments.fixed,
             backward=arguments.backward,
             best=arguments.best,
+            train=arguments.train,
             json=arguments.json,
         )
     )

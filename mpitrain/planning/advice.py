@@ -17,12 +17,15 @@ from typing import NamedTuple
 
 from mpitrain.errors import UsageError
 from mpitrain.planning.scaling import Conditions, Setting, throughput
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.system.sizes import size_text
 
 CRITERIA = ("speed", "accuracy", "accuracy-in=TIME", "accuracy-per-epoch", "cost")
 _TIME = re.compile(r"accuracy-in=(\d+(?:\.\d+)?)([smhd])$")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 UNEVEN = 1.5  # synchronous workers wait half of a mean batch for the last one
+SAME = 0.01  # of the throughput: settings that differ by less are one
 WORTH = 1.05  # a setting that is not so many times as fast as one device is not worth its ranks
 
 
@@ -32,8 +35,10 @@ class Option(NamedTuple):
     Args:
         setting: None: one device, without a strategy.
         rate: samples a second; stale: updates, in the mean, between reading parameters and applying a gradient.
-        step_samples: that an update is made of; learning_rate: what the papers' rules make of the job's.
+        step_samples: that an update is made of; learning_rate: what the papers' rules make of the job's, in words, and
+            lr_factor: as a factor (what divides a rate by staleness is a damping of the strategy).
         epochs: passes over the data in the time of `accuracy-in`, at most the job's.
+        alike: texts of settings that are as good within 1 %.
     """
 
     setting: Setting | None
@@ -43,6 +48,8 @@ class Option(NamedTuple):
     step_samples: float
     learning_rate: str
     epochs: float
+    lr_factor: float = 1.0
+    alike: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -84,7 +91,19 @@ def candidates(num_workers: int, num_samples: int, batch: int) -> list[Setting]:
         for one in servers
         for spare in spares
     ]
-    return found + [Setting(f'async(servers={one}, damping="inverse()")', "async", one) for one in servers]
+    return found + [Setting(f"async(servers={one}, damping=inverse())", "async", one) for one in servers]
+
+
+def virtual_candidates(num_workers: int) -> list[str]:
+    """Those without a closed form, which are run in virtual time."""
+    if num_workers == 1:
+        return []
+    found = ["decentralized()", 'decentralized(topology="ring")', 'localsgd(period=16, wire="bfloat16")']
+    found += [f"ssp(bound={bound}, damping=inverse())" for bound in (1, 4)]
+    groups = sorted(
+        {max(2, round(num_workers * share)) for share in (0.25, 0.5)} & set(range(2, num_workers))
+    )
+    return found + [f"softsync(updates={one}, damping=inverse())" for one in groups]
 
 
 def option(
@@ -99,17 +118,25 @@ def option(
     """A setting with its speed and what the papers say of it."""
     batch = conditions.batch
     rate = throughput(setting or Setting("", "allreduce"), conditions, num_workers)
-    stale, samples, rule = 0.0, float(batch * num_workers), "as it is"
+    stale, samples, rule, factor = 0.0, float(batch * num_workers), "as it is", 1.0
+    accepted = float(num_workers - (setting.spare if setting else 0))
+    together = setting is not None and setting.kind in ("allreduce", "servers")
     if setting is not None and setting.kind == "async":
         stale, samples, rule = num_workers - 1.0, batch, "/ staleness"
-    elif setting is not None and setting.kind == "localsgd":
-        rule = "as it is"
-    elif num_workers > 1:
-        accepted = num_workers - (setting.spare if setting else 0)
-        samples = float(batch * accepted)
-        rule = f"x {math.sqrt(accepted):.3g}" if adaptive else f"x {accepted}, warm-up"
+    elif setting is not None and setting.kind == "virtual":
+        assert setting.runs is not None
+        found = setting.runs.speed(setting, conditions, num_workers, batch)
+        stale, samples = found.stale, found.step_samples
+        together = isinstance(setting.strategy, AllReduce | Split) or getattr(
+            setting.strategy, "lockstep", False
+        )
+        accepted = samples / batch
+        rule = "/ staleness" if stale else rule
+    if together and num_workers > 1:
+        samples, factor = batch * accepted, math.sqrt(accepted) if adaptive else accepted
+        rule = f"x {factor:.3g}" if adaptive else f"x {factor:.3g}, warm-up"
     possible = epochs if within_s is None else min(epochs, rate * within_s / num_samples)
-    return Option(setting, num_workers, rate, stale, samples, rule, possible)
+    return Option(setting, num_workers, rate, stale, samples, rule, possible, factor)
 
 
 def rank(options: Sequence[Option], criterion: str) -> list[Option]:
@@ -120,12 +147,38 @@ def rank(options: Sequence[Option], criterion: str) -> list[Option]:
         return sorted(options, key=lambda one: (-_figure(one.rate / one.ranks), one.ranks))
 
     def by_accuracy(one: Option) -> tuple[float, ...]:
-        period = one.setting.period if one.setting else 1
-        return (one.stale, period, one.step_samples, -one.rate, one.ranks)
+        period, lossy = (one.setting.period, one.setting.lossy) if one.setting else (1, False)
+        return (round(one.stale, 9), lossy, period, one.step_samples, -_figure(one.rate), one.ranks)
 
     if criterion.startswith("accuracy-in="):
         return sorted(options, key=lambda one: (-round(one.epochs, 9), *by_accuracy(one)))
     return sorted(options, key=by_accuracy)
+
+
+def merged(ranked: Sequence[Option], criterion: str) -> list[Option]:
+    """Without settings that differ in nothing but their servers from a better one with at most 1 % less speed; for
+    accuracy, however much slower they are. What is kept names them as alike."""
+    kept: list[Option] = []
+    by_rate = not criterion.startswith("accuracy")
+    for one in sorted(ranked, key=lambda one: one.ranks) if by_rate else ranked:
+        twin = next((place for place, other in enumerate(kept) if _alike(one, other)), None)
+        if twin is None or by_rate and one.rate > (1 + SAME) * kept[twin].rate:
+            kept.append(one)
+        else:
+            kept[twin] = kept[twin]._replace(alike=(*kept[twin].alike, one.text))
+    order = {(one.text, one.workers): place for place, one in enumerate(ranked)}
+    return sorted(kept, key=lambda one: order[one.text, one.workers])
+
+
+def _alike(one: Option, other: Option) -> bool:
+    """Whether they train alike: the same rule, on as many workers."""
+    if one.setting is None or other.setting is None or one.workers != other.workers:
+        return False
+    first, second = one.setting, other.setting
+    same = ("kind", "period", "spare", "lossy")
+    if first.kind == "virtual" and first.text != second.text:
+        return False
+    return all(getattr(first, key) == getattr(second, key) for key in same)
 
 
 def _figure(value: float) -> float:

@@ -6,6 +6,7 @@ and refused, or printed as an assumption.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -17,7 +18,16 @@ from typing import Any
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.job import Job, Overrides, apply_overrides
-from mpitrain.planning.advice import Option, advise, candidates, check_criterion, option, rank
+from mpitrain.planning.advice import (
+    Option,
+    advise,
+    candidates,
+    check_criterion,
+    merged,
+    option,
+    rank,
+    virtual_candidates,
+)
 from mpitrain.planning.plan_text import plan_text
 from mpitrain.planning.probe import Probed, Weights, probe, weigh
 from mpitrain.planning.scaling import (
@@ -29,10 +39,12 @@ from mpitrain.planning.scaling import (
     reason,
     throughput,
 )
+from mpitrain.planning.virtual_runs import VirtualRuns, rank_trained, virtual_setting
 from mpitrain.strategies.allreduce import AllReduce
-from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.asynchronous import Async
+from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.parameter_server.sync import Backup, Sync
 from mpitrain.system.atomic import durably_replaced
 from mpitrain.training.job_file import load_job
@@ -56,6 +68,7 @@ class Request:
         workers: numbers of workers; none: powers of two up to the machine's.
         budget_s: of the probe; None: no probe.
         apply_s, read_s, fixed, backward: as in `Conditions`; None: not given.
+        train: how many of the best settings are trained in virtual time.
     """
 
     path: str
@@ -75,6 +88,7 @@ class Request:
     fixed: float | None = None
     backward: float | None = None
     best: str | None = None
+    train: int = 0
     json: str | None = None
 
 
@@ -105,13 +119,21 @@ def make_plan(request: Request) -> dict[str, Any]:
         print(f"probing this host for about {request.budget_s:g} s", file=sys.stderr, flush=True)
         probed = probe(job, catalogue, module, optimizer, request.budget_s)
     conditions, assumed = _conditions(request, job, weights, probed)
-    settings = _settings(request, module, weights)
+    if request.train and job.validate is None:
+        raise UsageError(
+            f"plan: --train ranks by a validation, and the job {job.name!r} validates nothing: give it validate="
+        )
+    runs = VirtualRuns(job, request.overrides)
+    settings = _settings(request, module, weights, runs)
+    if any(one.kind == "virtual" for one in settings) or (request.best and not request.strategies):
+        assumed.append(
+            "what has no closed form ran a few steps in virtual time, servers where it places them"
+        )
     counts = _counts(request)
     curves = [_curve(one, conditions, counts, job.batch_size) for one in settings]
     adaptive = any(word in type(optimizer).__name__ for word in _ADAPTIVE)
-    options = _options(
-        conditions, counts, catalogue, job, adaptive, within_s, settings if request.strategies else None
-    )
+    asked = settings if request.strategies or not request.best else None
+    options = _options(conditions, counts, catalogue, job, adaptive, within_s, asked, runs)
     found: dict[str, Any] = {
         "job": job.name,
         "batch": job.batch_size,
@@ -127,11 +149,33 @@ def make_plan(request: Request) -> dict[str, Any]:
     if probed:
         found["probe"] = dataclasses.asdict(probed)
     if request.best:
-        found["best"] = {
-            "criterion": request.best,
-            "options": [_row(one) for one in rank(options, request.best)],
-        }
+        ranked = merged(rank(options, request.best), request.best)
+        found["best"] = {"criterion": request.best, "options": [_row(one) for one in ranked]}
+        if request.train:
+            found["best"] |= _trained(request, runs, ranked, conditions, optimizer, within_s)
     return found
+
+
+def _trained(
+    request: Request,
+    runs: VirtualRuns,
+    ranked: Sequence[Option],
+    conditions: Conditions,
+    optimizer: Any,
+    within_s: float | None,
+) -> dict[str, Any]:
+    """The first options, trained in virtual time; one device is among them as `allreduce()` on one worker."""
+    lr = float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else None
+    settings = []
+    for one in ranked[: request.train]:
+        strategy = parse(one.text if one.setting else "allreduce()", "strategy")
+        assert isinstance(strategy, Strategy)
+        changed = None if lr is None or one.lr_factor == 1 else lr * one.lr_factor
+        print(f"training in virtual time: {one.text} on {one.workers} workers", file=sys.stderr, flush=True)
+        settings.append((strategy, one.workers, changed))
+    choice, rows = runs.train(settings, conditions, within_s)
+    best = rank_trained(rows, choice, request.best or "")
+    return {"metric": choice.metric, "trained": [one._asdict() for one in best]}
 
 
 def _with_machine(request: Request) -> Request:
@@ -157,6 +201,8 @@ def _with_machine(request: Request) -> Request:
 
 
 def _check_given(request: Request) -> None:
+    if request.train and not request.best:
+        raise UsageError("plan: --train trains the best settings: say by what they are the best, with --best")
     missing = []
     if request.compute is None and request.budget_s is None:
         missing.append('how long a batch takes (--compute "constant(0.1)", or --probe)')
@@ -249,6 +295,7 @@ def _conditions(
     number = {key: value or 0.0 for key, value in values.items()}
     return (
         Conditions(
+            network=_network_law(request),
             times=Times(law, job.seed),
             batch=job.batch_size,
             num_bytes=weights.gradients,
@@ -264,9 +311,9 @@ def _conditions(
     )
 
 
-def _settings(request: Request, module: Any, weights: Weights) -> list[Setting]:
+def _settings(request: Request, module: Any, weights: Weights, runs: VirtualRuns) -> list[Setting]:
     if request.strategies:
-        return [setting_of(text, module, weights) for text in request.strategies]
+        return [setting_of(text, module, weights, runs) for text in request.strategies]
     return [
         Setting("allreduce()", "allreduce"),
         Setting("localsgd(period=16)", "localsgd", period=16),
@@ -276,32 +323,33 @@ def _settings(request: Request, module: Any, weights: Weights) -> list[Setting]:
     ]
 
 
-def setting_of(text: str, module: Any, weights: Weights) -> Setting:
-    """A strategy's text as what its speed depends on.
-
-    Raises:
-        UsageError: there is no closed form for it.
-    """
+def setting_of(text: str, module: Any, weights: Weights, runs: VirtualRuns) -> Setting:
+    """A strategy's text as what its speed depends on."""
     from mpitrain.planning.codecs import message_sizes
 
     strategy = parse(text, "strategy")
+    assert isinstance(strategy, Strategy)
     if isinstance(strategy, AllReduce) and strategy.codec.is_none:
         return Setting(text, "allreduce")
-    if isinstance(strategy, LocalSGD) and strategy.unit == "steps" and strategy.wire == "full":
+    if isinstance(strategy, LocalSGD) and strategy == LocalSGD(strategy.period):
         return Setting(text, "localsgd", period=strategy.period)
-    plain = (
-        isinstance(strategy, ServerStrategy) and strategy.push_codec.is_none and strategy.reply_codec.is_none
-    )
-    if isinstance(strategy, Sync | Backup | Async) and plain and strategy.push_every == strategy.pulls == 1:
+    if isinstance(strategy, Sync | Backup | Async) and _pushes_every_batch(strategy):
         import torch
 
         push, reply = message_sizes(strategy, module, weights.numbers, torch.float32)
         shares = push / weights.gradients, reply / weights.gradients
         kind = "async" if isinstance(strategy, Async) else "servers"
         return Setting(text, kind, strategy.num_servers(), getattr(strategy, "spare", 0), 1, *shares)
-    raise UsageError(
-        f"plan: no closed form for {text}: it knows allreduce, localsgd, sync, backup and async without codecs and "
-        "with a push a batch; see mpitrain simulate"
+    return virtual_setting(text, runs)
+
+
+def _pushes_every_batch(strategy: ServerStrategy) -> bool:
+    """In full or rounded numbers, and waits for the reply."""
+    return (
+        strategy.push_codec.is_none
+        and strategy.reply_codec.is_none
+        and strategy.batching == PerWorker()
+        and strategy.push_every == strategy.pulls == strategy.inflight == 1
     )
 
 
@@ -309,10 +357,15 @@ def _curve(setting: Setting, conditions: Conditions, counts: list[int], batch: i
     """Speed-up over one device, with the batch of every worker constant, and with that of all workers."""
     alone = throughput(Setting("", "allreduce"), conditions, 1)
     rows: list[dict[str, Any]] = []
+    refused = ""
     for number in counts:
         if number < setting.needs():
             continue
-        rate = throughput(setting, conditions, number)
+        try:
+            rate = throughput(setting, conditions, number)
+        except UsageError as error:  # so many workers, or the job
+            refused = str(error)
+            continue
         name, gain = reason(setting, conditions, number)
         row = {
             "workers": number,
@@ -331,6 +384,8 @@ def _curve(setting: Setting, conditions: Conditions, counts: list[int], batch: i
     saturated = next(
         (row for row in rows if row["speed_up"] >= (1 - MATTERS) * most and row is not rows[-1]), None
     )
+    if refused and not rows:
+        raise UsageError(f"plan: {refused}")
     return {
         "strategy": setting.text,
         "points": rows,
@@ -348,16 +403,19 @@ def _options(
     adaptive: bool,
     within_s: float | None,
     settings: list[Setting] | None,
+    runs: VirtualRuns,
 ) -> list[Option]:
     samples = catalogue.num_samples
     found = [option(None, conditions, 1, adaptive, samples, job.epochs, within_s)]
     for number in counts:
-        some = candidates(number, samples, job.batch_size) if settings is None else settings
-        found += [
-            option(one, conditions, number, adaptive, samples, job.epochs, within_s)
-            for one in some
-            if one.needs() <= number and number > 1
-        ]
+        some = settings
+        if some is None:
+            some = candidates(number, samples, job.batch_size)
+            some += [virtual_setting(text, runs) for text in virtual_candidates(number)]
+        for one in some:
+            if one.needs() <= number and number > 1:
+                with contextlib.suppress(UsageError):  # so many workers are refused
+                    found.append(option(one, conditions, number, adaptive, samples, job.epochs, within_s))
     return found
 
 
@@ -394,4 +452,5 @@ def _row(one: Option) -> dict[str, Any]:
         "samples_per_update": one.step_samples,
         "learning_rate": one.learning_rate,
         "epochs": one.epochs,
+        "alike": list(one.alike),
     }

@@ -91,20 +91,37 @@ def _reasons(plan: dict[str, Any]) -> Iterator[str]:
 def _best(best: dict[str, Any]) -> Iterator[str]:
     rows = best["options"]
     yield f"best by {best['criterion']}"
-    yield f"  {'strategy':<32}{'workers':>8}{'samples/s':>11}{'stale':>7}{'epochs':>7}  rate"
+    yield f"  {'strategy':<32}{'workers':>8}{'samples/s':>10}{'stale':>6}{'epochs':>7}  rate"
     for row in rows[:_BEST]:
         yield (
-            f"  {_short(row['strategy']):<32}{row['workers']:>8}{row['samples_per_s']:>11.4g}{row['staleness']:>7.3g}"
+            f"  {_short(row['strategy']):<32}{row['workers']:>8}{row['samples_per_s']:>10.4g}{row['staleness']:>6.3g}"
             f"{row['epochs']:>7.3g}  {row['learning_rate']}"
         )[:WIDTH]
     if rows[0]["strategy"] == "one device":
         yield "  one device is better"
-    if best["criterion"].startswith("accuracy"):
+    if "trained" in best:
+        yield from _trained(best)
+    elif best["criterion"].startswith("accuracy"):
         yield from _wrapped(
             "  By the papers' rules, no training was simulated: fresh gradients before stale ones, frequent averages "
             "before rare ones, small steps before large ones.",
             2,
         )
+
+
+def _trained(best: dict[str, Any]) -> Iterator[str]:
+    """What training in virtual time has come to; without a target its column is left out."""
+    yield ""
+    yield f"  trained in virtual time, {best['metric']} as validated last"
+    yield f"  {'strategy':<33}{'workers':>8}{'lr':>9}{'metric':>9}{'at s':>8}{'target s':>10}"
+    for row in best["trained"]:
+        figures = (("lr", 9), ("value", 9), ("at_s", 8), ("to_target_s", 10))
+        cells = "".join(
+            f"{'-' if row[key] is None else format(row[key], '.3g'):>{width}}" for key, width in figures
+        )
+        yield f"  {_short(row['strategy']):<33}{row['workers']:>8}{cells}"[:WIDTH]
+        if row["failure"]:
+            yield from _wrapped(f"    {row['failure']}", 4)
 
 
 def _short(text: str) -> str:

@@ -6,6 +6,8 @@
     async               min(N B / (T + read + messages), each server's link, nodes' links, servers' updates)
     localsgd(H)         N H B / (E[max of N sums of H times] + H read + allreduce)
 
+A strategy without such a form is run in virtual time (`virtual_runs.py`).
+
 Invariants: arithmetic on numbers that were given; order statistics are means over draws that are keyed by worker, so
 that strategies and numbers of workers are compared on the same draws, and equal inputs give equal bytes. What holds a
 strategy back is found by ablation: the term whose removal raises the throughput most.
@@ -17,14 +19,16 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mpitrain.mpi.allreduce_plan import AUTO, Transport, pinned
 from mpitrain.mpi.process_group.algorithm_choice import choose
+from mpitrain.simulation.step_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from mpitrain.strategies.base import Strategy
 from mpitrain.virtual.collectives import LinkCost, allreduce_cost
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
+from mpitrain.virtual.network import Cluster, Ideal, Link, NetworkLaw
 
-BUCKET_BYTES = 25 << 20  # DDP's
 DRAWS, MOST_DRAWS = 300, 60_000  # steps for an order statistic, and times drawn for all of its workers
 MATTERS = 0.05  # a term that costs less of the throughput than this is no reason
 NONE = "nothing: computing"
@@ -78,6 +82,7 @@ class Conditions:
             not hidden behind computing.
         backward: share of a batch's time in which gradients can travel.
         even: no worker is ever later than the mean.
+        network: the law behind the links, for runs in virtual time.
     """
 
     times: Times
@@ -91,6 +96,7 @@ class Conditions:
     fixed: float = 0.0
     backward: float = 0.0
     even: bool = False
+    network: NetworkLaw = Ideal()
 
     def scale(self, batch: float) -> float:
         """The time of a batch of so many samples as a multiple of that of a whole one."""
@@ -115,14 +121,32 @@ class Conditions:
         return allreduce_cost(algorithm, sizes, num_bytes, self.inside, self.between).seconds
 
 
+class Virtual(NamedTuple):
+    """What a run in virtual time says of a strategy: samples per second, the mean staleness, samples of an update."""
+
+    rate: float
+    stale: float
+    step_samples: float
+
+
+class Speeds(Protocol):
+    """Where strategies without a closed form are run."""
+
+    def speed(
+        self, setting: Setting, conditions: Conditions, num_workers: int, batch: float, /
+    ) -> Virtual: ...
+
+
 class Setting(NamedTuple):
     """A strategy with what its speed depends on.
 
     Args:
         text: as `--strategy` reads it.
-        kind: "allreduce", "servers" (a step waits for workers), "async" or "localsgd".
+        kind: "allreduce", "servers" (a step waits for workers), "async", "localsgd", or "virtual": no closed form.
         servers, spare, period: as the strategies call them.
         push, reply: bytes of a message, in multiples of the parameters'.
+        lossy: whether less than the numbers travels.
+        strategy, runs: of "virtual": what is run, and where.
     """
 
     text: str
@@ -132,6 +156,9 @@ class Setting(NamedTuple):
     period: int = 1
     push: float = 1.0
     reply: float = 1.0
+    lossy: bool = False
+    strategy: Strategy | None = None
+    runs: Speeds | None = None
 
     def needs(self) -> int:
         """The fewest workers it makes sense for."""
@@ -141,8 +168,15 @@ class Setting(NamedTuple):
 def throughput(
     setting: Setting, conditions: Conditions, num_workers: int, batch: float | None = None
 ) -> float:
-    """Samples per second. `batch`: samples per worker and step, where not those of the conditions."""
+    """Samples per second. `batch`: samples per worker and step, where not those of the conditions.
+
+    Raises:
+        UsageError: a strategy without a closed form refuses the job, or so many workers.
+    """
     batch = conditions.batch if batch is None else batch
+    if setting.kind == "virtual":
+        assert setting.runs is not None
+        return setting.runs.speed(setting, conditions, num_workers, batch).rate
     if num_workers == 1 and setting.kind in ("allreduce", "localsgd"):
         return batch / conditions.step_s(1, 1, batch)
     if setting.kind == "allreduce":
@@ -172,19 +206,32 @@ def throughput(
 
 
 def _exposed_s(conditions: Conditions, num_workers: int, batch: float) -> float:
-    """What of the allreduce is not hidden behind the backward pass: the last bucket at least."""
-    num_buckets = max(1, -(-conditions.num_bytes // BUCKET_BYTES))
-    bucket_s = conditions.allreduce_s(num_workers, -(-conditions.num_bytes // num_buckets))
+    """What of the allreduce is not hidden behind the backward pass: of DDP's buckets, each of which is reduced when its
+    gradients are there and the one before it is reduced, the last at least."""
     backward_s = conditions.backward * conditions.times.mean_s * conditions.scale(batch)
-    return max(bucket_s, num_buckets * bucket_s - backward_s * (1 - 1 / num_buckets))
+    done, at_s = 0, 0.0
+    for num_bytes in bucket_bytes(conditions.num_bytes):
+        done += num_bytes
+        ready_s = backward_s * done / conditions.num_bytes
+        at_s = max(at_s, ready_s) + conditions.allreduce_s(num_workers, num_bytes)
+    return at_s - backward_s
+
+
+def bucket_bytes(num_bytes: int) -> list[int]:
+    """DDP's buckets, in the order in which they are reduced: the first is small, so that reducing begins early."""
+    first = min(num_bytes, FIRST_BUCKET_BYTES)
+    whole, rest = divmod(num_bytes - first, BUCKET_BYTES)
+    return [first, *[BUCKET_BYTES] * whole, *([rest] if rest else [])]
 
 
 def _gather_s(setting: Setting, conditions: Conditions, num_workers: int) -> float:
-    """All pushes to the servers, an update with each, and all replies, over the slower of servers' and nodes' links."""
+    """Pushes to the servers, an update with each, and replies, over the slower of servers' and nodes' links. Who is
+    replied to first pushes first, so that pushes and replies are under way at once but for one of them."""
     num_nodes = -(-num_workers // conditions.workers_per_node)
     copies = max(num_workers / setting.servers, num_workers / num_nodes)
-    both = (setting.push + setting.reply) * conditions.num_bytes
-    seconds = 2 * conditions.between.alpha_s + copies * both * conditions.between.beta_s
+    lighter, heavier = sorted((setting.push, setting.reply))
+    num_bytes = (copies * heavier + lighter / setting.servers) * conditions.num_bytes
+    seconds = 2 * conditions.between.alpha_s + num_bytes * conditions.between.beta_s
     return seconds + num_workers * conditions.apply_s / setting.servers
 
 
@@ -195,13 +242,30 @@ Removal = Callable[[Conditions], Conditions]
 
 def _without_bandwidth(conditions: Conditions) -> Conditions:
     inside, between = (link._replace(beta_s=0.0) for link in (conditions.inside, conditions.between))
-    return replace(conditions, inside=inside, between=between)
+    return replace(conditions, inside=inside, between=between, network=_without(conditions.network, _RATES))
 
 
 def _without_latency(conditions: Conditions) -> Conditions:
     links = (link._replace(alpha_s=0.0, post_s=0.0) for link in (conditions.inside, conditions.between))
     inside, between = links
-    return replace(conditions, inside=inside, between=between)
+    return replace(
+        conditions, inside=inside, between=between, network=_without(conditions.network, _LATENCIES)
+    )
+
+
+_RATES = {
+    "gbit_per_s": 1e9, "local_gbit_per_s": 1e9, "device_gbit_per_s": 0.0, "nodes_per_switch": 0,
+    "oversubscription": 1.0,
+}  # fmt: skip
+_LATENCIES = {"latency_s": 0.0, "local_latency_s": 0.0}
+
+
+def _without(network: NetworkLaw, changes: dict[str, float]) -> NetworkLaw:
+    """The same nodes with better links."""
+    if not isinstance(network, Cluster | Link):
+        return network
+    known: dict[str, Any] = {key: value for key, value in changes.items() if hasattr(network, key)}
+    return replace(network, **known)
 
 
 REMOVALS: dict[str, Removal] = {
@@ -238,6 +302,8 @@ def reason(
 
 
 def _link_name(setting: Setting, conditions: Conditions, num_workers: int) -> str:
+    if setting.kind == "virtual":
+        return "link"
     if setting.kind not in ("async", "servers"):
         return "allreduce link"
     num_nodes = -(-num_workers // conditions.workers_per_node)

@@ -69,6 +69,7 @@ class Comparison:
         self.compute_text = str(compute)
         self.compute, self.measured = with_measured(compute, job, options.lr, self.catalogue)
         self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
+        self._known_shares: dict[str, dict[str, float]] = {}
 
     def run(self, strategies: Sequence[Strategy], counts: Sequence[int]) -> dict[str, Any]:
         """All of them, JSON-able.
@@ -120,9 +121,11 @@ class Comparison:
         if not self.options.quiet:
             print(f"simulating {strategy} on {number} workers", file=sys.stderr, flush=True)
         try:
-            found = (
-                self._timed(job, number, folder) if self.timing_only else self._trained(job, number, folder)
-            )
+            if self.timing_only:
+                found = self.timed(strategy, number, folder)
+                print(fom_line(found), flush=True)
+            else:
+                found = self._trained(job, number, folder)
         except UsageError as error:
             return row | {"refused": str(error)}
         except (DeadlockError, LostRankError) as error:
@@ -155,9 +158,13 @@ class Comparison:
         options = replace(self.options, run_dir=str(folder), quiet=True, strategy=None)
         return simulate_job(job, options, number, self.compute, self.network, self.costs)
 
-    def _timed(self, job: Job, number: int, folder: Path) -> dict[str, Any]:
-        """Without gradients."""
-        strategy, options = job.strategy, self.options
+    def timed(self, strategy: Strategy, number: int, folder: Path) -> dict[str, Any]:
+        """The result of a run without gradients; `folder`: for what it traces.
+
+        Raises:
+            UsageError: the strategy refuses the job, or so many workers.
+        """
+        job, options = replace(self.job, strategy=strategy), self.options
         job = replace(job, validate=None, target={}, keep_best=None, patience=None, log=())
         if isinstance(strategy, AllReduce | Split):
             with tempfile.TemporaryDirectory() as scratch:
@@ -177,18 +184,22 @@ class Comparison:
             folder.mkdir(parents=True, exist_ok=True)
         load = Workload.of(job, options.steps, **self._shares(job))
         injections: tuple[Injection, ...] = options.injections
-        assert isinstance(strategy, Strategy)
         found = time_run(
             strategy, load, number, self.compute, self.network, job.seed, injections, self.costs,
             None if steps is None else (steps, folder),
         )  # fmt: skip
         nodes = self.network.nodes(number + found["servers"]) or (0,)
-        found |= {"status": "ok", "failure": "", "exit_code": EXIT_OK, "nodes": len(set(nodes))}
-        print(fom_line(found), flush=True)
-        return found
+        return found | {"status": "ok", "failure": "", "exit_code": EXIT_OK, "nodes": len(set(nodes))}
 
     def _shares(self, job: Job) -> dict[str, float]:
-        """What share of full numbers travels where a codec decides: of a short run with gradients."""
+        """What share of full numbers travels where a codec decides, measured once for each strategy."""
+        key = str(job.strategy)
+        if key not in self._known_shares:
+            self._known_shares[key] = self._measured_shares(job)
+        return self._known_shares[key]
+
+    def _measured_shares(self, job: Job) -> dict[str, float]:
+        """Of a short run with gradients."""
         replies = getattr(job.strategy, "reply_codec", None)
         if codec_of(job.strategy) is None and (replies is None or replies.is_none):
             return {}

@@ -135,7 +135,6 @@ def test_a_plan_by_hand_is_the_same_bytes_twice_and_fits_80_columns(tmp_path, ca
         ([*GIVEN, "--best", "luck"], "--best luck"),
         ([*GIVEN, "--nodes", "2"], "4 workers on 2 nodes"),
         ([*GIVEN, "--network", "gbe1(ranks_per_node=2)"], "puts 2 ranks on a node"),
-        ([*GIVEN, "--synthetic", "--strategy", "pipeline(2)"], "no closed form"),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(words, message, capsys):

@@ -52,9 +52,10 @@ def test_waiting_for_a_straggler_before_a_validation_is_training_and_no_pause(tm
     pauses, ended = [], []
     monkeypatch.setattr(VirtualLog, "pause", lambda self, seconds: pauses.append(seconds))
     monkeypatch.setattr(VirtualLog, "until_now", lambda self: ended.append(self.world.now_s))
+    job = toy.make_job(batch_size=2, epochs=2, validate=toy.Memory())
     run = simulate(
-        toy.make_job(batch_size=2, epochs=2, validate=toy.Memory()), LocalSGD(period=100), 4, Constant(1.0, 0.0), run_dir=str(tmp_path),
-        quiet=True, inject=(str(Slow(2, 3.0)),),
+        job, LocalSGD(period=100), 4, Constant(1.0, 0.0), run_dir=str(tmp_path), quiet=True,
+        inject=(str(Slow(2, 3.0)),),
     )  # fmt: skip
     assert run["virtual_s"] == pytest.approx(36.0) and run["steps"] == 12
     assert pauses == [0.0]  # that of the first epoch; the last epoch's comes after all
