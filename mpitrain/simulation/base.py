@@ -21,9 +21,9 @@ from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, default_run_dir
-from mpitrain.simulation.measured_step import with_measured
+from mpitrain.simulation.measured_step import charged, with_measured
 from mpitrain.simulation.report import VirtualLog
-from mpitrain.simulation.workload import codec_of
+from mpitrain.simulation.workload import codec_of, updates_itself
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.validation_policy import ValidationCadence, read_validation_policy
@@ -91,9 +91,10 @@ class VirtualRun:
                 f"{self.catalogue.num_samples} workers"
             )
         self.job, self.options, self.number = job, options, number
-        self.network, self.costs = network, costs
+        self.network = network
         self.compute_text = str(compute)
         self.compute, self.measured = with_measured(compute, job, options.lr, self.catalogue)
+        self.costs = charged(costs, self.measured)
         self.parts: dict[int, float] = {}  # of the parameters that a rank holds, where it is not all of them
         self._num_bytes = 0  # of all parameters that are trained
         self.num_shares = number  # batches a step
@@ -153,6 +154,7 @@ class VirtualRun:
             effect.num_batches,
             effect.size,
             codec_of(self.job.strategy) is not None,
+            updates_itself(self.job.strategy),
         )
 
     def _trace(self, steps: TraceSteps, rank: int, world: VirtualWorld) -> VirtualTrace:

@@ -27,7 +27,7 @@ from mpitrain.reporting.run_files import read_runs
 from mpitrain.reporting.targets import missed_targets
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.lockstep import simulate_lockstep
-from mpitrain.simulation.measured_step import with_measured
+from mpitrain.simulation.measured_step import charged, with_measured
 from mpitrain.simulation.servers import simulate_job
 from mpitrain.simulation.timing import quantiles, time_run
 from mpitrain.simulation.workload import PAD_BYTES, Workload, codec_of
@@ -64,10 +64,11 @@ class Comparison:
         timing_only: bool = False,
     ):
         self.job, self.options, self.timing_only = job, options, timing_only
-        self.network, self.costs = network, costs
+        self.network = network
         self.catalogue = job.data.scan()
         self.compute_text = str(compute)
         self.compute, self.measured = with_measured(compute, job, options.lr, self.catalogue)
+        self.costs = charged(costs, self.measured)
         self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
         self._known_shares: dict[str, dict[str, float]] = {}
 

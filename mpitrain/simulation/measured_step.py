@@ -28,6 +28,7 @@ from mpitrain.training.measure import build
 from mpitrain.training.synchronous.stepper import Batch, Stepper
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.compute_laws import MeasuredCompute, Resampled
+from mpitrain.virtual.costs import Costs
 
 WARMUP, LEAST = 2, 3  # batches: before the first that counts, and at least so many that do
 MOST_CODED = 1 << 22  # numbers that are coded; the rest is extrapolated
@@ -61,6 +62,19 @@ def with_measured(
     found, measured = with_measured(inner, job, lr, catalogue)
     changes: dict[str, Any] = {"law": found}
     return (dataclasses.replace(law, **changes), measured) if measured else (law, {})
+
+
+def charged(costs: Costs, measured: dict[str, Any]) -> Costs:
+    """The costs, with what was measured of updates and of coding where nothing is said of them."""
+    if not measured:
+        return costs
+    changes: dict[str, float] = {}
+    num_bytes, update_s, encode_s = (measured[key] for key in ("trained_bytes", "optimizer_s", "encode_s"))
+    if not costs.memory_gb_per_s and update_s:
+        changes["memory_gb_per_s"] = costs.passes * num_bytes / update_s / 1e9
+    if not costs.codec_gb_per_s and encode_s:
+        changes["codec_gb_per_s"] = num_bytes / encode_s / 1e9
+    return dataclasses.replace(costs, **changes)
 
 
 def measure_step(
@@ -124,6 +138,7 @@ def _measure(
         "bucket_ends_s": [median(column) for column in zip(*ends[WARMUP:], strict=True)],
         "read_s": median(reads[WARMUP:]),
         "optimizer_s": median(updates[WARMUP:]),
+        "trained_bytes": sum(one.nbytes for one in parameters),
         "encode_s": _encode_s(codec, module) if codec is not None else 0.0,
     }
     return Resampled(tuple(gradients[WARMUP:])), found

@@ -24,7 +24,7 @@ from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.roles.peer import Peer
 from mpitrain.simulation.empty import Bytes, EmptyLocalReplica, EmptyPeer, EmptyReplica, EmptyStore, Quiet
 from mpitrain.simulation.workload import Workload as Workload
-from mpitrain.simulation.workload import codec_of
+from mpitrain.simulation.workload import codec_of, updates_itself
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
@@ -101,7 +101,7 @@ class _Timing:
         )
         self.costs, self.trace = costs, trace
         self.parts: dict[int, float] = {}  # of the parameters that a rank holds, where it is not all of them
-        self.codes = codec_of(strategy) is not None
+        self.codes, self.updates_itself = codec_of(strategy) is not None, updates_itself(strategy)
         self.world = VirtualWorld(compute, network, seed)
 
     def over_servers(self, strategy: ServerStrategy) -> dict[str, Any]:
@@ -260,7 +260,9 @@ class _Timing:
         """Seconds of a task besides those of the compute law."""
         load = self.workload
         num_bytes = load.num_parameters * load.number_bytes * self.parts.get(rank, 1.0)
-        return self.costs.seconds(effect.what, num_bytes, effect.num_batches, effect.size, self.codes)
+        return self.costs.seconds(
+            effect.what, num_bytes, effect.num_batches, effect.size, self.codes, self.updates_itself
+        )
 
     def _straggling(self, index: int, role: Role) -> Role:
         return self.stragglers[index].wrap(role) if self.stragglers else role

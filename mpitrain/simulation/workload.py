@@ -11,6 +11,8 @@ from typing import Any
 
 from mpitrain.codecs.base import Codec
 from mpitrain.errors import UsageError
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.local_sgd import LocalSGD
 
 PAD_BYTES = 64  # a payload's numbers are padded to a multiple of these, and stand between two pads
 NUMBER_BYTES = {"float16": 2.0, "bfloat16": 2.0, "int8": 65 / 64}  # of numbers that are rounded to travel
@@ -99,3 +101,8 @@ def codec_of(strategy: Any) -> Codec | None:
     """What a worker's gradients are encoded with, where they are."""
     codec = getattr(strategy, "push_wire", None) or getattr(strategy, "codec", None)
     return codec if isinstance(codec, Codec) and codec.name != "none" else None
+
+
+def updates_itself(strategy: Any) -> bool:
+    """Whether a worker steps an optimizer of its own with every gradient."""
+    return isinstance(strategy, LocalSGD | Decentralized) or getattr(strategy, "optimizer", "") == "worker"

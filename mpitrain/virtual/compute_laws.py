@@ -229,7 +229,8 @@ def _batch_times(path: Path) -> list[float]:
 @dataclass(frozen=True, repr=False)
 class MeasuredCompute(ComputeLaw):
     """The times of this job's batches on this machine: timed before the simulation begins, and drawn from among those.
-    The result says what forward and backward pass, reading, the optimizer and the codec have taken.
+    The result says what forward and backward pass, reading, the optimizer and the codec have taken; updates and coding
+    are charged as measured where `--costs` says nothing of them.
 
     Args:
         for_s: seconds to measure for.

@@ -42,21 +42,34 @@ class Costs(Value):
                 raise UsageError(f"costs: {key} must be finite and not negative, got {value}")
 
     def seconds(
-        self, what: str, num_bytes: float, num_batches: float = 1, size: float = 1.0, codes: bool = False
+        self,
+        what: str,
+        num_bytes: float,
+        num_batches: float = 1,
+        size: float = 1.0,
+        codes: bool = False,
+        updates: bool = False,
     ) -> float:
         """Of one task.
 
         Args:
             what: as in `Compute`; num_bytes: of the parameters that the rank holds.
-            num_batches, size: as in `Compute`; codes: whether a gradient is encoded.
+            num_batches, size: as in `Compute`; codes: whether a gradient is encoded; updates:
+                whether the rank that has computed it updates its own parameters with it.
         """
         if what == "gradient":
-            return num_batches * size * self.read_s + (_at(num_bytes, self.codec_gb_per_s) if codes else 0.0)
+            coded_s = _at(num_bytes, self.codec_gb_per_s) if codes else 0.0
+            return (
+                num_batches * size * self.read_s + coded_s + (self._update_s(num_bytes) if updates else 0.0)
+            )
         if what == "apply":
-            return _at(self.passes * num_bytes, self.memory_gb_per_s)
+            return self._update_s(num_bytes)
         if what == "validate":
             return size * self.validate_s
         return _at(num_bytes, self.checkpoint_gb_per_s)
+
+    def _update_s(self, num_bytes: float) -> float:
+        return _at(self.passes * num_bytes, self.memory_gb_per_s)
 
 
 def _at(num_bytes: float, gb_per_s: float) -> float:

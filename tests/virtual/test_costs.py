@@ -18,6 +18,7 @@ def test_seconds_are_bytes_over_rates():
     assert costs.seconds("apply", 4e9) == 10.0
     assert costs.seconds("gradient", 4e9, num_batches=3, size=2.0) == 3.0
     assert costs.seconds("gradient", 4e9, codes=True) == 0.5 + 1.0
+    assert costs.seconds("gradient", 4e9, updates=True) == 0.5 + 10.0
     assert costs.seconds("validate", 4e9) == 3.0 and costs.seconds("validate", 4e9, size=0.0) == 0.0
     assert costs.seconds("checkpoint", 4e9) == 0.0
     assert Costs(checkpoint_gb_per_s=8.0).seconds("deliver", 4e9) == 0.5

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.values import parse
 from mpitrain.virtual.compute import WorkerTimes
 from tests import toy
+
+SLOW_S = 0.02
 
 
 @pytest.mark.parametrize("strategy", [mt.Async(), mt.AllReduce()], ids=str)
@@ -62,3 +67,37 @@ def test_measured_times_may_stand_in_another_law(tmp_path):
 def test_outside_a_simulation_there_is_nothing_to_measure():
     with pytest.raises(UsageError, match="simulation"):
         WorkerTimes(parse("measured()", "compute"), 0, 0)
+
+
+class SlowSGD(torch.optim.SGD):
+    elementwise = True
+
+    def step(self, closure=None):
+        time.sleep(SLOW_S)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "updates"),
+    [
+        (mt.Async(), 8),
+        (mt.Async(optimizer="worker"), 4),
+        (mt.AllReduce(), 4),
+        (mt.LocalSGD(period=2), 4),
+        (mt.Decentralized(), 4),
+    ],
+    ids=str,
+)
+def test_updates_are_charged_as_measured_unless_their_costs_are_given(tmp_path, strategy, updates):
+    """A server updates once for each push; other ranks update at once, once a step."""
+    took_s = {}
+    for name, costs in (("measured", mt.virtual.Costs()), ("given", mt.virtual.Costs(memory_gb_per_s=1e3))):
+        run_dir = tmp_path / name
+        result = mt.simulate(
+            toy.make_job(optimizer=lambda parameters: SlowSGD(parameters, 0.01)), strategy, 2,
+            parse("measured(0.1)", "compute"), costs=costs, steps=4, run_dir=str(run_dir), quiet=True,
+        )  # fmt: skip
+        took_s[name] = result["virtual_s"]
+        assert result["measured"]["optimizer_s"] >= SLOW_S
+        assert ("memory_gb_per_s=1000" in result["costs"]) == (name == "given")
+    assert took_s["measured"] >= updates * SLOW_S
