@@ -200,7 +200,7 @@ def replay(options: argparse.Namespace, folder: Path) -> None:
             one = Overrides(run_dir=str(folder / f"again-{rate}-{number}"), quiet=True)
             job = apply_overrides(load_job(str(HERE / "prediction_job.py")), one)
             runs = Comparison(
-                job, one, parse(traced, "compute"), parse(f"measured({json.dumps(str(links))})", "network"),
+                job, one, parse(traced, "compute"), parse(f'measured({json.dumps(str(links))}, sharing="fair")', "network"),
                 timing_only=True,
             )  # fmt: skip
             with contextlib.redirect_stdout(io.StringIO()):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpitrain.errors import UsageError
-from mpitrain.system.trace import file_name
+from mpitrain.system.trace import WAIT, file_name
 from mpitrain.values import register
 from mpitrain.virtual.compute import ComputeLaw, Constant, Times
 
@@ -210,19 +210,32 @@ def read_times(run_dir: Path) -> list[list[float]]:
 
 
 def _batch_times(path: Path) -> list[float]:
-    """Seconds of each gradient in a trace; one of several batches is divided evenly among them."""
+    """Seconds of each gradient in a trace, without those in which it only waits, as a backward pass does for the last
+    allreduce; one of several batches is divided evenly among them."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        spans = [row for row in rows if row["ph"] == "X" and row["name"] in (_GRADIENT, _FORWARD)]
-        gradients = sorted((row["ts"], row["dur"]) for row in spans if row["name"] == _GRADIENT)
+        spans = [row for row in rows if row["ph"] == "X"]
+        gradients = sorted((row["ts"], row["dur"], row["tid"]) for row in spans if row["name"] == _GRADIENT)
         forwards = sorted(row["ts"] for row in spans if row["name"] == _FORWARD)
+        waits = sorted((row["ts"], row["ts"] + row["dur"], row["tid"]) for row in spans if row["cat"] == WAIT)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"trace: cannot read {path}: {error}") from error
     times: list[float] = []
-    for began, took in gradients:
+    for began, took, thread in gradients:
         count = max(1, sum(began <= one <= began + took for one in forwards))
-        times += [took / 1e6 / count] * count
+        own = [(first, end) for first, end, tid in waits if tid == thread and began <= first <= began + took]
+        times += [(took - _covered(own, began + took)) / 1e6 / count] * count
     return times
+
+
+def _covered(intervals: list[tuple[float, float]], until: float) -> float:
+    """The length of the union of intervals, sorted by their begin, up to `until`."""
+    total, done = 0.0, -math.inf
+    for first, end in intervals:
+        first, end = max(first, done), min(end, until)
+        total += max(0.0, end - first)
+        done = max(done, end)
+    return total
 
 
 @register("compute", "measured")

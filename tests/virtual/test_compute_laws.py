@@ -102,6 +102,17 @@ def test_a_trace_is_replayed_exactly_and_over_again(tmp_path):
         parse(f'trace("{tmp_path / "none"}")', "compute")
 
 
+def test_what_a_traced_gradient_has_waited_is_no_computing(tmp_path):
+    """200 us, of which a wait within the wait has 100; 50 that reach beyond the end; and another thread's."""
+    spans = [
+        ("gradient", "compute", 0, 1000, 0), ("wait for the mean gradient", "wait", 700, 200, 0),
+        ("wait: allreduce", "wait", 750, 100, 0), ("wait: barrier", "wait", 950, 250, 0), ("wait", "wait", 100, 500, 1),
+    ]  # fmt: skip
+    rows = [dict(zip(("name", "cat", "ts", "dur", "tid"), one, strict=True), ph="X") for one in spans]
+    (tmp_path / "trace-rank-0.json").write_text(json.dumps({"traceEvents": rows}))
+    assert drawn(f'trace("{tmp_path}")', 0, 2).tolist() == [750 / 1e6] * 2
+
+
 @pytest.mark.parametrize(
     "text",
     [
