@@ -9,72 +9,17 @@ that the committed pages are what this makes.
 from __future__ import annotations
 
 import ast
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
+import report_virtual
 from common import mean_interval
+from report_rows import HERE, duration, newest, one, origin, rows_of, size, spread
 
 from docs.markdown import table
 
-HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
-
-
-@cache
-def rows_of(name: str) -> tuple[Row, ...]:
-    """All recorded rows of a program, the oldest first."""
-    path = HERE / "results" / f"{name}.jsonl"
-    return tuple(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
-
-
-def newest(name: str, *keys: str, **wanted: Any) -> dict[tuple[Any, ...], Row]:
-    """The newest row for each combination of these keys, of rows with the wanted values."""
-    rows = [row for row in rows_of(name) if all(row.get(key) == value for key, value in wanted.items())]
-    return {tuple(row.get(key) for key in keys): row for row in rows}
-
-
-def one(name: str, **wanted: Any) -> Row:
-    """The newest row with these values."""
-    return newest(name, **wanted)[()]
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """A ratio with its 95 % interval."""
-    middle, low, high = (f"{value:.{digits}f}" for value in values)
-    return f"{middle} ({low} - {high})"
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in the unit that fits."""
-    for unit, factor in (("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def duration(us: float) -> str:
-    """Microseconds in the unit that fits."""
-    for unit, factor in (("s", 1e6), ("ms", 1e3)):
-        if us >= factor:
-            return f"{us / factor:.3g} {unit}"
-    return f"{us:.3g} us"
-
-
-def origin(*rows: Row) -> str:
-    """Where and when rows were measured, a line for each of them."""
-    lines = []
-    for row in rows:
-        mpi = row.get("mpi", "").split(",")[0]
-        rounds = f"{row['rounds']} rounds" if isinstance(row.get("rounds"), int) else ""
-        words = [row["cpu"], f"{row['num_cores']} cores", f"torch {row.get('torch', '?')}", mpi, rounds]
-        line = f"{row['date']}, commit {row['commit']}, {', '.join(filter(None, words))}"
-        if line not in lines:
-            lines.append(line)
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def step_time() -> str:
@@ -480,6 +425,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "tolerance_cost": (["python benchmarks/tolerance_cost.py"], tolerance_cost),
     "signals": (["python benchmarks/signals.py"], signals),
     "hostile": (["make hostile"], hostile),
+    **report_virtual.PROGRAMS,
 }  # fmt: skip
 
 
