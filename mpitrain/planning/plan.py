@@ -117,7 +117,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     probed = None
     if request.budget_s is not None:
         print(f"probing this host for about {request.budget_s:g} s", file=sys.stderr, flush=True)
-        probed = probe(job, catalogue, module, optimizer, request.budget_s)
+        probed = probe(job, request.overrides.lr, catalogue, request.budget_s)
     conditions, assumed = _conditions(request, job, weights, probed)
     if request.train and job.validate is None:
         raise UsageError(

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from mpitrain.data.format.catalogue import Catalogue
-from mpitrain.data.read.reader import Reader
 from mpitrain.job import Job
 from mpitrain.model.loss import read_loss
+from mpitrain.simulation.measured_step import measure_step
 from mpitrain.training.measure import build, pick_device
 
 LEAST_STEPS = 3
@@ -55,8 +55,8 @@ class Probed:
 
     Attributes:
         forward_s, backward_s, optimizer_s: of a batch; one_sample_s: forward and backward of a batch of one.
-        read_s: of a batch from the data, nothing read ahead; apply_s: a server's plain update with a whole gradient.
-        steps_s: of every whole step that was timed; bytes_per_s: that memory copies.
+        read_s: of a batch from the data, nothing read ahead; apply_s: of an update of all parameters, as a server's.
+        steps_s: of every whole step that was timed, the optimizer's being its median; bytes_per_s: that memory copies.
     """
 
     forward_s: float
@@ -76,7 +76,7 @@ def weigh(job: Job, catalogue: Catalogue) -> tuple[Weights, nn.Module, Any]:
 
     module, optimizer = build(job, None, torch.device("cpu"))
     with job.data.reader(catalogue, job.seed) as reader:
-        batch = _batch(job, reader, 0, catalogue)
+        batch = reader.batch(0, 0, min(job.batch_size, catalogue.num_samples))
     kept: dict[int, int] = {}
     own = {one.untyped_storage().data_ptr() for one in [*module.parameters(), *module.buffers()]}
 
@@ -109,88 +109,24 @@ def weigh(job: Job, catalogue: Catalogue) -> tuple[Weights, nn.Module, Any]:
     return weights, module, optimizer
 
 
-def probe(job: Job, catalogue: Catalogue, module: nn.Module, optimizer: Any, budget_s: float) -> Probed:
-    """Time the job's steps here, for about `budget_s` in all."""
+def probe(job: Job, lr: float | None, catalogue: Catalogue, budget_s: float) -> Probed:
+    """Time the job's steps here, for about `budget_s` in all, as the compute law `measured` does."""
     device = pick_device(0)
-    module.to(device).train()
-    with job.data.reader(catalogue, job.seed) as reader:
-        timed = _Timed(job, reader, catalogue, module, optimizer, device)
-        timed.step(0)  # buffers are allocated
-        rows: list[tuple[float, float, float, float]] = []
-        end_s = time.perf_counter() + 0.7 * budget_s
-        while len(rows) < LEAST_STEPS or time.perf_counter() < end_s:
-            rows.append(timed.step(len(rows) + 1))
-        single: list[float] = []
-        end_s = time.perf_counter() + 0.1 * budget_s
-        while len(single) < LEAST_STEPS or time.perf_counter() < end_s:
-            _, forward_s, backward_s, _ = timed.step(len(single), 1)
-            single.append(forward_s + backward_s)
-    read_s, forward_s, backward_s, optimizer_s = (
-        statistics.median(column) for column in zip(*rows, strict=True)
-    )
+    law, whole = measure_step(job, lr, catalogue, 0.7 * budget_s, device)
+    _, single = measure_step(job, lr, catalogue, 0.1 * budget_s, device, samples=1)
     source, target = torch.zeros(_COPIED), torch.zeros(_COPIED)
-    numbers = sum(one.numel() for one in module.parameters() if one.requires_grad)
-    held, gradient = torch.zeros(numbers), torch.zeros(numbers)
-    copy_s = _median_s(lambda: target.copy_(source), 0.05 * budget_s)
+    copy_s = _median_s(lambda: target.copy_(source), 0.1 * budget_s)
     return Probed(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        optimizer_s=optimizer_s,
-        one_sample_s=statistics.median(single),
-        read_s=read_s,
-        apply_s=_median_s(lambda: held.add_(gradient, alpha=-0.1), 0.05 * budget_s),
+        forward_s=whole["forward_s"],
+        backward_s=whole["backward_s"],
+        optimizer_s=whole["optimizer_s"],
+        one_sample_s=single["gradient_s"],
+        read_s=whole["read_s"],
+        apply_s=whole["optimizer_s"],
         bytes_per_s=2 * 4 * _COPIED / copy_s,
-        steps_s=tuple(sum(row[1:]) for row in rows),
+        steps_s=tuple(one + whole["optimizer_s"] for one in law.times),
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
     )
-
-
-class _Timed:
-    """Steps of a job, timed in parts."""
-
-    def __init__(
-        self,
-        job: Job,
-        reader: Reader,
-        catalogue: Catalogue,
-        module: nn.Module,
-        optimizer: Any,
-        device: torch.device,
-    ):
-        self.job, self.reader, self.catalogue = job, reader, catalogue
-        self.module, self.optimizer, self.device = module, optimizer, device
-
-    def step(self, number: int, size: int | None = None) -> tuple[float, float, float, float]:
-        """Seconds of reading, forward, backward and the optimizer."""
-        marks = [self._now_s()]
-        batch = _batch(self.job, self.reader, number, self.catalogue, size)
-        batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        marks.append(self._now_s())
-        loss = read_loss(self.job.loss(self.module, batch)).mean
-        marks.append(self._now_s())
-        loss.backward()
-        marks.append(self._now_s())
-        if size is None:
-            self.optimizer.step()
-        marks.append(self._now_s())
-        self.optimizer.zero_grad()
-        read_s, forward_s, backward_s, optimizer_s = (
-            after - before for before, after in zip(marks, marks[1:], strict=False)
-        )
-        return read_s, forward_s, backward_s, optimizer_s
-
-    def _now_s(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-
-def _batch(
-    job: Job, reader: Reader, number: int, catalogue: Catalogue, size: int | None = None
-) -> dict[str, torch.Tensor]:
-    count = min(size or job.batch_size, catalogue.num_samples)
-    places = catalogue.num_samples // count
-    return reader.batch(0, number % places * count, count)
 
 
 def _bytes(tensors: Any) -> int:

@@ -35,17 +35,18 @@ MOST_CODED = 1 << 22  # numbers that are coded; the rest is extrapolated
 
 
 class _TimedStepper(Stepper):
-    """A stepper that takes the time of its parts."""
+    """A stepper that takes the time of its parts. `now_s`: the clock, when the device has done what it was asked."""
 
-    def __init__(self, job: Job, epoch_samples: int):
+    def __init__(self, job: Job, epoch_samples: int, now_s: Callable[[], float]):
         super().__init__(job, 1, epoch_samples, 0)
+        self.now_s = now_s
         self.forward_s: list[float] = []
         self.forward_ended_s = 0.0
 
     def forward(self, batch: Batch) -> BatchLoss:
-        began_s = time.perf_counter()
+        began_s = self.now_s()
         returned = super().forward(batch)
-        self.forward_ended_s = time.perf_counter()
+        self.forward_ended_s = self.now_s()
         self.forward_s.append(self.forward_ended_s - began_s)
         return returned
 
@@ -78,23 +79,38 @@ def charged(costs: Costs, measured: dict[str, Any]) -> Costs:
 
 
 def measure_step(
-    job: Job, lr: float | None, catalogue: Catalogue, for_s: float
+    job: Job,
+    lr: float | None,
+    catalogue: Catalogue,
+    for_s: float,
+    device: torch.device | None = None,
+    samples: int | None = None,
 ) -> tuple[Resampled, dict[str, Any]]:
-    """(the law of a batch's times, what a result says of them), from as many batches as take so many seconds."""
+    """(the law of a batch's times, what a result says of them), from as many batches as take so many seconds.
+
+    Args:
+        device: that computes; None: the CPU.
+        samples: of a batch; None: as many as the job computes at once.
+    """
     state = torch.get_rng_state()
     try:
-        return _measure(job, lr, catalogue, for_s)
+        return _measure(job, lr, catalogue, for_s, device or torch.device("cpu"), samples)
     finally:
         torch.set_rng_state(state)
 
 
 def _measure(
-    job: Job, lr: float | None, catalogue: Catalogue, for_s: float
+    job: Job, lr: float | None, catalogue: Catalogue, for_s: float, device: torch.device, samples: int | None
 ) -> tuple[Resampled, dict[str, Any]]:
-    module, optimizer = build(job, lr, torch.device("cpu"))
-    stepper = _TimedStepper(job, catalogue.num_samples)
+    def now_s() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    module, optimizer = build(job, lr, device)
+    stepper = _TimedStepper(job, catalogue.num_samples, now_s)
     stepper.train(module, Rates(optimizer))
-    count = min(job.part_samples or job.step_samples, catalogue.num_samples)
+    count = min(samples or job.part_samples or job.step_samples, catalogue.num_samples)
     parameters = [one for one in module.parameters() if one.requires_grad]
     came_s: dict[int, float] = {}  # by parameter: when its gradient did
     handles = [
@@ -110,13 +126,13 @@ def _measure(
         deadline_s, number = time.perf_counter() + for_s, 0
         while number < WARMUP + LEAST or time.perf_counter() < deadline_s:
             start = number * count % (catalogue.num_samples - count + 1)
-            began_s = time.perf_counter()
-            batch = reader.batch(0, start, count)
-            read_s = time.perf_counter()
+            began_s = now_s()
+            batch = {name: one.to(device) for name, one in reader.batch(0, start, count).items()}
+            read_s = now_s()
             stepper.compute([(batch, count)], count, count)
-            computed_s = time.perf_counter()
+            computed_s = now_s()
             stepper.step_optimizer()
-            ended_s = time.perf_counter()
+            ended_s = now_s()
             reads.append(read_s - began_s)
             gradients.append(computed_s - read_s)
             updates.append(ended_s - computed_s)
