@@ -98,7 +98,8 @@ def virtual_candidates(num_workers: int) -> list[str]:
     """Those without a closed form, which are run in virtual time."""
     if num_workers == 1:
         return []
-    found = ["decentralized()", 'decentralized(topology="ring")', 'localsgd(period=16, wire="bfloat16")']
+    found = ["allreduce(codec=bfloat16())", 'async(push_wire="bfloat16", damping=inverse())']
+    found += ["decentralized()", 'decentralized(topology="ring")', 'localsgd(period=16, wire="bfloat16")']
     found += [f"ssp(bound={bound}, damping=inverse())" for bound in (1, 4)]
     groups = sorted(
         {max(2, round(num_workers * share)) for share in (0.25, 0.5)} & set(range(2, num_workers))
@@ -161,11 +162,12 @@ def merged(ranked: Sequence[Option], criterion: str) -> list[Option]:
     kept: list[Option] = []
     by_rate = not criterion.startswith("accuracy")
     for one in sorted(ranked, key=lambda one: one.ranks) if by_rate else ranked:
-        twin = next((place for place, other in enumerate(kept) if _alike(one, other)), None)
-        if twin is None or by_rate and one.rate > (1 + SAME) * kept[twin].rate:
-            kept.append(one)
+        for place, other in enumerate(kept):
+            if _alike(one, other) and not (by_rate and one.rate > (1 + SAME) * other.rate):
+                kept[place] = other._replace(alike=(*other.alike, one.text))
+                break
         else:
-            kept[twin] = kept[twin]._replace(alike=(*kept[twin].alike, one.text))
+            kept.append(one)
     order = {(one.text, one.workers): place for place, one in enumerate(ranked)}
     return sorted(kept, key=lambda one: order[one.text, one.workers])
 

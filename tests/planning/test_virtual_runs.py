@@ -10,7 +10,7 @@ import torch
 import mpitrain as mt
 from mpitrain.cli.main import main
 from mpitrain.job import Overrides
-from mpitrain.planning.advice import candidates, merged, option, virtual_candidates
+from mpitrain.planning.advice import candidates, merged, option, rank, virtual_candidates
 from mpitrain.planning.scaling import Conditions, Setting, Times, bucket_bytes, reason, throughput
 from mpitrain.planning.virtual_runs import Trained, VirtualRuns, rank_trained, virtual_setting
 from mpitrain.reporting.targets import Choice
@@ -138,6 +138,18 @@ def test_settings_that_differ_in_servers_alone_are_one():
         assert len(found) == kept
         assert sum(len(one.alike) for one in found) == 2 - kept
     assert found[0].text == "sync(2)"  # the faster one, where speed is not what is asked
+
+
+def test_more_servers_than_the_workers_can_keep_busy_are_no_setting_of_their_own():
+    given = conditions(network=Cluster(gbit_per_s=0.03))
+    options = [
+        option(Setting(f"async({servers})", "async", servers), given, 64, False, 100, 1, None)
+        for servers in (8, 16, 1, 2, 4, 64)
+    ]
+    rates = [one.rate for one in options]
+    assert rates[2] < 0.6 * rates[3] and rates[3] < 0.6 * rates[4] and rates[1] == pytest.approx(rates[5], rel=0.01)
+    found = merged(rank(options, "speed"), "speed")
+    assert len({round(one.rate) for one in found}) == len(found) and found[0].alike
 
 
 def test_trained_settings_are_ranked_by_what_was_asked():
