@@ -199,10 +199,8 @@ def replay(options: argparse.Namespace, folder: Path) -> None:
             traced = f"trace({json.dumps(str(folder / rate / f'run-{number}'))})"
             one = Overrides(run_dir=str(folder / f"again-{rate}-{number}"), quiet=True)
             job = apply_overrides(load_job(str(HERE / "prediction_job.py")), one)
-            runs = Comparison(
-                job, one, parse(traced, "compute"), parse(f'measured({json.dumps(str(links))}, sharing="fair")', "network"),
-                timing_only=True,
-            )  # fmt: skip
+            network = parse(f'measured({json.dumps(str(links))}, sharing="fair")', "network")
+            runs = Comparison(job, one, parse(traced, "compute"), network, timing_only=True)
             with contextlib.redirect_stdout(io.StringIO()):
                 (row,) = runs.run([parse(strategy, "strategy")], [num_workers(strategy)])["rows"]
             real_s = real["rules"][strategy]["sample_s"]

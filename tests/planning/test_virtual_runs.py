@@ -147,7 +147,11 @@ def test_more_servers_than_the_workers_can_keep_busy_are_no_setting_of_their_own
         for servers in (8, 16, 1, 2, 4, 64)
     ]
     rates = [one.rate for one in options]
-    assert rates[2] < 0.6 * rates[3] and rates[3] < 0.6 * rates[4] and rates[1] == pytest.approx(rates[5], rel=0.01)
+    assert (
+        rates[2] < 0.6 * rates[3]
+        and rates[3] < 0.6 * rates[4]
+        and rates[1] == pytest.approx(rates[5], rel=0.01)
+    )
     found = merged(rank(options, "speed"), "speed")
     assert len({round(one.rate) for one in found}) == len(found) and found[0].alike
 
