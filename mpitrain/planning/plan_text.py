@@ -110,7 +110,7 @@ def _best(best: dict[str, Any]) -> Iterator[str]:
 
 
 def _trained(best: dict[str, Any]) -> Iterator[str]:
-    """What training in virtual time has come to; without a target its column is left out."""
+    """What training in virtual time has come to, the best first."""
     yield ""
     yield f"  trained in virtual time, {best['metric']} as validated last"
     yield f"  {'strategy':<33}{'workers':>8}{'lr':>9}{'metric':>9}{'at s':>8}{'target s':>10}"

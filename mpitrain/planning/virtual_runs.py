@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.errors import UsageError
+from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.planning.scaling import Conditions, Setting, Virtual
 from mpitrain.reporting.targets import LOSS, Choice, read_choice
@@ -133,7 +133,7 @@ class VirtualRuns:
                 _costs(strategy, conditions, batch),
             )
             (row,) = run.run([strategy], [workers])["rows"]
-        if row.get("failure") and row["status"] == "fail":
+        if row["exit_code"] not in (EXIT_OK, EXIT_TARGET_MISSED):
             return {"failure": row["failure"]}
         seen = [
             one

@@ -13,13 +13,21 @@ from typing import Any
 METRICS_FILE = "metrics.jsonl"
 Row = dict[str, Any]
 _BESIDE_METRICS = {"time", "t", "event", "status", "samples", "failure", "model", "virtual_s", "epoch"}
+_NOT_FINITE = ("nan", "inf", "-inf")
 # Of the row `start`: what is no number to draw.
 SETTINGS = ("job", "strategy", "workers", "servers", "batch_size", "accumulate", "run_dir", "fault_tolerance")
 
 
 def metrics_in(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured, of a row of a validation or of the end of a run."""
-    return {name: value for name, value in row.items() if name not in _BESIDE_METRICS}
+    """What was measured, of a row of a validation or of the end of a run.
+
+    The file holds numbers that are not finite as text; here they are numbers.
+    """
+    return {
+        name: float(value) if value in _NOT_FINITE else value
+        for name, value in row.items()
+        if name not in _BESIDE_METRICS
+    }
 
 
 def kind_of(row: Mapping[str, Any]) -> str:
@@ -36,17 +44,11 @@ def points_in(row: Mapping[str, Any]) -> dict[str, float]:
     found = metrics_in(row)
     if kind == "progress":
         kind, found = "train", found | {name: row[name] for name in ("epoch", "virtual_s") if name in row}
-    numbers = {f"{kind}/{name}": _number(value) for name, value in found.items()}
-    return {name: number for name, number in numbers.items() if number is not None}
-
-
-def _number(value: Any) -> float | None:
-    """The value as a number, if it is one; the file of rows holds those that are not finite as text."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        return None
-    return float(value)
+    return {
+        f"{kind}/{name}": float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def earlier_rows(path: Path, resumed_at: int | None) -> list[Row]:

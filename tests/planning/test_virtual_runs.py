@@ -204,6 +204,20 @@ def test_the_best_settings_are_trained_as_simulate_trains_them(tmp_path, capsys)
         assert row["value"] == result["validation_loss"] and row["virtual_s"] == result["virtual_s"]
 
 
+@pytest.mark.parametrize(("change", "failure"), [('"<100"', ""), ('"<1e-9"', ""), ("lr=1e30", "loss is inf")])
+def test_a_missed_target_is_no_failure_and_a_model_that_diverged_is(tmp_path, capsys, change, failure):
+    path = tmp_path / "job.py"
+    old = "lr=0.02" if change.startswith("lr") else '"<100"'
+    path.write_text(textwrap.dedent(JOB).replace(old, change))
+    words = ["plan", str(path), *GIVEN, "--strategy", "allreduce()", "--best", "accuracy", "--train", "1"]
+    assert main([*words, "--json", str(tmp_path / "found")]) == 0
+    (row,) = json.loads((tmp_path / "found").read_text())["best"]["trained"]
+    assert failure in row["failure"] and bool(failure) == bool(row["failure"])
+    assert (row["value"] is None) == bool(failure)
+    assert (row["to_target_s"] is not None) == (change == '"<100"')
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_a_time_that_is_too_short_for_a_validation_says_so(tmp_path, capsys):
     path = tmp_path / "job.py"
     path.write_text(textwrap.dedent(JOB))
