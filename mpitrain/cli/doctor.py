@@ -84,11 +84,19 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 def _run_ranks(arguments: argparse.Namespace) -> int:
     """The checks that every rank takes part in."""
     from mpitrain.mpi.runtime import start
+    from mpitrain.system.atomic import check_output
+    from mpitrain.training.agree import attempt
+
+    def check() -> None:
+        if runtime.rank == 0:
+            check_output(arguments.json, "--json")
+            check_output(arguments.failing, "--failing")
 
     runtime = start()
     if arguments.comm:
         from mpitrain.doctor.pairs import run_comm
 
+        attempt(runtime, check)
         failing, figures = (Path(name) if name else None for name in (arguments.failing, arguments.json))
         code = run_comm(runtime, failing, figures=figures)
     else:
@@ -132,7 +140,9 @@ def _run_node(arguments: argparse.Namespace) -> int:
 
 def _run_collect(arguments: argparse.Namespace) -> int:
     from mpitrain.doctor.node import collect
+    from mpitrain.system.atomic import check_output
 
+    check_output(arguments.failing, "--failing")
     if not arguments.hosts:
         arguments.parser.error("--collect needs the names of the nodes that should have reported: --hosts")
     hosts = arguments.hosts.split()

@@ -46,7 +46,7 @@ from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.asynchronous import Async
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.parameter_server.sync import Backup, Sync
-from mpitrain.system.atomic import durably_replaced
+from mpitrain.system.atomic import check_output, durably_replaced
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
 from mpitrain.virtual.collectives import LinkCost
@@ -94,6 +94,7 @@ class Request:
 
 def plan_command(request: Request) -> int:
     """`mpitrain plan`: prints the plan; returns the exit code."""
+    check_output(request.json, "--json")
     found = make_plan(request)
     print(printable(plan_text(found)))
     if request.json:

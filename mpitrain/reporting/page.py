@@ -30,10 +30,11 @@ def write_page(run_dirs: Sequence[str | Path], out: str | Path) -> None:
     """Write the page of these runs to `out`.
 
     Raises:
-        UsageError: a directory holds no run, or matplotlib is missing.
+        UsageError: a directory holds no run, matplotlib is missing, or no file can be made at `out`.
     """
-    from mpitrain.system.atomic import write_whole
+    from mpitrain.system.atomic import check_output, write_whole
 
+    check_output(out, "--out")
     write_whole(Path(out), page(read_runs([Path(one) for one in run_dirs])))
 
 

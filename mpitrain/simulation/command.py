@@ -17,7 +17,7 @@ from mpitrain.simulation.comparison import Comparison
 from mpitrain.simulation.comparison_text import comparison_text
 from mpitrain.simulation.servers import simulate_again, simulate_job
 from mpitrain.strategies.base import Strategy
-from mpitrain.system.atomic import write_whole
+from mpitrain.system.atomic import check_output, write_whole
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
 from mpitrain.virtual import ComputeLaw, Costs, NetworkLaw
@@ -63,6 +63,8 @@ def simulate_command(request: Request) -> int:
                 "and --html"
             )
         return int(simulate_again(Path(request.replay), request.overrides, path=request.path)["exit_code"])
+    check_output(request.json, "--json")
+    check_output(request.html, "--html")
     if request.path is None:
         raise UsageError("simulate needs a job file, or --replay RUN_DIR of a run that was started from one")
     compute, network = parse(request.compute, "compute"), parse(request.network, "network")

@@ -23,7 +23,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpitrain.errors import DataError
+from mpitrain.errors import DataError, UsageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # some parallel file systems cannot fsync a directory
@@ -110,6 +110,25 @@ def write_durable(path: Path, data: bytes) -> None:
     """Write a file that survives a power cut, or leave what was there."""
     with durably_replaced(path) as temporary:
         temporary.write_bytes(data)
+
+
+def check_output(path: str | Path | None, option: str) -> None:
+    """Refuse a file that could not be written, before anything takes long; None asks for no file.
+
+    Raises:
+        UsageError: `path` is a directory, there is no directory to hold it, or no file can be made there.
+    """
+    if path is None:
+        return
+    target = Path(path).absolute()
+    if target.is_dir():
+        raise UsageError(f"{option} {path}: this is a directory; name a file in it")
+    if not target.parent.is_dir():
+        raise UsageError(
+            f"{option} {path}: there is no directory {target.parent}; make it, or name another file"
+        )
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{option} {path}: no file can be made in {target.parent}; check its permissions")
 
 
 @contextlib.contextmanager

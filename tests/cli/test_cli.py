@@ -401,6 +401,26 @@ def test_a_users_mistake_is_one_line(
     assert capsys.readouterr().err == "mpitrain: error: shard 3 is cut off\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "missing.py", "--json"],
+        ["simulate", "missing.py", "--json"],
+        ["simulate", "missing.py", "--html"],
+        ["report", "missing", "--out"],
+        ["doctor", "--collect", "missing", "--hosts", "n1", "--failing"],
+    ],
+    ids=lambda words: words[0] + words[-1],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "no" / "such"
+    assert cli.main([*words, str(out)]) == 2
+    said = f"{words[-1]} {out}: there is no directory {out.parent}; make it, or name another file"
+    assert capsys.readouterr().err == f"mpitrain: error: {said}\n"
+
+
 def test_another_deliberate_error_says_where_it_came_from(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

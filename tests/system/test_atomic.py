@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.errors import UsageError
 from mpitrain.system import atomic
 
 
@@ -51,3 +52,20 @@ def test_only_a_file_system_without_directory_fsync_is_excused(tmp_path, monkeyp
     else:
         with pytest.raises(OSError, match="Input/output"):
             atomic.sync_directory(tmp_path)
+
+
+def test_a_place_where_no_file_can_be_made_is_refused_and_left_alone(tmp_path, monkeypatch) -> None:
+    (tmp_path / "old").write_text("old")
+    for fine in (None, tmp_path / "new", tmp_path / "old"):
+        atomic.check_output(fine, "--json")
+    refused = {
+        tmp_path: "name a file in it",
+        tmp_path / "no" / "x": f"there is no directory {tmp_path / 'no'}",
+    }
+    for path, why in refused.items():
+        with pytest.raises(UsageError, match=f"^--json {path}: .*{why}"):
+            atomic.check_output(path, "--json")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UsageError, match="no file can be made in"):
+        atomic.check_output(tmp_path / "new", "--json")
+    assert [each.name for each in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"

@@ -2,7 +2,8 @@
 
 Invariants: signs of life are taken in here and go no further; a silence that has lasted for too long comes out as
 the message that the worker is lost, whose `how` is `SILENT`. Time is measured on a clock that stands while this
-server does, so after a pause of its own nobody is late.
+server does, so after a pause of its own nobody is late. Where nobody can be too late (a floor without end) and nobody
+is lost, no time is measured.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class FailureDetector:
     def __init__(self, tracker: SilenceTracker, is_lost: Callable[[int], bool], by_heartbeat: bool):
         self.tracker, self.is_lost, self.by_heartbeat = tracker, is_lost, by_heartbeat
         self.now_s = self._next_look_s = 0.0
+        self.looks = not math.isinf(tracker.least_silence_s)  # whether time matters
         self._last_s: float | None = None
         self._overdue: deque[int] = deque()
 
@@ -45,8 +47,9 @@ class FailureDetector:
         while self._overdue:
             if (worker := self._overdue.popleft()) in owing:
                 return worker, Lost(SILENT)
-        arrived = yield Recv(LOOK_EVERY_S, "a message", owing)
-        self._tick((yield Now()))
+        arrived = yield Recv(LOOK_EVERY_S if self.looks else None, "a message", owing)
+        if self.looks:
+            self._tick((yield Now()))
         if arrived is None:
             return None
         source, message = arrived
@@ -56,7 +59,7 @@ class FailureDetector:
             return None
         if isinstance(message, AmongServers):  # of another server, which nobody watches
             return source, message
-        if not isinstance(message, Lost) and not self.is_lost(source):
+        if self.looks and not isinstance(message, Lost) and not self.is_lost(source):
             self.tracker.heard(source, self.now_s)
         if isinstance(message, Away):
             self.tracker.goes_away(source, message.for_part)

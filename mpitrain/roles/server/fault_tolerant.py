@@ -134,6 +134,8 @@ class FaultTolerantServer(Server):
 
     def _owing(self) -> Set[int]:
         """Who owes signs of life: those who wait to be let go do too."""
+        if not self.detector.looks:
+            return self.table.present
         waiting = self.table.who(*WANTING_FINAL, *(STAYING if self.delivers else ()))
         return self.table.present | waiting if waiting else self.table.present
 
@@ -243,7 +245,8 @@ class FaultTolerantServer(Server):
             record.num_nonfinite = 0 if message.finite else record.num_nonfinite + 1
             if record.num_nonfinite == MOST_NONFINITE and leased and not self._over:
                 yield from self._lose(source, NOT_FINITE)
-        yield from self._wake()
+        if self.table.any_in(WorkerState.STANDBY):
+            yield from self._wake()
 
     def _on_final(self, worker: int, message: FinalRequest) -> Steps:
         """It delivers, and this shard has not seen everybody's last push yet."""
@@ -283,7 +286,8 @@ class FaultTolerantServer(Server):
         self, worker: int, num_leases: int, uses: int = 1, event: WorkerEvent = WorkerEvent.ANSWER
     ) -> Steps:
         yield from super()._release(worker, num_leases, uses, event)
-        self.tracker.answered(worker, self.detector.now_s)
+        if self.detector.looks:
+            self.tracker.answered(worker, self.detector.now_s)
 
     def _wake(self) -> Steps:
         """The dealing server: to work, when leases have come back; to the end, when all are settled."""
@@ -334,6 +338,7 @@ class FaultTolerantServer(Server):
         if self.table.is_lost(worker):  # given up as silent, and now known to be dead
             self.table.lose(worker, how)
             return
+        self.detector.looks = True  # one that is lost may come back
         silence_s = self.tracker.silence_s(worker, self.detector.now_s)
         if worker == REPORTER and self.detector.by_heartbeat and how != NOT_FINITE:
             raise LostRankError(

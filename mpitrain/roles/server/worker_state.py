@@ -210,6 +210,10 @@ class WorkerTable:
         """The workers that are in one of `states`."""
         return set().union(*(self._in[state] for state in states))
 
+    def any_in(self, state: WorkerState) -> bool:
+        """Whether a worker is in `state`."""
+        return bool(self._in[state])
+
     def in_turn(self, *states: WorkerState) -> list[int]:
         """The same, in the order in which they came into their states."""
         return sorted(self.who(*states), key=lambda worker: self._records[worker].since)
