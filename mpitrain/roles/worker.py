@@ -241,13 +241,14 @@ class Worker:
         answer still in use brought: an answer that is waited for first belongs to the batches after this one. It goes
         out when every shard has answered all pushes before it, which so are confirmed."""
         versions, payloads = tuple(self.versions), self.replica.take()
-        yield from self._await_answer()
+        if self._num_awaited:
+            yield from self._await_answer()
         if self.stopped:
             for payload in payloads:
                 payload.release()
             return
-        samples = sum(gradient.samples for gradient in self._unpushed)
-        loss = sum(gradient.loss * gradient.samples for gradient in self._unpushed) / samples
+        samples = sum([gradient.samples for gradient in self._unpushed])
+        loss = sum([gradient.loss * gradient.samples for gradient in self._unpushed]) / samples
         # the last lease of an epoch may be short: where pulls go with pushes, they do then too
         ends = self.next_checkpoint is not None and self.next_checkpoint.final
         asks = not ends and (self._requested or (self.writer is not None and self.writer.asked()))
@@ -258,7 +259,7 @@ class Worker:
                 step=self.step,
                 samples=samples,
                 payload=payloads[shard],
-                share=sum(gradient.share for gradient in self._unpushed),
+                share=sum([gradient.share for gradient in self._unpushed]),
                 loss=loss,
                 finite=all(gradient.finite for gradient in self._unpushed),
                 pull=pull,
@@ -376,6 +377,9 @@ class Worker:
         elif message.checkpoint is not None and message.checkpoint.at is None:
             self._requested = True
         for lease in message.leases:
+            if not lease.batch_size:
+                self.batches.append((lease, lease))
+                continue
             pieces = lease.batches()
             self.batches.extend((piece, lease if piece is pieces[-1] else None) for piece in pieces)
         self._look_ahead()

@@ -266,7 +266,10 @@ class VirtualWorld:
         result = effect.task() if process.trace is None else _carry_out(process.trace, effect, took_s)
         is_gradient = effect.what == "gradient"
         if is_gradient:
-            took_s += effect.size * sum([self._draw(process) for _ in range(effect.num_batches)])
+            drawn_s = self._draw(process)
+            for _ in range(effect.num_batches - 1):
+                drawn_s += self._draw(process)
+            took_s += effect.size * drawn_s
         if is_gradient or took_s:
             process.computing = _Computed(result, is_gradient and effect.interruptible, took_s)
             self._schedule(self.now_s + took_s, process, process.computing)

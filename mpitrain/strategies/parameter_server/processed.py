@@ -8,7 +8,7 @@ that read stretches of their own leave a few runs each.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,8 +82,10 @@ class ProcessedSamples:
         if epoch < self.num_complete or start >= end:
             return
         runs = self._runs.setdefault(epoch, [])
-        first = bisect_left(runs, start, key=lambda run: run[1])
-        last = bisect_right(runs, end, key=lambda run: run[0])
+        first = bisect_right(runs, (start, math.inf))
+        if first and runs[first - 1][1] >= start:
+            first -= 1
+        last = bisect_right(runs, (end, math.inf))
         if first < last:
             start, end = min(start, runs[first][0]), max(end, runs[last - 1][1])
         runs[first:last] = [(start, end)]
