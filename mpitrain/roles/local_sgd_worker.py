@@ -160,7 +160,7 @@ class LocalSGDWorker:
         yield Compute(self.replica.measure, "validate")
         yield from self._reduce(self.replica.gather_measured())
         if self.rank == 0:
-            metrics = yield Compute(self.replica.conclude, "validate")
+            metrics = yield Compute(self.replica.conclude, "validate", size=0.0)
             self.report.event("validation", epoch=epoch + 1, samples=self.replica.samples, **metrics)
             self.report.pause((yield Now()) - began_s)
         yield from self._agree_to_end()

@@ -89,6 +89,20 @@ def test_costs_of_steps_that_all_take_together_are_added_up(tmp_path):
     assert seen["virtual_s"] == pytest.approx(seen["steps"] + 2.0 * len(epochs)) and epochs
 
 
+def test_a_validation_of_local_sgd_is_charged_once(tmp_path):
+    laws = {"compute": Constant(1.0, 0.0), "network": Link(1e9, 0.0)}
+    job = toy.make_job(validate=toy.Memory(8))
+    (tmp_path / "free").mkdir()
+    free = compared(tmp_path / "free", ["localsgd(period=2)"], (2,), job=job, **laws)["rows"][0]
+    row = compared(tmp_path, ["localsgd(period=2)"], (2,), job=job, costs=Costs(validate_s=2.0), **laws)[
+        "rows"
+    ][0]
+    epochs = [
+        one for one in row["validations"] if one["virtual_s"] < row["virtual_s"]
+    ]  # but for the one of the end
+    assert epochs and row["virtual_s"] == pytest.approx(free["virtual_s"] + 2.0 * len(epochs))
+
+
 def test_the_target_is_met_by_the_first_validation_that_reaches_it(tmp_path):
     job = toy.make_job(epochs=4, validate=toy.Memory(16))
     seen = compared(tmp_path, ["allreduce()"], (2,), job=job)["rows"][0]["validations"]

@@ -111,3 +111,9 @@ def test_a_codec_needs_to_know_how_much_travels():
         time_run(strategy, LOAD, 2)
     share = time_run(strategy, Workload(1000, 4000, 2, steps=4, push_share=0.02), 2)
     assert share["bytes_in"][0] == 8 * (128 + 128)
+
+
+def test_a_server_that_judges_nobody_by_silence_sets_no_deadlines():
+    """Of a push: its gradient, its arrival and the answer's; a deadline a message would be a fourth event."""
+    found = time_run(Async(), Workload(1000, 6400, step_samples=32), 4, Constant(1.0), Link())
+    assert found["pushes"] == 200 and 3 <= found["num_events"] / found["pushes"] < 3.2
