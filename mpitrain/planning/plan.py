@@ -305,6 +305,7 @@ def _conditions(
             workers_per_node=request.ranks_per_node or 1,
             apply_s=number["apply_s"],
             read_s=number["read_s"],
+            validate_s=probed.validate_s if probed is not None else 0.0,
             fixed=number["fixed"],
             backward=number["backward"],
         ),

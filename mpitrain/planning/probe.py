@@ -55,7 +55,8 @@ class Probed:
 
     Attributes:
         forward_s, backward_s, optimizer_s: of a batch; one_sample_s: forward and backward of a batch of one.
-        read_s: of a batch from the data, nothing read ahead; apply_s: of an update of all parameters, as a server's.
+        read_s: of a batch from the data, nothing read ahead; apply_s: of an update of all parameters, as a server's;
+        validate_s: of a whole validation, 0 where the job has none.
         steps_s: of every whole step that was timed, the optimizer's being its median; bytes_per_s: that memory copies.
     """
 
@@ -65,6 +66,7 @@ class Probed:
     one_sample_s: float
     read_s: float
     apply_s: float
+    validate_s: float
     bytes_per_s: float
     steps_s: tuple[float, ...]
     device: str
@@ -123,6 +125,7 @@ def probe(job: Job, lr: float | None, catalogue: Catalogue, budget_s: float) -> 
         one_sample_s=single["gradient_s"],
         read_s=whole["read_s"],
         apply_s=whole["optimizer_s"],
+        validate_s=whole["validate_s"],
         bytes_per_s=2 * 4 * _COPIED / copy_s,
         steps_s=tuple(one + whole["optimizer_s"] for one in law.times),
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),

@@ -79,7 +79,7 @@ class Conditions:
         inside, between: links within a node, and between two nodes.
         workers_per_node: that share the node's link.
         apply_s: a server's update with one whole gradient, divided by the servers; read_s: reading of a batch that is
-            not hidden behind computing.
+            not hidden behind computing; validate_s: a whole validation on one rank, which no throughput counts.
         backward: share of a batch's time in which gradients can travel.
         even: no worker is ever later than the mean.
         network: the law behind the links, for runs in virtual time.
@@ -93,6 +93,7 @@ class Conditions:
     workers_per_node: int = 1
     apply_s: float = 0.0
     read_s: float = 0.0
+    validate_s: float = 0.0
     fixed: float = 0.0
     backward: float = 0.0
     even: bool = False

@@ -135,7 +135,7 @@ class DividedValidation:
     def _compute(self, unit: int) -> Steps:
         yield from self._report_away(True)
         began_s = yield Now()
-        self._results[unit] = yield Compute(lambda: self.measures.unit(unit), "validate")
+        self._results[unit] = yield Compute(lambda: self.measures.unit(unit), "validate", size=self._part)
         self._unit_s = max(self._unit_s, (yield Now()) - began_s)
 
     def _wait_for(self, unit: int) -> Steps:
@@ -147,6 +147,11 @@ class DividedValidation:
         while self._is_divided and unit not in self._results and (yield Now()) < began_s + wait_s:
             yield Sleep(wait_s / NUM_LOOKS, interruptible=False)
             yield from self._look()
+
+    @property
+    def _part(self) -> float:
+        """Of the validation set in a unit."""
+        return 1 / max(1, self.measures.num_units)
 
     @property
     def _is_divided(self) -> bool:
@@ -199,7 +204,7 @@ class DividedValidation:
             if unit < 0 or snapshot is None:
                 break
             yield from self._report_away(True)
-            payload = yield Compute(self._of(unit, snapshot), "validate")
+            payload = yield Compute(self._of(unit, snapshot), "validate", size=self._part)
         if snapshot is not None:
             snapshot.release()
 

@@ -49,6 +49,10 @@ class LocalReplica(Protocol):
     def reduce_mean(self) -> Reduction | None:
         """The mean that a validation measures, where workers hold different parameters now."""
 
+    @property
+    def measured_part(self) -> float:
+        """How much of the validation set `measure` measures, of 1."""
+
     def measure(self) -> None:
         """This worker's share of the validation set, on the mean of the workers."""
 
@@ -157,7 +161,7 @@ class LocalSGDWorker:
             return
         yield from self._reduce(self.replica.reduce_mean())
         began_s = yield Now()  # until here others were training, which is no pause
-        yield Compute(self.replica.measure, "validate")
+        yield Compute(self.replica.measure, "validate", size=self.replica.measured_part)
         yield from self._reduce(self.replica.gather_measured())
         if self.rank == 0:
             metrics = yield Compute(self.replica.conclude, "validate", size=0.0)

@@ -372,7 +372,10 @@ class Peer:
             shown = (yield from self._expect(parent, Divide, step)).payload
         for child in children:
             yield Send(child, Divide(step, self.number, shown.hold()))
-        results = [(yield Compute(lambda: measures.share(self.rank, self.number, shown), "validate"))]
+        part = measures.part_of(self.rank, self.number)
+        results = [
+            (yield Compute(lambda: measures.share(self.rank, self.number, shown), "validate", size=part))
+        ]
         for child in children:
             results.append((yield from self._expect(child, Measured, step)).payload)
         shown.release()

@@ -128,6 +128,9 @@ class PeerMeasures(Protocol):
     def show(self) -> Any:
         """What this peer holds, as a payload with `hold`, held once."""
 
+    def part_of(self, rank: int, size: int) -> float:
+        """How much of the validation set that is, of 1."""
+
     def share(self, rank: int, size: int, shown: Any) -> Payload:
         """What one of `size` peers measures of that."""
 

@@ -217,6 +217,7 @@ class EmptyLocalReplica(_Steps):
     """A worker's model of no numbers under `localsgd`."""
 
     validates = stopped = False
+    measured_part = 0.0
 
     def __init__(self, strategy: LocalSGD, workload: Workload):
         super().__init__()

@@ -26,6 +26,7 @@ from mpitrain.simulation.step_costs import gradient_buckets
 from mpitrain.simulation.workload import codec_of
 from mpitrain.training.measure import build
 from mpitrain.training.synchronous.stepper import Batch, Stepper
+from mpitrain.training.validation import make_measure
 from mpitrain.virtual.compute import ComputeLaw
 from mpitrain.virtual.compute_laws import MeasuredCompute, Resampled
 from mpitrain.virtual.costs import Costs
@@ -66,7 +67,7 @@ def with_measured(
 
 
 def charged(costs: Costs, measured: dict[str, Any]) -> Costs:
-    """The costs, with what was measured of updates and of coding where nothing is said of them."""
+    """The costs, with what was measured of updates, coding and validations where nothing is said of them."""
     if not measured:
         return costs
     changes: dict[str, float] = {}
@@ -75,6 +76,8 @@ def charged(costs: Costs, measured: dict[str, Any]) -> Costs:
         changes["memory_gb_per_s"] = costs.passes * num_bytes / update_s / 1e9
     if not costs.codec_gb_per_s and encode_s:
         changes["codec_gb_per_s"] = num_bytes / encode_s / 1e9
+    if not costs.validate_s:
+        changes["validate_s"] = measured["validate_s"]
     return dataclasses.replace(costs, **changes)
 
 
@@ -156,8 +159,25 @@ def _measure(
         "optimizer_s": median(updates[WARMUP:]),
         "trained_bytes": sum(one.nbytes for one in parameters),
         "encode_s": _encode_s(codec, module) if codec is not None else 0.0,
+        "validate_s": _validate_s(job, module, device, now_s, for_s),
     }
     return Resampled(tuple(gradients[WARMUP:])), found
+
+
+def _validate_s(
+    job: Job, module: nn.Module, device: torch.device, now_s: Callable[[], float], most_s: float
+) -> float:
+    """Seconds of a whole validation; of one that would take longer than `most_s`, from as many batches as fit."""
+    measure = make_measure(job, module, job.validate.scan() if job.validate else None, device)
+    if measure is None:
+        return 0.0
+    measure.part(0, 1)
+    number, began_s = 0, now_s()
+    while number < measure.num_batches and (not number or now_s() < began_s + most_s):
+        measure.part(number, number + 1)
+        number += 1
+    passes = 1 + (job.ema is not None and job.validate_ema)
+    return passes * (now_s() - began_s) * measure.num_batches / number
 
 
 def _encode_s(codec: Codec, module: nn.Module) -> float:

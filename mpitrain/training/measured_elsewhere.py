@@ -132,6 +132,10 @@ class MeasuredByPeers(MeasuredByWorkers):
         self.take_average()
         return self.snapshot()
 
+    def part_of(self, rank: int, size: int) -> float:
+        """How much of the set one of `size` peers measures, of 1."""
+        return self.measure.part_of(rank, size)
+
     def share(self, rank: int, size: int, shown: Payload) -> VariableBuffer:
         """What one of `size` peers measures of it."""
         return packed(self._part(*self.measure.bounds(rank, size), shown))

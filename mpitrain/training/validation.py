@@ -166,6 +166,11 @@ class Measure:
         """The first batch of the part that one of `size` measures, and the first one after it."""
         return -(-self.num_batches * number // size), -(-self.num_batches * (number + 1) // size)
 
+    def part_of(self, rank: int, size: int) -> float:
+        """How much of the set one of `size` ranks measures, of 1."""
+        first, end = self.bounds(rank, size)
+        return (end - first) / self.num_batches
+
     def share(self, rank: int, size: int, averaged: Averaged | None = None) -> Part:
         """The part of one of `size` ranks that share the batches; the first has one, if there is any."""
         return self.part(*self.bounds(rank, size), averaged)

@@ -242,8 +242,8 @@ def _covered(intervals: list[tuple[float, float]], until: float) -> float:
 @dataclass(frozen=True, repr=False)
 class MeasuredCompute(ComputeLaw):
     """The times of this job's batches on this machine: timed before the simulation begins, and drawn from among those.
-    The result says what forward and backward pass, reading, the optimizer and the codec have taken; updates and coding
-    are charged as measured where `--costs` says nothing of them.
+    The result says what forward and backward pass, reading, the optimizer, the codec and a validation have taken;
+    updates, coding and validations are charged as measured where `--costs` says nothing of them.
 
     Args:
         for_s: seconds to measure for.

@@ -25,7 +25,7 @@ class Costs(Value):
             each number that the optimizer keeps a parameter.
         codec_gb_per_s: of gradients that a worker encodes, where the strategy has a codec.
         read_s: of reading a batch, where that is not hidden behind computing.
-        validate_s: of a validation, or of each unit of one that is divided among ranks.
+        validate_s: of a whole validation on one rank; ranks that divide it take their parts of that.
         checkpoint_gb_per_s: of parameters that are written, to a checkpoint or as the trained model.
     """
 

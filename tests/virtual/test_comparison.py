@@ -11,6 +11,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
 from mpitrain.simulation.comparison import Comparison
 from mpitrain.simulation.comparison_text import comparison_text
+from mpitrain.training.validation import LEAST_BATCH
 from mpitrain.values import parse
 from mpitrain.virtual import Constant, Costs, Exponential, Link
 from mpitrain.virtual.serial_fraction import fit_serial_fraction, limit
@@ -89,18 +90,18 @@ def test_costs_of_steps_that_all_take_together_are_added_up(tmp_path):
     assert seen["virtual_s"] == pytest.approx(seen["steps"] + 2.0 * len(epochs)) and epochs
 
 
-def test_a_validation_of_local_sgd_is_charged_once(tmp_path):
+@pytest.mark.parametrize("strategy", ["allreduce()", "localsgd(period=2)", "decentralized()"])
+def test_ranks_that_divide_a_validation_take_their_parts_of_its_time(tmp_path, strategy):
+    """Four batches on four ranks."""
     laws = {"compute": Constant(1.0, 0.0), "network": Link(1e9, 0.0)}
-    job = toy.make_job(validate=toy.Memory(8))
+    job = toy.make_job(validate=toy.Memory(4 * LEAST_BATCH))
     (tmp_path / "free").mkdir()
-    free = compared(tmp_path / "free", ["localsgd(period=2)"], (2,), job=job, **laws)["rows"][0]
-    row = compared(tmp_path, ["localsgd(period=2)"], (2,), job=job, costs=Costs(validate_s=2.0), **laws)[
-        "rows"
-    ][0]
+    free = compared(tmp_path / "free", [strategy], (4,), job=job, **laws)["rows"][0]
+    row = compared(tmp_path, [strategy], (4,), job=job, costs=Costs(validate_s=2.0), **laws)["rows"][0]
     epochs = [
         one for one in row["validations"] if one["virtual_s"] < row["virtual_s"]
     ]  # but for the one of the end
-    assert epochs and row["virtual_s"] == pytest.approx(free["virtual_s"] + 2.0 * len(epochs))
+    assert epochs and row["virtual_s"] == pytest.approx(free["virtual_s"] + 0.5 * len(epochs))
 
 
 def test_the_target_is_met_by_the_first_validation_that_reaches_it(tmp_path):

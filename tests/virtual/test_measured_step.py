@@ -9,7 +9,10 @@ import torch
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
+from mpitrain.simulation.measured_step import charged, measure_step
+from mpitrain.training.validation import LEAST_BATCH, Measure
 from mpitrain.values import parse
+from mpitrain.virtual import Costs
 from mpitrain.virtual.compute import WorkerTimes
 from tests import toy
 
@@ -19,7 +22,7 @@ SLOW_S = 0.02
 @pytest.mark.parametrize("strategy", [mt.Async(), mt.AllReduce()], ids=str)
 def test_the_job_s_batches_are_timed_and_reported(tmp_path, strategy):
     result = mt.simulate(
-        toy.make_job(),
+        toy.make_job(validate=toy.Memory(16)),
         strategy,
         2,
         parse("measured(0.05)", "compute"),
@@ -33,6 +36,7 @@ def test_the_job_s_batches_are_timed_and_reported(tmp_path, strategy):
     assert all(found[key] > 0 for key in ("forward_s", "backward_s", "read_s", "optimizer_s"))
     assert found["bucket_ends_s"][-1] > 0 and found["bucket_ends_s"] == sorted(found["bucket_ends_s"])
     assert found["encode_s"] == 0.0
+    assert found["validate_s"] > 0
     assert 4 * found["gradient_s"] / 10 < result["virtual_s"]
 
 
@@ -101,3 +105,16 @@ def test_updates_are_charged_as_measured_unless_their_costs_are_given(tmp_path, 
         assert result["measured"]["optimizer_s"] >= SLOW_S
         assert ("memory_gb_per_s=1000" in result["costs"]) == (name == "given")
     assert took_s["measured"] >= updates * SLOW_S
+
+
+def test_a_validation_s_time_is_charged_where_costs_say_nothing_of_it(monkeypatch):
+    """Of a set of 40 batches no more are measured than fit into the time, which is none here, and one at least."""
+    seen = []
+    part = Measure.part
+    monkeypatch.setattr(Measure, "part", lambda self, *bounds: seen.append(bounds) or part(self, *bounds))
+    job = toy.make_job(validate=toy.Memory(40 * LEAST_BATCH))
+    _, found = measure_step(job, None, job.data.scan(), 1e-6)
+    assert seen == [(0, 1), (0, 1)]  # to warm up, and measured
+    assert charged(Costs(), found).validate_s == found["validate_s"] > 0
+    assert charged(Costs(validate_s=7.0), found).validate_s == 7.0
+    assert measure_step(toy.make_job(validate=None), None, job.data.scan(), 1e-6)[1]["validate_s"] == 0.0

@@ -114,6 +114,11 @@ class LocalReplica(Stepper):
         """Whether there is something to validate on."""
         return self.set_measure is not None
 
+    @property
+    def measured_part(self) -> float:
+        """How much of the validation set `measure` measures, of 1."""
+        return self.set_measure.part_of(*self.place) if self.set_measure is not None else 0.0
+
     def measure(self) -> None:
         """This worker's share of the validation set, on the mean of the workers; its own parameters stay as they
         are."""
