@@ -74,6 +74,14 @@ def test_allreduce_sleeps_too_and_its_bits_are_the_same(launch):
     assert rows[1]["slept_s"] < rows[0]["slept_s"] + rows[4]["slept_s"]
 
 
+def test_what_a_straggler_takes_before_a_validation_is_training_and_no_pause(launch):
+    result = result_of(launch, "validated")
+    assert [row["sleeps"] for row in result["injected"]] == [result["steps"]]
+    # the next step waits for every sleep, whether a validation stands between them or not
+    most = result["samples"] / result["steps"] / 0.1
+    assert result["samples_per_second"] < 1.5 * most
+
+
 def test_a_wrong_order_is_refused_by_all_ranks_together(launch):
     told = launch[1].ranks_err[0]
     assert "there is no worker 4. This run has 4 workers, 0 to 3" in told

@@ -299,6 +299,7 @@ class SplitRun(Stepper):
         if self.session.validation is None:
             return
         if self.validations.is_due(self.epoch, self.samples, time.monotonic()):
+            self.session.runtime.barrier()  # others may still be training, and waiting for them is no pause
             self.meter.validation(self._judged, epoch, self.samples)
             self._look_at_end()
 

@@ -263,6 +263,7 @@ class Trainer:
         samples = self.stepper.samples
         if self.validations.is_due(self.epoch, samples, time.monotonic()):
             if self.measure is not None:
+                self.session.runtime.barrier()  # others may still be training, and waiting for them is no pause
                 with trace.span("validate", trace.OTHER):
                     self.meter.validation(lambda: self._measured(samples), epoch, samples)
             self.validations.done()

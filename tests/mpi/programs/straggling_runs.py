@@ -56,6 +56,8 @@ changes: dict[str, Any] = dict(**toy.DYADIC["linear in float32"], epochs=2, batc
 run("plain", mt.AllReduce(), **changes)
 slowed = ("slow(worker=4, factor=20)", "pause(worker=0, at_step=2, seconds=0.5)", "slow(worker=1, factor=3)")
 run("slowed", mt.AllReduce(), slowed, **changes)
+stalled: dict[str, Any] = dict(**changes, validate=toy.Memory(40), validate_every="5 samples")
+run("validated", mt.AllReduce(), "stall(worker=4, chance=1, seconds=0.1)", **stalled)
 
 for name, inject in {
     "no such worker": "slow(worker=4, factor=2)",
