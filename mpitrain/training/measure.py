@@ -189,16 +189,17 @@ class Meter:
         self.first_samples = self.last_samples = samples
         self.num_calls = self.step = 0
         self.first_s = self.last_s = self.begin_s = time.monotonic()
-        self.paused_s = 0.0
+        self.paused_s = self._paused_since_s = 0.0  # up to the last step, and since
         self.metrics: dict[str, Any] = {}
 
     def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None:
         """One step was taken; `samples` in all."""
         now_s = time.monotonic()
         self.num_calls += 1
+        self._train_until(now_s)
         if self.num_calls <= self.num_warmup:
             self.first_s, self.first_samples, self.paused_s = now_s, samples, 0.0
-        self.last_s, self.last_samples, self.step = now_s, samples, step
+        self.last_samples, self.step = samples, step
         self.report.progress(samples, step, epoch, loss, **fields)
 
     def event(self, name: str, **fields: Any) -> None:
@@ -207,11 +208,15 @@ class Meter:
 
     def pause(self, seconds: float) -> None:
         """So much time since the last step went into something that is not training."""
-        self.paused_s += seconds
+        self._paused_since_s += seconds
 
     def until_now(self) -> None:
         """Training has gone on until now, though this rank has no step to report: it waited for the others' last."""
-        self.last_s = time.monotonic()
+        self._train_until(time.monotonic())
+
+    def _train_until(self, now_s: float) -> None:
+        self.last_s = now_s
+        self.paused_s, self._paused_since_s = self.paused_s + self._paused_since_s, 0.0
 
     def validation(self, measure: Callable[[], dict[str, float]], epoch: int, samples: int) -> None:
         """Measure and report after `epoch` epochs and `samples` samples; the time it takes is a pause."""
