@@ -44,6 +44,6 @@ job = mt.Job(
     validate=mt.Shards(f"{DATA}/validate-*.h5"),
     metrics=metrics,
     epochs=5,
-    validate_every="256 samples",  # a sixth of an epoch, so that the time to the target is known better than to an epoch
+    validate_every="256 samples",  # a sixth of an epoch, for a time to the target better known than to an epoch
     batch_size=32,
 )

@@ -392,6 +392,27 @@ def packing() -> str:
     return table(head, *body) + "\n\n" + origin(row)
 
 
+def sparse() -> str:
+    found = newest("sparse", "rows", "batch")
+    head = (
+        "rows of 16",
+        "batch",
+        "alone, ms",
+        "gloo dense, ms",
+        "gloo sparse, ms",
+        "dense, ms",
+        "sparse, ms",
+        "gloo dense / sparse (95 %)",
+        "table / sparse, bytes",
+    )
+    body = [
+        (f"{rows:,}", f"{batch} x {row['words']}", *(f"{row['median_ms'][way]:.2f}" for way in row["median_ms"]),
+         spread(row["gloo_dense_over"]["sparse"]), f"{row['dense_bytes'] / row['sparse_bytes']:.1f}")
+        for (rows, batch), row in sorted(found.items())
+    ]  # fmt: skip
+    return table(head, *body) + "\n\n" + origin(*found.values())
+
+
 ON_HOSTS = ".venv/bin/python benchmarks/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python"
 
 COMPRESSION_OF_HOSTS = (
@@ -414,6 +435,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     ),
     "codec_cost": (["python benchmarks/codec_cost.py"], codec_cost),
     "codec_accuracy": (["python benchmarks/codec_accuracy.py"], codec_accuracy),
+    "sparse": (["mpitrain launch -n 2 benchmarks/sparse.py"], sparse),
     "averaging": (["mpitrain launch -n 2 benchmarks/averaging.py"], averaging),
     "splitting": (["mpitrain launch -n 2 benchmarks/splitting.py"], splitting),
     "memory": (["python benchmarks/memory.py"], memory),

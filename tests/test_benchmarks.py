@@ -21,6 +21,7 @@ BENCHMARKS = {
         ["--rounds", "1", "--megabytes", "1", "--cases", "1", "--compute-s", "0", "--turn-steps", "2"],
     ),
     "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
+    "sparse": (2, ["--rounds", "1", "--block", "1", "--rows", "1000", "--batch", "16"]),
     "splitting": (2, ["--rounds", "1", "--steps", "2"]),
     "step_time": (3, ["--rounds", "1", "--block", "1", "--model", "mlp"]),
     "virtual_speed": (1, ["--rounds", "1", "--pushes", "600", "--workers", "30", "--ranks", "40"]),
@@ -200,6 +201,13 @@ def check_splitting(out, rows):
     for name, way in row["ways"].items():
         assert name in out and way["samples_per_second"] > 0
         assert len(way["idle_share"]) == (2 if name.startswith("pipeline") else 0)
+
+
+def check_sparse(out, rows):
+    (row,) = rows
+    assert (row["rows"], row["batch"], row["dense_bytes"]) == (1000, 16, 1000 * 16 * 4)
+    assert 0 < row["sparse_bytes"] <= 16 * row["words"] * (4 + 16 * 4) and row["sparse_bytes"] % 68 == 0
+    assert all(f"{name} " in out for name in row["median_ms"])
 
 
 def check_step_time(out, rows):

@@ -124,17 +124,11 @@ def check_module(module: Any) -> nn.Module:
     """The module that a job has made.
 
     Raises:
-        UsageError: it is none, has layers with sparse gradients, or nothing to train.
+        UsageError: it is none, or has nothing to train.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"Job: model must make a torch.nn.Module, got {type(module).__name__}")
     plain = unwrap_compiled(module)
-    for name, layer in plain.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            raise UsageError(
-                f"layer {name or type(layer).__name__!r} is {type(layer).__name__}(sparse=True), and sparse gradients "
-                "travel under no strategy; leave sparse=True out"
-            )
     if not any(parameter.requires_grad for parameter in plain.parameters()):
         raise UsageError(
             f"Job: {type(plain).__name__} has no parameter to train: requires_grad is False for all of them"
@@ -164,11 +158,6 @@ def check_made_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     Raises:
         UsageError: it is none.
     """
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UsageError(
-            "Job: SparseAdam takes sparse gradients only, and these travel under no strategy; use Adam, and layers "
-            "without sparse=True"
-        )
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     many = isinstance(optimizer, list | tuple) and len(optimizer) > 0

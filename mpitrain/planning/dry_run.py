@@ -28,6 +28,7 @@ from mpitrain.system.trace import file_name
 from mpitrain.training.job_file import load_job
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -218,10 +219,15 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any) -> list
             )
         if isinstance(job.strategy, Decentralized):
             return lines + describe_decentralized(job.strategy, module, num_bytes, num)
+        from mpitrain.model.sparse_gradients import sparse_layers
+
+        tables = sparse_layers(module)
+        num_bytes -= sum(table.weight.nbytes for table in tables.values())
         least = size_text(2 * (num - 1) / num * num_bytes)
         lines.append(
             f"messages    allreduce of {size_text(num_bytes)} a step; at least {least} sent per rank"
         )
+        lines += [_touched(name, table.weight) for name, table in tables.items()]
         assert isinstance(job.strategy, AllReduce)
         return lines + describe_allreduce_codec(job.strategy.codec, module, num_bytes, num)
     from mpitrain.model import check_optimizer
@@ -241,6 +247,14 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any) -> list
     lines.append(f"            each worker {sent} and receives {size_text(reply)} {pulls}")
     lines += describe_server_codecs(strategy, module, num_bytes)
     return lines
+
+
+def _touched(name: str, table: torch.Tensor) -> str:
+    from mpitrain.model.sparse_gradients import row_bytes
+    from mpitrain.mpi.process_group.algorithm_choice import index_bytes
+
+    each = f"{index_bytes(table.shape[:1])} + {row_bytes(table)} bytes"
+    return f"            and the touched rows of {name}: {each} each of {table.shape[0]:,} ({size_text(table.nbytes)})"
 
 
 def _every(num_batches: int) -> str:

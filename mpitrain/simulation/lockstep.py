@@ -19,6 +19,7 @@ from mpitrain.messages import Lease, num_parts
 from mpitrain.model.accumulation import LeaseReader, read_alike
 from mpitrain.model.codec_registry import check_optimizer
 from mpitrain.model.optimizer import Rates
+from mpitrain.model.sparse_gradients import row_bytes, sparse_parameters
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
 from mpitrain.simulation.ranks_in_one_process import RanksInOneProcess
@@ -130,7 +131,8 @@ class LockstepRun:
         self.module, optimizer = virtual.build()
         self.rates = Rates(optimizer)
         self.parameters = [one for one in self.module.parameters() if one.requires_grad]
-        self.buckets = gradient_buckets(self.parameters)
+        self.sparse = sparse_parameters(self.module)
+        self.buckets = gradient_buckets(self.parameters, self.sparse)
         codec = job.strategy.codec if isinstance(job.strategy, AllReduce) else None
         self.codecs = None
         if codec is not None and not codec.is_none:
@@ -213,6 +215,8 @@ class LockstepRun:
             value = stepper.take_all(parts, shares, self._traced(before_s + last_s))
             if self.codecs is not None:
                 self.clock.schedule = self._coded_schedule(self.codecs)
+            elif self.sparse:
+                self.clock.schedule, self.apply_s = self._sparse_schedule(), self._apply_s()
         else:
             if virtual.world.traces:
                 compute = self._traced(before_s + last_s)
@@ -288,19 +292,47 @@ class LockstepRun:
                 f"{job.strategy}: how many bytes a codec sends depends on the gradients: leave the codec out, or let "
                 "the simulation compute gradients"
             )
+        if self.sparse and not self.gradients:
+            raise UsageError(
+                f"{job.strategy}: how many rows of an embedding with sparse=True are sent depends on the batches: let "
+                "the simulation compute gradients"
+            )
         buckets = [[self.parameters[index] for index in bucket] for bucket in self.buckets]
         sizes = [num_bytes_of(bucket, cast) for bucket in buckets]
         return self._averaged(sizes, self.codecs is not None and self.codecs.exchanges_at_end)
 
     def _apply_s(self) -> float:
         """What every step takes after its exchange: the optimizer, and coding, which waits for the last gradient."""
-        costs, num_bytes = self.virtual.costs, num_bytes_of(self.parameters)
+        costs, num_bytes = self.virtual.costs, self._updated_bytes()
         held = num_bytes * len(self.owners) / self.virtual.number  # of each rank, where the model is split
         coded_s = costs.seconds("gradient", num_bytes, 0, codes=True) if self.codecs is not None else 0.0
         return (
             costs.seconds("apply", held if isinstance(self.virtual.job.strategy, Split) else num_bytes)
             + coded_s
         )
+
+    def _updated_bytes(self) -> int:
+        """Of what a step changes: of a table with sparse gradients the rows that were touched last."""
+        dense = num_bytes_of([one for one in self.parameters if id(one) not in self.sparse])
+        return dense + sum(
+            different * row_bytes(self.parameters[index])
+            for index, (_, different) in self.stepper.touched.items()
+        )
+
+    def _sparse_schedule(self) -> Schedule:
+        """Of the step that has just been computed."""
+        everybody = range(self.virtual.number)
+        sizes, costs = [], []
+        for bucket in self.buckets:
+            together = [self.parameters[index] for index in bucket]
+            if (rows := self.stepper.touched.get(bucket[0])) is None:
+                sizes.append(num_bytes_of(together))
+                costs.append(self.costs.allreduce(sizes[-1], everybody))
+            else:
+                sizes.append(min(rows) * row_bytes(together[0]))
+                costs.append(self.costs.sparse_allreduce(*rows, together[0], everybody))
+        self.step_bytes = sum(cost.sent_bytes for cost in costs)
+        return overlapped(sizes, costs)
 
     def _pass(self, seconds: float) -> None:
         """All ranks do something else."""

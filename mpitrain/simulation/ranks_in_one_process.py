@@ -16,6 +16,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.loss import BatchLoss
 from mpitrain.model.optimizer import Rates
+from mpitrain.model.sparse_gradients import numbers_of_gradients
 from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
 from mpitrain.training.synchronous.stepper import Parts, Stepper
 from mpitrain.training.validate import UNUSED_IN_PARTS
@@ -42,6 +43,9 @@ class RanksInOneProcess(Stepper):
     ):  # fmt: skip
         super().__init__(job, num_replicas, epoch_samples, 0)
         self.keys, self.codecs, self.reports_mean = keys, codecs, reports_mean
+        self.touched: dict[
+            int, tuple[int, int]
+        ] = {}  # by parameter: rows that the ranks have sent, and different ones
         self._weight: float | None = None  # of what the losses of this step are sums over
         self._buffers: list[list[torch.Tensor]] = []
 
@@ -57,7 +61,7 @@ class RanksInOneProcess(Stepper):
     def take_all(self, parts: Sequence[Parts], shares: Sequence[int], around: Around) -> float:
         """One step of all ranks, each on its own batches; returns the loss to report."""
         count, size = sum(shares), len(self.keys)
-        self._weight = None
+        self._weight, self.touched = None, {}
         values, everybody = [], list[Gradient]()
         sums: Gradient = []
         for rank, (one, share) in enumerate(zip(parts, shares, strict=True)):
@@ -66,11 +70,13 @@ class RanksInOneProcess(Stepper):
             values.append(around(rank, lambda one=one, share=share: self.compute(one, share, count)))  # type: ignore[misc]
             self._keep(rank)
             self._check_used()
+            numbers_of_gradients(self._shared)  # each row once
             own = [parameter.grad for parameter in self._shared]
             if self.codecs is not None:
                 everybody.append([None if one is None else one.clone() for one in own])
             else:
                 sums = _add(sums, own, size)
+                self._count_rows(own)
         self._hold(0)
         if self.codecs is not None:
             self.codecs.reduce(self._shared, everybody)
@@ -86,13 +92,21 @@ class RanksInOneProcess(Stepper):
         self.update(value, shares[0], count)
         return value if self.reports_mean else values[0]
 
+    def _count_rows(self, own: Gradient) -> None:
+        for index, gradient in enumerate(own):
+            if gradient is not None and gradient.is_sparse:
+                self.touched[index] = self.touched.get(index, (0, 0))[0] + gradient._nnz(), 0
+
     @torch.no_grad()
     def _use(self, sums: Gradient, size: int) -> None:
         """The mean of the ranks becomes the gradient."""
         factor = 1.0
         if self._weight is not None:
             factor = size / self._weight if self._weight else 0.0
-        for parameter, total in zip(self._shared, sums, strict=True):
+        for index, (parameter, total) in enumerate(zip(self._shared, sums, strict=True)):
+            if total is not None and total.is_sparse:
+                total = total.coalesce()
+                self.touched[index] = self.touched[index][0], total._nnz()
             if total is not None and factor != 1.0:
                 total.mul_(factor)
             parameter.grad = None if total is None else total.to(parameter.dtype)

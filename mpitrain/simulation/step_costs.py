@@ -8,7 +8,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.layer_cuts import slices, units
 from mpitrain.model.pipeline_stages import split_stages
+from mpitrain.model.sparse_gradients import row_bytes
 from mpitrain.mpi.allreduce_plan import AUTO, Transport, pinned
-from mpitrain.mpi.process_group.algorithm_choice import choose
+from mpitrain.mpi.process_group.algorithm_choice import adds_up, choose, index_bytes
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
@@ -64,6 +65,19 @@ class Collectives:
         """Of parts that are so many bytes together."""
         return allgather(len(ranks), num_bytes, self._slowest(ranks))
 
+    def sparse_allreduce(
+        self, num_entries: int, num_different: int, table: torch.Tensor, ranks: Sequence[int]
+    ) -> Cost:
+        """Of rows of `table`, so many of all ranks together: how many each has, which they are, and their values."""
+        counts = self.allreduce(8 * len(ranks), ranks)
+        indices = self.allgather(num_entries * index_bytes(table.shape[:1]), ranks)
+        if adds_up(num_entries, num_different):
+            values = self.allreduce(num_different * row_bytes(table), ranks)
+        else:
+            values = self.allgather(num_entries * row_bytes(table), ranks)
+        parts = (counts, indices, values)
+        return Cost(sum(part.seconds for part in parts), sum(part.sent_bytes for part in parts))
+
     def reduce_scatter(self, num_bytes: int, ranks: Sequence[int]) -> Cost:
         """Of so many bytes on every rank."""
         return reduce_scatter(len(ranks), num_bytes, self._slowest(ranks))
@@ -92,16 +106,19 @@ class Collectives:
         return self._layouts[key]
 
 
-def gradient_buckets(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+def gradient_buckets(
+    parameters: Sequence[nn.Parameter], sparse: Container[int] = frozenset()
+) -> list[list[int]]:
     """Which gradients DDP reduces together, by the numbers of the parameters, in its order from the second step on:
-    that in which gradients come, the last layer's first."""
+    that in which gradients come, the last layer's first. A sparse gradient, `sparse` by the parameter's `id`, is a
+    bucket of its own."""
     backwards = list(reversed(range(len(parameters))))
     if not parameters:
         return []
     found: Any = dist._compute_bucket_assignment_by_size(
         [parameters[index] for index in backwards],
         [FIRST_BUCKET_BYTES, BUCKET_BYTES],
-        [False] * len(parameters),
+        [id(parameters[index]) in sparse for index in backwards],
     )
     return [[backwards[place] for place in bucket] for bucket in found[0]]
 

@@ -34,6 +34,9 @@ class AllReduce(Strategy):
     def why_not_batch_statistics(self) -> str:
         return ""
 
+    def why_not_sparse(self) -> str:
+        return "" if self.codec.is_none else "a codec codes whole gradients; use allreduce() without one"
+
     def why_not_joint_steps(self) -> str:
         if self.codec.is_none:
             return ""

@@ -137,6 +137,10 @@ class Strategy(Value):
             "is one gradient; use allreduce()"
         )
 
+    def why_not_sparse(self) -> str:
+        """Empty, or why gradients with only the touched rows of an embedding cannot travel (`sparse=True`)."""
+        return f"{self.name}() sends whole gradients or parameters, and allreduce() alone sends touched rows"
+
     def why_not_ended(self) -> str:
         """Empty, or why a validation cannot end the run for all workers (`patience`)."""
         return ""

@@ -24,6 +24,7 @@ from mpitrain.model.deferred import Deferred
 from mpitrain.model.optimizer import check_closure, set_learning_rate
 from mpitrain.model.precision import check_float32
 from mpitrain.model.several_optimizers import SeveralOptimizers
+from mpitrain.model.sparse_gradients import check_sparse_layers, check_sparse_optimizer
 from mpitrain.model.sync_batchnorm import sync_batchnorm
 from mpitrain.model.user_code import check_made_optimizer, check_module, named_part
 from mpitrain.reporting.report import writing
@@ -64,6 +65,8 @@ def build_module(job: Job, device: torch.device, deferred: Deferred | None = Non
         module = check_module(job.model)
     else:
         module = check_module(job.model() if deferred is None else deferred.build(job.model))
+    on_host = "" if device.type == "cpu" else "sparse gradients are exchanged in host memory only"
+    check_sparse_layers(module, (job.strategy.why_not_sparse() if job.strategy else "") or on_host)
     for name in job.optimizer if isinstance(job.optimizer, Mapping) else ():
         named_part(module, name)
     check_float32(module, job.precision)
@@ -112,6 +115,7 @@ def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.opti
 def _make_optimizer(make: Callable[..., Any], module: nn.Module, strategy: Any) -> torch.optim.Optimizer:
     given = module.named_parameters() if takes_names(make) else module.parameters()
     optimizer = check_made_optimizer(make(given))
+    check_sparse_optimizer(module, optimizer)
     check_closure(optimizer, str(strategy or "a job"))
     return optimizer
 

@@ -106,9 +106,11 @@ def wrap(
     """
     global _wrapped
     from mpitrain.mpi.runtime import start
+    from mpitrain.training.agree import attempt
 
     strategy = strategy or AllReduce()
     runtime = start()
+    attempt(runtime, lambda: _check_sparse(model, optimizer, strategy))
     if _wrapped is not None:
         _check_another(_wrapped, strategy, resume)
         model, another, joined = _join_all(
@@ -121,6 +123,13 @@ def wrap(
     model, _wrapped, joined = _join_all(runtime, model, optimizer, strategy, resume)
     _wrapped.watchdog = watchdog
     return model, joined
+
+
+def _check_sparse(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
+    from mpitrain.model.sparse_gradients import check_sparse_layers, check_sparse_optimizer
+
+    check_sparse_layers(model, strategy.why_not_sparse())
+    check_sparse_optimizer(model, optimizer)
 
 
 def _check_another(first: _Wrapped, strategy: Strategy, resume: ResumeFrom) -> None:

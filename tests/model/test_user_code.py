@@ -122,14 +122,6 @@ def test_checking_a_loss_does_not_hide_whose_it_is():
     assert job.loss.function is toy.square_loss
 
 
-@pytest.mark.parametrize("sparse", [nn.Embedding(4, 2, sparse=True), nn.EmbeddingBag(4, 2, sparse=True)])
-def test_a_layer_with_sparse_gradients_is_refused_by_name(sparse):
-    with pytest.raises(UsageError, match=r"layer 'inner.1' is Embedding.*sparse=True"):
-        check_module(nn.ModuleDict({"inner": nn.Sequential(nn.Linear(2, 2), sparse)}))
-    dense = nn.Embedding(4, 2)
-    assert check_module(dense) is dense
-
-
 def test_what_is_no_module_and_no_optimizer_is_refused():
     with pytest.raises(UsageError, match=r"must make a torch.nn.Module, got dict"):
         check_module({})

@@ -122,8 +122,8 @@ def test_what_is_frozen_stays_as_it_was(name, tmp_path):
 
 
 def test_sparse_gradients_are_refused_by_name_before_anything_is_trained(tmp_path):
-    """They travel under no strategy. A layer without `sparse=True` is the same one: its rows that do not occur have
-    gradients of zero."""
+    """They travel under `allreduce()` only. A layer without `sparse=True` is the same one: its rows that do not occur
+    have gradients of zero."""
     with pytest.raises(UsageError, match=r"'embedding' is Embedding\(sparse=True\).*leave sparse=True out"):
         simulated(tmp_path, "sparse", "async()")
     found = simulated(tmp_path, "no longer sparse", "async()")

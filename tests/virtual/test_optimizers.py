@@ -18,7 +18,7 @@ SHIPPED = {
     for name, one in vars(torch.optim).items()
     if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer
 }
-NOWHERE = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "these travel under no strategy"}
+NOWHERE = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "takes sparse gradients only"}
 
 
 class Lion(torch.optim.Optimizer):

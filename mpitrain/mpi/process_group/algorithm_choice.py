@@ -70,3 +70,20 @@ def describe(nodes: Sequence[Sequence[int]], transport: Transport | None, settin
         "between_nodes": measured,
         "allreduce": {f"from {size} bytes": name for size, name in steps},
     }
+
+
+def adds_up(num_entries: int, num_different: int) -> bool:
+    """Whether an allreduce of sparse tensors adds up their values, or gathers them.
+
+        gathered    every rank's values to every other one:                        (n - 1) / n * num_entries
+        added up    an allreduce of one entry for each index that occurs at all:   2 (n - 1) / n * num_different
+
+    Args:
+        num_entries: of all n ranks together; num_different: indices among them.
+    """
+    return 2 * num_different < num_entries
+
+
+def index_bytes(shape: Sequence[int]) -> int:
+    """Of an index of a tensor with these sparse dimensions, on the wire."""
+    return 4 if math.prod(shape) <= 2**31 else 8

@@ -135,7 +135,9 @@ class ParallelModule:
         named = self.module.named_parameters()
         trained = ((name, one) for name, one in named if one.requires_grad)
         left_out = [
-            name for name, one in trained if one.grad is None or one.grad.data_ptr() == added_up.get(id(one))
+            name
+            for name, one in trained
+            if one.grad is None or (id(one) in added_up and one.grad.data_ptr() == added_up[id(one)])
         ]
         if left_out and added_up:
             raise UsageError(UNUSED_IN_PARTS)

@@ -10,7 +10,7 @@ so it may run through parts of the model that another optimizer trains.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.flat import all_finite
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.several_optimizers import SeveralOptimizers
+from mpitrain.model.sparse_gradients import numbers_of_gradients, sparse_parameters
 from mpitrain.system import trace
 from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.stepper import Parts, Stepper
@@ -35,7 +36,7 @@ class NamedOptimizer:
         prepare: makes its gradients those of all ranks; returns whether it is to step with them.
     """
 
-    def __init__(self, optimizer: Optimizer, prepare: Callable[[list[torch.Tensor]], bool]):
+    def __init__(self, optimizer: Optimizer, prepare: Callable[[list[nn.Parameter]], bool]):
         self.optimizer, self._prepare = optimizer, prepare
 
     def step(self) -> None:
@@ -63,6 +64,7 @@ class JointStepper(Stepper):
             name: NamedOptimizer(one, self._prepare) for name, one in rates.optimizer.optimizers.items()
         }
         self.losses: dict[str, float] = {}
+        self._sparse = sparse_parameters(module)
         self._share = 1.0  # of the samples of the step
         self._num_prepared, self._refused = 0, False
 
@@ -93,7 +95,7 @@ class JointStepper(Stepper):
         self.step += 1
         return value
 
-    def _prepare(self, parameters: list[torch.Tensor]) -> bool:
+    def _prepare(self, parameters: list[nn.Parameter]) -> bool:
         if not self._num_prepared:
             self.before_update()
             self.follow_schedule()
@@ -103,9 +105,9 @@ class JointStepper(Stepper):
         began_s = time.monotonic()
         if dist.get_world_size() > 1:
             with trace.span("mean gradient", trace.COMMUNICATION):
-                mean_gradients(parameters, self._share)
+                mean_gradients(parameters, self._share, self._sparse)
         self._waited_s += time.monotonic() - began_s
-        gradients = [one.grad for one in parameters if one.grad is not None]
+        gradients = numbers_of_gradients(parameters)
         finite = all_finite(gradients)
         if finite and self.clipping:
             self.clipping.clip(gradients)
@@ -114,18 +116,31 @@ class JointStepper(Stepper):
 
 
 @torch.no_grad()
-def mean_gradients(parameters: list[torch.Tensor], share: float) -> None:
+def mean_gradients(
+    parameters: list[nn.Parameter], share: float, sparse: Container[int] = frozenset()
+) -> None:
     """The sum over all ranks of `share` times their gradients, in place of each; a parameter that has one on no rank
-    keeps none. Collective."""
+    keeps none. `sparse`: the `id` of those whose gradients are rows. Collective."""
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         some = [parameter for parameter in parameters if parameter.dtype == dtype]
         there = torch.tensor([one.grad is not None for one in some], dtype=dtype, device=some[0].device)
-        pieces = [_of(one).reshape(-1) * share for one in some]
+        pieces = [_of(one).reshape(-1) * share for one in some if id(one) not in sparse]
         flat = torch.cat([*pieces, there])
         dist.all_reduce(flat)
         *sums, there = flat.split([one.numel() for one in pieces] + [len(some)])
-        for parameter, total, ranks in zip(some, sums, there.tolist(), strict=True):
-            parameter.grad = total.view_as(parameter) if ranks else None
+        summed = iter(sums)
+        for parameter, ranks in zip(some, there.tolist(), strict=True):
+            if id(parameter) not in sparse:
+                total = next(summed).view_as(parameter)
+            elif ranks:
+                total = _rows_of(parameter) * share
+                dist.all_reduce(total)
+            parameter.grad = total if ranks else None
+
+
+def _rows_of(parameter: nn.Parameter) -> torch.Tensor:
+    gradient = _of(parameter)
+    return gradient if gradient.is_sparse else gradient.to_sparse(1)
 
 
 def _of(parameter: torch.Tensor) -> torch.Tensor:

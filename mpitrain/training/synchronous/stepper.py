@@ -33,6 +33,7 @@ from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import backward_scaled, loss_scale
+from mpitrain.model.sparse_gradients import numbers_of_gradients
 from mpitrain.model.sync_batchnorm import count_batch
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.system import trace
@@ -249,8 +250,9 @@ class Stepper:
         return read_loss(self.job.loss(self.module, batch))
 
     def _addresses(self) -> dict[int, int]:
-        """Where the gradients are, by parameter."""
-        return {id(one): one.grad.data_ptr() for one in self._trainable if one.grad is not None}
+        """Where the dense gradients are, by parameter."""
+        held = ((id(one), one.grad) for one in self._trainable)
+        return {key: one.data_ptr() for key, one in held if one is not None and not one.is_sparse}
 
     def exchange(self, whether: bool) -> None:
         """Let the backward pass to come exchange gradients, or not."""
@@ -275,8 +277,8 @@ class Stepper:
         return weight / divisor if divisor else 0.0
 
     def gradients(self) -> list[torch.Tensor]:
-        """What this rank holds of the gradient."""
-        return [parameter.grad for parameter in self._trainable if parameter.grad is not None]
+        """What this rank holds of the gradient, of sparse ones the numbers."""
+        return numbers_of_gradients(self._trainable)
 
     def judge(self, value: float, part: float) -> tuple[float, bool]:
         """(the loss to report, whether the gradient is finite) of this rank's `part` of the step, with loss `value`."""

@@ -153,6 +153,16 @@ def case_sparse_tensors_are_added_up(rt):
     assert torch.equal(
         own.to_dense(), sum(sparse(rank, torch.float64).to_dense() for rank in range(rt.size)) / rt.size
     )
+    both = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}
+    for name, op in (
+        both.items() if rt.size > 1 else ()
+    ):  # many ranks' entries, few different: added up by an allreduce
+        shape, rows = (3, 70_000, 2), torch.tensor([[2, 0], [69_999, 7]])
+        own = torch.sparse_coo_tensor(rows, torch.tensor([[1.0, 2], [3, 4]]) * (rt.rank + 1), shape)
+        dist.all_reduce(own, op=op)
+        total = sum(range(1, rt.size + 1)) / (rt.size if name == "mean" else 1)
+        assert own.is_coalesced() and own.indices().tolist() == [[0, 2], [7, 69_999]]
+        assert own.values().tolist() == [[3 * total, 4 * total], [total, 2 * total]]
     raises(TypeError, "SUM or AVG", lambda: dist.all_reduce(sparse(rt.rank), op=dist.ReduceOp.MAX))
     raises(TypeError, "COO", lambda: dist.group.WORLD.allreduce([sparse(rt.rank), torch.ones(2)]))
 

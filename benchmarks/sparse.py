@@ -1,0 +1,168 @@
+"""What does a training step of a large embedding cost on two workers, in time and bytes, with sparse gradients?
+
+    mpitrain launch -n 2 benchmarks/sparse.py [--rounds 9] [--rows 10000 4000000] [--batch 64 512]
+
+One table of 16 columns, 8 words a sample drawn by Zipf's law (exponent 1), a small dense tower, SGD, one torch thread a
+rank. The ways take turns in blocks of a few steps:
+
+    alone           both at once with sparse gradients, no exchange (the bound)
+    gloo dense      torch's DDP over gloo, whole gradients: the peer
+    gloo sparse     the same with sparse=True
+    dense           torch's DDP over our process group, whole gradients
+    sparse          the same with sparse=True, as `allreduce()` trains it
+
+Bytes are those that one rank's gradients of the table take, of one step: the whole table, or the rows that its batches
+have touched with an index each, counted where they are sent. What torch's gloo sends of sparse gradients is not
+counted: it gathers indices of 8 bytes, and values padded to the largest rank's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mpitrain.mpi.process_group import sparse_allreduce
+from mpitrain.mpi.runtime import start
+from mpitrain.training.synchronous.ddp import data_parallel
+
+runtime = start()
+WIDTH, WORDS, BATCHES = 16, 8, 8
+
+
+class Counter:
+    """Bytes of indices and values that this rank has handed over for sparse gradients."""
+
+    def __init__(self):
+        self.num_bytes, self._carry = 0, sparse_allreduce._carry_one
+        sparse_allreduce._carry_one = self
+
+    def __call__(self, group, may_block, tensor, reduction):
+        rows = tensor.coalesce()
+        each = sparse_allreduce.index_bytes(tensor.shape[:1]) + rows.values()[:1].nbytes
+        self.num_bytes += len(rows.values()) * each
+        return self._carry(group, may_block, tensor, reduction)
+
+
+class Ranking(nn.Module):
+    """The words' rows added up, and two layers."""
+
+    def __init__(self, rows, sparse):
+        super().__init__()
+        self.table = nn.EmbeddingBag(rows, WIDTH, mode="sum", sparse=sparse)
+        self.tower = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, words):
+        return self.tower(self.table(words))
+
+
+class Way:
+    """A model of its own; `step()` is one training step on the next of its batches."""
+
+    def __init__(self, rows, batch, sparse, wrap=lambda module: module):
+        torch.manual_seed(0)
+        model = Ranking(rows, sparse)
+        self.model, self.optimizer = wrap(model), torch.optim.SGD(model.parameters(), lr=0.01)
+        draw = torch.Generator().manual_seed(runtime.rank)
+        uniform = torch.rand(BATCHES, batch, WORDS, generator=draw, dtype=torch.float64)
+        self.words = (float(rows) ** uniform).long().sub(1).clamp(0, rows - 1)
+        self.clicked = torch.randint(0, 2, (BATCHES, batch, 1), generator=draw).float()
+        self.num_steps = 0
+
+    def step(self):
+        at = self.num_steps % BATCHES
+        self.optimizer.zero_grad(set_to_none=True)
+        nn.functional.binary_cross_entropy_with_logits(
+            self.model(self.words[at]), self.clicked[at]
+        ).backward()
+        self.optimizer.step()
+        self.num_steps += 1
+
+
+def measure(rows, batch, options, groups, counter):
+    ours, gloo = groups
+    ways = {
+        "alone": Way(rows, batch, True),
+        "gloo dense": Way(
+            rows, batch, False, lambda module: DistributedDataParallel(module, process_group=gloo)
+        ),
+        "gloo sparse": Way(
+            rows, batch, True, lambda module: DistributedDataParallel(module, process_group=gloo)
+        ),
+        "dense": Way(rows, batch, False, lambda module: data_parallel(module, ours)),
+        "sparse": Way(rows, batch, True, lambda module: data_parallel(module, ours)),
+    }
+    seconds = {name: [] for name in ways}
+    for number in range(options.rounds + 1):
+        counter.num_bytes = 0
+        for name, way in ways.items():
+            runtime.barrier()
+            began_s = time.perf_counter()
+            for _ in range(options.block):
+                way.step()
+            seconds[name].append((time.perf_counter() - began_s) / options.block)
+        if number == 0:
+            gloo_ways = ways["gloo dense"].model, ways["gloo sparse"].model
+            never_destroyed(*gloo_ways)
+    return {name: values[1:] for name, values in seconds.items()}, counter.num_bytes / options.block
+
+
+def show(rows, batch, seconds, sent, options):
+    whole = rows * WIDTH * 4
+    lines = [("way", "median ms", "gloo dense over it (95 %)", "bytes of the table")]
+    ratios = {}
+    for name, values in seconds.items():
+        ratios[name] = middle, low, high = median_ratio(seconds["gloo dense"], values)
+        counted = {"sparse": f"{sent:,.0f}", "alone": "0", "gloo sparse": "-"}.get(name, f"{whole:,}")
+        lines.append(
+            (
+                name,
+                f"{statistics.median(values) * 1e3:.2f}",
+                f"{middle:.2f} ({low:.2f} - {high:.2f})",
+                counted,
+            )
+        )
+    print(
+        f"\n{rows:,} rows of {WIDTH}, batch {batch} x {WORDS} words, {options.rounds} rounds of {options.block} steps"
+    )
+    print(table(lines))
+    print(f"sparse gradients take {whole / sent:.1f} times fewer bytes", flush=True)
+    medians = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+    row = {
+        "rows": rows, "batch": batch, "words": WORDS, "width": WIDTH, "rounds": options.rounds, "block": options.block,
+        "median_ms": medians, "gloo_dense_over": ratios, "sparse_bytes": sent, "dense_bytes": whole,
+    }  # fmt: skip
+    write_row("sparse", row | {"mpi": runtime.library})
+
+
+def main():
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--block", type=int, default=3)
+    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 4_000_000])
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 512])
+    options = parser.parse_args()
+    assert runtime.size == 2, "start with 2 ranks"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="mpi://")
+    groups = dist.new_group([0, 1], backend="mpi4py"), dist.new_group([0, 1], backend="gloo")
+    counter = Counter()
+    if runtime.rank == 0:
+        print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank")
+    for rows in options.rows:
+        for batch in options.batch:
+            seconds, sent = measure(rows, batch, options, groups, counter)
+            if runtime.rank == 0:
+                show(rows, batch, seconds, sent, options)
+    never_destroyed(dist.group.WORLD, groups[1])
+    dist.destroy_process_group()
+    runtime.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Which layers, strategies and optimizers take gradients of touched rows, and what the others are told."""
+
+import pytest
+import torch
+from torch import nn
+
+import mpitrain as mt
+from mpitrain.errors import UsageError
+from mpitrain.model.clipping import Clipping
+from mpitrain.model.sparse_gradients import (
+    check_sparse_layers,
+    check_sparse_optimizer,
+    numbers_of_gradients,
+    sparse_layers,
+)
+from mpitrain.values import parse
+from tests import sparse_jobs
+
+TABLES = [nn.Embedding(4, 2, sparse=True), nn.EmbeddingBag(4, 2, sparse=True)]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_layers_are_found_by_name_and_frozen_or_dense_ones_are_none(table):
+    model = nn.ModuleDict({"inner": nn.Sequential(nn.Linear(2, 2), table), "dense": nn.Embedding(4, 2)})
+    assert sparse_layers(model) == {"inner.1": table}
+    frozen = nn.Embedding.from_pretrained(torch.ones(4, 2), sparse=True)
+    assert sparse_layers(nn.Sequential(frozen)) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async()",
+        "sync()",
+        "elastic()",
+        "localsgd()",
+        "decentralized()",
+        "sharded()",
+        "allreduce(codec=onebit())",
+    ],
+)
+def test_a_strategy_that_sends_whole_gradients_refuses_the_layer_by_name(text):
+    why_not = parse(text, "strategy").why_not_sparse()
+    model = nn.ModuleDict({"inner": nn.Sequential(nn.Linear(2, 2), TABLES[1])})
+    with pytest.raises(
+        UsageError, match=r"'inner.1' is EmbeddingBag\(sparse=True\): .*leave sparse=True out"
+    ):
+        check_sparse_layers(model, why_not)
+    check_sparse_layers(nn.Linear(2, 2), why_not)
+    check_sparse_layers(model, mt.AllReduce().why_not_sparse())
+
+
+REFUSED = {
+    "momentum": (lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9), r"SGD\(momentum=0.9\) moves rows"),
+    "decay": (lambda own: torch.optim.SGD(own, lr=0.1, weight_decay=0.5), r"SGD\(weight_decay=0.5\) moves"),
+    "Adagrad's decay": (
+        lambda own: torch.optim.Adagrad(own, weight_decay=0.5),
+        r"Adagrad\(weight_decay=0.5\)",
+    ),
+    "Adam": (torch.optim.Adam, "Adam takes no sparse gradients: leave sparse=True out, or use SGD"),
+    "AdamW": (torch.optim.AdamW, "AdamW takes no sparse gradients"),
+    "SparseAdam": (torch.optim.SparseAdam, r"a parameter of shape \(4, 1\) has dense ones"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_would_move_untouched_rows_is_refused(name):
+    make, told = REFUSED[name]
+    model = sparse_jobs.Summed(nn.Embedding, True)
+    with pytest.raises(UsageError, match=told):
+        check_sparse_optimizer(model, make(list(model.parameters())))
+    if name != "SparseAdam":
+        dense = sparse_jobs.Summed(nn.Embedding, False)
+        check_sparse_optimizer(dense, make(list(dense.parameters())))
+
+
+def test_groups_of_dense_parameters_have_any_options():
+    model = sparse_jobs.Summed(nn.Embedding, True)
+    groups = [{"params": model.table.parameters()}, {"params": model.bias.parameters(), "momentum": 0.9}]
+    check_sparse_optimizer(model, torch.optim.SGD(groups, lr=0.1))
+    check_sparse_optimizer(model, torch.optim.SparseAdam(list(model.table.parameters())))
+
+
+@pytest.mark.parametrize(
+    "clipping", [Clipping(norm=0.1), Clipping(value=0.05), Clipping(norm=0.1, value=0.01)]
+)
+def test_clipping_the_rows_clips_the_dense_gradient(clipping):
+    words, gradients = torch.tensor([[3, 3, 7], [7, 9, 3]]), []
+    for sparse in (True, False):
+        model = sparse_jobs.Summed(nn.Embedding, sparse)
+        (model(words) ** 2).sum().backward()
+        clipping.clip(numbers_of_gradients(model.parameters()))
+        gradients.append([one.grad.to_dense() for one in model.parameters()])
+    torch.testing.assert_close(*gradients)
