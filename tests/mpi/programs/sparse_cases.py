@@ -100,7 +100,7 @@ def case_a_loss_that_is_not_finite_is_refused_with_its_rows(rt):
 def case_a_wrapped_loop_is_checked_before_its_first_step(rt):
     model = sparse_jobs.Summed(nn.Embedding, True)
     raises(
-        UsageError,
+        AgreedError,
         "sends whole gradients",
         lambda: mt.wrap(model, sparse_jobs.sgd(model.parameters()), mt.Async()),
     )
