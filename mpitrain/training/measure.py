@@ -24,7 +24,7 @@ from mpitrain.model.deferred import Deferred
 from mpitrain.model.optimizer import check_closure, set_learning_rate
 from mpitrain.model.precision import check_float32
 from mpitrain.model.several_optimizers import SeveralOptimizers
-from mpitrain.model.sparse_gradients import check_sparse_layers, check_sparse_optimizer
+from mpitrain.model.sparse_gradients import check_sparse_layers, check_sparse_optimizer, sparse_layers
 from mpitrain.model.sync_batchnorm import sync_batchnorm
 from mpitrain.model.user_code import check_made_optimizer, check_module, named_part
 from mpitrain.reporting.report import writing
@@ -66,6 +66,8 @@ def build_module(job: Job, device: torch.device, deferred: Deferred | None = Non
     else:
         module = check_module(job.model() if deferred is None else deferred.build(job.model))
     on_host = "" if device.type == "cpu" else "sparse gradients are exchanged in host memory only"
+    if sparse_layers(module) and not torch.sparse.check_sparse_tensor_invariants.is_enabled():
+        torch.sparse.check_sparse_tensor_invariants.disable()  # its default, and said so torch does not warn of it
     check_sparse_layers(module, (job.strategy.why_not_sparse() if job.strategy else "") or on_host)
     for name in job.optimizer if isinstance(job.optimizer, Mapping) else ():
         named_part(module, name)
