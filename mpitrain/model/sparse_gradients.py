@@ -12,7 +12,8 @@ several times in a batch are added up before anything that is not linear sees th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.model.compiling import unwrap_compiled
+from mpitrain.model.user_code import unused_parameters
 
 _KNOWN = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 _WAY_OUT = "leave sparse=True out, or use SGD without momentum, Adagrad or SparseAdam"
@@ -81,6 +83,32 @@ def check_sparse_optimizer(module: nn.Module, optimizer: Any) -> None:
                     f"Job: {name}({option}={group[option]:g}) moves rows that a batch has not touched, which sparse "
                     f"gradients leave out: {_WAY_OUT}; a parameter group of its own may have another {option}"
                 )
+
+
+@contextlib.contextmanager
+def explained_tables(module: nn.Module, loss: torch.Tensor) -> Iterator[None]:
+    """Around a backward pass under DDP, which does not know a table without a gradient: say which one it is.
+
+    Raises:
+        UsageError: the loss leaves out a table with sparse gradients.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "Expected sparse gradient to be defined" not in str(error):
+            raise
+        left_out = set(unused_parameters(module, loss))
+        tables = [name for name in sparse_layers(module) if f"{name}.weight" in left_out]
+        raise left_out_error(tables) from None
+
+
+def left_out_error(tables: Sequence[str]) -> UsageError:
+    """What to say of tables that got no gradient in a step."""
+    return UsageError(
+        f"the loss does not depend on {', '.join(tables) or 'a table'} in this step, and torch's DDP takes no missing "
+        "gradient of a layer with sparse=True: look up no rows of it where it has none to give, such as "
+        "table(words[:0]).sum(), added to what the model returns, or leave sparse=True out"
+    )
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.loss import BatchLoss
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.sparse_gradients import numbers_of_gradients
+from mpitrain.model.sparse_gradients import left_out_error, numbers_of_gradients, sparse_layers
 from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
 from mpitrain.training.synchronous.stepper import Parts, Stepper
 from mpitrain.training.validate import UNUSED_IN_PARTS
@@ -115,6 +115,9 @@ class RanksInOneProcess(Stepper):
         """Refuse what DDP would wait for in vain."""
         if all(parameter.grad is not None for parameter in self._shared):
             return
+        tables = [name for name, one in sparse_layers(self.module).items() if one.weight.grad is None]
+        if tables:
+            raise left_out_error(tables)
         if self.job.accumulate > 1:
             raise UsageError(UNUSED_IN_PARTS)
         if self.job.find_unused_parameters is False:

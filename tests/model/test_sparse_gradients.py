@@ -10,6 +10,7 @@ from mpitrain.model.clipping import Clipping
 from mpitrain.model.sparse_gradients import (
     check_sparse_layers,
     check_sparse_optimizer,
+    explained_tables,
     numbers_of_gradients,
     sparse_layers,
 )
@@ -79,6 +80,27 @@ def test_groups_of_dense_parameters_have_any_options():
     groups = [{"params": model.table.parameters()}, {"params": model.bias.parameters(), "momentum": 0.9}]
     check_sparse_optimizer(model, torch.optim.SGD(groups, lr=0.1))
     check_sparse_optimizer(model, torch.optim.SparseAdam(list(model.table.parameters())))
+
+
+def test_a_table_that_the_loss_leaves_out_is_named_in_place_of_the_words_of_ddp():
+    model = nn.ModuleDict({"used": sparse_jobs.Summed(nn.Embedding, True), "not": TABLES[0]})
+    loss = model["used"](torch.tensor([[1, 2]])).sum()
+    told = r"depend on not in this step.*table\(words\[:0\]\)"
+    with pytest.raises(UsageError, match=told), explained_tables(model, loss):
+        raise RuntimeError("Expected sparse gradient to be defined.")
+    with pytest.raises(RuntimeError, match="another"), explained_tables(model, loss):
+        raise RuntimeError("another")
+
+
+def test_in_virtual_time_too_a_table_that_is_left_out_ends_the_run(tmp_path):
+    class Two(sparse_jobs.Summed):
+        def __init__(self):
+            super().__init__(nn.Embedding, True)
+            self.spare = nn.Embedding(4, 2, sparse=True)
+
+    job = sparse_jobs.make_job(model=Two, find_unused_parameters=True)
+    with pytest.raises(UsageError, match="depend on spare in this step"):
+        mt.simulate(job, mt.AllReduce(), workers=2, run_dir=str(tmp_path), quiet=True)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from mpitrain.model.flat import all_finite, trainable
 from mpitrain.model.loss import BatchLoss, read_loss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import backward_scaled, loss_scale
-from mpitrain.model.sparse_gradients import numbers_of_gradients
+from mpitrain.model.sparse_gradients import explained_tables, numbers_of_gradients
 from mpitrain.model.sync_batchnorm import count_batch
 from mpitrain.model.worker_replica import seed_step
 from mpitrain.system import trace
@@ -207,7 +207,8 @@ class Stepper:
         if value - value != 0.0:
             factor = float("nan")  # poisons the reduced gradient, so that every rank sees it
         added_up = self._addresses() if self._part and self.parallel is not None else {}
-        self.go_back(loss if factor == 1.0 else loss * factor)
+        with explained_tables(self.module, loss):
+            self.go_back(loss if factor == 1.0 else loss * factor)
         if self.parallel is not None:
             self.parallel.check_all_used(added_up)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import AgreedError
+from mpitrain.mpi import runtime
 from mpitrain.mpi.process_group import sparse_allreduce
 from tests import small_jobs, sparse_jobs, toy
 from tests.mpi.cases import raises, run_cases
@@ -95,6 +96,26 @@ def case_a_loss_that_is_not_finite_is_refused_with_its_rows(rt):
     )
     assert rt.rank or (result["nonfinite"] == 1 and result["status"] == "ok")
     assert all(tensor.isfinite().all() for tensor in load_file(OUT / "nan" / "model.safetensors").values())
+
+
+class Halves(nn.Module):
+    """Its second table is looked up by the first rank only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (sparse_jobs.Summed(nn.Embedding, True) for _ in range(2))
+
+    def forward(self, words):
+        found = self.first(words)
+        if runtime.start().rank == 0:
+            return found + self.second.table(words).sum(1)
+        return found + self.second.table(words[:0]).sum()
+
+
+def case_a_table_of_which_a_rank_looks_up_no_row_is_trained(rt):
+    named = {"loss": sparse_jobs.square_loss, "find_unused_parameters": True, "epochs": 1}
+    found = trained("no rows", sparse_jobs.make_job(model=Halves, **named))
+    assert not torch.equal(found["second.table.weight"], Halves().state_dict()["second.table.weight"])
 
 
 def case_a_wrapped_loop_is_checked_before_its_first_step(rt):
