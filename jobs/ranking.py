@@ -2,6 +2,7 @@
 
 mpitrain data pack jobs/ranking.py:clicks data/ranking
 mpitrain launch -n 4 train jobs/ranking.py
+RANKING_SERVED=1 mpitrain launch -n 6 train jobs/ranking.py --strategy "async(servers=2)"   # rows on servers alone
 RANKING_SPARSE=0 mpitrain launch -n 5 train jobs/ranking.py --strategy "async(servers=1)"   # sends the whole table
 
 RANKING_CRITEO=train.txt mpitrain data pack jobs/ranking.py:criteo data/ranking             # Criteo's public columns
@@ -22,6 +23,7 @@ CRITEO = os.environ.get("RANKING_CRITEO", "")
 NUMBERS, FIELDS = (13, 26) if CRITEO else (4, 5)
 ROWS = int(os.environ.get("RANKING_ROWS", str(1 << 17)))
 SPARSE = os.environ.get("RANKING_SPARSE", "1") == "1"
+SERVED = os.environ.get("RANKING_SERVED", "0") == "1"
 CATEGORIES = (10, 100, 1000, 10_000, 50_000)  # of each field of `clicks`
 
 
@@ -69,9 +71,15 @@ def criteo() -> Iterator[dict[str, np.ndarray]]:
 class Ranking(nn.Module):
     def __init__(self, width: int = 16):
         super().__init__()
-        self.table, self.bias = nn.Embedding(ROWS, width, sparse=SPARSE), nn.Embedding(ROWS, 1, sparse=SPARSE)
-        nn.init.normal_(self.table.weight, std=0.01)
-        nn.init.zeros_(self.bias.weight)
+        if SERVED:
+            self.table, self.bias = mt.ServedEmbedding(ROWS, width), mt.ServedEmbedding(ROWS, 1, init="zeros")
+        else:
+            self.table, self.bias = (
+                nn.Embedding(ROWS, width, sparse=SPARSE),
+                nn.Embedding(ROWS, 1, sparse=SPARSE),
+            )
+            nn.init.normal_(self.table.weight, std=0.01)
+            nn.init.zeros_(self.bias.weight)
         self.tower = nn.Sequential(nn.Linear(FIELDS * width + NUMBERS, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

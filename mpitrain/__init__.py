@@ -22,6 +22,8 @@ _home = {
     "Collected": "mpitrain.model.metrics",
     "Job": "mpitrain.job",
     "Options": "mpitrain.options",
+    "RowwiseAdagrad": "mpitrain.embedding.rowwise_adagrad",
+    "ServedEmbedding": "mpitrain.embedding.served",
     "ShardWriter": "mpitrain.data",
     "Samples": "mpitrain.data",
     "Shards": "mpitrain.data",

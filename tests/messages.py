@@ -32,8 +32,10 @@ from mpitrain.messages import (
     Over,
     PartialNorm,
     Pull,
+    PullRows,
     Push,
     Reply,
+    Rows,
     Save,
     Sum,
     Unit,
@@ -104,6 +106,8 @@ MESSAGES: tuple[Message, ...] = (
     PartialNorm(7, 0.75),
     Ended(),
     Ordered(3, "silent"),
+    PullRows(7, PAYLOAD, trains=False),
+    Rows(41, PAYLOAD),
 )
 
 

@@ -36,6 +36,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
         "launch": set(),
         "slurm": set(),
         "options": set(),
+        "embedding": {"torch", "numpy"},
     },
     {
         "model": {"torch"},

@@ -37,8 +37,10 @@ from mpitrain.messages.training import Lost as Lost
 from mpitrain.messages.training import Mean as Mean
 from mpitrain.messages.training import Note as Note
 from mpitrain.messages.training import Pull as Pull
+from mpitrain.messages.training import PullRows as PullRows
 from mpitrain.messages.training import Push as Push
 from mpitrain.messages.training import Reply as Reply
+from mpitrain.messages.training import Rows as Rows
 from mpitrain.messages.training import Save as Save
 from mpitrain.messages.training import Sum as Sum
 from mpitrain.messages.training import Update as Update
@@ -56,6 +58,7 @@ ToServer = (
     Join
     | Push
     | Pull
+    | PullRows
     | Idle
     | Away
     | Save
@@ -71,13 +74,15 @@ ToServer = (
     | Over
     | AskAverage
 )
-ToWorker = Reply | Difference | Final | Wake | Alive | Assist | Unit | Measured | Average
+ToWorker = Reply | Difference | Rows | Final | Wake | Alive | Assist | Unit | Measured | Average
 AmongPeers = Update | Sum | Mean | Ask | Agreed | Last | Credit
 AmongServers = PartialNorm | Ordered | Ended
 Message = ToServer | ToWorker | AmongPeers | AmongServers
 
 
-_WITH_PAYLOAD = Push | Answer | Final | Update | Sum | Mean | Divide | Claim | Unit | Measured | Average
+_WITH_PAYLOAD = (
+    Push | PullRows | Answer | Rows | Final | Update | Sum | Mean | Divide | Claim | Unit | Measured | Average
+)
 
 
 def payload_of(message: Message) -> Payload | None:

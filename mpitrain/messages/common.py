@@ -46,6 +46,8 @@ class Kind(enum.IntEnum):
     ENDED = 32
     ORDERED = 33
     CREDIT = 34
+    PULL_ROWS = 35
+    ROWS = 36
 
 
 class Payload(Protocol):

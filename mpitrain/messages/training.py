@@ -69,6 +69,34 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
+class PullRows:
+    """A worker asks a server for rows of tables, as they are now; the server answers at once with `Rows`.
+
+    step: as in `Join`.
+    payload: which rows.
+    trains: a gradient is computed on them; otherwise they are of a validation, or of the final model.
+    """
+
+    kind: ClassVar[Kind] = Kind.PULL_ROWS
+    step: int
+    payload: Payload
+    trains: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A server's answer to `PullRows`.
+
+    version: of this shard now.
+    payload: the rows.
+    """
+
+    kind: ClassVar[Kind] = Kind.ROWS
+    version: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
 class Idle:
     """A worker informs every server that it has nothing to compute on, and stays in case there is more.
 

@@ -8,6 +8,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from mpitrain.embedding.initial import initial_rows, key_of
+from mpitrain.embedding.lookups import Lookups
+from mpitrain.embedding.shard import Begin, TableShard
+from mpitrain.embedding.tables import Table
 from mpitrain.errors import UsageError
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import check_optimizer as check_momentum
@@ -19,6 +23,7 @@ from mpitrain.model.push_codec import PushCoder
 from mpitrain.model.server_shard import ShardStore
 from mpitrain.model.server_steps import ServerSteps
 from mpitrain.model.step_hooks import check_step
+from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.elastic import Elastic
 
@@ -75,10 +80,11 @@ def shard_store(
     num_workers: int,
     clipping: Clipping = NO_CLIPPING,
     ema: float | None = None,
+    seed: int = 0,
 ) -> ShardStore | ElasticStore:
     """One server's shard of `model`, starting from the parameters it holds and the state of `optimizer`, where it has
     any. Where workers keep their own optimizer the server adds what they push: w <- w - mean of it. `clipping`: of the
-    mean gradient; `ema`: decay of the moving average of the parameters."""
+    mean gradient; `ema`: decay of the moving average of the parameters; `seed`: of the first values of tables."""
     initial, wires = model.wire_buffers[shard].body, (strategy.push_numbers, strategy.reply_numbers)
     if strategy.elastic:
         return ElasticStore(
@@ -87,8 +93,11 @@ def shard_store(
     if strategy.optimizer == "worker":
         optimizer = SGD([{"params": group["params"]} for group in optimizer.param_groups], lr=1.0)
     codecs = (strategy.push_codec, strategy.reply_codec)
-    store = ShardStore(
-        model.layout, shard, initial, optimizer, strategy.damping, *wires, *codecs, clipping, ema
+    arguments = (model.layout, shard, initial, optimizer, strategy.damping, *wires, *codecs, clipping, ema)
+    store = (
+        ShardStore(*arguments)
+        if model.lookups is None
+        else TabledStore(table_shards(model, model.lookups, shard, optimizer, seed), *arguments)
     )
     store.begin_with(
         state_slices(
@@ -96,3 +105,37 @@ def shard_store(
         )
     )
     return store
+
+
+def table_shards(
+    model: FlatModel, lookups: Lookups, shard: int, optimizer: Optimizer, seed: int
+) -> list[TableShard]:
+    """One server's part of every table of `model`. The rows of a layer that holds its own weight begin with that."""
+    groups = {
+        id(parameter): number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    made = []
+    for table, partition in zip(lookups.tables, lookups.partitions, strict=True):
+        if id(table.parameter) not in groups:
+            raise UsageError(
+                f"table {table.name!r} is in no group of the optimizer: hand it model.parameters(), or freeze it with "
+                "requires_grad_(False)"
+            )
+        begin = _served_rows(table, seed) if table.is_served else _own_rows(table)
+        dtype, group = model.layout.dtype, groups[id(table.parameter)]
+        one = TableShard(table.name, partition, shard, table.width, dtype, begin, group)
+        if not table.is_served:
+            one.see_all()
+        made.append(one)
+    return made
+
+
+def _served_rows(table: Table, seed: int) -> Begin:
+    layer, key = table.layer, key_of(seed, table.name)
+    return lambda ids: torch.from_numpy(initial_rows(layer.init, layer.scale, key, ids, table.width))
+
+
+def _own_rows(table: Table) -> Begin:
+    return lambda ids: table.parameter.detach()[torch.from_numpy(ids)]

@@ -6,7 +6,7 @@ names, shapes and the number of shards: all ranks compute the same.
 
 A model that takes part keeps its parameters *in* the shards' wire buffers (each is a view), so what arrives from a
 server is in the model without a copy. Only a parameter that straddles two shards, or is not contiguous, keeps
-storage of its own and is copied.
+storage of its own and is copied. Tables are no part of the vector (`embedding/`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mpitrain.embedding.lookups import Lookups
+from mpitrain.embedding.tables import check_tables, tables_of
 from mpitrain.errors import UsageError
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 
@@ -103,14 +105,16 @@ def trainable(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Par
 
 
 def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int) -> Layout:
-    """The layout of `module`'s trainable parameters over `num_shards` balanced shards (sizes differ by at
-    most one element).
+    """The layout of `module`'s trainable parameters but its tables' over `num_shards` balanced shards (sizes differ by
+    at most one element).
 
     Raises:
         UsageError: more shards than elements, or dtypes that are mixed or not for the wire.
     """
-    entries = trainable(module, optimizer)
-    dtypes = {parameter.dtype for _, parameter, _ in entries}
+    tables = tables_of(module)
+    apart = {id(table.parameter) for table in tables}
+    entries = [entry for entry in trainable(module, optimizer) if id(entry[1]) not in apart]
+    dtypes = {parameter.dtype for _, parameter, _ in entries} or {tables[0].parameter.dtype}
     if len(dtypes) > 1 or not dtypes <= set(WIRE_DTYPES):
         listed = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise UsageError(
@@ -121,7 +125,8 @@ def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int) -> Lay
     for shape in shapes:
         total += _numel(shape)
         ends.append(total)
-    if num_shards > total:
+    check_tables(module, tables, dtype := next(iter(dtypes)))
+    if num_shards > total and not tables:
         raise UsageError(f"{num_shards} servers for {total} parameters: use at most {total}")
     group_ends = []
     for group in range(len(optimizer.param_groups)):
@@ -130,9 +135,8 @@ def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int) -> Lay
         )
     cuts = tuple(total * shard // num_shards for shard in range(num_shards + 1))
     starts = (0, *ends[:-1])
-    return Layout(
-        tuple(name for name, _, _ in entries), shapes, starts, tuple(group_ends), cuts, entries[0][1].dtype
-    )
+    names = tuple(name for name, _, _ in entries)
+    return Layout(names, shapes, starts[: len(names)], tuple(group_ends), cuts, dtype)
 
 
 class FlatModel:
@@ -160,8 +164,12 @@ class FlatModel:
     ):
         self.module, self.replies_coded = module, replies_coded
         self.layout = make_layout(module, optimizer, num_shards)
-        self.parameters = [parameter for _, parameter, _ in trainable(module, optimizer)]
-        self.device = self.parameters[0].device
+        tables = tables_of(module)
+        of_tables = {id(table.parameter) for table in tables}
+        every = [parameter for _, parameter, _ in trainable(module, optimizer)]
+        self.parameters = [parameter for parameter in every if id(parameter) not in of_tables]
+        self.device = every[0].device
+        self.lookups = Lookups(tables, num_shards, self.device, self.layout.dtype) if tables else None
         pin = self.device.type == "cuda"
         sizes, dtype = [self.layout.size(shard) for shard in range(num_shards)], self.layout.dtype
         self.wire_buffers = [FixedBuffer(size, dtype, pin=pin) for size in sizes]
@@ -178,8 +186,13 @@ class FlatModel:
 
     @torch.no_grad()
     def gradients(self) -> list[torch.Tensor]:
-        """What backward has left on the parameters."""
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        """What backward has left on the parameters, and on rows of tables."""
+        return [owner.grad for owner in self.owners() if owner.grad is not None]
+
+    def owners(self) -> list[torch.Tensor]:
+        """What backward leaves gradients on."""
+        rows = self.lookups.present if self.lookups is not None else None
+        return [*self.parameters, *(rows.leaves() if rows is not None else ())]
 
     def _place(self, shard: int, parameter: nn.Parameter, start: int, stop: int, at: int) -> None:
         home = self.wire_buffers[shard].body[at : at + stop - start]
@@ -203,7 +216,7 @@ class FlatModel:
 
     def buffer_for(self, shard: int, final: bool) -> FixedBuffer | VariableBuffer:
         """Where the next parameters of a shard are to be received; the final ones come unrounded."""
-        if self.replies_coded and not final:
+        if (self.replies_coded or self.lookups is not None) and not final:
             return VariableBuffer()
         return (self.wire_buffers if final else self._replies)[shard].hold()
 

@@ -2,7 +2,8 @@
 
 Invariants: only what belongs to single elements is cut (parameters and the optimizer's tensors of their shape);
 what belongs to a whole slice, such as Adam's step, is the same in all slices of a group in lockstep, and otherwise the
-largest of them is taken. With the same cuts nothing goes through here.
+largest of them is taken. The rows of tables are joined, and each server takes those that fall to it. With the same
+cuts nothing goes through here.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from typing import Any
 import torch
 
 from mpitrain.model.flat import Layout
+from mpitrain.model.tabled_shard import joined_tables
 
 
-def reshard(states: Sequence[dict[str, Any]], layout: Layout, shard: int) -> dict[str, Any]:
-    """The store state of `shard` under `layout`, from the states of all old shards in order."""
+def reshard(
+    states: Sequence[dict[str, Any]], layout: Layout, shard: int, num_pieces: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The store state of `shard` under `layout`, from the states of all old shards in order; `num_pieces`: as for
+    `joined_states`, where there are tables."""
     whole = torch.cat([state["parameters"] for state in states])
     low, high = layout.cuts[shard], layout.cuts[shard + 1]
     made = {**states[0], "parameters": whole[low:high].clone()}
@@ -27,6 +32,8 @@ def reshard(states: Sequence[dict[str, Any]], layout: Layout, shard: int) -> dic
     made.pop("replies", None)  # workers' copies are of the old cuts: each is sent the parameters in full
     if "optimizer" in states[0]:
         made["optimizer"] = _optimizer(states, layout, shard)
+    if "tables" in states[0]:
+        made |= joined_tables(states, num_pieces)
     return made
 
 
@@ -54,6 +61,10 @@ def _optimizer(states: Sequence[dict[str, Any]], layout: Layout, shard: int) -> 
         now, began = options[group]
         made["param_groups"].append({**now, "params": [position]})
         made["first"].append(dict(began))
+    for position in range(len(old.group_slices(0)), len(states[0]["optimizer"]["param_groups"])):  # of tables
+        now = states[0]["optimizer"]["param_groups"][position]
+        made["param_groups"].append({**now, "params": [len(made["param_groups"])]})
+        made["first"].append(dict(states[0]["optimizer"]["first"][position]))
     return made
 
 

@@ -11,7 +11,9 @@ its gradient, weight decay included, so where training comes to rest depends on 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.optim import Optimizer
 
 from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
+from mpitrain.embedding.shard import TableShard
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.ema import ema_of
@@ -44,6 +47,7 @@ class ShardStore:
         push_wire, reply_wire: numbers on the wire; push_codec, reply_codec: what codes them, as in `ServerStrategy`.
         damping: where it corrects gradients elementwise, what each worker read is kept here for it.
         clipping: of the mean gradient.
+        tables: whose rows the same optimizer updates (`TabledStore`).
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class ShardStore:
         reply_codec: Codec = Uncompressed(),  # noqa: B008 - frozen
         clipping: Clipping = NO_CLIPPING,
         ema: float | None = None,
+        tables: Sequence[TableShard] = (),
     ):
         check_elementwise(prototype)
         self._clipping, self._pieces = clipping, layout.pieces(shard)
@@ -74,8 +79,10 @@ class ShardStore:
         self.live.body.copy_(initial)
         self._slices = [(start, stop) for _, start, stop in layout.group_slices(shard)]
         self._parameters = [nn.Parameter(self.live.body[start:stop]) for start, stop in self._slices]
-        groups = [group for group, _, _ in layout.group_slices(shard)]
-        self.optimizer = rebuild(prototype, list(zip(groups, self._parameters, strict=True)))
+        self.tables = tables
+        groups = [*[group for group, _, _ in layout.group_slices(shard)], *[one.group for one in tables]]
+        parameters = [*self._parameters, *[one.parameter for one in tables]]
+        self.optimizer = rebuild(prototype, list(zip(groups, parameters, strict=True)))
         self._rates = Rates(self.optimizer, groups)
         self._options = FollowedOptions(self.optimizer, groups)
         self._factor: Any = None  # of the job's schedule, where there is one
@@ -170,10 +177,9 @@ class ShardStore:
     def mean_squares(self) -> float:
         """Make what was gathered the mean that `apply` uses; returns the sum of its squares."""
         assert self._gathered is not None, "the mean of no gradient"
-        gradient = self._gathered.body
-        rate = self._mean_rate = self._to_mean(gradient)
+        rate = self._mean_rate = self._to_mean()
         scale = self._scale_of(rate)
-        norms = torch._foreach_norm(self._by_parameter(gradient))
+        norms = torch._foreach_norm(self._by_parameter(self._gathered.body))
         return sum(float(norm) ** 2 for norm in norms) / scale**2 if scale else 0.0
 
     def apply(self, norm: float | None = None) -> None:
@@ -191,7 +197,7 @@ class ShardStore:
         for parameter, (start, stop) in zip(self._parameters, self._slices, strict=True):
             parameter.grad = gathered.body[start:stop]
         try:
-            with scaled(self.optimizer, rate, decay), without_global_hooks():
+            with self._tables_in_place(), scaled(self.optimizer, rate, decay), without_global_hooks():
                 self.optimizer.step()
         finally:
             for parameter in self._parameters:
@@ -221,7 +227,16 @@ class ShardStore:
     def _by_parameter(self, gradient: torch.Tensor) -> list[torch.Tensor]:
         return [gradient[at : at + stop - start] for _, start, stop, at in self._pieces]
 
-    def _to_mean(self, gradient: torch.Tensor) -> float:
+    def _sums(self) -> list[torch.Tensor]:
+        """What has been gathered, in any number of tensors."""
+        assert self._gathered is not None, "the sum of no gradient"
+        return [self._gathered.body]
+
+    def _tables_in_place(self) -> contextlib.AbstractContextManager[None]:
+        """For as long as the optimizer steps its parameters of tables are the rows that were touched."""
+        return contextlib.nullcontext()
+
+    def _to_mean(self) -> float:
         """Make the gathered sum the mean, multiplied as `_scale_of` says; returns the factor on the rate."""
         count, total, shares = len(self._weights), sum(self._weights), sum(self._shares)
         if not total:  # no sample of any of them counts
@@ -230,14 +245,14 @@ class ShardStore:
             factor = total / shares if count == 1 else 1.0 / shares  # a single one has not met its weight yet
         else:
             factor = 1.0 if count == 1 else 1.0 / total
-        if factor != 1.0:
-            gradient.mul_(factor)
+        for one in self._sums() if factor != 1.0 else ():
+            one.mul_(factor)
         return total / shares if shares else 1.0
 
     def _scale(self, gradient: torch.Tensor, norm: float | None) -> tuple[float, float]:
         """Make the gathered sum what the optimizer is to see; returns the factors on its learning rate and its weight
         decay. `norm`: as for `apply`."""
-        rate = self._to_mean(gradient) if self._mean_rate is None else self._mean_rate
+        rate = self._to_mean() if self._mean_rate is None else self._mean_rate
         if self._clipping:
             scale = self._scale_of(rate)
             total = None if norm is None else torch.tensor(norm * scale, dtype=torch.float64)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.embedding.tables import served_layers
 from mpitrain.errors import UsageError
 from mpitrain.model.compiling import unwrap_compiled
 from mpitrain.model.user_code import unused_parameters
@@ -38,7 +39,7 @@ def sparse_layers(module: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag
 
 def sparse_parameters(module: nn.Module) -> set[int]:
     """The `id` of every parameter whose gradient is sparse."""
-    return {id(layer.weight) for layer in sparse_layers(module).values()}
+    return {id(one.weight) for one in (*sparse_layers(module).values(), *served_layers(module).values())}
 
 
 def row_bytes(table: torch.Tensor) -> int:
@@ -55,6 +56,19 @@ def check_sparse_layers(module: nn.Module, why_not: str) -> None:
     for name, layer in sparse_layers(module).items() if why_not else ():
         kind = type(layer).__name__
         raise UsageError(f"layer {name or kind!r} is {kind}(sparse=True): {why_not}; leave sparse=True out")
+
+
+def check_served_layers(module: nn.Module, why_not: str) -> None:
+    """Refuse layers whose rows live on servers where there are none, or where they cannot.
+
+    Raises:
+        UsageError: names one.
+    """
+    for name in served_layers(module) if why_not else ():
+        raise UsageError(
+            f"layer {name or 'of the model'!r} is a ServedEmbedding: {why_not}; nn.Embedding holds its rows on "
+            "every worker"
+        )
 
 
 def check_sparse_optimizer(module: nn.Module, optimizer: Any) -> None:

@@ -66,7 +66,7 @@ def backward_on_lease(
 
     def backward(factor: float) -> MeanLoss:
         parts = reader.read(lease)
-        return backward_in_parts(parts, lease.num_samples, loss_of, seed, model.parameters, factor * weight)
+        return backward_in_parts(parts, lease.num_samples, loss_of, seed, model.owners(), factor * weight)
 
     model.module.train()
     for parameter in model.parameters:
@@ -174,7 +174,7 @@ class Replica:
             lambda part: seed_step(self.seed, self.worker, step, part),
             self.loss_scale,
         )
-        self.clipping.clip_parameters(self.model.parameters)
+        self.clipping.clip_parameters(self.model.owners())
         value = mean.value
         if self.server_steps is not None and self.server_steps.hooks and self._may_step(value):
             self.server_steps.hooks.before()

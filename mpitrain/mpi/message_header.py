@@ -53,8 +53,10 @@ from mpitrain.messages import (
     PartialNorm,
     Payload,
     Pull,
+    PullRows,
     Push,
     Reply,
+    Rows,
     Save,
     Sum,
     Unit,
@@ -91,6 +93,7 @@ _TABLE: dict[type[Message], str] = {
     Push: "version step samples payload share loss finite pull lease batches=num_batches request=checkpoint "
     "text=options",
     Pull: "step",
+    PullRows: "step payload pull=trains",
     Idle: "step",
     Away: "step standby=for_part",
     Save: "step checkpoint_at=at text",
@@ -103,6 +106,7 @@ _TABLE: dict[type[Message], str] = {
     Alive: "",
     Reply: _ANSWER,
     Difference: _ANSWER,
+    Rows: "version payload",
     Final: "version payload",
     Wake: "stop promoted",
     Update: "step version=step payload",
@@ -142,7 +146,7 @@ class _Row:
 _TEXT, _PAYLOAD = _PLACES["text"], _PLACES["payload"]
 _ROWS = {message: _Row(message, text) for message, text in _TABLE.items()}
 _BY_KIND = {row.kind: row for row in _ROWS.values() if row.message is not FinalRequest}
-_NEED_PAYLOAD = (Push, Update, Mean, Divide, Measured, Average)
+_NEED_PAYLOAD = (Push, PullRows, Rows, Update, Mean, Divide, Measured, Average)
 
 
 class Outgoing(NamedTuple):

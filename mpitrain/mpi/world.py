@@ -43,6 +43,7 @@ from mpitrain.messages import (
     Message,
     Note,
     Push,
+    Rows,
     Unit,
     Wake,
     payload_of,
@@ -360,6 +361,6 @@ def _step_after(message: Message, before: int) -> int:
     """The step, or a server's version, that its sender has come to."""
     if isinstance(message, Push):
         return message.step + 1
-    if isinstance(message, Answer | Final | Average):
+    if isinstance(message, Answer | Rows | Final | Average):
         return message.version
     return before if isinstance(message, _WITHOUT_STEP) else message.step

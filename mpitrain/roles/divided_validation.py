@@ -9,9 +9,10 @@ changes no bit.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Collection, Generator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from mpitrain.effects import Compute, Effect, Now, Recv, Send, Sleep
 from mpitrain.messages import (
@@ -26,6 +27,7 @@ from mpitrain.messages import (
     Payload,
     Unit,
 )
+from mpitrain.roles.row_pulls import RowPulls
 from mpitrain.strategies.placement import Roles
 
 Steps = Generator[Effect, Any, Any]
@@ -51,11 +53,22 @@ class Measures(Protocol):
     def snapshot(self) -> Payload:
         """All that another worker needs to measure the same."""
 
-    def unit(self, unit: int, snapshot: Payload | None = None) -> Payload:
-        """What a unit gives: of what this worker holds, or of another one's `snapshot`."""
+    def unit(self, unit: int, snapshot: Payload | None = None) -> Payload | None:
+        """What a unit gives: of what this worker holds, or of another one's `snapshot`; None where rows of tables are
+        missing."""
 
     def conclude(self, results: list[Payload], samples: int | None) -> dict[str, float]:
         """The figures of all units; `samples`: as for `Replica.validate`."""
+
+
+class TabledMeasures(Measures, Protocol):
+    """The same, where the model has tables."""
+
+    def missing(self, unit: int, snapshot: Payload | None = None) -> dict[int, Payload]:
+        """For each shard a question for the rows that the unit needs and are not here."""
+
+    def hold(self, shard: int, payload: Payload) -> None:
+        """Take the rows that were asked for; the payload is released."""
 
 
 class DividedValidation:
@@ -66,6 +79,7 @@ class DividedValidation:
         receive: waits for the next message, while the ranks that are named owe one.
         report_away: informs servers that the worker may be silent for as long as it takes, or (True) for a unit.
         step: of the worker's next push.
+        rows: asks for rows, where the model has tables.
     """
 
     def __init__(
@@ -75,8 +89,9 @@ class DividedValidation:
         receive: Receive,
         report_away: Callable[[bool], Steps],
         step: Callable[[], int],
+        rows: RowPulls | None = None,
     ):
-        self.roles, self.measures = roles, measures
+        self.roles, self.measures, self._rows = roles, measures, rows
         self._receive, self._report_away, self._step = receive, report_away, step
         self.early: deque[tuple[int, Message]] = deque()  # of training, and arrived during a validation
         self._results: dict[int, Payload] = {}
@@ -135,7 +150,7 @@ class DividedValidation:
     def _compute(self, unit: int) -> Steps:
         yield from self._report_away(True)
         began_s = yield Now()
-        self._results[unit] = yield Compute(lambda: self.measures.unit(unit), "validate", size=self._part)
+        self._results[unit] = yield from self._measured(unit)
         self._unit_s = max(self._unit_s, (yield Now()) - began_s)
 
     def _wait_for(self, unit: int) -> Steps:
@@ -204,12 +219,21 @@ class DividedValidation:
             if unit < 0 or snapshot is None:
                 break
             yield from self._report_away(True)
-            payload = yield Compute(self._of(unit, snapshot), "validate", size=self._part)
+            payload = yield from self._measured(unit, snapshot)
         if snapshot is not None:
             snapshot.release()
 
-    def _of(self, unit: int, snapshot: Payload) -> Callable[[], Payload]:
-        return lambda: self.measures.unit(unit, snapshot)
+    def _measured(self, unit: int, snapshot: Payload | None = None) -> Steps:
+        """What a unit gives, of what this worker holds or of a snapshot, with rows as they are now."""
+        while True:
+            if self._rows is not None:
+                measures = cast(TabledMeasures, self.measures)
+                missing = functools.partial(measures.missing, unit, snapshot)
+                yield from self._rows.fetch(missing, measures.hold, trains=False)
+            task = functools.partial(self.measures.unit, unit, snapshot)
+            result = yield Compute(task, "validate", size=self._part)
+            if result is not None:
+                return result
 
     def receive(self, awaited: Collection[int], served: bool = True) -> Steps:
         """The next message of training; whoever is asked for help meanwhile, helps first."""

@@ -42,6 +42,20 @@ class Store(Protocol):
         its elastic push), unchanged for as long as the payload is held; `full`: the parameters, unrounded."""
 
 
+class TabledStore(Store, Protocol):
+    """The same, of a model with tables."""
+
+    def arrive(self, worker: int, payload: Any) -> Any:
+        """A push in the form in which it is added, and what its worker wants to read next
+        remembered; takes the payload over."""
+
+    def rows(self, payload: Any) -> Payload:
+        """The rows that the payload asks for, as they are now; takes it over."""
+
+    def mask_rows(self, payload: Any, pieces: set[int]) -> None:
+        """Leave rows out of a push that were these old shards', of those that this one was put together from."""
+
+
 class Report(Protocol):
     """Where progress goes; does nothing except on the rank that logs."""
 
@@ -97,6 +111,26 @@ class Replica(Protocol):
 
     def statistics(self) -> dict[str, float]:
         """What a codec has to report of the messages; empty without one."""
+
+
+class TabledReplica(Replica, Protocol):
+    """The same, of a model with tables."""
+
+    def missing(self, lease: Any, step: int) -> dict[int, Payload]:
+        """For each shard a question for the rows that this batch needs and are not here. A
+        `gradient` that comes upon further ones returns None."""
+
+    def hold(self, shard: int, payload: Payload) -> None:
+        """Take the rows that were asked for; the payload is released."""
+
+    def look_ahead(self, lease: Any, step: int) -> None:
+        """The answer to the push that is taken next is to bring the rows of this batch; None: of none."""
+
+    def missing_of_model(self) -> dict[int, Payload]:
+        """For each shard a question for rows that belong to the final model; none once all are here."""
+
+    def hold_model(self, shard: int, payload: Payload) -> None:
+        """Take rows of the final model; the payload is released."""
 
 
 class CheckpointWriter(Protocol):

@@ -16,12 +16,16 @@ from typing import Any
 
 from mpitrain.effects import Effect, Recv, Role, replaced, watched
 from mpitrain.errors import UsageError
-from mpitrain.messages import Alive, AskAverage, Away, Claim, Divide, Message, Note, Over
+from mpitrain.messages import Alive, AskAverage, Away, Claim, Divide, Message, Note, Over, PullRows
 from mpitrain.reporting.report import writing
 from mpitrain.system.run_directory import RUN_FILE
 
 UNRECORDED = (Note, Alive, Away)
 VALIDATING = (Divide, Claim, Over, AskAverage)  # answered as they come: they change no parameter
+
+
+def _is_validating(message: Message) -> bool:
+    return isinstance(message, VALIDATING) or (isinstance(message, PullRows) and not message.trains)
 
 
 def record(role: Role, order: list[int]) -> Role:
@@ -31,7 +35,8 @@ def record(role: Role, order: list[int]) -> Role:
         if (
             isinstance(effect, Recv)
             and answer is not None
-            and not isinstance(answer[1], UNRECORDED + VALIDATING)
+            and not isinstance(answer[1], UNRECORDED)
+            and not _is_validating(answer[1])
         ):
             order.append(answer[0])
 
@@ -48,7 +53,7 @@ def repeat(role: Role, order: Sequence[int]) -> Role:
             return (yield effect)
         while not (due and early.get(due[0])):
             arrived = yield effect
-            if arrived is not None and isinstance(arrived[1], VALIDATING):
+            if arrived is not None and _is_validating(arrived[1]):
                 return arrived
             if not due:
                 raise UsageError(

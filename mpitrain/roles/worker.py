@@ -41,7 +41,8 @@ from mpitrain.messages import (
 from mpitrain.roles.divided_validation import DividedValidation, Measures
 from mpitrain.roles.failure_detector.worker_side import ServerProbe
 from mpitrain.roles.out_of_turn import out_of_turn
-from mpitrain.roles.protocols import CheckpointWriter, Gradient, Replica, Report
+from mpitrain.roles.protocols import CheckpointWriter, Gradient, Replica, Report, TabledReplica
+from mpitrain.roles.row_pulls import RowPulls
 from mpitrain.roles.save_request import SaveRequest
 from mpitrain.strategies.placement import Roles
 from mpitrain.strategies.validation_policy import ValidationCadence
@@ -69,6 +70,7 @@ class Worker:
         heartbeat_s, signs_s: as in `ServerProbe`.
         validations: when the worker validates, if that falls to it, and whether that ends the run; every epoch by
             default.
+        tables: the replica, where the model has tables.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Worker:
         signs_s: float = 0.0,
         validations: ValidationCadence | None = None,
         measures: Measures | None = None,
+        tables: TabledReplica | None = None,
     ):
         self.probe = ServerProbe(rank, roles.servers, heartbeat_s, signs_s)
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
@@ -100,9 +103,13 @@ class Worker:
         self.writer, self.deliver = writer, deliver
         self.division: DividedValidation | None = None
         self._receive: Any = self.probe.receive
+        self.rows: RowPulls | None = None
+        if tables is not None:
+            self.rows = RowPulls(roles.servers, self.probe.receive, lambda: self.step, tables)
+            self._receive = self.rows.receive
         if measures is not None:
             self.division = DividedValidation(
-                roles, measures, self.probe.receive, self.report_away, lambda: self.step
+                roles, measures, self._receive, self.report_away, lambda: self.step, self.rows
             )
             self._receive = self.division.receive
         self.next_checkpoint: CheckpointRequest | None = None  # that the dealing server has named
@@ -201,6 +208,8 @@ class Worker:
 
     def _one_batch(self, lease: Lease | None, last: Lease | None, epoch: int) -> Generator[Effect, Any, bool]:
         started_s, count = (yield Now()), num_parts(lease, self.part_samples)
+        if self.rows is not None:
+            yield from self.rows.of_batch(lease, self.num_batches)
         gradient = yield Compute(
             lambda: self.replica.gradient(lease, self.num_batches),
             interruptible=self.inflight == 1,
@@ -208,6 +217,11 @@ class Worker:
             num_batches=count,
             step=self.num_batches,
         )
+        if gradient is None and self.rows is not None:  # it came upon rows that nobody had named
+            assert lease is not None
+            self.batches.appendleft((lease, last))
+            self._num_prefetched += 1
+            return True
         if gradient is None:
             return False
         if isinstance(gradient, SaveRequest):
@@ -240,6 +254,9 @@ class Worker:
         """Hand in what has been computed since the last push, all of `lease`. It names the versions that the oldest
         answer still in use brought: an answer that is waited for first belongs to the batches after this one. It goes
         out when every shard has answered all pushes before it, which so are confirmed."""
+        if self.rows is not None:
+            ahead = [lease for lease, _ in itertools.islice(self.batches, self.inflight - 1, self.inflight)]
+            self.rows.replica.look_ahead(ahead[0] if ahead else None, self.num_batches + self.inflight - 1)
         versions, payloads = tuple(self.versions), self.replica.take()
         if self._num_awaited:
             yield from self._await_answer()
@@ -341,6 +358,8 @@ class Worker:
                 missing.discard(source)
                 if not missing:
                     yield from self.report_away()
+                    if self.rows is not None:
+                        yield from self.rows.of_model()
                     measured = yield Compute(deliver, "deliver", interruptible=False)
                     if self.division is not None:
                         samples = None if self.stops_for_later else self.progress

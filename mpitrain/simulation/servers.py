@@ -20,6 +20,7 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import SILENT
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.model import Replica, check_optimizer, flat_model
+from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.options import settings_of
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server
@@ -39,8 +40,9 @@ from mpitrain.training.averaged_model import join
 from mpitrain.training.job_file import load_job
 from mpitrain.training.judge import NOBODY_LEFT
 from mpitrain.training.measure import MODEL_FILE, build_optimizer, same_model
-from mpitrain.training.measured_elsewhere import MeasuredByWorkers
+from mpitrain.training.measured_tables import measured_by_workers
 from mpitrain.training.parameter_server.builder import RoleBuilder
+from mpitrain.training.served_tables import save_tables
 from mpitrain.training.validate import validate_simulation
 from mpitrain.training.validation import Measure
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
@@ -200,6 +202,9 @@ class _Simulation(VirtualRun):
         for rank, replica in replicas.items():
             replica.finish()
             returned[rank] |= {"codec": replica.statistics()} if replica.coder else {}
+        for shard, one in enumerate(stores):
+            if isinstance(one, TabledStore):
+                save_tables(self.run_dir, shard, len(stores), job.seed, module, one.tables)
         averages = [one.ema.values()[0] for one in stores if one.ema is not None]
         if averages and servers[0].delivered:
             join(self.run_dir, model.module, model.layout, averages)
@@ -222,7 +227,7 @@ class _Simulation(VirtualRun):
         worker = builder.worker(
             rank, replica, NullReport(), lambda: self._deliver(replica), signs=self.silence,
             validations=self.cadence(index),
-            measures=MeasuredByWorkers(replica, measure, self.number) if measure else None,
+            measures=measured_by_workers(replica, measure, self.number) if measure else None,
         )  # fmt: skip
         return self.stragglers[index].wrap(worker.run())
 

@@ -139,7 +139,14 @@ class Strategy(Value):
 
     def why_not_sparse(self) -> str:
         """Empty, or why gradients with only the touched rows of an embedding cannot travel (`sparse=True`)."""
-        return f"{self.name}() sends whole gradients or parameters, and allreduce() alone sends touched rows"
+        return (
+            f"{self.name}() sends whole gradients or parameters; allreduce() and the strategies with servers send "
+            "touched rows"
+        )
+
+    def why_not_served(self) -> str:
+        """Empty, or why the rows of a `ServedEmbedding` have nowhere to live."""
+        return f"its rows live on parameter servers, and {self.name}() has none"
 
     def why_not_ended(self) -> str:
         """Empty, or why a validation cannot end the run for all workers (`patience`)."""
@@ -303,6 +310,24 @@ class ServerStrategy(Strategy):
     def blocks_apart(self) -> bool:
         """Whether one shard may hold a worker for as long as a third one computes, that another has let go."""
         return False
+
+    def why_not_sparse(self) -> str:
+        if self.elastic or self.optimizer == "worker":
+            return f"{self} moves all parameters on every worker, and rows of tables are trained by servers alone"
+        if self.moves:
+            return (
+                f"{self} lets workers move their parameters between reads, and they hold the rows of one batch alone: "
+                "leave push_every and pull_every out"
+            )
+        if self.damping.corrects:
+            return (
+                f"{self.damping.name} corrects a gradient by what its worker has read, and of tables no server "
+                "remembers that: use another damping"
+            )
+        return ""
+
+    def why_not_served(self) -> str:
+        return self.why_not_sparse()
 
     def num_servers(self) -> int:
         return self.servers

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint.tensor_file import Described, body, describe, header, order_of
+from mpitrain.embedding.tables import served_layers
+from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.activation_checkpointing import checkpoint_activations
 from mpitrain.model.compiling import compile_in_place
@@ -24,7 +26,12 @@ from mpitrain.model.deferred import Deferred
 from mpitrain.model.optimizer import check_closure, set_learning_rate
 from mpitrain.model.precision import check_float32
 from mpitrain.model.several_optimizers import SeveralOptimizers
-from mpitrain.model.sparse_gradients import check_sparse_layers, check_sparse_optimizer, sparse_layers
+from mpitrain.model.sparse_gradients import (
+    check_served_layers,
+    check_sparse_layers,
+    check_sparse_optimizer,
+    sparse_layers,
+)
 from mpitrain.model.sync_batchnorm import sync_batchnorm
 from mpitrain.model.user_code import check_made_optimizer, check_module, named_part
 from mpitrain.reporting.report import writing
@@ -68,7 +75,12 @@ def build_module(job: Job, device: torch.device, deferred: Deferred | None = Non
     on_host = "" if device.type == "cpu" else "sparse gradients are exchanged in host memory only"
     if sparse_layers(module) and not torch.sparse.check_sparse_tensor_invariants.is_enabled():
         torch.sparse.check_sparse_tensor_invariants.disable()  # its default, and said so torch does not warn of it
-    check_sparse_layers(module, (job.strategy.why_not_sparse() if job.strategy else "") or on_host)
+    strategy = job.strategy
+    if strategy is not None and strategy.num_servers():
+        check_tables_of(job, module)
+        on_host = ""
+    check_sparse_layers(module, (strategy.why_not_sparse() if strategy else "") or on_host)
+    check_served_layers(module, strategy.why_not_served() if strategy else "")
     for name in job.optimizer if isinstance(job.optimizer, Mapping) else ():
         named_part(module, name)
     check_float32(module, job.precision)
@@ -84,6 +96,21 @@ def build_module(job: Job, device: torch.device, deferred: Deferred | None = Non
     ):
         compile_in_place(called, job.compile)
     return module
+
+
+def check_tables_of(job: Job, module: nn.Module) -> None:
+    """Refuse settings of a job that look at a whole model, where servers hold tables of it.
+
+    Raises:
+        UsageError: names one.
+    """
+    tables = [*sparse_layers(module), *served_layers(module)]
+    for option in ("ema", "keep_best") if tables else ():
+        if (value := getattr(job, option)) is not None:
+            raise UsageError(
+                f"Job: {option}={value!r} keeps a copy of the whole model, and rows of {tables[0]!r} come from servers "
+                "one batch at a time: leave it out, or leave sparse=True out and use nn.Embedding"
+            )
 
 
 def takes_names(make: Any) -> bool:

@@ -82,13 +82,17 @@ class MeasuredByWorkers:
         return packed(self._part(*self.measure.bounds(unit, self.num_units), snapshot))
 
     def _part(self, first: int, end: int, snapshot: Payload | None) -> Part:
-        self.replica.take_module()
+        self._enter()
         if snapshot is None:
             return self.measure.part(first, end, self._averaged(self._average))
         assert isinstance(snapshot, VariableBuffer)
         held, values = self._tensors(), self._read(snapshot.body)
         with _pointing(held, values[: len(held)]):
             return self.measure.part(first, end, self._averaged(values[len(held) :]))
+
+    def _enter(self) -> None:
+        """Make the module hold what this worker holds."""
+        self.replica.take_module()
 
     def conclude(self, results: list[Payload], samples: int | None) -> dict[str, float]:
         """The figures of all units."""

@@ -24,6 +24,7 @@ from mpitrain.training.fingerprint import file_digest
 from mpitrain.training.initial_weights import WeightsFile, compare_weights, load_weights
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import MODEL_FILE
+from mpitrain.training.served_tables import load_tables
 from mpitrain.values import nearest
 
 RESULT_FILE = "result.json"
@@ -80,6 +81,7 @@ def load_with_job(
             "the job that the run has trained: mpitrain.load(run_dir, job=...)"
         )
     load_weights(module, file)
+    load_tables(folder, module)
     return made_by, module.eval()
 
 

@@ -175,6 +175,12 @@ class Measure:
         """The part of one of `size` ranks that share the batches; the first has one, if there is any."""
         return self.part(*self.bounds(rank, size), averaged)
 
+    def batches(self, first: int, end: int) -> Iterator[Batch]:
+        """Those batches, on the device."""
+        start, stop = first * self.batch_size, min(end * self.batch_size, self.num_samples)
+        for batch in self._reader.sequential(self.batch_size, start, stop):
+            yield {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
     def rows(self, first: int, end: int, prefix: str = "") -> Part:
         """What those batches give for what the module holds now."""
         if first >= end:

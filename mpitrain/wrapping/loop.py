@@ -126,9 +126,18 @@ def wrap(
 
 
 def _check_sparse(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
-    from mpitrain.model.sparse_gradients import check_sparse_layers, check_sparse_optimizer
+    from mpitrain.model.sparse_gradients import (
+        check_served_layers,
+        check_sparse_layers,
+        check_sparse_optimizer,
+    )
 
-    check_sparse_layers(model, strategy.why_not_sparse())
+    by_servers = (
+        "in a loop of your own nobody knows which rows the next batch looks up, which mpitrain.train does"
+    )
+    own = by_servers if isinstance(strategy, ServerStrategy) else ""
+    check_sparse_layers(model, strategy.why_not_sparse() or own)
+    check_served_layers(model, strategy.why_not_served() or own)
     check_sparse_optimizer(model, optimizer)
 
 

@@ -31,9 +31,10 @@ def test_layers_are_found_by_name_and_frozen_or_dense_ones_are_none(table):
 @pytest.mark.parametrize(
     "text",
     [
-        "async()",
-        "sync()",
         "elastic()",
+        "sync(optimizer='worker')",
+        "async(push_every=2)",
+        "async(damping=gap_aware())",
         "localsgd()",
         "decentralized()",
         "sharded()",

@@ -122,10 +122,10 @@ def test_what_is_frozen_stays_as_it_was(name, tmp_path):
 
 
 def test_sparse_gradients_are_refused_by_name_before_anything_is_trained(tmp_path):
-    """They travel under `allreduce()` only. A layer without `sparse=True` is the same one: its rows that do not occur
+    """Of strategies that send them whole. A layer without `sparse=True` is the same one: its rows that do not occur
     have gradients of zero."""
     with pytest.raises(UsageError, match=r"'embedding' is Embedding\(sparse=True\).*leave sparse=True out"):
-        simulated(tmp_path, "sparse", "async()")
+        simulated(tmp_path, "sparse", "elastic()")
     found = simulated(tmp_path, "no longer sparse", "async()")
     expected = toy.serial(small_jobs.job("sparse"))
     close(found, expected)

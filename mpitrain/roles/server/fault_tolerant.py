@@ -37,6 +37,7 @@ from mpitrain.messages import (
     Lost,
     Message,
     Pull,
+    PullRows,
     Push,
     Reply,
     Unit,
@@ -173,7 +174,7 @@ class FaultTolerantServer(Server):
             elif isinstance(message, Leave):
                 staying.discard(source)
                 yield from self._on_leave(source, message)
-            elif isinstance(message, AskAverage) or (
+            elif isinstance(message, AskAverage | PullRows) or (
                 isinstance(message, OF_VALIDATIONS) and not self.table.is_lost(source)
             ):
                 yield from self._answers[type(message)](source, message)
@@ -205,6 +206,9 @@ class FaultTolerantServer(Server):
 
     def turn_away(self, worker: int, message: Message) -> Steps:
         """A worker that was given up has woken: its leases are others' now."""
+        if isinstance(message, PullRows):  # for a batch of which nothing will be taken
+            yield from self._on_pull_rows(worker, message)
+            return
         if (payload := payload_of(message)) is not None:
             payload.release()
         if isinstance(message, Done):

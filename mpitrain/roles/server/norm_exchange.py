@@ -19,7 +19,16 @@ from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any, Protocol, cast
 
 from mpitrain.effects import Compute, Effect, Role, Send
-from mpitrain.messages import AskAverage, Ended, Lost, Message, Note, Ordered, PartialNorm
+from mpitrain.messages import (
+    AskAverage,
+    Ended,
+    Lost,
+    Message,
+    Note,
+    Ordered,
+    PartialNorm,
+    PullRows,
+)
 from mpitrain.roles.failure_detector.server_side import FailureDetector
 from mpitrain.roles.server.fault_tolerant import FaultTolerantServer
 from mpitrain.roles.server.server import Steps
@@ -27,7 +36,12 @@ from mpitrain.roles.server.validation_units import OF_VALIDATIONS
 from mpitrain.strategies.base import Verdict
 
 Arrived = tuple[int, Message]
-UNORDERED = (Note, AskAverage, *OF_VALIDATIONS)  # they change no update, or come to the dealing server alone
+UNORDERED = (
+    Note,
+    AskAverage,
+    PullRows,
+    *OF_VALIDATIONS,
+)  # they change no update, or come to the dealing server alone
 
 
 class NormedStore(Protocol):

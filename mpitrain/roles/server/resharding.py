@@ -47,4 +47,17 @@ def reshard_role(
             first, last = max(low, start + piece_low), min(high, start + piece_high)
             if first < last:
                 made["pieces"].append([first - low, last - low, processed.state()])
+    made["row_pieces"] = [piece.state() for state in states for piece in _row_pieces(state, epoch_samples)]
     return made
+
+
+def num_row_pieces(state: dict[str, Any]) -> int:
+    """From how many old shards the rows of a shard are still put together."""
+    return len(state.get("row_pieces", ()))
+
+
+def _row_pieces(state: dict[str, Any], epoch_samples: int) -> list[ProcessedSamples]:
+    """What the rows of a shard's tables have taken, by old shard; that of rows begun since comes last."""
+    counted = ProcessedSamples.of(state["processed"], epoch_samples)
+    old = [ProcessedSamples.of(piece, epoch_samples) for piece in state.get("row_pieces", ())]
+    return [*[in_any([counted, piece]) for piece in old], counted]

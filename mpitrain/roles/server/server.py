@@ -34,11 +34,13 @@ from mpitrain.messages import (
     Note,
     Payload,
     Pull,
+    PullRows,
     Push,
     Reply,
+    Rows,
 )
 from mpitrain.roles.out_of_turn import out_of_turn
-from mpitrain.roles.protocols import CheckpointWriter, Report, Store
+from mpitrain.roles.protocols import CheckpointWriter, Report, Store, TabledStore
 from mpitrain.roles.server.checkpoint_schedule import CheckpointSchedule
 from mpitrain.roles.server.gathering import Gathering
 from mpitrain.roles.server.leases import Leases
@@ -65,13 +67,16 @@ class Server:
         schedule: factor on the learning rate, by the samples that the shard's updates have consumed.
         batch_size: the job's; what the strategy's batching starts from; 0 when workers bring their own data.
         writer: of this shard's part of a checkpoint.
+        tables: the store, where the model has tables.
     """
 
     def __init__(
         self, strategy: ServerStrategy, store: Store, workers: tuple[int, ...], report: Report,
         dealer: BatchDealer | None = None, on_nonfinite: str = "stop", epoch_samples: int = 0,
         schedule: Progress | None = None, batch_size: int = 0, writer: CheckpointWriter | None = None,
+        tables: TabledStore | None = None,
     ):  # fmt: skip
+        self.tables = tables
         self.strategy, self.store, self.report = strategy, store, report
         self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
         self.workers = workers
@@ -83,12 +88,14 @@ class Server:
         self.pieces: list[
             tuple[int, int, ProcessedSamples]
         ] = []  # [start, end) of a shard cut anew, with what it had processed
+        self.row_pieces: list[ProcessedSamples] = []  # the same of rows of tables, by old shard
         self.gathering = Gathering(store)
         self.table = WorkerTable(workers, strategy.warmup.first(workers))
         self.memory = strategy.start(tuple(sorted(self.table.active)))
         self.failure = ""
         self._answers: dict[type[Message], Callable[[int, Any], Steps]] = {
             Join: self._on_join, Push: self._on_push, Done: self._on_done, Note: self._on_note, Pull: self._on_pull,
+            PullRows: self._on_pull_rows,
         }  # fmt: skip
 
     def run(self) -> Role:
@@ -147,8 +154,14 @@ class Server:
         self.counts.leave(worker)
         yield from self._release(worker, 0)
 
+    def _on_pull_rows(self, worker: int, message: PullRows) -> Steps:
+        """Rows of tables as they are now. Which version a worker has read is said by its answers alone."""
+        if self.tables is None:
+            raise out_of_turn(worker, message, "a server of a model without tables")
+        yield Send(worker, Rows(self.counts.version, self.tables.rows(message.payload)))
+
     def _on_push(self, worker: int, message: Push) -> Steps:
-        payload = message.payload
+        payload = self.tables.arrive(worker, message.payload) if self.tables else message.payload
         self._enter(worker, WorkerEvent.PUSH, message)
         record = self.table[worker]
         record.next_step, record.no_pull = message.step + 1, not message.pull
@@ -208,6 +221,9 @@ class Server:
     def _mask(self, payload: Payload, lease: Lease | None) -> Payload:
         """A push without what pieces of this shard had processed before they were put together."""
         spans = [(low, high) for low, high, processed in self.pieces if lease and processed.has(lease)]
+        rows = {number for number, processed in enumerate(self.row_pieces) if lease and processed.has(lease)}
+        if rows and self.tables is not None:
+            self.tables.mask_rows(payload, rows)
         return self.store.mask(payload, spans) if spans else payload
 
     def _carry_out(self, verdict: Verdict) -> Steps:
@@ -394,6 +410,7 @@ class Server:
             "applied_samples": self.applied_samples,
             "processed": self.processed.state(),
             "pieces": [[low, high, processed.state()] for low, high, processed in self.pieces],
+            "row_pieces": [processed.state() for processed in self.row_pieces],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -409,6 +426,9 @@ class Server:
         ]
         more = any(in_any([self.processed, piece]) != self.processed for _, _, piece in pieces)
         self.pieces = pieces if more else []
+        rows = [ProcessedSamples.of(piece, self.epoch_samples) for piece in state.get("row_pieces", ())]
+        more = any(in_any([self.processed, piece]) != self.processed for piece in rows)
+        self.row_pieces = rows if more else []
         self.leases.restore(state["leases"], self.workers)
         pushed = self.counts.samples_accepted + self.counts.samples_dropped
         if self.strategy.warmup.is_over(pushed, self.epoch_samples):

@@ -30,6 +30,8 @@ from mpitrain.model import (
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import loss_scale
+from mpitrain.model.tabled_replica import TabledReplica
+from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.roles import ClippingServer, FaultTolerantServer, SaveRequest, SavingServer, Worker
 from mpitrain.roles.divided_validation import Measures
 from mpitrain.roles.failure_detector.silence import SIGNS_S
@@ -99,6 +101,7 @@ class RoleBuilder:
             self.num_workers,
             clipping,
             self.job.ema if self.job else None,
+            self.job.seed if self.job else 0,
         )
 
     def server(
@@ -121,6 +124,7 @@ class RoleBuilder:
             self.strategy, store, self.roles.workers, report, dealer, job.on_nonfinite, self._epoch_samples,
             self._schedule, job.step_samples, writer,
             delivers=True, floor_s=floor_s, by_heartbeat=by_heartbeat,
+            tables=store if isinstance(store, TabledStore) else None,
         )  # fmt: skip
 
     def loop_server(
@@ -159,7 +163,10 @@ class RoleBuilder:
         """
         index = self.roles.workers.index(rank)
         seed = self.job.seed if self.job else 0
-        return Replica(
+        made: Callable[..., Replica] = Replica
+        if self.model.lookups is not None:
+            made = functools.partial(TabledReplica, push_wire=self.strategy.push_numbers)
+        return made(
             self.model,
             self.job.loss if self.job else brought_by_loop,
             reader.batch if reader else brought_by_loop,
@@ -212,11 +219,12 @@ class RoleBuilder:
             signs_s=SIGNS_S if strategy.blocks_apart and signs else 0.0,
             validations=validations,
             measures=measures,
+            tables=replica if isinstance(replica, TabledReplica) else None,
         )
 
     def buffer_for(self, server: int, kind: Kind) -> Any:
         """The buffer in which a worker receives the next message of the server on rank `server`."""
-        if kind in (Kind.UNIT, Kind.MEASURED):
+        if kind in (Kind.UNIT, Kind.MEASURED, Kind.ROWS):
             return VariableBuffer()
         if kind == Kind.AVERAGE:
             layout = self.model.layout

@@ -17,10 +17,11 @@ from mpitrain.model import LocalSteps, Replica, check_optimizer, flat_model, res
 from mpitrain.model.buffers import VariableBuffer
 from mpitrain.model.flat import Layout, make_layout
 from mpitrain.model.step_hooks import StepHooks
+from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.roles import Server, Worker
 from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
-from mpitrain.roles.server.resharding import reshard_role
+from mpitrain.roles.server.resharding import num_row_pieces, reshard_role
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.training.averaged_model import join_parts, save_part
 from mpitrain.training.deliver import save_final
@@ -32,12 +33,13 @@ from mpitrain.training.measure import (
     pick_device,
     share_module,
 )
-from mpitrain.training.measured_elsewhere import MeasuredByWorkers
+from mpitrain.training.measured_tables import measured_by_workers
 from mpitrain.training.parameter_server.builder import AnyStore, RoleBuilder
 from mpitrain.training.parameter_server.emergency_state import shard_writer, worker_writer
 from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
 from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part
 from mpitrain.training.resume_options import describe_optimizer, same_codec
+from mpitrain.training.served_tables import save_tables
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.validation import make_measure
 
@@ -126,6 +128,8 @@ def _serve(
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}
     save_order(session.run_dir, shard, order)
+    if isinstance(store, TabledStore):
+        save_tables(session.run_dir, shard, len(roles.servers), session.job.seed, model.module, store.tables)
     if store.ema is not None:
         save_part(session.run_dir, shard, store.ema.values())
     writer.wait()
@@ -156,7 +160,8 @@ def restore_shard(
         states = [read_own_part(resume, f"shard-{index}") for index in range(resume.shards())]
         before, (low, high) = layout.cut_into(len(states)).cuts, layout.cuts[shard : shard + 2]
         role = reshard_role([state["role"] for state in states], before, low, high, server.epoch_samples)
-        mine = {"role": role, "store": reshard([state["store"] for state in states], layout, shard)}
+        pieces = [num_row_pieces(state["role"]) for state in states]
+        mine = {"role": role, "store": reshard([state["store"] for state in states], layout, shard, pieces)}
     store.restore(mine["store"])
     server.restore(mine["role"])
     if server.leases.dealer is not None:
@@ -186,7 +191,7 @@ def _work(
             lambda: save_final(session, replica),
             heartbeat_s(session),
             validations=validations,
-            measures=MeasuredByWorkers(replica, measure, builder.num_workers) if measure else None,
+            measures=measured_by_workers(replica, measure, builder.num_workers) if measure else None,
         )
         writer = make_checkpoint_writer(
             session, f"worker-{index}", about_this_run, lambda: {"replica": replica.state()}
