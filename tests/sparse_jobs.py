@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
+import mpitrain as mt
 from tests import small_jobs, toy
 
 ROWS, WIDTH = 5 * small_jobs.NUM_TOKENS, 4
@@ -88,3 +89,32 @@ def step(model, optimizers, batch):
 def joint_job(sparse):
     changes = {"optimizer": {"table": adagrad, "bias": sgd}, "step": step, "batch_size": 4}
     return toy.make_job(model=lambda: Summed(nn.Embedding, sparse), loss=None, **changes)
+
+
+class Served(nn.Module):
+    """As `Summed`, with a table on servers alone, whose rows begin as zeros."""
+
+    def __init__(self, mode=None, partition="hash"):
+        super().__init__()
+        self.table = mt.ServedEmbedding(ROWS, WIDTH, mode=mode, init="zeros", partition=partition)
+        self.bias = nn.Linear(1, WIDTH)
+        nn.init.ones_(self.bias.weight)
+        nn.init.zeros_(self.bias.bias)
+
+    def forward(self, words):
+        rows = self.table(words)
+        return (rows.sum(1) if rows.dim() == 3 else rows) + self.bias(torch.ones(len(words), 1))
+
+
+class FromZeros(Summed):
+    """Whose table begins as that of `Served`."""
+
+    def __init__(self, sparse):
+        super().__init__(nn.Embedding, sparse)
+        nn.init.zeros_(self.table.weight)
+
+
+def table_of(run_dir, job):
+    """All rows of the table that a run has trained."""
+    layer = mt.load(run_dir, job=job).table
+    return layer(torch.arange(ROWS).view(-1, 1)).view(ROWS, WIDTH).detach()

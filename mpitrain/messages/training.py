@@ -74,7 +74,7 @@ class PullRows:
 
     step: as in `Join`.
     payload: which rows.
-    trains: a gradient is computed on them; otherwise they are of a validation, or of the final model.
+    trains: a gradient is computed on them; otherwise they are of a validation or of the final model, and unrounded.
     """
 
     kind: ClassVar[Kind] = Kind.PULL_ROWS

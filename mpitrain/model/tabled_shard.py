@@ -85,17 +85,18 @@ class TabledStore(ShardStore):
         payload.release()
         return TabledPush(dense, rows, num_bytes)
 
-    def rows(self, payload: VariableBuffer) -> VariableBuffer:
-        """The rows that somebody asks for, as they are now; the payload is released."""
+    def rows(self, payload: VariableBuffer, full: bool) -> VariableBuffer:
+        """The rows that somebody asks for, as they are now, unrounded if `full`; the payload is released."""
         wanted = split(payload.body, self._sizes, self._widths)
         payload.release()
-        return VariableBuffer(join(self._read_rows(wanted), self._sizes))
+        dtype = self.pool.dtype if full else self._replies.dtype
+        return VariableBuffer(join(self._read_rows(wanted, dtype), self._sizes))
 
-    def _read_rows(self, wanted: Sequence[Section]) -> list[Section]:
+    def _read_rows(self, wanted: Sequence[Section], dtype: torch.dtype) -> list[Section]:
         found = []
         for section in wanted:
             assert section.slots is not None
-            values = self.tables[section.table].read(section.slots).to(self._replies.dtype)
+            values = self.tables[section.table].read(section.slots).to(dtype)
             found.append(Section(What.ROWS, section.table, section.slots, values))
         return found
 
@@ -148,7 +149,10 @@ class TabledStore(ShardStore):
         if full:
             return dense
         what = What.CODED if isinstance(dense, VariableBuffer) else What.DENSE
-        sections = [Section(what, values=dense.body), *self._read_rows(self._wanted.get(worker, ()))]
+        sections = [
+            Section(what, values=dense.body),
+            *self._read_rows(self._wanted.get(worker, ()), self._replies.dtype),
+        ]
         answer = VariableBuffer(join(sections, self._sizes))
         dense.release()
         return answer

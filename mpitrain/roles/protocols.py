@@ -49,8 +49,8 @@ class TabledStore(Store, Protocol):
         """A push in the form in which it is added, and what its worker wants to read next
         remembered; takes the payload over."""
 
-    def rows(self, payload: Any) -> Payload:
-        """The rows that the payload asks for, as they are now; takes it over."""
+    def rows(self, payload: Any, full: bool) -> Payload:
+        """The rows that the payload asks for, as they are now, unrounded if `full`; takes it over."""
 
     def mask_rows(self, payload: Any, pieces: set[int]) -> None:
         """Leave rows out of a push that were these old shards', of those that this one was put together from."""

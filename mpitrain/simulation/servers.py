@@ -169,7 +169,9 @@ class _Simulation(VirtualRun):
         model = flat_model(module, optimizer, self.strategy)
         workers, self.servers = self.roles.workers, self.roles.servers
         sizes = [model.layout.size(shard) for shard in range(len(self.servers))]
-        self.parts = {rank: size / sum(sizes) for rank, size in zip(self.servers, sizes, strict=True)}
+        total = sum(sizes)
+        parts = [size / total if total else 1 / len(sizes) for size in sizes]
+        self.parts = dict(zip(self.servers, parts, strict=True))
         world = VirtualWorld(self.compute, self.network, job.seed, workers, workers, hosts=self.servers)
         self.start(job.step_samples * self.strategy.push_every, world, warns=self.replay is None)
         num_batches = None if self.options.steps is None else self.options.steps * self.number

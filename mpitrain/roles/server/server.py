@@ -158,7 +158,7 @@ class Server:
         """Rows of tables as they are now. Which version a worker has read is said by its answers alone."""
         if self.tables is None:
             raise out_of_turn(worker, message, "a server of a model without tables")
-        yield Send(worker, Rows(self.counts.version, self.tables.rows(message.payload)))
+        yield Send(worker, Rows(self.counts.version, self.tables.rows(message.payload, not message.trains)))
 
     def _on_push(self, worker: int, message: Push) -> Steps:
         payload = self.tables.arrive(worker, message.payload) if self.tables else message.payload
