@@ -87,8 +87,11 @@ def tables_of(module: nn.Module) -> list[Table]:
     return list(found.values())
 
 
-def check_tables(module: nn.Module, tables: list[Table], dtype: torch.dtype) -> None:
-    """Refuse tables that a dense part of the model shares, or whose numbers are others than the dense ones'.
+def check_tables(
+    module: nn.Module, tables: list[Table], trained: list[nn.Parameter], dtype: torch.dtype
+) -> None:
+    """Refuse tables that are not among what is trained, that a dense part of the model shares, or whose numbers are
+    others than the dense ones'.
 
     Raises:
         UsageError: names the table.
@@ -97,7 +100,13 @@ def check_tables(module: nn.Module, tables: list[Table], dtype: torch.dtype) -> 
     for name, layer in module.named_modules():
         for parameter in layer.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
+    trained_ids = {id(parameter) for parameter in trained}
     for table in tables:
+        if id(table.parameter) not in trained_ids:
+            raise UsageError(
+                f"table {table.name!r} is in no group of the optimizer: hand it model.parameters(), or freeze it with "
+                "requires_grad_(False)"
+            )
         others = [name for name in owners.get(id(table.parameter), []) if name != table.name]
         if others and module.get_submodule(table.name) is table.layer:
             raise UsageError(

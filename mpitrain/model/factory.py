@@ -118,11 +118,6 @@ def table_shards(
     }
     made = []
     for table, partition in zip(lookups.tables, lookups.partitions, strict=True):
-        if id(table.parameter) not in groups:
-            raise UsageError(
-                f"table {table.name!r} is in no group of the optimizer: hand it model.parameters(), or freeze it with "
-                "requires_grad_(False)"
-            )
         begin = _served_rows(table, seed) if table.is_served else _own_rows(table)
         dtype, group = model.layout.dtype, groups[id(table.parameter)]
         one = TableShard(table.name, partition, shard, table.width, dtype, begin, group)

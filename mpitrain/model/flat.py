@@ -109,11 +109,12 @@ def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int) -> Lay
     at most one element).
 
     Raises:
-        UsageError: more shards than elements, or dtypes that are mixed or not for the wire.
+        UsageError: more shards than elements, tables that servers cannot hold, or dtypes that are mixed or not for the
+            wire.
     """
     tables = tables_of(module)
-    apart = {id(table.parameter) for table in tables}
-    entries = [entry for entry in trainable(module, optimizer) if id(entry[1]) not in apart]
+    apart, trained = {id(table.parameter) for table in tables}, trainable(module, optimizer)
+    entries = [entry for entry in trained if id(entry[1]) not in apart]
     dtypes = {parameter.dtype for _, parameter, _ in entries} or {tables[0].parameter.dtype}
     if len(dtypes) > 1 or not dtypes <= set(WIRE_DTYPES):
         listed = ", ".join(sorted(str(dtype) for dtype in dtypes))
@@ -125,7 +126,7 @@ def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int) -> Lay
     for shape in shapes:
         total += _numel(shape)
         ends.append(total)
-    check_tables(module, tables, dtype := next(iter(dtypes)))
+    check_tables(module, tables, [parameter for _, parameter, _ in trained], dtype := next(iter(dtypes)))
     if num_shards > total and not tables:
         raise UsageError(f"{num_shards} servers for {total} parameters: use at most {total}")
     group_ends = []
