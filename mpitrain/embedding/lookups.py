@@ -183,28 +183,23 @@ class Rows:
         one = self.lookups.tables[table]
         flat = check_ids(one.name, one.num_rows, ids)
         self._num_lookups += 1
-        unique = np.unique(flat)
-        if self._pass == _Pass.NAMING:
-            self._named[table].append(unique)
+        is_naming = self._pass == _Pass.NAMING
+        if is_naming:
+            self._named[table].append(flat)
             if self._num_lookups == self._usual:
                 raise _Enough
         held = self._compose()[table]
-        at = np.searchsorted(held, flat)
+        rows, at = self._leaves[table], np.searchsorted(held, flat)
         at[at == len(held)] = 0
-        if not len(held) or not np.array_equal(held[at], flat):
-            if not len(flat):
-                return Found(ids.long(), self._leaves[table])
-            if self._pass == _Pass.COMPUTING:
-                self._named[table].append(unique)
+        if len(flat) and not (len(held) and np.array_equal(held[at], flat)):
+            if not is_naming:
+                self._named[table].append(flat)
                 raise RowsMissing
-            held, at = unique, np.searchsorted(unique, flat)
-            rows = torch.zeros(len(held), self.lookups.widths[table], dtype=self.lookups.dtype)
-            rows = rows.to(self.lookups.device)
-        else:
-            rows = self._leaves[table]
-            if self._pass == _Pass.COMPUTING:
-                self._touched[table][torch.from_numpy(at)] = True
-        places = torch.from_numpy(at).view(ids.shape).to(ids.device)
+            held, at = np.unique(flat, return_inverse=True)
+            rows = torch.zeros(len(held), one.width, dtype=rows.dtype, device=rows.device)
+        elif not is_naming:
+            self._touched[table][torch.from_numpy(at)] = True
+        places = torch.from_numpy(at.reshape(tuple(ids.shape))).to(ids.device)
         return Found(places, rows, self._padding(table, held))
 
     def _padding(self, table: int, held: np.ndarray) -> int | None:

@@ -122,7 +122,7 @@ def case_a_wrapped_loop_is_checked_before_its_first_step(rt):
     model = sparse_jobs.Summed(nn.Embedding, True)
     raises(
         AgreedError,
-        "sends whole gradients",
+        "in a loop of your own nobody knows which rows the next batch looks up",
         lambda: mt.wrap(model, sparse_jobs.sgd(model.parameters()), mt.Async()),
     )
     momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,0 +1,348 @@
+"""What does a training step of a large embedding cost two workers whose table lives elsewhere than on both of them?
+
+    mpitrain launch -n 4 benchmarks/tables.py [--rounds 5] [--rows 10000 4000000] [--batch 64 512]
+
+One table of 16 columns, 8 words a sample drawn by Zipf's law (exponent 1), a small dense tower, SGD, one torch thread a
+rank. Ranks 0 and 1 are servers where there are servers, ranks 2 and 3 workers. The ways take turns:
+
+    gloo dense   torch's DDP over gloo on the two workers, whole gradients: the peer
+    all-to-all   half of the rows on each worker: ids, rows and gradients by all_to_all over our group, the tower by
+                 DDP (as TorchRec shards a table by rows)
+    rpc          half of the rows on each server as a remote module of torch.distributed.rpc, distributed autograd and
+                 optimizer, the tower by DDP over gloo (as torch's tutorial combines the two)
+    sync         `mpitrain.train` under sync(servers=2) with a ServedEmbedding, reading of data included
+    async        the same under async(servers=2): a step is one batch of each worker
+
+Every run of ours begins with rows that nobody has asked for, which costs more than rows that are there. Bytes are those
+of one step, each worker's pushes and their answers as the servers have counted them, beside the rows that a batch
+touches times (64 bytes and an id as it was coded).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import tempfile
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpitrain as mt
+from mpitrain.embedding.lookups import Rows
+from mpitrain.embedding.sections import What
+from mpitrain.mpi.runtime import start
+from mpitrain.training.synchronous.ddp import data_parallel
+from mpitrain.values import parse
+
+runtime = start()
+WIDTH, WORDS, BATCHES, SERVERS = 16, 8, 8, 2
+WORKER = runtime.rank - SERVERS  # below 0 on servers
+
+
+def tower():
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def zipf(uniform, rows):
+    """Ids of Zipf's law with exponent 1, of numbers below 1."""
+    return (float(rows) ** uniform).long().sub(1).clamp(0, rows - 1)
+
+
+class Whole(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.table, self.tower = nn.EmbeddingBag(rows, WIDTH, mode="sum"), tower()
+
+    def forward(self, words):
+        return self.tower(self.table(words))
+
+
+class Served(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.table, self.tower = mt.ServedEmbedding(rows, WIDTH, mode="sum"), tower()
+
+    def forward(self, words):
+        return self.tower(self.table(words))
+
+
+class Way:
+    """`step()` is one training step of a worker on the next of its batches."""
+
+    def __init__(self, rows, batch):
+        torch.manual_seed(0)
+        draw = torch.Generator().manual_seed(WORKER)
+        uniform = torch.rand(BATCHES, batch, WORDS, generator=draw, dtype=torch.float64)
+        self.words = zipf(uniform, rows)
+        self.clicked = torch.randint(0, 2, (BATCHES, batch, 1), generator=draw).float()
+        self.num_steps = 0
+
+    def next(self):
+        at = self.num_steps % BATCHES
+        self.num_steps += 1
+        return self.words[at], self.clicked[at]
+
+    def run(self, num_steps):
+        for _ in range(num_steps):
+            self.step(*self.next())
+
+    def close(self):
+        pass
+
+
+class Dense(Way):
+    def __init__(self, rows, batch, group):
+        super().__init__(rows, batch)
+        self.model = DistributedDataParallel(Whole(rows), process_group=group)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        never_destroyed(self.model)
+
+    def step(self, words, clicked):
+        self.optimizer.zero_grad(set_to_none=True)
+        nn.functional.binary_cross_entropy_with_logits(self.model(words), clicked).backward()
+        self.optimizer.step()
+
+
+class AllToAll(Way):
+    """Row r lies on worker r mod 2."""
+
+    def __init__(self, rows, batch, group):
+        super().__init__(rows, batch)
+        self.group = group
+        self.table = torch.zeros(-(-rows // SERVERS), WIDTH).normal_(std=0.01)
+        self.tower = data_parallel(tower(), group)
+        self.optimizer = torch.optim.SGD(self.tower.parameters(), lr=0.01)
+
+    def _swap(self, values, sent, received):
+        found = values.new_empty(sum(received), *values.shape[1:])
+        dist.all_to_all_single(found, values, received, sent, group=self.group)
+        return found
+
+    def step(self, words, clicked):
+        unique, places = torch.unique(words, return_inverse=True)
+        order = torch.argsort(unique % SERVERS, stable=True)
+        ids = unique[order]
+        sent = torch.bincount(ids % SERVERS, minlength=SERVERS)
+        counts = torch.empty_like(sent)
+        dist.all_to_all_single(counts, sent, group=self.group)
+        to, back = sent.tolist(), counts.tolist()
+        asked = self._swap(ids // SERVERS, to, back)
+        rows = torch.empty(len(ids), WIDTH)
+        rows[order] = self._swap(self.table[asked], back, to)
+        rows.requires_grad_()
+        self.optimizer.zero_grad(set_to_none=True)
+        bags = nn.functional.embedding_bag(places, rows, mode="sum")
+        nn.functional.binary_cross_entropy_with_logits(self.tower(bags), clicked).backward()
+        self.optimizer.step()
+        gradients = self._swap(rows.grad[order], to, back)
+        self.table.index_add_(0, asked, gradients, alpha=-0.01 / SERVERS)
+
+
+class Remote(Way):
+    """Row r lies on server r mod 2."""
+
+    def __init__(self, rows, batch, group):
+        from torch.distributed.nn.api.remote_module import RemoteModule
+        from torch.distributed.optim import DistributedOptimizer
+        from torch.distributed.rpc import RRef
+
+        super().__init__(rows, batch)
+        size = -(-rows // SERVERS)
+        self.tables = [
+            RemoteModule(f"rank{server}/cpu", nn.Embedding, args=(size, WIDTH), kwargs={"sparse": True})
+            for server in range(SERVERS)
+        ]
+        self.tower = DistributedDataParallel(tower(), process_group=group)
+        never_destroyed(self.tower)
+        parameters = [one for remote in self.tables for one in remote.remote_parameters()]
+        parameters += [RRef(one) for one in self.tower.parameters()]
+        self.optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.01)
+
+    def step(self, words, clicked):
+        from torch.distributed import autograd
+
+        with autograd.context() as context:
+            flat = words.reshape(-1)
+            where = [torch.nonzero(flat % SERVERS == server).squeeze(1) for server in range(SERVERS)]
+            futures = [
+                one.forward_async(flat[at] // SERVERS) for one, at in zip(self.tables, where, strict=True)
+            ]
+            rows = torch.cat([future.wait() for future in futures])
+            bags = torch.zeros(len(words), WIDTH).index_add(0, torch.cat(where) // WORDS, rows)
+            loss = nn.functional.binary_cross_entropy_with_logits(self.tower(bags), clicked)
+            autograd.backward(context, [loss])
+            self.optimizer.step(context)
+
+
+class Trained:
+    """Whole runs of `mpitrain.train`."""
+
+    def __init__(self, rows, batch, text):
+        self.batch, self.strategy = batch, parse(text, "strategy")
+        self.job = mt.Job(
+            model=partial(Served, rows),
+            loss=partial(loss_of, rows),
+            optimizer=partial(torch.optim.SGD, lr=0.01),
+            data=mt.Synthetic(1 << 20, u=((WORDS,), "int64", 1 << 30), y=((1,), "int64", 2)),
+            batch_size=batch,
+        )
+        self.result: dict[str, Any] = {}
+
+    def seconds(self, num_steps):
+        """Of one step of both workers."""
+        folder = runtime.broadcast(tempfile.mkdtemp() if runtime.rank == 0 else None)
+        with contextlib.redirect_stdout(None):
+            self.result = mt.train(self.job, self.strategy, steps=num_steps, run_dir=folder, quiet=True)
+        runtime.barrier()
+        if runtime.rank == 0:
+            shutil.rmtree(folder)
+        return 2 * self.batch / self.result["samples_per_second"]
+
+
+def loss_of(rows, model, batch):
+    words = zipf(batch["u"].double() / 2**30, rows)
+    return nn.functional.binary_cross_entropy_with_logits(model(words), batch["y"].float())
+
+
+class Counter:
+    """Rows that this worker has pushed, and the bytes of their ids."""
+
+    def __init__(self):
+        self.num_rows = self.id_bytes = self.num_pushes = 0
+        self._pushed, counter = Rows.pushed, self
+
+        def pushed(rows):
+            found = counter._pushed(rows)
+            counter.count(rows.lookups, found)
+            return found
+
+        Rows.pushed = pushed
+
+    def count(self, lookups, found):
+        from mpitrain.codecs.index_coding import encode
+
+        self.num_pushes += 1
+        for server, sections in enumerate(found):
+            for section in sections:
+                if section.what == What.ROWS:
+                    self.num_rows += len(section.slots)
+                    self.id_bytes += len(encode(section.slots, lookups.sizes(server)[0])[1])
+
+
+def others(rows, batch, groups):
+    """The ways that are no whole runs, on workers; a server keeps its part of `rpc` alone."""
+    ours, gloo = groups
+    if WORKER < 0:
+        return {}
+    return {
+        "gloo dense": Dense(rows, batch, gloo),
+        "all-to-all": AllToAll(rows, batch, ours),
+        "rpc": Remote(rows, batch, gloo),
+    }
+
+
+OTHERS = ("gloo dense", "all-to-all", "rpc")
+
+
+def measure(rows, batch, options, groups):
+    ways = others(rows, batch, groups)
+    trained = {name: Trained(rows, batch, f"{name}(servers=2)") for name in ("sync", "async")}
+    seconds = {name: [] for name in (*OTHERS, *trained)}
+    for number in range(options.rounds + 1):
+        for name in OTHERS:
+            num_steps = options.block if name == "gloo dense" else 8 * options.block
+            runtime.barrier()
+            began_s = time.perf_counter()
+            if name in ways:
+                ways[name].run(num_steps)
+            runtime.barrier()
+            seconds[name].append((time.perf_counter() - began_s) / num_steps)
+        for name, way in trained.items():
+            counter.num_rows = counter.id_bytes = counter.num_pushes = 0
+            seconds[name].append(way.seconds((32 if name == "sync" else 64) * options.block))
+            if name == "sync" and number == 0:
+                sizes = traffic(way.result)
+    return {name: values[1:] for name, values in seconds.items()}, sizes
+
+
+def traffic(result):
+    """Bytes of one worker's pushes and answers a step, and what rows and ids of a step take."""
+    counted = runtime.allgather([counter.num_rows, counter.id_bytes, counter.num_pushes])
+    rows, ids, pushes = (sum(one[at] for one in counted) for at in range(3))
+    if runtime.rank:
+        return {}
+    servers = [one for one in result["ranks"] if one["role"] == "server"]
+    steps = max(1, pushes)
+    return {
+        "pushed_bytes": sum(one["pushed_bytes"] for one in servers) / steps,
+        "replied_bytes": sum(one["replied_bytes"] for one in servers) / steps,
+        "touched_rows": rows / steps, "row_bytes": (rows * WIDTH * 4 + ids) / steps,
+    }  # fmt: skip
+
+
+def show(rows, batch, seconds, sizes, options):
+    whole = rows * WIDTH * 4
+    lines = [("way", "median ms", "gloo dense over it (95 %)")]
+    ratios = {}
+    for name, values in seconds.items():
+        ratios[name] = middle, low, high = median_ratio(seconds["gloo dense"], values)
+        lines.append(
+            (name, f"{statistics.median(values) * 1e3:.2f}", f"{middle:.2f} ({low:.2f} - {high:.2f})")
+        )
+    print(f"\n{rows:,} rows of {WIDTH}, batch {batch} x {WORDS} words, {options.rounds} rounds")
+    print(table(lines))
+    print(
+        f"a step pushes {sizes['touched_rows']:,.0f} rows: {sizes['row_bytes']:,.0f} bytes with their ids, "
+        f"{sizes['pushed_bytes']:,.0f} pushed, {sizes['replied_bytes']:,.0f} answered, of a table of {whole:,}",
+        flush=True,
+    )
+    row = {
+        "rows": rows, "batch": batch, "words": WORDS, "width": WIDTH, "rounds": options.rounds, "block": options.block,
+        "median_ms": {name: statistics.median(values) * 1e3 for name, values in seconds.items()},
+        "gloo_dense_over": ratios, "dense_bytes": whole, **sizes,
+    }  # fmt: skip
+    write_row("tables", row | {"mpi": runtime.library})
+
+
+def main():
+    from torch.distributed import rpc
+
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--block", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 4_000_000])
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 512])
+    options = parser.parse_args()
+    assert runtime.size == 4, "start with 4 ranks"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="mpi://")
+    groups = dist.new_group([2, 3], backend="mpi4py"), dist.new_group([2, 3], backend="gloo")
+    store = runtime.broadcast(tempfile.mktemp() if runtime.rank == 0 else None)
+    rpc.init_rpc(
+        f"rank{runtime.rank}", rank=runtime.rank, world_size=runtime.size,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", num_worker_threads=4),
+    )  # fmt: skip
+    if runtime.rank == 0:
+        print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank")
+    for rows in options.rows:
+        for batch in options.batch:
+            seconds, sizes = measure(rows, batch, options, groups)
+            if runtime.rank == 0:
+                show(rows, batch, seconds, sizes, options)
+    runtime.barrier()
+    rpc.shutdown()
+    never_destroyed(dist.group.WORLD, groups[1])
+    dist.destroy_process_group()
+    runtime.finish()
+
+
+if __name__ == "__main__":
+    counter = Counter()
+    main()
