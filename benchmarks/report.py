@@ -413,6 +413,21 @@ def sparse() -> str:
     return table(head, *body) + "\n\n" + origin(*found.values())
 
 
+def tables() -> str:
+    found = newest("tables", "rows", "batch")
+    ways = list(next(iter(found.values()))["median_ms"])
+    head = ("rows of 16", "batch", *(f"{way}, ms" for way in ways), "gloo dense / sync (95 %)",
+            "pushed, answered / (rows and ids)", "table / pushed, bytes")  # fmt: skip
+    body = [
+        (f"{rows:,}", f"{batch} x {row['words']}", *(f"{row['median_ms'][way]:.2f}" for way in ways),
+         spread(row["gloo_dense_over"]["sync"]),
+         f"{row['pushed_bytes'] / row['row_bytes']:.3f}, {row['replied_bytes'] / row['row_bytes']:.3f}",
+         f"{row['dense_bytes'] / row['pushed_bytes']:.1f}")
+        for (rows, batch), row in sorted(found.items())
+    ]  # fmt: skip
+    return table(head, *body) + "\n\n" + origin(*found.values())
+
+
 ON_HOSTS = ".venv/bin/python benchmarks/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python"
 
 COMPRESSION_OF_HOSTS = (
@@ -436,6 +451,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "codec_cost": (["python benchmarks/codec_cost.py"], codec_cost),
     "codec_accuracy": (["python benchmarks/codec_accuracy.py"], codec_accuracy),
     "sparse": (["mpitrain launch -n 2 benchmarks/sparse.py"], sparse),
+    "tables": (["mpitrain launch -n 4 benchmarks/tables.py"], tables),
     "averaging": (["mpitrain launch -n 2 benchmarks/averaging.py"], averaging),
     "splitting": (["mpitrain launch -n 2 benchmarks/splitting.py"], splitting),
     "memory": (["python benchmarks/memory.py"], memory),

@@ -6,8 +6,8 @@ One table of 16 columns, 8 words a sample drawn by Zipf's law (exponent 1), a sm
 rank. Ranks 0 and 1 are servers where there are servers, ranks 2 and 3 workers. The ways take turns:
 
     gloo dense   torch's DDP over gloo on the two workers, whole gradients: the peer
-    all-to-all   half of the rows on each worker: ids, rows and gradients by all_to_all over our group, the tower by
-                 DDP (as TorchRec shards a table by rows)
+    all-to-all   half of the rows on each worker: ids, rows and gradients by all_to_all over gloo, the tower by DDP
+                 (as TorchRec shards a table by rows)
     rpc          half of the rows on each server as a remote module of torch.distributed.rpc, distributed autograd and
                  optimizer, the tower by DDP over gloo (as torch's tutorial combines the two)
     sync         `mpitrain.train` under sync(servers=2) with a ServedEmbedding, reading of data included
@@ -21,6 +21,7 @@ touches times (64 bytes and an id as it was coded).
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
 import statistics
 import tempfile
@@ -38,7 +39,6 @@ import mpitrain as mt
 from mpitrain.embedding.lookups import Rows
 from mpitrain.embedding.sections import What
 from mpitrain.mpi.runtime import start
-from mpitrain.training.synchronous.ddp import data_parallel
 from mpitrain.values import parse
 
 runtime = start()
@@ -117,7 +117,8 @@ class AllToAll(Way):
         super().__init__(rows, batch)
         self.group = group
         self.table = torch.zeros(-(-rows // SERVERS), WIDTH).normal_(std=0.01)
-        self.tower = data_parallel(tower(), group)
+        self.tower = DistributedDataParallel(tower(), process_group=group)
+        never_destroyed(self.tower)
         self.optimizer = torch.optim.SGD(self.tower.parameters(), lr=0.01)
 
     def _swap(self, values, sent, received):
@@ -198,7 +199,7 @@ class Trained:
     def seconds(self, num_steps):
         """Of one step of both workers."""
         folder = runtime.broadcast(tempfile.mkdtemp() if runtime.rank == 0 else None)
-        with contextlib.redirect_stdout(None):
+        with contextlib.redirect_stdout(io.StringIO()):
             self.result = mt.train(self.job, self.strategy, steps=num_steps, run_dir=folder, quiet=True)
         runtime.barrier()
         if runtime.rank == 0:
@@ -236,23 +237,16 @@ class Counter:
                     self.id_bytes += len(encode(section.slots, lookups.sizes(server)[0])[1])
 
 
-def others(rows, batch, groups):
+def others(rows, batch, group):
     """The ways that are no whole runs, on workers; a server keeps its part of `rpc` alone."""
-    ours, gloo = groups
-    if WORKER < 0:
-        return {}
-    return {
-        "gloo dense": Dense(rows, batch, gloo),
-        "all-to-all": AllToAll(rows, batch, ours),
-        "rpc": Remote(rows, batch, gloo),
-    }
+    return {} if WORKER < 0 else {name: kind(rows, batch, group) for name, kind in OTHERS.items()}
 
 
-OTHERS = ("gloo dense", "all-to-all", "rpc")
+OTHERS = {"gloo dense": Dense, "all-to-all": AllToAll, "rpc": Remote}
 
 
-def measure(rows, batch, options, groups):
-    ways = others(rows, batch, groups)
+def measure(rows, batch, options, group):
+    ways = others(rows, batch, group)
     trained = {name: Trained(rows, batch, f"{name}(servers=2)") for name in ("sync", "async")}
     seconds = {name: [] for name in (*OTHERS, *trained)}
     for number in range(options.rounds + 1):
@@ -323,7 +317,7 @@ def main():
     assert runtime.size == 4, "start with 4 ranks"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="mpi://")
-    groups = dist.new_group([2, 3], backend="mpi4py"), dist.new_group([2, 3], backend="gloo")
+    group = dist.new_group([2, 3], backend="gloo")
     store = runtime.broadcast(tempfile.mktemp() if runtime.rank == 0 else None)
     rpc.init_rpc(
         f"rank{runtime.rank}", rank=runtime.rank, world_size=runtime.size,
@@ -333,12 +327,12 @@ def main():
         print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank")
     for rows in options.rows:
         for batch in options.batch:
-            seconds, sizes = measure(rows, batch, options, groups)
+            seconds, sizes = measure(rows, batch, options, group)
             if runtime.rank == 0:
                 show(rows, batch, seconds, sizes, options)
     runtime.barrier()
     rpc.shutdown()
-    never_destroyed(dist.group.WORLD, groups[1])
+    never_destroyed(dist.group.WORLD, group)
     dist.destroy_process_group()
     runtime.finish()
 

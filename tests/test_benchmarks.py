@@ -22,6 +22,7 @@ BENCHMARKS = {
     ),
     "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
     "sparse": (2, ["--rounds", "1", "--block", "1", "--rows", "1000", "--batch", "16"]),
+    "tables": (4, ["--rounds", "1", "--block", "1", "--rows", "1000", "--batch", "16"]),
     "splitting": (2, ["--rounds", "1", "--steps", "2"]),
     "step_time": (3, ["--rounds", "1", "--block", "1", "--model", "mlp"]),
     "virtual_speed": (1, ["--rounds", "1", "--pushes", "600", "--workers", "30", "--ranks", "40"]),
@@ -207,6 +208,14 @@ def check_sparse(out, rows):
     (row,) = rows
     assert (row["rows"], row["batch"], row["dense_bytes"]) == (1000, 16, 1000 * 16 * 4)
     assert 0 < row["sparse_bytes"] <= 16 * row["words"] * (4 + 16 * 4) and row["sparse_bytes"] % 68 == 0
+    assert all(f"{name} " in out for name in row["median_ms"])
+
+
+def check_tables(out, rows):
+    (row,) = rows
+    assert (row["rows"], row["batch"], row["dense_bytes"]) == (1000, 16, 1000 * 16 * 4)
+    assert row["row_bytes"] < row["pushed_bytes"] and 0 < row["touched_rows"] <= 16 * row["words"]
+    assert list(row["median_ms"]) == ["gloo dense", "all-to-all", "rpc", "sync", "async"]
     assert all(f"{name} " in out for name in row["median_ms"])
 
 

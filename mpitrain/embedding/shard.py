@@ -56,7 +56,7 @@ class TableShard:
     @torch.no_grad()
     def _see(self, slots: torch.Tensor) -> None:
         """Begin those rows that nobody has asked for."""
-        new = slots[self._seen[slots] == 0]
+        new = slots[self._seen.index_select(0, slots) == 0]
         if len(new):
             ids = self.partition.ids(self.server, new.numpy())
             self.rows[new] = self._begin_rows(ids).to(self.rows.dtype)
@@ -78,7 +78,7 @@ class TableShard:
         """The rows in these slots, a copy."""
         at = torch.from_numpy(slots)
         self._see(at)
-        return self.rows[at]
+        return self.rows.index_select(0, at)
 
     def without_pieces(self, section: Section, pieces: Iterable[int]) -> Section | None:
         """Gradients without those of rows that were of these old shards, numbered from 0; None where none is left."""
@@ -99,7 +99,11 @@ class TableShard:
     def sum(self, num_gradients: int) -> torch.Tensor | None:
         """The sum of what was gathered, of which there are so many gradients, those without a row of this table
         included; None where no row is touched. A single one has not met its weight, as in `ShardStore`."""
-        if self._sum is None and self._gathered:
+        if self._sum is None and len(self._gathered) == 1:
+            number, self._slots, values, weight = self._gathered[0]
+            scaled = weight != 1.0 and (number > 0 or num_gradients > 1)
+            self._sum = values.to(self.rows.dtype) * weight if scaled else values.to(self.rows.dtype)
+        elif self._sum is None and self._gathered:
             self._slots, places = torch.unique(
                 torch.cat([slots for _, slots, _, _ in self._gathered]), return_inverse=True
             )
@@ -109,9 +113,10 @@ class TableShard:
                 mine, at = places[at : at + len(slots)], at + len(slots)
                 values = values.to(self.rows.dtype)
                 if number == 0:
-                    self._sum[mine] = values * weight if num_gradients > 1 and weight != 1.0 else values
+                    values = values * weight if num_gradients > 1 and weight != 1.0 else values
                 else:
-                    self._sum[mine] = self._sum[mine].add_(values, alpha=weight)
+                    values = self._sum.index_select(0, mine).add_(values, alpha=weight)
+                self._sum.index_copy_(0, mine, values)
         return self._sum
 
     def remember(self, optimizer: Optimizer) -> None:
@@ -134,11 +139,11 @@ class TableShard:
             self.parameter.grad = None
             return
         self._see(self._slots)
-        self.parameter.data = self.rows[self._slots]
+        self.parameter.data = self.rows.index_select(0, self._slots)
         self.parameter.grad = self._sum
         state = optimizer.state[self.parameter]
         for key, values in self._remembered.items():
-            state[key] = values[self._slots]
+            state[key] = values.index_select(0, self._slots)
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].fill_(num_updates)
 
@@ -146,11 +151,11 @@ class TableShard:
     def end_step(self, optimizer: Optimizer) -> None:
         """The rows are as the step has left them."""
         if self._sum is not None:
-            self.rows[self._slots] = self.parameter.data
+            self.rows.index_copy_(0, self._slots, self.parameter.data)
             state = optimizer.state.get(self.parameter, {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() == 2:
-                    self._memory(key, value)[self._slots] = value
+                    self._memory(key, value).index_copy_(0, self._slots, value)
                     state[key] = value[:0]
             self.parameter.data = self.parameter.data[:0]
         self.parameter.grad = self._sum = None

@@ -77,8 +77,7 @@ class TabledStore(ShardStore):
             elif section.what == What.WANTED:
                 self._wanted[worker].append(section)
             else:
-                assert section.values is not None
-                rows.append(section._replace(values=section.values.clone()))
+                rows.append(section)
         if dense is None:
             raise WireError(f"rank {worker} pushes no dense numbers: another version of mpitrain?")
         num_bytes = payload.num_bytes

@@ -45,7 +45,11 @@ def seed_step(seed: int, worker: int, step: int, part: int = 0) -> None:
     """Seed torch for one step of one worker, or for one batch of several that it takes the step with."""
     key = f"{seed}/{worker}/{step}" + (f"/{part}" if part else "")
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    number = int.from_bytes(digest, "little") >> 1
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)
+    else:  # the same, without a note of the call stack for every kind of device that may yet come: a millisecond
+        torch.default_generator.manual_seed(number)
 
 
 def backward_on_lease(
