@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mpitrain.embedding.tables import tables_of
 from mpitrain.errors import EXIT_OK, DeadlockError, LostRankError, UsageError
 from mpitrain.inject.values import Injection
 from mpitrain.job import Job, Overrides
@@ -32,10 +33,11 @@ from mpitrain.simulation.servers import simulate_job
 from mpitrain.simulation.timing import quantiles, time_run
 from mpitrain.simulation.workload import PAD_BYTES, Workload, codec_of
 from mpitrain.strategies.allreduce import AllReduce
-from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.system.trace import read_steps
+from mpitrain.training.measure import build_module
 from mpitrain.training.validate import validate_simulation
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw
 from mpitrain.virtual.compute import WorkerTimes
@@ -199,10 +201,20 @@ class Comparison:
             self._known_shares[key] = self._measured_shares(job)
         return self._known_shares[key]
 
+    def _touches_rows(self, job: Job) -> bool:
+        """Whether what its messages carry of tables depends on the batches."""
+        if not isinstance(job.strategy, ServerStrategy):
+            return False
+        import torch
+
+        with torch.random.fork_rng():
+            return bool(tables_of(build_module(job, torch.device("cpu"))))
+
     def _measured_shares(self, job: Job) -> dict[str, float]:
         """Of a short run with gradients."""
         replies = getattr(job.strategy, "reply_codec", None)
-        if codec_of(job.strategy) is None and (replies is None or replies.is_none):
+        coded = codec_of(job.strategy) is not None or (replies is not None and not replies.is_none)
+        if not coded and not self._touches_rows(job):
             return {}
         with tempfile.TemporaryDirectory() as scratch:
             options = replace(

@@ -30,7 +30,7 @@ class Workload:
         drop_last, window_samples: as in `BatchDealer`.
         buffer_bytes, optimizer_bytes: of floating buffers and of optimizer state, which `localsgd` can average.
         push_share, reply_share: bytes of a push, or of a reply, as a share of the same in full numbers; they must be
-            given where a codec decides how many numbers travel.
+            given where a codec decides how many numbers travel, or batches do, which touch rows of tables.
     """
 
     num_parameters: int
@@ -85,7 +85,7 @@ class Workload:
         Raises:
             UsageError: a codec decides, and nothing is known of it.
         """
-        if codec.is_none:
+        if codec.is_none and share is None:
             num_bytes = numbers * NUMBER_BYTES.get(wire, self.number_bytes)
         elif share is not None:
             num_bytes = numbers * self.number_bytes * share

@@ -11,8 +11,11 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
+from mpitrain.job import Overrides
+from mpitrain.simulation.comparison import Comparison
 from mpitrain.training.measure import same_model
 from mpitrain.values import parse
+from mpitrain.virtual import Constant
 from tests import small_jobs, sparse_jobs, toy
 
 SERVERS = (
@@ -241,3 +244,52 @@ def test_without_servers_the_layer_says_where_its_rows_are():
 def test_a_layer_that_cannot_be_is_refused(arguments):
     with pytest.raises(UsageError, match="ServedEmbedding: "):
         mt.ServedEmbedding(*arguments)
+
+
+class Wide(nn.Module):
+    """A table of 4 MiB."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.table, self.head = nn.Embedding(1 << 16, 16, sparse=sparse), nn.Linear(16, 4)
+
+    def forward(self, words):
+        return self.head(self.table(words * 769).sum(1))
+
+
+def wide(sparse, **changes):
+    return sparse_jobs.make_job(
+        model=lambda: Wide(sparse),
+        loss=sparse_jobs.square_loss,
+        optimizer="adagrad",
+        data=toy.Memory(2048),
+        **changes,
+    )
+
+
+def test_sixteen_workers_scale_with_touched_rows_and_not_with_whole_gradients(tmp_path):
+    """Batches of 20 ms over links of 10 Gbit/s: what a server sends and takes in of whole tables is what limits."""
+    found = {}
+    for sparse in (True, False):
+        rates = [
+            simulated(
+                tmp_path / f"{sparse}-{workers}", wide(sparse, epochs=1), "async(servers=2)", workers,
+                compute=parse("gamma(mean=0.02)", "compute"), network=parse("gbe10()", "network"),
+            )["samples_per_second"]
+            for workers in (1, 16)
+        ]  # fmt: skip
+        found[sparse] = rates[1] / rates[0] / 16
+    assert found[True] > 0.9 > found[False]
+
+
+def test_timing_alone_charges_the_rows_that_batches_touch(tmp_path):
+    """They are drawn from a short run with gradients: bytes are within a fifth of what a whole run counts."""
+    network = parse("gbe10()", "network")
+    counted = simulated(tmp_path / "run", wide(True), "async(servers=2)", network=network)
+    runs = Comparison(
+        wide(True), Overrides(run_dir=str(tmp_path / "timed"), quiet=True), Constant(), network, timing_only=True
+    )  # fmt: skip
+    timed = runs.timed(parse("async(servers=2)", "strategy"), 4, tmp_path / "timed")
+    for one, other in zip(timed["shards"], counted["shards"], strict=True):
+        assert one["pushed_bytes"] == pytest.approx(other["pushed_bytes"], rel=0.2)
+        assert one["replied_bytes"] == pytest.approx(other["replied_bytes"], rel=0.2)

@@ -76,7 +76,7 @@ class Server:
         schedule: Progress | None = None, batch_size: int = 0, writer: CheckpointWriter | None = None,
         tables: TabledStore | None = None,
     ):  # fmt: skip
-        self.tables = tables
+        self.tables, self.row_bytes = tables, 0  # of rows that were asked for besides
         self.strategy, self.store, self.report = strategy, store, report
         self.on_nonfinite, self.epoch_samples, self.schedule = on_nonfinite, epoch_samples, schedule
         self.workers = workers
@@ -158,7 +158,9 @@ class Server:
         """Rows of tables as they are now. Which version a worker has read is said by its answers alone."""
         if self.tables is None:
             raise out_of_turn(worker, message, "a server of a model without tables")
-        yield Send(worker, Rows(self.counts.version, self.tables.rows(message.payload, not message.trains)))
+        payload = self.tables.rows(message.payload, not message.trains)
+        self.row_bytes += payload.num_bytes
+        yield Send(worker, Rows(self.counts.version, payload))
 
     def _on_push(self, worker: int, message: Push) -> Steps:
         payload = self.tables.arrive(worker, message.payload) if self.tables else message.payload
@@ -393,6 +395,8 @@ class Server:
         """Counts of this shard for `result.json`, with the failure that ended the run, if any."""
         waited, left_out = self.gathering.max_pending, self.leases.num_left_out()
         counts = {"samples_left_out": left_out, "max_pending": waited, "failure": self.failure}
+        if self.tables is not None:
+            counts["asked_rows_bytes"] = self.row_bytes
         return {**self.counts.summary(), **counts}
 
     def state(self) -> dict[str, Any]:
