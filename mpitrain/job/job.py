@@ -141,6 +141,8 @@ class Job:
         tensor_plan: which layers `tensor(parallel=K)` slices: name or pattern (`"layers.*.up"`) to "column"
             (outputs are sliced and stay so), "row" (inputs are sliced, outputs whole) or "gather" (as column,
             outputs put together again).
+        sparse_as_dense: layers of `nn.Embedding(sparse=True)` and its kin are trained as if they had no `sparse=True`:
+            with whole gradients, under any strategy.
         find_unused_parameters: under `allreduce()`: True where the loss leaves out some parameters in some steps, which
             costs a walk through its graph at every step; None looks at the first step and goes on as if it were True
             where that leaves some out.
@@ -198,6 +200,7 @@ class Job:
     synthetic: Source | None = None
     stages: Callable[[Any, int], Sequence[Any]] | Sequence[str] | None = None
     tensor_plan: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sparse_as_dense: bool = False
     find_unused_parameters: bool | None = None
     init: str | os.PathLike[str] | None = None
     init_partial: bool = False

@@ -72,6 +72,8 @@ def build_module(job: Job, device: torch.device, deferred: Deferred | None = Non
         module = check_module(job.model)
     else:
         module = check_module(job.model() if deferred is None else deferred.build(job.model))
+    for layer in sparse_layers(module).values() if job.sparse_as_dense else ():
+        layer.sparse = False
     on_host = "" if device.type == "cpu" else "sparse gradients are exchanged in host memory only"
     if sparse_layers(module) and not torch.sparse.check_sparse_tensor_invariants.is_enabled():
         torch.sparse.check_sparse_tensor_invariants.disable()  # its default, and said so torch does not warn of it

@@ -57,6 +57,7 @@ ON_RESUME = {
     "sync_batchnorm": ACTS,
     "compile": ACTS,
     "accumulate": REFUSED,  # as batch_size, unless the two make as many samples as before
+    "sparse_as_dense": REFUSED,  # over servers, which hold tables apart from the other parameters; elsewhere it acts
     "find_unused_parameters": ACTS,
     "drop_last": ACTS,
     "init": REFUSED,  # the run has begun from others; the same ones, or none, go on

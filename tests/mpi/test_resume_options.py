@@ -334,6 +334,19 @@ CASES = [
         "find_unused_parameters=True",
         acts=lambda run, plain: run["seen"][0]["find_unused"] and not plain["seen"][0]["find_unused"],
     ),
+    *(
+        Case(
+            "sparse_as_dense",
+            family,
+            "model=Looked, optimizer=plain_sgd, sparse_as_dense=True",
+            base=(family, "model=Looked, optimizer=plain_sgd"),
+            **found,
+        )
+        for family, found in (
+            (ALL, {"acts": finished}),
+            ("sync()", {"said": ("parameters are", "table.weight", "table table (17, 3)")}),
+        )
+    ),
     Case(
         "sync_batchnorm",
         ALL,

@@ -246,6 +246,14 @@ def test_a_layer_that_cannot_be_is_refused(arguments):
         mt.ServedEmbedding(*arguments)
 
 
+@pytest.mark.parametrize("text", ["async()", "elastic()", "allreduce()"])
+def test_layers_are_trained_with_whole_gradients_where_the_job_says_so(tmp_path, text):
+    found = simulated(tmp_path / "sparse", sparse_jobs.make_job(sparse_as_dense=True), text)
+    dense = simulated(tmp_path / "dense", sparse_jobs.make_job(False), text)
+    assert same_model(*(tmp_path / name / "model.safetensors" for name in ("sparse", "dense")))
+    assert found.get("pushed_bytes") == dense.get("pushed_bytes")
+
+
 class Wide(nn.Module):
     """A table of 4 MiB."""
 

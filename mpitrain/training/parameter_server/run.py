@@ -6,12 +6,14 @@ Invariants: this file only composes. Every rank derives all roles, shards and si
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from mpitrain.checkpoint import Checkpoint
+from mpitrain.embedding.tables import tables_of
 from mpitrain.messages import Kind
 from mpitrain.model import LocalSteps, Replica, check_optimizer, flat_model, reshard
 from mpitrain.model.buffers import VariableBuffer
@@ -66,7 +68,8 @@ def run_servers(session: Session) -> dict[str, Any]:
         }
     )
     share_module(runtime, module)
-    about_this_run = about(session, layout, describe_optimizer(module, optimizer))
+    tables = [f"table {table.name} {(table.num_rows, table.width)}" for table in tables_of(module)]
+    about_this_run = about(session, layout, describe_optimizer(module, optimizer), tables)
     attempt(runtime, lambda: check(session, about_this_run))
     model = flat_model(module, optimizer, strategy)
     builder = RoleBuilder(
@@ -82,10 +85,12 @@ def run_servers(session: Session) -> dict[str, Any]:
     )
 
 
-def about(session: Session, layout: Layout, optimizer: list[str]) -> dict[str, Any]:
+def about(
+    session: Session, layout: Layout, optimizer: list[str], tables: Sequence[str] = ()
+) -> dict[str, Any]:
     """What this run's checkpoints say of it."""
     names = [f"{name} {shape}" for name, shape in zip(layout.names, layout.shapes, strict=True)]
-    return about_run(session, names, session.strategy.family, optimizer)
+    return about_run(session, [*names, *tables], session.strategy.family, optimizer)
 
 
 def server_strategy(session: Session) -> ServerStrategy:
