@@ -391,8 +391,9 @@ class Job:
                 'Job: tensor_plan must be a dict such as {"layers.*.up": "column"}, got '
                 + repr(self.tensor_plan)
             )
-        if not isinstance(self.sync_batchnorm, bool):
-            raise UsageError(f"Job: sync_batchnorm must be True or False, got {self.sync_batchnorm!r}")
+        for name in ("sync_batchnorm", "sparse_as_dense"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UsageError(f"Job: {name} must be True or False, got {value!r}")
         if not isinstance(self.compile, bool | str) or self.compile == "":
             raise UsageError(
                 f"Job: compile must be True, False or the name of a backend, got {self.compile!r}"

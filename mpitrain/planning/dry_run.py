@@ -230,21 +230,25 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any) -> list
         lines += [_touched(name, table.weight) for name, table in tables.items()]
         assert isinstance(job.strategy, AllReduce)
         return lines + describe_allreduce_codec(job.strategy.codec, module, num_bytes, num)
+    from mpitrain.embedding.tables import tables_of
     from mpitrain.model import check_optimizer
     from mpitrain.model.flat import make_layout
+    from mpitrain.planning.tables import describe_tables
 
     strategy = job.strategy
     assert isinstance(strategy, ServerStrategy)
     check_optimizer(optimizer, strategy)
     layout = make_layout(module, optimizer, len(roles.servers))
+    numbers = layout.cuts[-1]
     push, reply = message_sizes(strategy, module, numbers, layout.dtype)
     for shard, rank in enumerate(roles.servers):
-        share = layout.size(shard) / numbers
+        share = layout.size(shard) / max(1, numbers)
         sizes = f"push {size_text(share * push)}, reply {size_text(share * reply)}"
         lines.append(f"messages    shard {shard} (rank {rank}): {sizes}")
     pushes, pulls = _every(strategy.push_every), _every(strategy.pulls)
     sent = f"sends {size_text(push)}" + ("" if pushes == pulls else f" {pushes}")
     lines.append(f"            each worker {sent} and receives {size_text(reply)} {pulls}")
+    lines += describe_tables(tables_of(module), strategy)
     lines += describe_server_codecs(strategy, module, num_bytes)
     return lines
 

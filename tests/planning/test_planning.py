@@ -160,3 +160,13 @@ def test_a_part_of_a_model_tells_the_bytes_of_all_of_it(monkeypatch, codec):
     part = measure_codec(codec, wide())
     assert whole.measured == whole.total == part.total > 2 * part.measured
     assert part.message_bytes == pytest.approx(whole.message_bytes, rel=0.1)
+
+
+def test_a_plan_says_what_a_row_of_a_table_on_servers_takes():
+    job = sparse_jobs.make_job(strategy=parse("async(servers=2,push_wire='float16')", "strategy"))
+    said = plan(job, 6)
+    assert "table: 85 rows of 4, 1.3 KiB, by hash over 2 servers, begun with the layer's own" in said
+    assert "a push carries 8 bytes each and the answer 16, with their ids" in said
+    assert "each worker sends 16 B and receives 32 B per batch" in said
+    served = toy.dataclasses.replace(job, model=sparse_jobs.Served)
+    assert "on the servers alone" in plan(served, 6)
