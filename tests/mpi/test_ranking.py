@@ -7,6 +7,7 @@ import pytest
 import mpitrain as mt
 from mpitrain.cli.main import main
 from mpitrain.training.job_file import load_job
+from mpitrain.values import parse
 from tests.ranks import ROOT
 
 JOB = str(ROOT / "jobs" / "ranking.py")
@@ -58,3 +59,17 @@ def test_criteo_s_columns_are_read_and_a_line_that_is_none_is_named(folder, monk
     (folder / "clicks.txt").write_text(LINE + "\n" + LINE.removesuffix("\t0b153874") + "\n")
     with pytest.raises(ValueError, match=r"clicks.txt, line 2: want 0 or 1, 13 numbers and 26 categories"):
         main(["data", "pack", f"{JOB}:criteo", "data/other"])
+
+
+@pytest.mark.parametrize("served", ["0", "1"])
+@pytest.mark.parametrize("text", ["sync(servers=2)", "async(servers=2)"])
+def test_tables_on_servers_learn_what_one_process_learns(folder, monkeypatch, text, served):
+    monkeypatch.setenv("RANKING_SERVED", served)
+    assert main(["data", "pack", f"{JOB}:clicks", "data/ranking"]) == 0
+    found = mt.simulate(
+        load_job(JOB), parse(text, "strategy"), workers=4, run_dir="served", quiet=True, batch_size=32
+    )
+    assert not found["failure"] and found["metrics"]["gap_closed"] > 0.8
+    monkeypatch.setenv("RANKING_SERVED", "0")
+    alone = trained("alone", 1)
+    assert found["metrics"]["validation_loss"] == pytest.approx(alone["validation_loss"], rel=0.01)

@@ -14,7 +14,8 @@ from mpitrain.planning import codec_cost
 from mpitrain.planning.codec_cost import measure_codec
 from mpitrain.planning.dry_run import block_nodes, describe
 from mpitrain.planning.units import break_even
-from tests import toy
+from mpitrain.values import parse
+from tests import sparse_jobs, toy
 
 
 def plan(strategy, ranks, nodes=1, **changes):
@@ -164,9 +165,9 @@ def test_a_part_of_a_model_tells_the_bytes_of_all_of_it(monkeypatch, codec):
 
 def test_a_plan_says_what_a_row_of_a_table_on_servers_takes():
     job = sparse_jobs.make_job(strategy=parse("async(servers=2,push_wire='float16')", "strategy"))
-    said = plan(job, 6)
+    said = describe(job, Overrides(), 6, 1)
     assert "table: 85 rows of 4, 1.3 KiB, by hash over 2 servers, begun with the layer's own" in said
     assert "a push carries 8 bytes each and the answer 16, with their ids" in said
     assert "each worker sends 16 B and receives 32 B per batch" in said
     served = toy.dataclasses.replace(job, model=sparse_jobs.Served)
-    assert "on the servers alone" in plan(served, 6)
+    assert "on the servers alone" in describe(served, Overrides(), 6, 1)
