@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import nn
 
 from mpitrain.embedding.initial import initial_rows, key_of
 from mpitrain.embedding.served import Found, ServedEmbedding
-from mpitrain.embedding.tables import check_ids
+from mpitrain.embedding.tables import check_ids, served_layers
+
+
+def look_up_here(module: nn.Module, seed: int) -> None:
+    """Let the `ServedEmbedding`s of a module find rows as they begin, in this process, to learn what a step takes.
+    Their gradients are computed, and train nothing."""
+    for name, layer in served_layers(module).items():
+        none = torch.zeros(0, dtype=torch.int64), layer.weight.detach()
+        layer.find = TrainedRows(layer, name, seed, *none, wants_gradient=True)
 
 
 class TrainedRows:
@@ -18,10 +27,14 @@ class TrainedRows:
 
     Args:
         layer, name: of the table; seed: of the job that trained it.
-        ids, rows: that training has asked for, in any order.
+        ids, rows: that training has asked for, in any order; wants_gradient: of what is found.
     """
 
-    def __init__(self, layer: ServedEmbedding, name: str, seed: int, ids: torch.Tensor, rows: torch.Tensor):
+    def __init__(
+        self, layer: ServedEmbedding, name: str, seed: int, ids: torch.Tensor, rows: torch.Tensor,
+        wants_gradient: bool = False,
+    ):  # fmt: skip
+        self._wants_gradient = wants_gradient
         order = torch.argsort(ids)
         self._ids, self._rows = ids[order].numpy(), rows[order]
         self._layer, self._name, self._key = layer, name, key_of(seed, name)
@@ -39,6 +52,6 @@ class TrainedRows:
         padding = np.flatnonzero(unique == (-1 if layer.padding_idx is None else layer.padding_idx))
         return Found(
             torch.from_numpy(places.reshape(tuple(ids.shape))).to(ids.device),
-            rows.to(ids.device),
+            rows.to(ids.device).requires_grad_(self._wants_gradient),
             int(padding[0]) if len(padding) else None,
         )

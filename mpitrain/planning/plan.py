@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.embedding.tables import tables_of
 from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.planning.advice import (
@@ -39,7 +40,13 @@ from mpitrain.planning.scaling import (
     reason,
     throughput,
 )
-from mpitrain.planning.virtual_runs import VirtualRuns, rank_trained, virtual_setting
+from mpitrain.planning.virtual_runs import (
+    VirtualRuns,
+    rank_trained,
+    setting_with_rows,
+    virtual_setting,
+    with_rows,
+)
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.local_sgd import LocalSGD
@@ -56,6 +63,7 @@ from mpitrain.virtual.network import Cluster, MeasuredNetwork, NetworkLaw
 from mpitrain.virtual.serial_fraction import fit_serial_fraction
 
 MACHINE_KEYS: dict[str, type] = {"nodes": int, "ranks_per_node": int, "memory_gib": float, "network": str}
+
 _ADAPTIVE = ("Adam", "RMSprop", "Adagrad", "Adadelta")  # in the name of an optimizer's class
 GIB = 1 << 30
 
@@ -124,7 +132,7 @@ def make_plan(request: Request) -> dict[str, Any]:
         raise UsageError(
             f"plan: --train ranks by a validation, and the job {job.name!r} validates nothing: give it validate="
         )
-    runs = VirtualRuns(job, request.overrides)
+    runs = VirtualRuns(job, request.overrides, touches_rows=bool(tables_of(module)))
     settings = _settings(request, module, weights, runs)
     if any(one.kind == "virtual" for one in settings) or (request.best and not request.strategies):
         assumed.append(
@@ -316,13 +324,16 @@ def _conditions(
 def _settings(request: Request, module: Any, weights: Weights, runs: VirtualRuns) -> list[Setting]:
     if request.strategies:
         return [setting_of(text, module, weights, runs) for text in request.strategies]
-    return [
-        Setting("allreduce()", "allreduce"),
-        Setting("localsgd(period=16)", "localsgd", period=16),
-        Setting("sync(servers=1)", "servers", 1),
-        Setting("backup(servers=1, spare=1)", "servers", 1, 1),
-        Setting("async(servers=1)", "async", 1),
-    ]
+    return with_rows(_USUAL, runs)
+
+
+_USUAL = [
+    Setting("allreduce()", "allreduce"),
+    Setting("localsgd(period=16)", "localsgd", period=16),
+    Setting("sync(servers=1)", "servers", 1),
+    Setting("backup(servers=1, spare=1)", "servers", 1, 1),
+    Setting("async(servers=1)", "async", 1),
+]
 
 
 def setting_of(text: str, module: Any, weights: Weights, runs: VirtualRuns) -> Setting:
@@ -331,6 +342,8 @@ def setting_of(text: str, module: Any, weights: Weights, runs: VirtualRuns) -> S
 
     strategy = parse(text, "strategy")
     assert isinstance(strategy, Strategy)
+    if runs.touches_rows:
+        return setting_with_rows(text, strategy, runs)
     if isinstance(strategy, AllReduce) and strategy.codec.is_none:
         return Setting(text, "allreduce")
     if isinstance(strategy, LocalSGD) and strategy == LocalSGD(strategy.period):
@@ -412,8 +425,10 @@ def _options(
     for number in counts:
         some = settings
         if some is None:
-            some = candidates(number, samples, job.batch_size)
-            some += [virtual_setting(text, runs) for text in virtual_candidates(number)]
+            closed = candidates(number, samples, job.batch_size)
+            some = with_rows(
+                [*closed, *[virtual_setting(text, runs) for text in virtual_candidates(number)]], runs
+            )
         for one in some:
             if one.needs() <= number and number > 1:
                 with contextlib.suppress(UsageError):  # so many workers are refused

@@ -18,9 +18,8 @@ from torch import nn
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.job import Job
 from mpitrain.model.loss import read_loss
-from mpitrain.model.sparse_gradients import check_sparse_layers
-from mpitrain.simulation.measured_step import measure_step
-from mpitrain.training.measure import build, pick_device
+from mpitrain.simulation.measured_step import build_to_measure, measure_step
+from mpitrain.training.measure import pick_device
 
 LEAST_STEPS = 3
 _COPIED = 1 << 22  # float32 numbers
@@ -77,8 +76,7 @@ def weigh(job: Job, catalogue: Catalogue) -> tuple[Weights, nn.Module, Any]:
     """(what a job weighs, its module, its optimizer)."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    module, optimizer = build(job, None, torch.device("cpu"))
-    check_sparse_layers(module, "a plan counts gradients whole; mpitrain simulate knows touched rows")
+    module, optimizer = build_to_measure(job, None, torch.device("cpu"))
     with job.data.reader(catalogue, job.seed) as reader:
         batch = reader.batch(0, 0, min(job.batch_size, catalogue.num_samples))
     kept: dict[int, int] = {}

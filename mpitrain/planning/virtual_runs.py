@@ -60,9 +60,11 @@ class VirtualRuns:
 
     Args:
         job: with the command line's changes; options: those, for what they say of data and learning rate.
+        touches_rows: whether its model has tables, of which batches touch rows.
     """
 
-    def __init__(self, job: Job, options: Overrides):
+    def __init__(self, job: Job, options: Overrides, touches_rows: bool = False):
+        self.touches_rows = touches_rows
         self.job, self.options = job, replace(options, quiet=True, strategy=None)
         self._asked = Comparison(job, self.options, timing_only=True)
         self._found: dict[tuple[Any, ...], Virtual] = {}
@@ -158,6 +160,34 @@ def virtual_setting(text: str, runs: VirtualRuns) -> Setting:
     return Setting(
         text, "virtual", _num_servers(strategy), period=period, lossy=coded, strategy=strategy, runs=runs
     )
+
+
+def with_rows(settings: Sequence[Setting], runs: VirtualRuns) -> list[Setting]:
+    """Settings as they are, or, where the model has tables, those that send touched rows alone, none in closed form."""
+    if not runs.touches_rows:
+        return list(settings)
+    found = []
+    for one in settings:
+        with contextlib.suppress(UsageError):  # it sends whole gradients
+            strategy = parse(one.text, "strategy")
+            assert isinstance(strategy, Strategy)
+            found.append(setting_with_rows(one.text, strategy, runs))
+    return found
+
+
+def setting_with_rows(text: str, strategy: Strategy, runs: VirtualRuns) -> Setting:
+    """A strategy for a model with tables.
+
+    Raises:
+        UsageError: it has no servers, or sends whole gradients.
+    """
+    if not isinstance(strategy, ServerStrategy) or strategy.why_not_sparse():
+        why = strategy.why_not_sparse() or "how many rows ranks have in common depends on their batches"
+        raise UsageError(
+            f"plan: {text}: the model has tables of rows: {why}; plan strategies with servers, or let mpitrain "
+            "simulate compute gradients"
+        )
+    return virtual_setting(text, runs)
 
 
 def rank_trained(rows: Sequence[Trained], choice: Choice, criterion: str) -> list[Trained]:

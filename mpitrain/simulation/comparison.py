@@ -73,6 +73,7 @@ class Comparison:
         self.costs = charged(costs, self.measured)
         self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
         self._known_shares: dict[str, dict[str, float]] = {}
+        self._known: dict[str, bool] = {}
 
     def run(self, strategies: Sequence[Strategy], counts: Sequence[int]) -> dict[str, Any]:
         """All of them, JSON-able.
@@ -196,7 +197,8 @@ class Comparison:
 
     def _shares(self, job: Job) -> dict[str, float]:
         """What share of full numbers travels where a codec decides, measured once for each strategy."""
-        key = str(job.strategy)
+        # of rows that a batch touches there are more in a larger one
+        key = f"{job.strategy} {job.batch_size if self._touches_rows(job) else ''}"
         if key not in self._known_shares:
             self._known_shares[key] = self._measured_shares(job)
         return self._known_shares[key]
@@ -205,10 +207,12 @@ class Comparison:
         """Whether what its messages carry of tables depends on the batches."""
         if not isinstance(job.strategy, ServerStrategy):
             return False
-        import torch
+        if "touches rows" not in self._known:
+            import torch
 
-        with torch.random.fork_rng():
-            return bool(tables_of(build_module(job, torch.device("cpu"))))
+            with torch.random.fork_rng():
+                self._known["touches rows"] = bool(tables_of(build_module(job, torch.device("cpu"))))
+        return self._known["touches rows"]
 
     def _measured_shares(self, job: Job) -> dict[str, float]:
         """Of a short run with gradients."""

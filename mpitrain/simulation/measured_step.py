@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from mpitrain.codecs import Part
 from mpitrain.codecs.base import Codec
 from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.embedding.trained_rows import look_up_here
 from mpitrain.job import Job
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
 from mpitrain.model.loss import BatchLoss
@@ -102,6 +104,13 @@ def measure_step(
         torch.set_rng_state(state)
 
 
+def build_to_measure(job: Job, lr: float | None, device: torch.device) -> tuple[nn.Module, Optimizer]:
+    """The job's module and optimizer in one process, whatever its strategy is; rows that live on servers begin here."""
+    module, optimizer = build(dataclasses.replace(job, strategy=None), lr, device)
+    look_up_here(module, job.seed)
+    return module, optimizer
+
+
 def _measure(
     job: Job, lr: float | None, catalogue: Catalogue, for_s: float, device: torch.device, samples: int | None
 ) -> tuple[Resampled, dict[str, Any]]:
@@ -110,7 +119,7 @@ def _measure(
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    module, optimizer = build(job, lr, device)
+    module, optimizer = build_to_measure(job, lr, device)
     stepper = _TimedStepper(job, catalogue.num_samples, now_s)
     stepper.train(module, Rates(optimizer))
     count = min(samples or job.part_samples or job.step_samples, catalogue.num_samples)

@@ -6,19 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import mpitrain as mt
 from mpitrain.cli.main import main
+from mpitrain.errors import UsageError
 from mpitrain.job import Overrides
 from mpitrain.planning.advice import candidates, merged, option, rank, virtual_candidates
 from mpitrain.planning.scaling import Conditions, Setting, Times, bucket_bytes, reason, throughput
-from mpitrain.planning.virtual_runs import Trained, VirtualRuns, rank_trained, virtual_setting
+from mpitrain.planning.virtual_runs import (
+    Trained,
+    VirtualRuns,
+    rank_trained,
+    setting_with_rows,
+    virtual_setting,
+    with_rows,
+)
 from mpitrain.reporting.targets import Choice
 from mpitrain.values import parse
 from mpitrain.virtual import Cluster, Constant, LogNormal
 from mpitrain.virtual.collectives import LinkCost
 from mpitrain.virtual.link_costs import link_cost
-from tests import toy
+from tests import sparse_jobs, toy
 
 BATCH, WIDTH = 2, 100
 NUM_BYTES = 4 * WIDTH * (WIDTH + 1)
@@ -239,3 +248,26 @@ def test_a_time_that_is_too_short_for_a_validation_says_so(tmp_path, capsys):
 def test_what_cannot_be_trained_or_run_is_refused(words, message, capsys):
     assert main(["plan", "jobs/digits.py", *GIVEN, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", [lambda: sparse_jobs.Summed(nn.Embedding, True), sparse_jobs.Served])
+def test_a_model_with_tables_is_planned_by_the_rows_that_batches_touch(tmp_path, model):
+    """Of strategies with servers alone, in virtual time; the smaller a batch, the fewer rows."""
+    job = toy.dataclasses.replace(sparse_jobs.make_job(), model=model, batch_size=8)
+    runs = VirtualRuns(job, Overrides(), touches_rows=True)
+    found = with_rows([Setting("allreduce()", "allreduce"), Setting("sync(servers=1)", "servers", 1)], runs)
+    assert [(one.text, one.kind) for one in found] == [("sync(servers=1)", "virtual")]
+    asked = [parse("sync(servers=1)", "strategy"), 2, tmp_path / "run"]
+    timed = []
+    for batch in (2, 8):
+        runs._asked.job = toy.dataclasses.replace(job, batch_size=batch)
+        timed.append(runs._asked.timed(*asked))
+    pushed = [sum(one["pushed_bytes"] for one in row["shards"]) / row["samples"] * size
+              for row, size in zip(timed, (2, 8), strict=True)]  # fmt: skip
+    assert pushed[0] < pushed[1] < 4 * pushed[0]
+    with pytest.raises(UsageError, match=r"plan: allreduce\(\): the model has tables of rows: how many"):
+        setting_with_rows("allreduce()", mt.AllReduce(), runs)
+    with pytest.raises(
+        UsageError, match=r"plan: localsgd\(\): the model has tables of rows: localsgd\(\) sends"
+    ):
+        setting_with_rows("localsgd()", mt.LocalSGD(), runs)
