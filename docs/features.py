@@ -103,6 +103,19 @@ _APART = (  # whose workers call no collective in the forward or backward pass
     "localsgd(period=2)", "decentralized()",
 )  # fmt: skip
 
+_TABLED = Row(
+    (
+        "sync()", "sync(servers=2)", "backup()", "async(servers=2)", "async(inflight=2)", "softsync(updates=2)",
+        "ssp(bound=3)", "bounded(staleness=2)", "sync(servers=2, push_wire=topk())", 'async(push_wire="float16")',
+        "async(damping=inverse())",
+    ),
+    "touched rows are pushed, and the rows of the next batch come with the answer; a codec is for the others",
+)  # fmt: skip
+_WHOLE = (
+    "elastic()", "sync(optimizer=\"worker\")", "async(push_every=2)", "sync(damping=gap_aware())", "localsgd(period=2)",
+    "decentralized()", _PIPELINE, "tensor(parallel=2)", "sharded()",
+)  # fmt: skip
+
 _DEALT = (*_ADDED.strategies, _PIPELINE, "async(push_every=2)")
 
 FEATURES = (
@@ -208,6 +221,31 @@ FEATURES = (
             ),
         ),
         changes_model=False,
+    ),
+    Feature(
+        "nn.Embedding(sparse=True)",
+        {"model": "looked up", "optimizer": "plain"},
+        (
+            Row(("allreduce()",), "touched rows are gathered, or those that occur at all are added up"),
+            _TABLED,
+            Row(
+                (*_WHOLE, "allreduce(codec=topk())"),
+                "whole gradients or parameters travel; `Job(sparse_as_dense=True)` trains the layer with these",
+                "leave sparse=True out",
+            ),
+        ),
+    ),
+    Feature(
+        "ServedEmbedding",
+        {"model": "served", "optimizer": "plain"},
+        (
+            _TABLED,
+            Row(
+                ("allreduce()", *_WHOLE),
+                "no servers, or workers that move all parameters themselves",
+                "nn.Embedding holds its rows",
+            ),
+        ),
     ),
     Feature(
         "compile",

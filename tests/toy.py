@@ -162,7 +162,25 @@ BY_TURNS = {
     "step": by_turns,
     "loss": square_loss,
 }
-NORMED = {"normed": normed, "normed in float64": lambda: normed().double()}
+
+
+class LookedUp(nn.Module):
+    """Of whole numbers made of `x`."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.head = table, nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(self.table((x * 8 + 8).long()).mean(1))
+
+
+NORMED = {
+    "normed": normed,
+    "normed in float64": lambda: normed().double(),
+    "looked up": lambda: LookedUp(nn.Embedding(17, 3, sparse=True)),
+    "served": lambda: LookedUp(mt.ServedEmbedding(17, 3)),
+}
 
 
 def dataset(num_samples=31):
@@ -199,7 +217,14 @@ METRICS = {"collected": mt.Collected(lambda predictions, targets: {"middle": pre
 def scheduled(fields):
     """Fields of a job that are fit for JSON, with the scheduler, model, metrics, transform and data that they
     name."""
-    names = {"scheduler": SCHEDULERS, "model": NORMED, "transform": {"noisy": noisy}, "metrics": METRICS}
+    plain = {"plain": lambda parameters: torch.optim.SGD(parameters, lr=0.05)}
+    names = {
+        "scheduler": SCHEDULERS,
+        "optimizer": plain,
+        "model": NORMED,
+        "transform": {"noisy": noisy},
+        "metrics": METRICS,
+    }
     fields = fields | {
         key: named[fields[key]] for key, named in names.items() if isinstance(fields.get(key), str)
     }

@@ -135,7 +135,7 @@ def describe(
         return "\n".join(lines + describe_split(job, overrides, nodes, catalogue.num_samples, module))
     hosts = machine.hosts if machine else ()
     lines += [*_placement(roles, nodes, hosts), "", *_data(job, overrides, catalogue, roles), ""]
-    return "\n".join(lines + _messages(job, roles, module, optimizer))
+    return "\n".join(lines + _messages(job, roles, module, optimizer, catalogue))
 
 
 def _build(job: Job, lr: float | None) -> tuple[nn.Module, Any]:
@@ -203,7 +203,7 @@ def _data(job: Job, overrides: Overrides, catalogue: Catalogue, roles: Roles) ->
     return lines
 
 
-def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any) -> list[str]:
+def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalogue: Catalogue) -> list[str]:
     num_bytes = sum(
         parameter.numel() * parameter.element_size()
         for parameter in module.parameters()
@@ -230,7 +230,6 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any) -> list
         lines += [_touched(name, table.weight) for name, table in tables.items()]
         assert isinstance(job.strategy, AllReduce)
         return lines + describe_allreduce_codec(job.strategy.codec, module, num_bytes, num)
-    from mpitrain.embedding.tables import tables_of
     from mpitrain.model import check_optimizer
     from mpitrain.model.flat import make_layout
     from mpitrain.planning.tables import describe_tables
@@ -248,7 +247,7 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any) -> list
     pushes, pulls = _every(strategy.push_every), _every(strategy.pulls)
     sent = f"sends {size_text(push)}" + ("" if pushes == pulls else f" {pushes}")
     lines.append(f"            each worker {sent} and receives {size_text(reply)} {pulls}")
-    lines += describe_tables(tables_of(module), strategy)
+    lines += describe_tables(job, strategy, module, catalogue)
     lines += describe_server_codecs(strategy, module, num_bytes)
     return lines
 

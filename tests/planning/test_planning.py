@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 import mpitrain as mt
 from mpitrain.cli.main import main
@@ -163,11 +164,26 @@ def test_a_part_of_a_model_tells_the_bytes_of_all_of_it(monkeypatch, codec):
     assert part.message_bytes == pytest.approx(whole.message_bytes, rel=0.1)
 
 
+class Crowded(sparse_jobs.Summed):
+    """Of whose three rows every batch touches all."""
+
+    def __init__(self):
+        super().__init__(nn.Embedding, True)
+        self.table = nn.Embedding(3, 4, sparse=True)
+
+    def forward(self, words):
+        return super().forward(words % 3)
+
+
 def test_a_plan_says_what_a_row_of_a_table_on_servers_takes():
     job = sparse_jobs.make_job(strategy=parse("async(servers=2,push_wire='float16')", "strategy"))
     said = describe(job, Overrides(), 6, 1)
     assert "table: 85 rows of 4, 1.3 KiB, by hash over 2 servers, begun with the layer's own" in said
-    assert "a push carries 8 bytes each and the answer 16, with their ids" in said
+    assert "a push carries 8 bytes of each row that a batch touches and its answer 16, with their ids" in said
+    batch = job.data.reader(None, 0).batch(0, 0, 4)
+    assert f"the first batch touches {len(set(sparse_jobs.many(batch).flatten().tolist()))} rows" in said
+    few = describe(toy.dataclasses.replace(job, model=Crowded), Overrides(), 6, 1)
+    assert "the first batch touches 3 rows: with sparse_as_dense=True about as much would travel" in few
     assert "each worker sends 16 B and receives 32 B per batch" in said
     served = toy.dataclasses.replace(job, model=sparse_jobs.Served)
     assert "on the servers alone" in describe(served, Overrides(), 6, 1)
