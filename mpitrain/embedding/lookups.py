@@ -31,11 +31,11 @@ from mpitrain.errors import UsageError
 Ids = list[np.ndarray]  # of each table, strictly increasing
 
 
-class RowsMissing(Exception):
-    """A pass has looked up rows that are not here."""
+class RowsMissing(BaseException):
+    """A pass has looked up rows that are not here. No `Exception`, for a model may handle these itself."""
 
 
-class _Enough(Exception):
+class _Enough(BaseException):
     """A pass that only names ids has come to its last look-up."""
 
 
@@ -67,6 +67,15 @@ class Lookups:
                 table.layer.find = _Finder(self, number)
             else:
                 table.layer.forward = _Forward(self, number, table.layer)
+
+    def remove(self) -> None:
+        """Let the layers look up their own weights again, and a `ServedEmbedding` nothing."""
+        for table in self.tables:
+            if table.is_served:
+                table.layer.find = None
+            else:
+                vars(table.layer).pop("forward", None)
+        self.present = None
 
     def sizes(self, server: int) -> list[int]:
         """Rows of each table on one server."""
@@ -131,7 +140,7 @@ class Rows:
         self._touched: list[torch.Tensor] = []
         self._named: list[list[np.ndarray]] = [[] for _ in range(count)]
         self._pass = _Pass.COMPUTING
-        self._num_lookups = self._usual = 0  # in a pass, and in the last one that came to its end
+        self._num_lookups = self._usual = 0  # in a pass, and the most in one that came to its end
         self.wanted: Ids | None = None  # with the next push
 
     # what has come
@@ -212,8 +221,8 @@ class Rows:
     # passes over a batch
 
     def name(self, run: Callable[[], Any]) -> Ids:
-        """The ids that `run`, a forward pass, looks up, as far as it says so: it ends with as many look-ups as the last
-        one that came to its end, and rows that are not here are zeros in it.
+        """The ids that `run`, a forward pass, looks up, as far as it says so: it ends after as many look-ups as one
+        that came to its end has had at most, and rows that are not here are zeros in it.
 
         Raises:
             UsageError: an id is none of its table's; whatever a pass raises before its first look-up. What it raises
@@ -224,7 +233,7 @@ class Rows:
         try:
             with torch.no_grad():
                 run()
-            self._usual = self._num_lookups
+            self._usual = max(self._usual, self._num_lookups)
         except _Enough:
             pass
         except Exception as error:

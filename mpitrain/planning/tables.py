@@ -26,7 +26,7 @@ def describe_tables(
     job: Job, strategy: ServerStrategy, module: nn.Module, catalogue: Catalogue
 ) -> Iterator[str]:
     """Lines of each table: where its rows are, what one of them takes on the wire, and how many of them the first batch
-    touches. The layers of `module` look up nothing any more."""
+    touches."""
     tables = tables_of(module)
     for table, touched in zip(tables, touched_rows(job, module, tables, catalogue), strict=True):
         way = table.partition(strategy.servers).way
@@ -57,4 +57,6 @@ def touched_rows(job: Job, module: nn.Module, tables: list[Table], catalogue: Ca
     rows = lookups.present = Rows(lookups, dtype)
     with job.data.reader(catalogue, job.seed) as reader:
         batch = reader.batch(0, 0, min(job.batch_size, catalogue.num_samples))
-    return [len(ids) for ids in rows.name(lambda: job.loss(module, batch))]
+    found = rows.name(lambda: job.loss(module, batch))
+    lookups.remove()
+    return [len(ids) for ids in found]

@@ -210,6 +210,8 @@ class _Simulation(VirtualRun):
         averages = [one.ema.values()[0] for one in stores if one.ema is not None]
         if averages and servers[0].delivered:
             join(self.run_dir, model.module, model.layout, averages)
+        if model.lookups is not None:  # a job may have brought the module itself
+            model.lookups.remove()
         result = self._result(returned, servers[0].delivered)
         self.log.finish(result)
         return result

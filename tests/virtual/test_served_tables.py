@@ -164,6 +164,33 @@ def test_look_ups_that_differ_from_pass_to_pass_are_refused(tmp_path):
         simulated(tmp_path, job, "async()", workers=1)
 
 
+class Careful(sparse_jobs.Summed):
+    """Whose look-ups stand in a `try` of its own."""
+
+    def forward(self, words):
+        try:
+            return super().forward(words)
+        except Exception:
+            return self.bias(torch.ones(len(words), 1))
+
+
+def test_a_model_that_handles_exceptions_itself_is_trained_with_its_rows(tmp_path):
+    assert both(
+        tmp_path, "sync()", lambda sparse: sparse_jobs.make_job(model=lambda: Careful(nn.Embedding, sparse))
+    )
+
+
+def test_a_module_that_a_job_has_brought_is_as_before_the_run(tmp_path):
+    """Its layer looks up its own weight, which is that of the final model."""
+    module = sparse_jobs.Summed(nn.Embedding, True)
+    simulated(tmp_path, sparse_jobs.make_job(model=module), "sync(servers=2)")
+    words, trained = torch.arange(10).view(2, 5), load_file(tmp_path / "model.safetensors")
+    other = sparse_jobs.Summed(nn.Embedding, True)
+    other.load_state_dict(trained)
+    assert torch.equal(module(words), other(words))
+    assert not torch.equal(other.table.weight, sparse_jobs.Summed(nn.Embedding, True).table.weight)
+
+
 class TablesAlone(nn.Module):
     """Nothing but two tables: users and items."""
 

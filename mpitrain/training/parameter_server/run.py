@@ -78,11 +78,13 @@ def run_servers(session: Session) -> dict[str, Any]:
     local = attempt(runtime, lambda: builder.local(optimizer))
     if session.job.ema is not None:
         session.before_result = lambda: join_parts(session.run_dir, module, layout)
-    return (
-        _serve(session, builder, optimizer, about_this_run)
-        if session.role == "server"
-        else _work(session, builder, local, optimizer, device, about_this_run)
-    )
+    try:
+        if session.role == "server":
+            return _serve(session, builder, optimizer, about_this_run)
+        return _work(session, builder, local, optimizer, device, about_this_run)
+    finally:
+        if model.lookups is not None:  # a job may have brought the module itself
+            model.lookups.remove()
 
 
 def about(
