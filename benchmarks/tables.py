@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
-from mpitrain.embedding.lookups import Rows
+from mpitrain.embedding.lookups import HeldRows
 from mpitrain.embedding.sections import What
 from mpitrain.mpi.runtime import start
 from mpitrain.values import parse
@@ -55,22 +55,19 @@ def zipf(uniform, rows):
     return (float(rows) ** uniform).long().sub(1).clamp(0, rows - 1)
 
 
-class Whole(nn.Module):
-    def __init__(self, rows):
+class Ranking(nn.Module):
+    """The words' rows added up, and two layers."""
+
+    def __init__(self, table):
         super().__init__()
-        self.table, self.tower = nn.EmbeddingBag(rows, WIDTH, mode="sum"), tower()
+        self.table, self.tower = table, tower()
 
     def forward(self, words):
         return self.tower(self.table(words))
 
 
-class Served(nn.Module):
-    def __init__(self, rows):
-        super().__init__()
-        self.table, self.tower = mt.ServedEmbedding(rows, WIDTH, mode="sum"), tower()
-
-    def forward(self, words):
-        return self.tower(self.table(words))
+def served(rows):
+    return Ranking(mt.ServedEmbedding(rows, WIDTH, mode="sum"))
 
 
 class Way:
@@ -93,14 +90,13 @@ class Way:
         for _ in range(num_steps):
             self.step(*self.next())
 
-    def close(self):
-        pass
-
 
 class Dense(Way):
     def __init__(self, rows, batch, group):
         super().__init__(rows, batch)
-        self.model = DistributedDataParallel(Whole(rows), process_group=group)
+        self.model = DistributedDataParallel(
+            Ranking(nn.EmbeddingBag(rows, WIDTH, mode="sum")), process_group=group
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         never_destroyed(self.model)
 
@@ -188,7 +184,7 @@ class Trained:
     def __init__(self, rows, batch, text):
         self.batch, self.strategy = batch, parse(text, "strategy")
         self.job = mt.Job(
-            model=partial(Served, rows),
+            model=partial(served, rows),
             loss=partial(loss_of, rows),
             optimizer=partial(torch.optim.SGD, lr=0.01),
             data=mt.Synthetic(1 << 20, u=((WORDS,), "int64", 1 << 30), y=((1,), "int64", 2)),
@@ -217,14 +213,14 @@ class Counter:
 
     def __init__(self):
         self.num_rows = self.id_bytes = self.num_pushes = 0
-        self._pushed, counter = Rows.pushed, self
+        self._pushed, counter = HeldRows.pushed, self
 
         def pushed(rows):
             found = counter._pushed(rows)
             counter.count(rows.lookups, found)
             return found
 
-        Rows.pushed = pushed
+        HeldRows.pushed = pushed
 
     def count(self, lookups, found):
         from mpitrain.codecs.index_coding import encode

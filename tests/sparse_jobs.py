@@ -23,21 +23,27 @@ def few(batch):
     return small_jobs.tokens(batch) % 3
 
 
-class Summed(nn.Module):
+class Sum(nn.Module):
     """The sum of a sample's rows, and a bias."""
 
-    def __init__(self, layer, sparse):
+    def __init__(self, table):
         super().__init__()
-        self.table = layer(ROWS, WIDTH, sparse=sparse)
-        with torch.no_grad():
-            self.table.weight.copy_(torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 16 / 8 - 1)
-        self.bias = nn.Linear(1, WIDTH)
+        self.table, self.bias = table, nn.Linear(1, WIDTH)
         nn.init.ones_(self.bias.weight)
         nn.init.zeros_(self.bias.bias)
 
     def forward(self, words):
         rows = self.table(words)
         return (rows.sum(1) if rows.dim() == 3 else rows) + self.bias(torch.ones(len(words), 1))
+
+
+class Summed(Sum):
+    """Of a layer of torch's own."""
+
+    def __init__(self, layer, sparse):
+        super().__init__(layer(ROWS, WIDTH, sparse=sparse))
+        with torch.no_grad():
+            self.table.weight.copy_(torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 16 / 8 - 1)
 
 
 def linear_loss(model, batch, words):
@@ -91,19 +97,11 @@ def joint_job(sparse):
     return toy.make_job(model=lambda: Summed(nn.Embedding, sparse), loss=None, **changes)
 
 
-class Served(nn.Module):
-    """As `Summed`, with a table on servers alone, whose rows begin as zeros."""
+class Served(Sum):
+    """Of a table on servers alone, whose rows begin as zeros."""
 
     def __init__(self, mode=None, partition="hash"):
-        super().__init__()
-        self.table = mt.ServedEmbedding(ROWS, WIDTH, mode=mode, init="zeros", partition=partition)
-        self.bias = nn.Linear(1, WIDTH)
-        nn.init.ones_(self.bias.weight)
-        nn.init.zeros_(self.bias.bias)
-
-    def forward(self, words):
-        rows = self.table(words)
-        return (rows.sum(1) if rows.dim() == 3 else rows) + self.bias(torch.ones(len(words), 1))
+        super().__init__(mt.ServedEmbedding(ROWS, WIDTH, mode=mode, init="zeros", partition=partition))
 
 
 class FromZeros(Summed):

@@ -12,7 +12,7 @@ import mmap
 import numpy as np
 import torch
 
-_NO_RESERVE = 0x4000 if not hasattr(mmap, "MAP_NORESERVE") else mmap.MAP_NORESERVE
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, where this Python does not name it
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

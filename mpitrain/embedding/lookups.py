@@ -14,7 +14,7 @@ here stops with `RowsMissing`; they are fetched, and it begins anew with the sam
 
 from __future__ import annotations
 
-import enum
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,18 +39,13 @@ class _Enough(BaseException):
     """A pass that only names ids has come to its last look-up."""
 
 
-class _Pass(enum.Enum):
-    COMPUTING = 1
-    NAMING = 2
-
-
 def union(found: Iterable[Ids]) -> Ids:
     """The ids of several, of each table."""
     return [np.unique(np.concatenate(ids)) for ids in zip(*found, strict=True)]
 
 
 class Lookups:
-    """The tables of one module, whose layers find their rows in whichever `Rows` is the present one.
+    """The tables of one module, whose layers find their rows in whichever `HeldRows` are the present ones.
 
     Args:
         tables: of the module; num_servers: that hold them; device: of the module; dtype: of the rows.
@@ -61,10 +56,10 @@ class Lookups:
         self.partitions: list[Partition] = [table.partition(num_servers) for table in tables]
         self.num_servers = num_servers
         self.widths = [table.width for table in tables]
-        self.present: Rows | None = None
+        self.present: HeldRows | None = None
         for number, table in enumerate(tables):
             if table.is_served:
-                table.layer.find = _Finder(self, number)
+                table.layer.find = functools.partial(self.find, number)
             else:
                 table.layer.forward = _Forward(self, number, table.layer)
 
@@ -94,19 +89,6 @@ class Lookups:
         assert self.present is not None, "a forward pass without a worker"
         return self.present.find(table, ids)
 
-    def __deepcopy__(self, memo: Any) -> Lookups:
-        return self  # a copy of the module, for a validation, finds its rows in the same place
-
-
-class _Finder:
-    """What a `ServedEmbedding` finds its rows with."""
-
-    def __init__(self, lookups: Lookups, number: int):
-        self.lookups, self.number = lookups, number
-
-    def __call__(self, ids: torch.Tensor) -> Found:
-        return self.lookups.find(self.number, ids)
-
 
 class _Forward:
     """In place of the forward pass of a layer of torch's own."""
@@ -121,7 +103,7 @@ class _Forward:
         return look_up(self.lookups.find(self.number, input), self.layer, offsets, per_sample_weights)
 
 
-class Rows:
+class HeldRows:
     """The rows that one worker holds.
 
     Args:
@@ -139,7 +121,7 @@ class Rows:
         self._leaves: list[torch.Tensor] = []
         self._touched: list[torch.Tensor] = []
         self._named: list[list[np.ndarray]] = [[] for _ in range(count)]
-        self._pass = _Pass.COMPUTING
+        self._is_naming = False  # a pass that only names ids
         self._num_lookups = self._usual = 0  # in a pass, and the most in one that came to its end
         self.wanted: Ids | None = None  # with the next push
 
@@ -192,8 +174,7 @@ class Rows:
         one = self.lookups.tables[table]
         flat = check_ids(one.name, one.num_rows, ids)
         self._num_lookups += 1
-        is_naming = self._pass == _Pass.NAMING
-        if is_naming:
+        if self._is_naming:
             self._named[table].append(flat)
             if self._num_lookups == self._usual:
                 raise _Enough
@@ -201,12 +182,12 @@ class Rows:
         rows, at = self._leaves[table], np.searchsorted(held, flat)
         at[at == len(held)] = 0
         if len(flat) and not (len(held) and np.array_equal(held[at], flat)):
-            if not is_naming:
+            if not self._is_naming:
                 self._named[table].append(flat)
                 raise RowsMissing
             held, at = np.unique(flat, return_inverse=True)
             rows = torch.zeros(len(held), one.width, dtype=rows.dtype, device=rows.device)
-        elif not is_naming:
+        elif not self._is_naming:
             self._touched[table][torch.from_numpy(at)] = True
         places = torch.from_numpy(at.reshape(tuple(ids.shape))).to(ids.device)
         return Found(places, rows, self._padding(table, held))
@@ -228,7 +209,7 @@ class Rows:
             UsageError: an id is none of its table's; whatever a pass raises before its first look-up. What it raises
                 later may be due to the zeros.
         """
-        self._pass, self._num_lookups = _Pass.NAMING, 0
+        self._is_naming, self._num_lookups = True, 0
         self._named = [[] for _ in self.lookups.tables]
         try:
             with torch.no_grad():
@@ -240,11 +221,11 @@ class Rows:
             if isinstance(error, UsageError) or not self._num_lookups:
                 raise
         finally:
-            self._pass = _Pass.COMPUTING
-        return self.unnamed()
+            self._is_naming = False
+        return self.take_named()
 
-    def unnamed(self) -> Ids:
-        """What the pass that has just raised `RowsMissing` looked up in vain."""
+    def take_named(self) -> Ids:
+        """What a pass has named; one that has just raised `RowsMissing`: what it looked up in vain."""
         found = [np.unique(np.concatenate(ids)) if ids else np.zeros(0, np.int64) for ids in self._named]
         self._named = [[] for _ in self.lookups.tables]
         return found

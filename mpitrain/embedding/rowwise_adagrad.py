@@ -4,7 +4,7 @@
     G   <- G + g^2,                w   <- w - eta g / (sqrt(G) + eps)              for every other number
 
 The rule by rows is that of Mudigere et al., "Software-hardware co-design for fast and scalable training of deep
-learning recommendation models", ISCA 2022, section 4.1.3; the other one is Duchi, Hazan and Singer, JMLR 12, 2011.
+learning recommendation models", ISCA 2022; the other one is Duchi, Hazan and Singer, JMLR 12, 2011.
 
 Invariants: a row whose gradient is zero stays as it is, with what is remembered of it, so sparse gradients train the
 same bits as dense ones.
@@ -48,6 +48,14 @@ class RowwiseAdagrad(Optimizer):
                 raise UsageError(f"RowwiseAdagrad: {name} must be at least 0, got {value}")
         defaults = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
         super().__init__(params, defaults)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if _is_rowwise(parameter):  # a server keeps as much for every row from its beginning
+                    self._begin(parameter, group, by_rows=True)
+
+    def _begin(self, parameter: torch.Tensor, group: dict[str, Any], by_rows: bool) -> None:
+        shape = (len(parameter), 1) if by_rows else parameter.shape
+        self.state[parameter]["sum"] = parameter.new_full(shape, group["initial_accumulator_value"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -65,10 +73,9 @@ class RowwiseAdagrad(Optimizer):
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
-        by_rows = parameter.dim() == 2 and (gradient.is_sparse or getattr(parameter, "rowwise", False))
+        by_rows = parameter.dim() == 2 and (gradient.is_sparse or _is_rowwise(parameter))
         if "sum" not in state:
-            shape = (len(parameter), 1) if by_rows else parameter.shape
-            state["sum"] = parameter.new_full(shape, group["initial_accumulator_value"])
+            self._begin(parameter, group, by_rows)
         total = state["sum"]
         if gradient.is_sparse:
             gradient = gradient.coalesce()
@@ -81,6 +88,10 @@ class RowwiseAdagrad(Optimizer):
             return
         total.add_(_squares(gradient, by_rows))
         parameter.addcdiv_(gradient, total.sqrt().add_(group["eps"]), value=-group["lr"])
+
+
+def _is_rowwise(parameter: torch.Tensor) -> bool:
+    return getattr(parameter, "rowwise", False) and parameter.dim() == 2
 
 
 def _squares(values: torch.Tensor, by_rows: bool) -> torch.Tensor:

@@ -69,11 +69,6 @@ class TableShard:
         for part in torch.arange(self.size).split(1 << 16):
             self._see(part)
 
-    @property
-    def num_seen(self) -> int:
-        """Rows that have begun."""
-        return int(torch.count_nonzero(self._seen)) if self.size else 0
-
     def read(self, slots: np.ndarray) -> torch.Tensor:
         """The rows in these slots, a copy."""
         at = torch.from_numpy(slots)
@@ -100,9 +95,9 @@ class TableShard:
         """The sum of what was gathered, of which there are so many gradients, those without a row of this table
         included; None where no row is touched. A single one has not met its weight, as in `ShardStore`."""
         if self._sum is None and len(self._gathered) == 1:
-            number, self._slots, values, weight = self._gathered[0]
-            scaled = weight != 1.0 and (number > 0 or num_gradients > 1)
-            self._sum = values.to(self.rows.dtype) * weight if scaled else values.to(self.rows.dtype)
+            _, self._slots, values, weight = self._gathered[0]
+            values = values.to(self.rows.dtype)
+            self._sum = values * weight if num_gradients > 1 and weight != 1.0 else values
         elif self._sum is None and self._gathered:
             self._slots, places = torch.unique(
                 torch.cat([slots for _, slots, _, _ in self._gathered]), return_inverse=True
@@ -129,7 +124,7 @@ class TableShard:
         if key not in self._remembered:
             self._remembered[key] = lazy_zeros((self.size, *like.shape[1:]), like.dtype)
             if self.first_remembered:
-                self._remembered[key][torch.nonzero(self._seen).squeeze(1)] = self.first_remembered
+                self._remembered[key][self._begun()] = self.first_remembered
         return self._remembered[key]
 
     @torch.no_grad()
@@ -165,15 +160,22 @@ class TableShard:
 
     def state(self) -> dict[str, Any]:
         """The rows that have begun, by id, with what is remembered of them; copies."""
-        slots = torch.nonzero(self._seen).squeeze(1)
-        ids = self.partition.ids(self.server, slots.numpy())
-        found: dict[str, Any] = {
-            "ids": torch.from_numpy(ids), "rows": self.rows[slots],
-            "remembered": {key: values[slots] for key, values in self._remembered.items()},
-        }  # fmt: skip
+        slots = self._begun()
+        found = self.begun() | {
+            "remembered": {key: values[slots] for key, values in self._remembered.items()}
+        }
         if self._piece is not None:
-            found["piece"] = self._piece[slots].clone()
+            found["piece"] = self._piece[slots]
         return found
+
+    def begun(self) -> dict[str, Any]:
+        """The "rows" that have begun, and their "ids"; copies."""
+        slots = self._begun()
+        ids = self.partition.ids(self.server, slots.numpy())
+        return {"ids": torch.from_numpy(ids), "rows": self.rows[slots]}
+
+    def _begun(self) -> torch.Tensor:
+        return torch.nonzero(self._seen).squeeze(1)
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ def tables_of(module: nn.Module) -> list[Table]:
     Raises:
         UsageError: a layer of torch's own has a setting that rows which come one batch at a time cannot have.
     """
-    found: dict[int, Table] = {}
+    found: list[Table] = []
     for name, layer in module.named_modules():
         sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
         if not (sparse or isinstance(layer, ServedEmbedding)) or not layer.weight.requires_grad:
@@ -79,12 +79,12 @@ def tables_of(module: nn.Module) -> list[Table]:
                     f"layer {name!r}: {option} changes rows as they are looked up, and here they live on servers; "
                     "leave it out, or sparse=True"
                 )
-        if id(layer.weight) in {id(one.parameter) for one in found.values()}:
+        if id(layer.weight) in {id(one.parameter) for one in found}:
             raise UsageError(
                 f"layer {name!r} shares its weight with another one of sparse gradients: look both up in one layer"
             )
-        found.setdefault(id(layer), Table(name or type(layer).__name__, layer))
-    return list(found.values())
+        found.append(Table(name or type(layer).__name__, layer))
+    return found
 
 
 def check_tables(
@@ -96,10 +96,6 @@ def check_tables(
     Raises:
         UsageError: names the table.
     """
-    owners: dict[int, list[str]] = {}
-    for name, layer in module.named_modules():
-        for parameter in layer.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(name)
     trained_ids = {id(parameter) for parameter in trained}
     for table in tables:
         if id(table.parameter) not in trained_ids:
@@ -107,8 +103,13 @@ def check_tables(
                 f"table {table.name!r} is in no group of the optimizer: hand it model.parameters(), or freeze it with "
                 "requires_grad_(False)"
             )
-        others = [name for name in owners.get(id(table.parameter), []) if name != table.name]
-        if others and module.get_submodule(table.name) is table.layer:
+        others = [
+            name
+            for name, layer in module.named_modules()
+            if layer is not table.layer
+            and any(one is table.parameter for one in layer.parameters(recurse=False))
+        ]
+        if others:
             raise UsageError(
                 f"the weight of table {table.name!r} is also that of {others[0]!r}, which needs all of its rows; leave "
                 "sparse=True out"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.embedding.lookups import Ids, Lookups, Rows, RowsMissing, union
+from mpitrain.embedding.lookups import HeldRows, Ids, Lookups, RowsMissing, union
 from mpitrain.embedding.sections import Section, What, join, split
 from mpitrain.errors import UsageError
 from mpitrain.messages import Lease, Payload
@@ -68,7 +68,7 @@ class TabledReplica(Replica):
         lookups = self.model.lookups
         assert lookups is not None, "a model without tables"
         self.lookups: Lookups = lookups
-        self.rows = Rows(lookups, wire_dtype(push_wire, self.model.layout.dtype))
+        self.rows = HeldRows(lookups, wire_dtype(push_wire, self.model.layout.dtype))
         self.kept = _KeptLeases(self.reader)
         self.reader: Any = self.kept
         self._needed: dict[Lease, Ids] = {}
@@ -152,7 +152,7 @@ class TabledReplica(Replica):
                     "up other rows; what is looked up must depend on the batch, the parameters and torch's own random "
                     "numbers alone"
                 ) from None
-            self._needed[lease] = union([self._needed[lease], self.rows.unnamed()])
+            self._needed[lease] = union([self._needed[lease], self.rows.take_named()])
             return None
         self._num_tries = 0
         self._needed.pop(lease, None)

@@ -8,6 +8,7 @@ buffers with it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,12 +42,15 @@ class Gradient(NamedTuple):
     options: str = ""
 
 
+_has_accelerator = functools.cache(torch.accelerator.is_available)  # it asks a driver where torch has one
+
+
 def seed_step(seed: int, worker: int, step: int, part: int = 0) -> None:
     """Seed torch for one step of one worker, or for one batch of several that it takes the step with."""
     key = f"{seed}/{worker}/{step}" + (f"/{part}" if part else "")
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
-    if torch.accelerator.is_available():
+    if _has_accelerator():
         torch.manual_seed(number)
     else:  # the same, without a note of the call stack for every kind of device that may yet come: a millisecond
         torch.default_generator.manual_seed(number)

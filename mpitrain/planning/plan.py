@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.data.format.catalogue import Catalogue
-from mpitrain.embedding.tables import tables_of
 from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.planning.advice import (
@@ -132,7 +131,7 @@ def make_plan(request: Request) -> dict[str, Any]:
         raise UsageError(
             f"plan: --train ranks by a validation, and the job {job.name!r} validates nothing: give it validate="
         )
-    runs = VirtualRuns(job, request.overrides, touches_rows=bool(tables_of(module)))
+    runs = VirtualRuns(job, request.overrides)
     settings = _settings(request, module, weights, runs)
     if any(one.kind == "virtual" for one in settings) or (request.best and not request.strategies):
         assumed.append(

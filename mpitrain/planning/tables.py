@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mpitrain.data.format.catalogue import Catalogue
-from mpitrain.embedding.lookups import Lookups, Rows
+from mpitrain.embedding.lookups import HeldRows, Lookups
 from mpitrain.embedding.tables import Table, tables_of
 from mpitrain.model.buffers import wire_dtype
 from mpitrain.strategies.base import ServerStrategy
@@ -54,7 +54,7 @@ def touched_rows(job: Job, module: nn.Module, tables: list[Table], catalogue: Ca
         return []
     dtype = tables[0].parameter.dtype
     lookups = Lookups(tables, 1, torch.device("cpu"), dtype)
-    rows = lookups.present = Rows(lookups, dtype)
+    rows = lookups.present = HeldRows(lookups, dtype)
     with job.data.reader(catalogue, job.seed) as reader:
         batch = reader.batch(0, 0, min(job.batch_size, catalogue.num_samples))
     found = rows.name(lambda: job.loss(module, batch))

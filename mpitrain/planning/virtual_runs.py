@@ -60,14 +60,17 @@ class VirtualRuns:
 
     Args:
         job: with the command line's changes; options: those, for what they say of data and learning rate.
-        touches_rows: whether its model has tables, of which batches touch rows.
     """
 
-    def __init__(self, job: Job, options: Overrides, touches_rows: bool = False):
-        self.touches_rows = touches_rows
+    def __init__(self, job: Job, options: Overrides):
         self.job, self.options = job, replace(options, quiet=True, strategy=None)
         self._asked = Comparison(job, self.options, timing_only=True)
         self._found: dict[tuple[Any, ...], Virtual] = {}
+
+    @property
+    def touches_rows(self) -> bool:
+        """Whether the model has tables, of which batches touch rows."""
+        return self._asked.touches_rows
 
     def speed(self, setting: Setting, conditions: Conditions, num_workers: int, batch: float) -> Virtual:
         """Samples a second and staleness, without gradients.

@@ -79,7 +79,7 @@ class DividedValidation:
         receive: waits for the next message, while the ranks that are named owe one.
         report_away: informs servers that the worker may be silent for as long as it takes, or (True) for a unit.
         step: of the worker's next push.
-        rows: asks for rows, where the model has tables.
+        row_pulls: asks for rows, where the model has tables.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class DividedValidation:
         receive: Receive,
         report_away: Callable[[bool], Steps],
         step: Callable[[], int],
-        rows: RowPulls | None = None,
+        row_pulls: RowPulls | None = None,
     ):
-        self.roles, self.measures, self._rows = roles, measures, rows
+        self.roles, self.measures, self._row_pulls = roles, measures, row_pulls
         self._receive, self._report_away, self._step = receive, report_away, step
         self.early: deque[tuple[int, Message]] = deque()  # of training, and arrived during a validation
         self._results: dict[int, Payload] = {}
@@ -226,10 +226,10 @@ class DividedValidation:
     def _measured(self, unit: int, snapshot: Payload | None = None) -> Steps:
         """What a unit gives, of what this worker holds or of a snapshot, with rows as they are now."""
         while True:
-            if self._rows is not None:
+            if self._row_pulls is not None:
                 measures = cast(TabledMeasures, self.measures)
                 missing = functools.partial(measures.missing, unit, snapshot)
-                yield from self._rows.fetch(missing, measures.hold, trains=False)
+                yield from self._row_pulls.fetch(missing, measures.hold, trains=False)
             task = functools.partial(self.measures.unit, unit, snapshot)
             result = yield Compute(task, "validate", size=self._part)
             if result is not None:

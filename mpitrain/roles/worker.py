@@ -103,13 +103,13 @@ class Worker:
         self.writer, self.deliver = writer, deliver
         self.division: DividedValidation | None = None
         self._receive: Any = self.probe.receive
-        self.rows: RowPulls | None = None
+        self.row_pulls: RowPulls | None = None
         if tables is not None:
-            self.rows = RowPulls(roles.servers, self.probe.receive, lambda: self.step, tables)
-            self._receive = self.rows.receive
+            self.row_pulls = RowPulls(roles.servers, self.probe.receive, lambda: self.step, tables)
+            self._receive = self.row_pulls.receive
         if measures is not None:
             self.division = DividedValidation(
-                roles, measures, self._receive, self.report_away, lambda: self.step, self.rows
+                roles, measures, self._receive, self.report_away, lambda: self.step, self.row_pulls
             )
             self._receive = self.division.receive
         self.next_checkpoint: CheckpointRequest | None = None  # that the dealing server has named
@@ -208,8 +208,8 @@ class Worker:
 
     def _one_batch(self, lease: Lease | None, last: Lease | None, epoch: int) -> Generator[Effect, Any, bool]:
         started_s, count = (yield Now()), num_parts(lease, self.part_samples)
-        if self.rows is not None:
-            yield from self.rows.of_batch(lease, self.num_batches)
+        if self.row_pulls is not None:
+            yield from self.row_pulls.of_batch(lease, self.num_batches)
         gradient = yield Compute(
             lambda: self.replica.gradient(lease, self.num_batches),
             interruptible=self.inflight == 1,
@@ -217,7 +217,7 @@ class Worker:
             num_batches=count,
             step=self.num_batches,
         )
-        if gradient is None and self.rows is not None:  # it came upon rows that nobody had named
+        if gradient is None and self.row_pulls is not None:  # it came upon rows that nobody had named
             assert lease is not None
             self.batches.appendleft((lease, last))
             self._num_prefetched += 1
@@ -254,9 +254,11 @@ class Worker:
         """Hand in what has been computed since the last push, all of `lease`. It names the versions that the oldest
         answer still in use brought: an answer that is waited for first belongs to the batches after this one. It goes
         out when every shard has answered all pushes before it, which so are confirmed."""
-        if self.rows is not None:
+        if self.row_pulls is not None:
             ahead = [lease for lease, _ in itertools.islice(self.batches, self.inflight - 1, self.inflight)]
-            self.rows.replica.look_ahead(ahead[0] if ahead else None, self.num_batches + self.inflight - 1)
+            self.row_pulls.replica.look_ahead(
+                ahead[0] if ahead else None, self.num_batches + self.inflight - 1
+            )
         versions, payloads = tuple(self.versions), self.replica.take()
         if self._num_awaited:
             yield from self._await_answer()
@@ -358,8 +360,8 @@ class Worker:
                 missing.discard(source)
                 if not missing:
                     yield from self.report_away()
-                    if self.rows is not None:
-                        yield from self.rows.of_model()
+                    if self.row_pulls is not None:
+                        yield from self.row_pulls.of_model()
                     measured = yield Compute(deliver, "deliver", interruptible=False)
                     if self.division is not None:
                         samples = None if self.stops_for_later else self.progress

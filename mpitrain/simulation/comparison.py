@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain.embedding.tables import tables_of
 from mpitrain.errors import EXIT_OK, DeadlockError, LostRankError, UsageError
 from mpitrain.inject.values import Injection
 from mpitrain.job import Job, Overrides
+from mpitrain.model.sparse_gradients import sparse_parameters
 from mpitrain.reporting.report import default_run_dir, fom_line
 from mpitrain.reporting.rows import metrics_in
 from mpitrain.reporting.run_files import read_runs
@@ -73,7 +73,8 @@ class Comparison:
         self.costs = charged(costs, self.measured)
         self.run_dir = Path(options.run_dir or default_run_dir(f"{job.name or 'job'}-virtual")).resolve()
         self._known_shares: dict[str, dict[str, float]] = {}
-        self._known: dict[str, bool] = {}
+        # whether what messages carry of tables depends on the batches, where servers hold them
+        self.touches_rows = timing_only and _has_tables(job)
 
     def run(self, strategies: Sequence[Strategy], counts: Sequence[int]) -> dict[str, Any]:
         """All of them, JSON-able.
@@ -198,27 +199,16 @@ class Comparison:
     def _shares(self, job: Job) -> dict[str, float]:
         """What share of full numbers travels where a codec decides, measured once for each strategy."""
         # of rows that a batch touches there are more in a larger one
-        key = f"{job.strategy} {job.batch_size if self._touches_rows(job) else ''}"
+        key = f"{job.strategy} {job.batch_size if self.touches_rows else ''}"
         if key not in self._known_shares:
             self._known_shares[key] = self._measured_shares(job)
         return self._known_shares[key]
-
-    def _touches_rows(self, job: Job) -> bool:
-        """Whether what its messages carry of tables depends on the batches."""
-        if not isinstance(job.strategy, ServerStrategy):
-            return False
-        if "touches rows" not in self._known:
-            import torch
-
-            with torch.random.fork_rng():
-                self._known["touches rows"] = bool(tables_of(build_module(job, torch.device("cpu"))))
-        return self._known["touches rows"]
 
     def _measured_shares(self, job: Job) -> dict[str, float]:
         """Of a short run with gradients."""
         replies = getattr(job.strategy, "reply_codec", None)
         coded = codec_of(job.strategy) is not None or (replies is not None and not replies.is_none)
-        if not coded and not self._touches_rows(job):
+        if not coded and not (self.touches_rows and isinstance(job.strategy, ServerStrategy)):
             return {}
         with tempfile.TemporaryDirectory() as scratch:
             options = replace(
@@ -243,6 +233,12 @@ class Comparison:
             "push_share": share(pushed, pushes, shards),
             "reply_share": share(replied, pushes + CODED_WORKERS, shards),
         }
+
+
+def _has_tables(job: Job) -> bool:
+    import torch
+
+    return bool(sparse_parameters(build_module(replace(job, strategy=None), torch.device("cpu"))))
 
 
 def _set_aside(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpitrain.embedding.lookups import Ids, Rows, RowsMissing, union
+from mpitrain.embedding.lookups import HeldRows, Ids, RowsMissing, union
 from mpitrain.embedding.sections import split
 from mpitrain.messages import Payload
 from mpitrain.model.buffers import VariableBuffer
@@ -27,7 +27,7 @@ class MeasuredWithTables(MeasuredByWorkers):
     def __init__(self, replica: TabledReplica, measure: Measure, num_workers: int):
         super().__init__(replica, measure, num_workers)
         self.lookups = replica.lookups
-        self._rows = Rows(self.lookups, replica.model.layout.dtype, wants_gradient=False)
+        self._rows = HeldRows(self.lookups, replica.model.layout.dtype, wants_gradient=False)
         self._needed: tuple[int, Ids] | None = None  # of the unit that is measured next
 
     def missing(self, unit: int, snapshot: Payload | None = None) -> dict[int, Payload]:
@@ -64,7 +64,7 @@ class MeasuredWithTables(MeasuredByWorkers):
             result = super().unit(unit, snapshot)
         except RowsMissing:
             assert self._needed is not None, "a unit whose rows nobody has asked for"
-            self._needed = unit, union([self._needed[1], self._rows.unnamed()])
+            self._needed = unit, union([self._needed[1], self._rows.take_named()])
             return None
         self._needed = None
         return result

@@ -30,7 +30,7 @@ def save_tables(
 ) -> None:
     """Leave one server's part of the tables that no worker holds, where there are any; `seed`: of the job."""
     served = served_layers(module)
-    states = {table.name: table.state() for table in tables if table.name in served}
+    states = {table.name: table.begun() for table in tables if table.name in served}
     if states:
         tensors = {f"{name}/{key}": state[key] for name, state in states.items() for key in ("ids", "rows")}
         save_tensors(tensors, tables_file(run_dir, shard), {"shards": str(num_shards), "seed": str(seed)})

@@ -254,7 +254,7 @@ def test_what_cannot_be_trained_or_run_is_refused(words, message, capsys):
 def test_a_model_with_tables_is_planned_by_the_rows_that_batches_touch(tmp_path, model):
     """Of strategies with servers alone, in virtual time; the smaller a batch, the fewer rows."""
     job = toy.dataclasses.replace(sparse_jobs.make_job(), model=model, batch_size=8)
-    runs = VirtualRuns(job, Overrides(), touches_rows=True)
+    runs = VirtualRuns(job, Overrides())
     found = with_rows([Setting("allreduce()", "allreduce"), Setting("sync(servers=1)", "servers", 1)], runs)
     assert [(one.text, one.kind) for one in found] == [("sync(servers=1)", "virtual")]
     asked = [parse("sync(servers=1)", "strategy"), 2, tmp_path / "run"]
