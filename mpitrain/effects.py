@@ -11,7 +11,7 @@ so the same role runs under `mpirun` and in virtual time. A worker, in full, wou
             gradient = yield Compute(replica.gradient)                # real work; virtual time charges for it
             yield Send(server, Push(reply.version, reply.step, samples=1, payload=gradient))
 
-`Now()` answers the world's clock in seconds. `AllReduce` is answered when all ranks have come to it: over MPI by
+`Now()` answers the world's clock in seconds. `AllReduce` is answered when all workers have come to it: over MPI by
 collectives, in virtual time by messages round a ring. The messages stand in `messages/`.
 """
 
@@ -102,8 +102,16 @@ class Reduction(Protocol):
         """Bytes that are reduced, before they are cut among ranks; asked in virtual time, which charges for them."""
 
 
+class Exchange(NamedTuple):
+    """A `Reduction`."""
+
+    rounds: Callable[[], Generator[Any, Any, Any]]
+    num_bytes: Callable[[], float]
+
+
 class AllReduce(NamedTuple):
-    """Reduce with all other ranks of the world; answered when all have come to it."""
+    """Reduce with all other ranks of the world, or with all workers where it has servers; answered when all have come
+    to it."""
 
     reduction: Reduction
 

@@ -34,7 +34,7 @@ def flat_model(module: nn.Module, optimizer: Optimizer, strategy: ServerStrategy
     apart = strategy.inflight > 1 or strategy.elastic
     return FlatModel(
         module, optimizer, strategy.servers, strategy.push_numbers, strategy.reply_numbers,
-        replies_apart=apart, replies_coded=not strategy.reply_codec.is_none,
+        replies_apart=apart, replies_coded=not strategy.reply_codec.is_none, reduces=strategy.reduces,
     )  # fmt: skip
 
 

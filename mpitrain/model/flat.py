@@ -6,7 +6,8 @@ names, shapes and the number of shards: all ranks compute the same.
 
 A model that takes part keeps its parameters *in* the shards' wire buffers (each is a view), so what arrives from a
 server is in the model without a copy. Only a parameter that straddles two shards, or is not contiguous, keeps
-storage of its own and is copied. Tables are no part of the vector (`embedding/`).
+storage of its own and is copied. Tables are no part of the vector (`embedding/`), and where workers all-reduce the
+dense parameters nothing is.
 """
 
 from __future__ import annotations
@@ -104,13 +105,13 @@ def trainable(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Par
     return found
 
 
-def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int) -> Layout:
+def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int, reduces: bool = False) -> Layout:
     """The layout of `module`'s trainable parameters but its tables' over `num_shards` balanced shards (sizes differ by
-    at most one element).
+    at most one element); of none where workers all-reduce the others (`reduces`).
 
     Raises:
-        UsageError: more shards than elements, tables that servers cannot hold, or dtypes that are mixed or not for the
-            wire.
+        UsageError: more shards than elements, tables that servers cannot hold, no table where they hold nothing else,
+            or dtypes that are mixed or not for the wire.
     """
     tables = tables_of(module)
     apart, trained = {id(table.parameter) for table in tables}, trainable(module, optimizer)
@@ -121,6 +122,13 @@ def make_layout(module: nn.Module, optimizer: Optimizer, num_shards: int) -> Lay
         raise UsageError(
             f"a parameter server needs all trainable parameters in float32 or all in float64, got {listed}"
         )
+    if reduces:
+        entries = []
+        if not tables:
+            raise UsageError(
+                "hybrid: servers hold rows of tables, and this model has no layer whose rows are to be there: use "
+                'allreduce(), or hybrid(tables="servers") where it has layers with sparse=True'
+            )
     shapes = tuple(tuple(parameter.shape) for _, parameter, _ in entries)
     ends, total = [], 0
     for shape in shapes:
@@ -151,6 +159,10 @@ class FlatModel:
         replies_apart: answers are received into wire buffers of their own, because the model is in use while they
             arrive, or because they are not its parameters.
         replies_coded: answers are messages of a codec.
+        reduces: workers all-reduce the dense parameters, which are in no wire buffer.
+
+    Attributes:
+        parameters: in the wire buffers; reduced: those that workers all-reduce.
     """
 
     def __init__(
@@ -162,13 +174,15 @@ class FlatModel:
         reply_wire: str = "full",
         replies_apart: bool = False,
         replies_coded: bool = False,
+        reduces: bool = False,
     ):
         self.module, self.replies_coded = module, replies_coded
-        self.layout = make_layout(module, optimizer, num_shards)
+        self.layout = make_layout(module, optimizer, num_shards, reduces)
         tables = tables_of(module)
         of_tables = {id(table.parameter) for table in tables}
         every = [parameter for _, parameter, _ in trainable(module, optimizer)]
-        self.parameters = [parameter for parameter in every if id(parameter) not in of_tables]
+        dense = [parameter for parameter in every if id(parameter) not in of_tables]
+        self.parameters, self.reduced = ([], dense) if reduces else (dense, [])
         self.device = every[0].device
         self.lookups = Lookups(tables, num_shards, self.device, self.layout.dtype) if tables else None
         pin = self.device.type == "cuda"
@@ -193,7 +207,7 @@ class FlatModel:
     def owners(self) -> list[torch.Tensor]:
         """What backward leaves gradients on."""
         rows = self.lookups.present if self.lookups is not None else None
-        return [*self.parameters, *(rows.leaves() if rows is not None else ())]
+        return [*self.parameters, *self.reduced, *(rows.leaves() if rows is not None else ())]
 
     def _place(self, shard: int, parameter: nn.Parameter, start: int, stop: int, at: int) -> None:
         home = self.wire_buffers[shard].body[at : at + stop - start]

@@ -77,7 +77,7 @@ def backward_on_lease(
         return backward_in_parts(parts, lease.num_samples, loss_of, seed, model.owners(), factor * weight)
 
     model.module.train()
-    for parameter in model.parameters:
+    for parameter in (*model.parameters, *model.reduced):
         parameter.grad = None
     return backward_scaled(scale, model.module, backward, model.gradients)
 

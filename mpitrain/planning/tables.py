@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from mpitrain.data.format.catalogue import Catalogue
-from mpitrain.embedding.lookups import HeldRows, Lookups
-from mpitrain.embedding.tables import Table, tables_of
+from mpitrain.embedding.tables import tables_of
 from mpitrain.model.buffers import wire_dtype
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.system.sizes import size_text
+from mpitrain.training.roads import touched_rows
 
 if TYPE_CHECKING:
     from mpitrain.job import Job
@@ -46,17 +45,3 @@ def describe_tables(
         most = 2 * touched > table.num_rows and not table.is_served
         advice = ": with sparse_as_dense=True about as much would travel" if most else ""
         yield f"            the first batch touches {touched:,} rows{advice}"
-
-
-def touched_rows(job: Job, module: nn.Module, tables: list[Table], catalogue: Catalogue) -> list[int]:
-    """How many rows of each table the first batch looks up."""
-    if not tables:
-        return []
-    dtype = tables[0].parameter.dtype
-    lookups = Lookups(tables, 1, torch.device("cpu"), dtype)
-    rows = lookups.present = HeldRows(lookups, dtype)
-    with job.data.reader(catalogue, job.seed) as reader:
-        batch = reader.batch(0, 0, min(job.batch_size, catalogue.num_samples))
-    found = rows.name(lambda: job.loss(module, batch))
-    lookups.remove()
-    return [len(ids) for ids in found]

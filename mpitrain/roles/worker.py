@@ -4,7 +4,8 @@ when all have answered.
 Invariants: a worker knows versions, leases and who has answered; what a gradient is, and what its own
 parameters do between two reads, only its replica knows. Every push is answered; the answer brings parameters
 when the push asked for them. With two pushes in flight the answer to one is taken in just before the next
-leaves.
+leaves. Where workers all-reduce, each push that has been answered is followed by one all-reduce: all have pushed then,
+so nobody waits in it for a worker that still computes, or validates.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-from mpitrain.effects import Compute, Effect, Interrupted, Now, Role, Send
+from mpitrain.effects import AllReduce, Compute, Effect, Interrupted, Now, Reduction, Role, Send
 from mpitrain.messages import (
     Answer,
     Away,
@@ -71,6 +72,8 @@ class Worker:
         validations: when the worker validates, if that falls to it, and whether that ends the run; every epoch by
             default.
         tables: the replica, where the model has tables.
+        reduction: makes what the worker brings to the all-reduce after a push, or (False) after one that is not finite,
+            where workers exchange a part of the model among themselves.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Worker:
         validations: ValidationCadence | None = None,
         measures: Measures | None = None,
         tables: TabledReplica | None = None,
+        reduction: Callable[[bool], Reduction] | None = None,
     ):
         self.probe = ServerProbe(rank, roles.servers, heartbeat_s, signs_s)
         self.rank, self.roles, self.replica, self.report = rank, roles, replica, report
@@ -100,7 +104,7 @@ class Worker:
         self.validates, self.validations = rank == roles.validator, validations or ValidationCadence()
         self.push_every, self.pull_every, self.inflight = push_every, pull_every, inflight
         self.batch_size, self.part_samples = batch_size, part_samples
-        self.writer, self.deliver = writer, deliver
+        self.writer, self.deliver, self.reduction = writer, deliver, reduction
         self.division: DividedValidation | None = None
         self._receive: Any = self.probe.receive
         self.row_pulls: RowPulls | None = None
@@ -123,6 +127,7 @@ class Worker:
         self._since_pull = self._num_prefetched = 0
         self._joined = self._standby = self._requested = False
         self._num_awaited = 0  # pushes that have not been answered
+        self._is_finite = True  # all of the last push
 
     def run(self) -> Role:
         """Work until no lease is left or a server says stop; returns this worker's counts."""
@@ -212,7 +217,7 @@ class Worker:
             yield from self.row_pulls.of_batch(lease, self.num_batches)
         gradient = yield Compute(
             lambda: self.replica.gradient(lease, self.num_batches),
-            interruptible=self.inflight == 1,
+            interruptible=self.inflight == 1 and self.reduction is None,
             size=lease.num_samples / self.batch_size / count if lease and self.batch_size else 1.0,
             num_batches=count,
             step=self.num_batches,
@@ -272,6 +277,7 @@ class Worker:
         ends = self.next_checkpoint is not None and self.next_checkpoint.final
         asks = not ends and (self._requested or (self.writer is not None and self.writer.asked()))
         pull = self._since_pull >= self.pull_every or self.pull_every == self.push_every
+        self._is_finite = all(gradient.finite for gradient in self._unpushed)
         for shard, server in enumerate(self.roles.servers):
             message = Push(
                 version=versions[shard],
@@ -280,7 +286,7 @@ class Worker:
                 payload=payloads[shard],
                 share=sum([gradient.share for gradient in self._unpushed]),
                 loss=loss,
-                finite=all(gradient.finite for gradient in self._unpushed),
+                finite=self._is_finite,
                 pull=pull,
                 lease=lease,
                 num_batches=len(self._unpushed),
@@ -302,12 +308,14 @@ class Worker:
 
     def _await_answer(self) -> Generator[Effect, Any, None]:
         while self._num_awaited:
-            yield from self.collect()
+            yield from self.collect(pushed=True)
             self._num_awaited -= 1
 
-    def collect(self, awaited: type[Answer] | type[Final] = Answer) -> Generator[Effect, Any, None]:
-        """Wait until every shard has answered. A restart that crossed this worker's last message is no answer: a
-        reply names the push that it answers by the next one's step."""
+    def collect(
+        self, awaited: type[Answer] | type[Final] = Answer, pushed: bool = False
+    ) -> Generator[Effect, Any, None]:
+        """Wait until every shard has answered, a push where `pushed`. A restart that crossed this worker's last message
+        is no answer: a reply names the push that it answers by the next one's step."""
         missing = set(self.roles.servers)
         while missing:
             source, message = yield from self._receive(missing, served=awaited is not Final)
@@ -324,6 +332,8 @@ class Worker:
             if not crossed:
                 missing.discard(source)
             self.take_in(source, message)
+        if pushed and self.reduction is not None:
+            yield AllReduce(self.reduction(self._is_finite))
         if self._part_of and self.writer is not None:
             writer, checkpoint_at, self._part_of = self.writer, self._part_of, 0
             yield Compute(lambda: self._keep(writer, checkpoint_at), "checkpoint")

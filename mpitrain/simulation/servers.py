@@ -42,10 +42,12 @@ from mpitrain.training.judge import NOBODY_LEFT
 from mpitrain.training.measure import MODEL_FILE, build_optimizer, same_model
 from mpitrain.training.measured_tables import measured_by_workers
 from mpitrain.training.parameter_server.builder import RoleBuilder
+from mpitrain.training.roads import choose_roads
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.validate import validate_simulation
 from mpitrain.training.validation import Measure
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
+from mpitrain.virtual.ring import Ring
 
 
 def simulate(
@@ -165,6 +167,7 @@ class _Simulation(VirtualRun):
         """Run the whole job; returns what `result.json` holds."""
         job = self.job
         module, optimizer = self.build()
+        choose_roads(job, module, self.catalogue)
         check_optimizer(optimizer, self.strategy)
         model = flat_model(module, optimizer, self.strategy)
         workers, self.servers = self.roles.workers, self.roles.servers
@@ -197,10 +200,11 @@ class _Simulation(VirtualRun):
                 rank: self._in_order(shard, servers[shard].run())
                 for shard, rank in enumerate(self.roles.servers)
             }
-            returned = world.run(
-                roles
-                | {rank: self._worker(builder, rank, replica, measure) for rank, replica in replicas.items()}
-            )
+            ring = Ring(workers, _sum_for_all) if self.strategy.reduces else None
+            for rank, replica in replicas.items():
+                role = self._worker(builder, rank, replica, measure)
+                roles[rank] = role if ring is None else ring.follow(rank, role)
+            returned = world.run(roles)
         for rank, replica in replicas.items():
             replica.finish()
             returned[rank] |= {"codec": replica.statistics()} if replica.coder else {}
@@ -257,3 +261,11 @@ class _Simulation(VirtualRun):
             "per_worker": [returned[rank] for rank in self.roles.workers],
             "model": delivered.get("model"),
         }
+
+
+def _sum_for_all(brought: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum of what all workers bring, in the order of their ranks."""
+    total = brought[0].clone()
+    for vector in brought[1:]:
+        total.add_(vector)
+    return [total] * len(brought)

@@ -202,6 +202,9 @@ class ServerStrategy(Strategy):
     lockstep: ClassVar[bool] = False  # whether an update is the mean of gradients of one version
     elastic: ClassVar[bool] = False  # whether a push carries parameters and is answered with a difference
     sums: ClassVar[bool] = False  # whether an update is the weighted sum of what was gathered, not its mean
+    reduces: ClassVar[bool] = (
+        False  # whether workers all-reduce and step what is in no table, and servers do the rest
+    )
 
     @property
     def family(self) -> str:

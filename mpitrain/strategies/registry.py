@@ -27,6 +27,7 @@ MODULES = {
     "Decentralized": "strategies.decentralized",
     "Sync": "strategies.parameter_server.sync",
     "Backup": "strategies.parameter_server.sync",
+    "Hybrid": "strategies.parameter_server.hybrid",
     "Async": "strategies.parameter_server.asynchronous",
     "SoftSync": "strategies.parameter_server.softsync",
     "StaleSync": "strategies.parameter_server.ssp",

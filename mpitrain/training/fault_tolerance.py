@@ -1,8 +1,8 @@
 """The fault tolerance of a run: what a worker's death costs, as the run's report names it.
 
 Invariants: the answer holds for this launch and this strategy together, and promises nothing that was not seen to work.
-Peers and split models end with a dead rank under ULFM too. Under MPICH server strategies survive a worker's death where
-srun leaves the other ranks alone; everywhere else it ends the job.
+Peers, split models and `hybrid` end with a dead rank under ULFM too. Under MPICH server strategies survive a worker's
+death where srun leaves the other ranks alone; everywhere else it ends the job.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def survives(runtime: Runtime, strategy: Strategy) -> bool:
     """Whether the other ranks go on inside the job when a worker dies."""
+    if isinstance(strategy, ServerStrategy) and strategy.reduces:
+        return False
     if runtime.fault_tolerance == "heartbeat":
         return isinstance(strategy, ServerStrategy)
     return runtime.fault_tolerance == "ulfm" and isinstance(strategy, ServerStrategy | AllReduce | LocalSGD)

@@ -52,7 +52,8 @@ class MeasuredByWorkers:
     def _tensors(self) -> list[torch.Tensor]:
         """All that training changes."""
         model = self.replica.model
-        return [*model.parameters, *(buffer for buffer in model.module.buffers() if buffer is not None)]
+        buffers = [buffer for buffer in model.module.buffers() if buffer is not None]
+        return [*model.parameters, *model.reduced, *buffers]
 
     def begin(self, averages: dict[int, Payload]) -> None:
         """A validation begins; `averages`: of each shard."""

@@ -143,7 +143,8 @@ def refuse_others(before: dict[str, Any], now: dict[str, Any], folder: Path) -> 
         )
     _check_strategy(parse(before["strategy"], "strategy"), parse(now["strategy"], "strategy"), folder)
     for key, words in _SAME.items():
-        there, here = before.get(key), now[key]
+        there: Any = before.get(key)
+        here: Any = now.get(key)
         if key == "contents":  # known of packs by `mpitrain data pack` only, and compared file by file
             both = set(there or {}) & set(here)
             there, here = ({name: each[name] for name in sorted(both)} for each in (there or {}, here))
@@ -170,6 +171,7 @@ _SAME = {
     "contents": "shards (by SHA-256) are",
     "seed": "seed is",
     "init": "initial weights are",
+    "workers": "number of workers, which step together, is",
 }
 
 

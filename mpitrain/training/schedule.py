@@ -28,7 +28,10 @@ def schedule_of(job: Job | None, rates: Rates, epoch_samples: int, num_workers: 
         return schedule
     step_samples = job.step_samples * num_workers
     rest = epoch_samples % step_samples
-    shared = not isinstance(job.strategy, ServerStrategy)  # where a last batch is, it is of all workers
+    strategy = job.strategy
+    shared = (
+        not isinstance(strategy, ServerStrategy) or strategy.reduces
+    )  # where a last batch is, it is of all workers
     left_out = rest < epoch_samples and (job.drop_last or (shared and rest < num_workers))
     accepted = epoch_samples - rest if left_out else epoch_samples
     return TorchSchedule(job.scheduler, rates, epoch_samples, step_samples, accepted)

@@ -35,6 +35,11 @@ def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
             f"--heartbeat-s is how long a server waits for a silent worker, and {job.strategy} has no servers: leave "
             "it out, or choose a strategy with servers"
         )
+    if overrides.heartbeat_s is not None and getattr(job.strategy, "reduces", False):
+        raise UsageError(
+            f"--heartbeat-s is how long a silent worker keeps its part, and {job.strategy} cannot go on without one: "
+            "leave it out, or use sync()"
+        )
     if not isinstance(job.strategy, Split):
         return
     job.strategy.check_batch(job.batch_size)

@@ -2,8 +2,9 @@
 
 Invariants: every rank sends 2 (N - 1) messages of 1/N of the bytes to its neighbour, one after another; no algorithm
 sends fewer bytes. Who has come round has heard of everybody, so all ranks have brought what they reduce: the first to
-come round has it reduced for all of them, in the order of their ranks. Roles that all-reduce exchange no other messages
-meanwhile, and compute without interruption.
+come round has it reduced for all of them, in the order of their ranks. Roles that all-reduce compute without
+interruption; other messages that come in mid-ring wait until it is over, and chunks of a neighbour that is ahead until
+it begins.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class Ring:
         self._num_begun = dict.fromkeys(self.ranks, 0)
         self._num_rounds = dict.fromkeys(self.ranks, 0)
         self._waiting: dict[int, deque[Update]] = {rank: deque() for rank in self.ranks}
+        self._others: dict[int, deque[tuple[int, Any]]] = {
+            rank: deque() for rank in self.ranks
+        }  # came in mid-ring
         self._brought: dict[int, dict[int, Reduction]] = {}
         self._results: dict[int, dict[int, Any]] = {}
 
@@ -52,6 +56,8 @@ class Ring:
         return replaced(role, lambda effect: self._answer(rank, effect))
 
     def _answer(self, rank: int, effect: Effect) -> Role:
+        if isinstance(effect, Recv):
+            return (yield from self._receive(rank, effect))
         if not isinstance(effect, AllReduce):
             return (yield effect)
         number = self._bring(rank, effect.reduction)
@@ -68,9 +74,20 @@ class Ring:
         waiting = self._waiting[rank]
         while not (waiting and waiting[0].step == round_number):
             kind = f"round {round_number} of an allreduce"
-            _, message = yield Recv(kind=kind, sources=(self._neighbour(rank, -1),))
-            waiting.append(message)
+            source, message = yield Recv(kind=kind, sources=(self._neighbour(rank, -1),))
+            if _is_chunk(message):
+                waiting.append(message)
+            else:
+                self._others[rank].append((source, message))
         waiting.popleft()
+
+    def _receive(self, rank: int, effect: Recv) -> Role:
+        """The role's own next message."""
+        if self._others[rank]:
+            return self._others[rank].popleft()
+        while (arrived := (yield effect)) is not None and _is_chunk(arrived[1]):
+            self._waiting[rank].append(arrived[1])
+        return arrived
 
     def _neighbour(self, rank: int, distance: int = 1) -> int:
         return self.ranks[(self.ranks.index(rank) + distance) % len(self.ranks)]
@@ -109,3 +126,7 @@ class Ring:
                 return results
             assert len(brought) == len(rounds), "ranks bring different things to an all-reduce"
             answers = self.reduce(brought)
+
+
+def _is_chunk(message: Any) -> bool:
+    return isinstance(message, Update) and isinstance(message.payload, Chunk)

@@ -248,9 +248,15 @@ class FaultTolerantServer(Server):
             record, leased = self.table[source], self.leases.batch_size > 0
             record.num_nonfinite = 0 if message.finite else record.num_nonfinite + 1
             if record.num_nonfinite == MOST_NONFINITE and leased and not self._over:
-                yield from self._lose(source, NOT_FINITE)
+                yield from (self._fail if self.strategy.reduces else self._lose)(source, NOT_FINITE)
         if self.table.any_in(WorkerState.STANDBY):
             yield from self._wake()
+
+    def _fail(self, worker: int, how: str) -> Steps:
+        """The others cannot go on without that worker."""
+        self.failure = self.failure or _why_lost(worker, how) + ", and the others cannot step without it"
+        self.leases.close()
+        yield from self._send_off()
 
     def _on_final(self, worker: int, message: FinalRequest) -> Steps:
         """It delivers, and this shard has not seen everybody's last push yet."""
@@ -364,9 +370,7 @@ class FaultTolerantServer(Server):
         if was_active:
             yield from self._go_on_without(worker)
         if not present and len(self.table.lost) == len(self.workers):
-            cause = f"has sent {MOST_NONFINITE} gradients in a row that are not finite"
-            cause = cause if how == NOT_FINITE else how
-            self.failure = self.failure or f"rank {worker} (worker) {cause}, and no other worker is left"
+            self.failure = self.failure or _why_lost(worker, how) + ", and no other worker is left"
         if not self.table.active and not self.table.standby:
             yield from self._admit_joining()
         yield from self._wake()
@@ -380,3 +384,8 @@ class FaultTolerantServer(Server):
     def summary(self) -> dict[str, Any]:
         """`Server.summary`, with the ranks that were lost, and how."""
         return {**super().summary(), "lost": {str(rank): how for rank, how in self.table.lost.items()}}
+
+
+def _why_lost(worker: int, how: str) -> str:
+    cause = f"has sent {MOST_NONFINITE} gradients in a row that are not finite"
+    return f"rank {worker} (worker) {cause if how == NOT_FINITE else how}"

@@ -63,7 +63,9 @@ class Leases:
             return []
         size = self.strategy.batching.size(self.memory, worker, active, self.dealer.batch_size)
         together = self.strategy.contributors(active) if self._plain else None
-        lease = self.dealer.deal(worker, size, self.strategy.push_every, together or ())
+        lease = self.dealer.deal(
+            worker, size, self.strategy.push_every, together or (), self.strategy.reduces
+        )
         return [lease] if lease else []
 
     def take_back(self, worker: int) -> None:

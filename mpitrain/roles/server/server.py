@@ -173,7 +173,10 @@ class Server:
         again = lease is not None and not self.processed.add(lease)
         now_s = yield Now()
         self.leases.pushed(worker, message.samples, now_s)
-        if not message.finite or message.version < self.counts.oldest_read(worker):
+        # where all workers step together, one whose gradient counts for nothing waits with the others all the same
+        counts_for_nothing = not message.finite and self.strategy.reduces and self.on_nonfinite != "stop"
+        refused = not (message.finite or counts_for_nothing)
+        if refused or message.version < self.counts.oldest_read(worker):
             yield from self._refuse(worker, message, payload, again)
             yield from self._end_warmup()
             return
@@ -182,19 +185,20 @@ class Server:
             self.counts.reads,
         )  # fmt: skip
         verdict = self.strategy.on_push(self.memory, arrival)
+        weight = 0.0 if counts_for_nothing else verdict.weight
         num_reads = len(self.counts.reads[worker])
         size, info, late, keep = payload.num_bytes, payload.statistics(), verdict.late, not message.pull
         if again:
             self.counts.repeat(worker, size, keep)
         else:
             info["staleness"] = self.counts.push(
-                worker, message.samples, size, verdict.weight, late=late, keep=keep
+                worker, message.samples, size, weight, message.finite, late, keep
             )
-        if verdict.weight > 0 and (self.strategy.elastic or not again):
+        if weight > 0 and (self.strategy.elastic or not again):
             payload = self._mask(payload, lease)
             if self.strategy.damping.corrects:
                 payload = self.store.correct(worker, payload, num_reads)
-            weight = verdict.weight * self.leases.weight(message.samples)
+            weight *= self.leases.weight(message.samples)
             share = self.leases.share(message.share)
             self.gathering.take(worker, message.step, payload, weight, share, message.options)
             record.pending_difference = self.strategy.elastic

@@ -69,17 +69,23 @@ class BatchDealer:
         self.taken: dict[int, list[tuple[int, int]]] = {}  # of later epochs: was dealt before a restart
 
     def deal(
-        self, worker: int, batch_size: int = 0, num_batches: int = 1, together: Collection[int] = ()
+        self,
+        worker: int,
+        batch_size: int = 0,
+        num_batches: int = 1,
+        together: Collection[int] = (),
+        whole_rounds: bool = False,
     ) -> Lease | None:
         """The next lease for `worker`, or None when everything has been dealt; what came back goes out
         first. `batch_size`: instead of the usual one; num_batches: to put into one lease, as far as they go.
         `together`: workers whose batches make one update, this one among them: of the last round of an epoch, which has
-        no full batch for each, they get equally much (a rest with less than a sample for each is dealt as usual).
+        no full batch for each, they get equally much (a rest with less than a sample for each is dealt as usual, or, in
+        `whole_rounds`, left out: then they are all dealt as many leases).
         """
         size = batch_size or self.batch_size
         drop_last = self.drop_last
         if together:
-            self._share_rest(worker, sorted(together), size)
+            self._share_rest(worker, sorted(together), size, whole_rounds)
             drop_last = drop_last and len(together) * size > self.num_samples  # or whole rounds are left out
         again = self.kept.get(worker) or self.returned
         if again and not self.closed:
@@ -174,7 +180,7 @@ class BatchDealer:
             self.outstanding.setdefault(worker, []).append(lease)
         return dealt
 
-    def _share_rest(self, worker: int, together: list[int], size: int) -> None:
+    def _share_rest(self, worker: int, together: list[int], size: int, whole_rounds: bool) -> None:
         """Where a round begins that the epoch has no full batch each for: lay by what each of them gets of the rest."""
         if worker in self._served:
             self._served.clear()
@@ -183,7 +189,8 @@ class BatchDealer:
         if not begins or self.closed or self.returned or any(self.kept.values()):
             return
         left, full = sum(count for _, count in self.left()), len(together) * size
-        if not left:
+        if left < (len(together) if whole_rounds else 1):
+            self.num_left_out += left
             self.skip_rest()
             left = self.num_samples
         if self.num_batches is None:
@@ -195,7 +202,7 @@ class BatchDealer:
         if self.drop_last and full <= self.num_samples:
             self.num_left_out += left
             self.skip_rest()
-        elif left >= len(together) and not self.drop_last:
+        elif left >= len(together) and (whole_rounds or not self.drop_last):
             leases = self._cut_evenly(len(together))
             self.kept = {one: [lease] for one, lease in zip(together, leases, strict=True)}
 

@@ -10,23 +10,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 
+from mpitrain.effects import Exchange
 from mpitrain.job import Job
 from mpitrain.messages import Lease
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Ask, Asking, Averager
 from mpitrain.training.synchronous.stepper import Parts, Stepper
 from mpitrain.training.validation import Measure, Part, holding
-
-
-class Exchange(NamedTuple):
-    """What a worker brings to an all-reduce: its questions, and the bytes they are about."""
-
-    rounds: Callable[[], Asking]
-    num_bytes: Callable[[], float]
 
 
 class LocalReplica(Stepper):

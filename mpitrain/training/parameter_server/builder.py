@@ -28,8 +28,10 @@ from mpitrain.model import (
     shard_store,
 )
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
+from mpitrain.model.hybrid_replica import HybridReplica
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import loss_scale
+from mpitrain.model.reduced_parameters import ReducedParameters
 from mpitrain.model.tabled_replica import TabledReplica
 from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.roles import ClippingServer, FaultTolerantServer, SaveRequest, SavingServer, Worker
@@ -71,6 +73,7 @@ class RoleBuilder:
         self.job, self.catalogue, self.num_batches = job, catalogue, num_batches
         self.num_workers = len(roles.workers)
         self._schedule: Progress | None = None  # that the servers follow
+        self._reduced: ReducedParameters | None = None  # that virtual workers share
 
     def others_of(self, shard: int) -> tuple[int, ...]:
         """The other servers, where this one exchanges norms with them."""
@@ -164,7 +167,10 @@ class RoleBuilder:
         index = self.roles.workers.index(rank)
         seed = self.job.seed if self.job else 0
         made: Callable[..., Replica] = Replica
-        if self.model.lookups is not None:
+        if self.strategy.reduces:
+            reduced = self._reduced_parameters(optimizer, shared)
+            made = functools.partial(HybridReplica, reduced=reduced, push_wire=self.strategy.push_numbers)
+        elif self.model.lookups is not None:
             made = functools.partial(TabledReplica, push_wire=self.strategy.push_numbers)
         return made(
             self.model,
@@ -182,6 +188,17 @@ class RoleBuilder:
             part_samples=self._part_samples,
             loss_scale=loss_scale(self.job.precision) if self.job else None,
         )
+
+    def _reduced_parameters(self, optimizer: Optimizer, shared: bool) -> ReducedParameters:
+        if self._reduced is None or not shared:
+            job = self.job
+            assert job is not None, "an all-reduce around a loop of the user's own"
+            schedule = schedule_of(job, Rates(optimizer), self._epoch_samples, self.num_workers)
+            self._reduced = ReducedParameters(
+                self.model.reduced, optimizer, job.step_samples, self.num_workers,
+                clipping_of(job, self.strategy.clips_mean), schedule, self._epoch_samples,
+            )  # fmt: skip
+        return self._reduced
 
     def worker(
         self,
@@ -220,6 +237,7 @@ class RoleBuilder:
             validations=validations,
             measures=measures,
             tables=replica if isinstance(replica, TabledReplica) else None,
+            reduction=replica.reduction if isinstance(replica, HybridReplica) else None,
         )
 
     def buffer_for(self, server: int, kind: Kind) -> Any:

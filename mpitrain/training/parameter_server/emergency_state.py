@@ -84,7 +84,8 @@ def shard_writer(
     strategy, workers = server.strategy, server.workers
     if session.overrides.watchdog_s <= 0:
         return "there is no watchdog", server.run()
-    if strategy.optimizer == "worker" or not (strategy.push_codec.is_none and strategy.reply_codec.is_none):
+    is_coded = not (strategy.push_codec.is_none and strategy.reply_codec.is_none)
+    if strategy.optimizer == "worker" or strategy.reduces or is_coded:
         return f"{strategy}: the state that workers keep belongs to no common update", server.run()
     last_update, guard = StateAtLastUpdate(server), Guard()
     has_buffers = next(module.buffers(), None) is not None

@@ -18,8 +18,10 @@ from mpitrain.messages import Kind
 from mpitrain.model import LocalSteps, Replica, check_optimizer, flat_model, reshard
 from mpitrain.model.buffers import VariableBuffer
 from mpitrain.model.flat import Layout, make_layout
+from mpitrain.model.hybrid_replica import HybridReplica
 from mpitrain.model.step_hooks import StepHooks
 from mpitrain.model.tabled_shard import TabledStore
+from mpitrain.mpi.workers_sum import WorkersSum
 from mpitrain.roles import Server, Worker
 from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
@@ -27,6 +29,7 @@ from mpitrain.roles.server.resharding import num_row_pieces, reshard_role
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.training.averaged_model import join_parts, save_part
 from mpitrain.training.deliver import save_final
+from mpitrain.training.fault_tolerance import survives
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import (
     Meter,
@@ -41,6 +44,7 @@ from mpitrain.training.parameter_server.emergency_state import shard_writer, wor
 from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
 from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part
 from mpitrain.training.resume_options import describe_optimizer, same_codec
+from mpitrain.training.roads import choose_roads
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.validation import make_measure
@@ -59,8 +63,9 @@ def run_servers(session: Session) -> dict[str, Any]:
     device = torch.device("cpu") if session.role == "server" else pick_device(runtime.local_rank)
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     strategy = server_strategy(session)
+    attempt(runtime, lambda: choose_roads(session.job, module, session.catalogue))
     attempt(runtime, lambda: check_optimizer(optimizer, strategy))
-    layout = attempt(runtime, lambda: make_layout(module, optimizer, len(session.roles.servers)))
+    layout = attempt(runtime, lambda: make_layout(module, optimizer, strategy.servers, strategy.reduces))
     runtime.compare(
         {
             "parameters": [f"{n} {s}" for n, s in zip(layout.names, layout.shapes, strict=True)],
@@ -92,7 +97,10 @@ def about(
 ) -> dict[str, Any]:
     """What this run's checkpoints say of it."""
     names = [f"{name} {shape}" for name, shape in zip(layout.names, layout.shapes, strict=True)]
-    return about_run(session, [*names, *tables], session.strategy.family, optimizer)
+    found = about_run(session, [*names, *tables], session.strategy.family, optimizer)
+    if server_strategy(session).reduces:
+        found["workers"] = len(session.roles.workers)
+    return found
 
 
 def server_strategy(session: Session) -> ServerStrategy:
@@ -118,10 +126,13 @@ def _serve(
         session, f"shard-{shard}", about_this_run, lambda: {"store": store.state()}, writers
     )
     by_heartbeat = runtime.fault_tolerance == "heartbeat"
-    server = builder.server(shard, store, meter, writer, session.overrides.heartbeat_s, by_heartbeat)
+    floor_s = (
+        math.inf if strategy.reduces else session.overrides.heartbeat_s
+    )  # nobody goes on without a worker
+    server = builder.server(shard, store, meter, writer, floor_s, by_heartbeat)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
     order: list[int] = []
-    may_die = roles.workers if runtime.fault_tolerance == "ulfm" else ()
+    may_die = roles.workers if survives(runtime, strategy) and runtime.fault_tolerance == "ulfm" else ()
     emergency, role = shard_writer(session, server, store, writer, model.module)
     session.in_emergency(emergency)
     role = record(role, order)
@@ -184,7 +195,7 @@ def _work(
     about_this_run: dict[str, Any],
 ) -> dict[str, Any]:
     runtime, job, model = session.runtime, session.job, builder.model
-    runtime.may_die_alone = True
+    runtime.may_die_alone = not builder.strategy.reduces
     with job.data.reader(session.catalogue, job.seed) as reader:
         # on every worker: any may have to take over
         validations = session.validations()
@@ -215,6 +226,7 @@ def _work(
             builder.buffer_for,
             straggler.wrap(role),
             computer=compute_thread(device) if builder.strategy.inflight > 1 else None,
+            reduce=WorkersSum(runtime, session.roles.workers) if builder.strategy.reduces else None,
         )
     replica.finish()
     writer.wait()
@@ -246,6 +258,8 @@ def restore_worker(
         replica.restore(mine["replica"])
     elif replica.server_steps is not None and (first := read_own_part(resume, "worker-0")) is not None:
         replica.server_steps.restore(first["replica"].get("remote"))  # a worker that was not there before
+    if isinstance(replica, HybridReplica):  # all workers held the same
+        replica.restore_reduced(read_own_part(resume, "worker-0")["replica"])
     if replica.coder is not None and same_codec(resume.about, strategy, "push_wire"):
         replica.coder.restore(*_kept_by_workers(resume, index, num_workers))
 

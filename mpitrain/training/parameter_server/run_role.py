@@ -6,6 +6,7 @@ Invariants: this file knows what differs between launches that survive a death, 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
@@ -26,7 +27,7 @@ def heartbeat_s(session: Session) -> float:
 
 def run_role(
     session: Session, peers: tuple[int, ...], buffer_for: Any, role: Role,
-    computer: Executor | None = None, may_die: tuple[int, ...] = (),
+    computer: Executor | None = None, may_die: tuple[int, ...] = (), reduce: Callable[[Any], Any] | None = None,
 ) -> Any:  # fmt: skip
     """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`.
 
@@ -38,7 +39,9 @@ def run_role(
         runtime.step = step
 
     timeout_s = heartbeat_s(session)
-    world = make_world(runtime.engine, peers, buffer_for, on_step, computer, may_die, timeout_s or None)
+    world = make_world(
+        runtime.engine, peers, buffer_for, on_step, computer, may_die, timeout_s or None, reduce
+    )
     try:
         returned = world.run(role)
     except Exception as error:

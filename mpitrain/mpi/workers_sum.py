@@ -1,0 +1,40 @@
+"""Sums among some of the ranks, for a role whose rank exchanges messages with others as well.
+
+Invariants: a sum waits for the slowest rank in the progress engine, as every collective here does, so messages move
+meanwhile; inside MPI it only adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.memory.buffers import as_buffer
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpitrain.mpi.runtime import Runtime
+
+
+class WorkersSum:
+    """Collective over `ranks`: the sums that these take together, one after the other."""
+
+    def __init__(self, runtime: Runtime, ranks: Sequence[int]):
+        self._engine = runtime.engine
+        self._comm = runtime.comm.Create_group(runtime.comm.group.Incl(list(ranks)))
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._control_comm = self._comm.Dup()
+        runtime.communicators += [self._comm, self._control_comm]
+
+    def __call__(self, vector: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place of a contiguous vector in host memory."""
+        if self._comm.size > 1:
+            op = self._engine.submit_collective(
+                lambda may_block: self._comm.Allreduce(MPI.IN_PLACE, as_buffer(vector)),
+                self._control_comm,
+                f"sum of {vector.numel()} numbers",
+            )
+            self._engine.wait(op)
+        return vector

@@ -1,0 +1,61 @@
+"""Which road each table of a model takes under `hybrid`: rows by servers, or all of it with the dense parameters.
+
+Invariants: what decides is the same on every rank: sizes, and how many rows the first batch of the job looks up.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from mpitrain.data.format.catalogue import Catalogue
+from mpitrain.embedding.lookups import HeldRows, Lookups
+from mpitrain.embedding.tables import Table, tables_of
+from mpitrain.job import Job
+from mpitrain.model.sparse_gradients import row_bytes
+from mpitrain.strategies.parameter_server.hybrid import Hybrid
+
+
+class Road(NamedTuple):
+    """Of one table: whether it is dense from here on, and how many of its rows the first batch looks up."""
+
+    table: Table
+    is_dense: bool
+    num_touched: int
+
+
+def choose_roads(job: Job, module: nn.Module, catalogue: Catalogue) -> list[Road]:
+    """The road of each table; layers whose tables are to be dense have no `sparse=True` any more."""
+    strategy = job.strategy
+    if not isinstance(strategy, Hybrid) or strategy.tables == "servers":
+        return []
+    tables, roads = tables_of(module), []
+    for table, num_touched in zip(tables, touched_rows(job, module, tables, catalogue), strict=True):
+        is_dense = not table.is_served and strategy.is_dense(
+            table.num_rows, row_bytes(table.parameter), num_touched
+        )
+        if is_dense:
+            table.layer.sparse = False
+        roads.append(Road(table, is_dense, num_touched))
+    return roads
+
+
+def touched_rows(job: Job, module: nn.Module, tables: list[Table], catalogue: Catalogue) -> list[int]:
+    """How many rows of each table the first batch looks up."""
+    if not tables:
+        return []
+    dtype, device = tables[0].parameter.dtype, next(module.parameters()).device
+    lookups = Lookups(tables, 1, device, dtype)
+    rows = lookups.present = HeldRows(lookups, dtype)
+    with job.data.reader(catalogue, job.seed) as reader:
+        batch = reader.batch(0, 0, min(job.batch_size, catalogue.num_samples))
+    on_device = {name: numbers.to(device) for name, numbers in batch.items()}
+    kept = [buffer.clone() for buffer in module.buffers() if buffer is not None]
+    with torch.random.fork_rng(devices=[]):
+        found = rows.name(lambda: job.loss(module, on_device))
+    for buffer, value in zip((one for one in module.buffers() if one is not None), kept, strict=True):
+        buffer.copy_(value)
+    lookups.remove()
+    return [len(ids) for ids in found]
