@@ -11,6 +11,7 @@ rank. Ranks 0 and 1 are servers where there are servers, ranks 2 and 3 workers. 
     rpc          half of the rows on each server as a remote module of torch.distributed.rpc, distributed autograd and
                  optimizer, the tower by DDP over gloo (as torch's tutorial combines the two)
     sync         `mpitrain.train` under sync(servers=2) with a ServedEmbedding, reading of data included
+    hybrid       the same under hybrid(servers=2): the tower by an all-reduce between the workers
     async        the same under async(servers=2): a step is one batch of each worker
 
 Every run of ours begins with rows that nobody has asked for, which costs more than rows that are there. Bytes are those
@@ -243,7 +244,7 @@ OTHERS = {"gloo dense": Dense, "all-to-all": AllToAll, "rpc": Remote}
 
 def measure(rows, batch, options, group):
     ways = others(rows, batch, group)
-    trained = {name: Trained(rows, batch, f"{name}(servers=2)") for name in ("sync", "async")}
+    trained = {name: Trained(rows, batch, f"{name}(servers=2)") for name in ("sync", "hybrid", "async")}
     seconds = {name: [] for name in (*OTHERS, *trained)}
     for number in range(options.rounds + 1):
         for name in OTHERS:
@@ -256,7 +257,7 @@ def measure(rows, batch, options, group):
             seconds[name].append((time.perf_counter() - began_s) / num_steps)
         for name, way in trained.items():
             counter.num_rows = counter.id_bytes = counter.num_pushes = 0
-            seconds[name].append(way.seconds((32 if name == "sync" else 64) * options.block))
+            seconds[name].append(way.seconds((64 if name == "async" else 32) * options.block))
             if name == "sync" and number == 0:
                 sizes = traffic(way.result)
     return {name: values[1:] for name, values in seconds.items()}, sizes

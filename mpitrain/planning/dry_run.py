@@ -232,12 +232,17 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
         return lines + describe_allreduce_codec(job.strategy.codec, module, num_bytes, num)
     from mpitrain.model import check_optimizer
     from mpitrain.model.flat import make_layout
-    from mpitrain.planning.tables import describe_tables
+    from mpitrain.planning.tables import describe_reduced, describe_tables
+    from mpitrain.training.roads import choose_roads
 
     strategy = job.strategy
     assert isinstance(strategy, ServerStrategy)
     check_optimizer(optimizer, strategy)
-    layout = make_layout(module, optimizer, len(roles.servers))
+    roads = choose_roads(job, module, catalogue)
+    layout = make_layout(module, optimizer, len(roles.servers), strategy.reduces)
+    if strategy.reduces:
+        lines += describe_reduced(job, module, optimizer, roads, len(roles.workers))
+        return [*lines, *describe_tables(job, strategy, module, catalogue)]
     numbers = layout.cuts[-1]
     push, reply = message_sizes(strategy, module, numbers, layout.dtype)
     for shard, rank in enumerate(roles.servers):

@@ -9,16 +9,33 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.optim import Optimizer
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.embedding.tables import tables_of
 from mpitrain.model.buffers import wire_dtype
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.system.sizes import size_text
-from mpitrain.training.roads import touched_rows
+from mpitrain.training.roads import Road, reduced_bytes, touched_rows
 
 if TYPE_CHECKING:
     from mpitrain.job import Job
+
+
+def describe_reduced(
+    job: Job, module: nn.Module, optimizer: Optimizer, roads: list[Road], num_workers: int
+) -> Iterator[str]:
+    """Lines of what workers all-reduce: the dense parameters, and the tables that are among them."""
+    num_bytes = reduced_bytes(job, module, optimizer)
+    least = size_text(2 * (num_workers - 1) / num_workers * num_bytes)
+    yield f"messages    allreduce of {size_text(num_bytes)} a step among the workers; at least {least} sent by each"
+    for road in roads:
+        if road.is_dense:
+            table = road.table
+            yield (
+                f"            {table.name} is part of it: {table.num_rows:,} rows of {table.width}, and the first "
+                f"batch touches {road.num_touched:,}"
+            )
 
 
 def describe_tables(
@@ -42,6 +59,6 @@ def describe_tables(
             f"            a push carries {sizes[0]} bytes of each row that a batch touches and its answer {sizes[1]}, "
             "with their ids"
         )
-        most = 2 * touched > table.num_rows and not table.is_served
+        most = 2 * touched > table.num_rows and not table.is_served and not strategy.reduces
         advice = ": with sparse_as_dense=True about as much would travel" if most else ""
         yield f"            the first batch touches {touched:,} rows{advice}"

@@ -196,7 +196,7 @@ class EmptyPeer(_Steps):
         return ""
 
 
-class _Reduction:
+class EmptyReduction:
     """What a worker brings to an all-reduce: bytes, and what is to happen when it is over."""
 
     def __init__(self, num_bytes: float, then: Callable[[], None] = lambda: None):
@@ -238,23 +238,23 @@ class EmptyLocalReplica(_Steps):
         self.samples += turn.num_samples
         return 0.0
 
-    def reduce_gradients(self) -> _Reduction | None:
+    def reduce_gradients(self) -> EmptyReduction | None:
         """The mean of all, where the step is one of allreduce."""
-        return _Reduction(self._model_bytes) if self._averages_gradients else None
+        return EmptyReduction(self._model_bytes) if self._averages_gradients else None
 
-    def end_step(self) -> _Reduction | None:
+    def end_step(self) -> EmptyReduction | None:
         """The averaging that is due."""
         return self._average() if self.strategy.on_step(self.memory, self._count) else None
 
     def settle(self) -> None:
         """Nothing is written."""
 
-    def finish(self) -> _Reduction | None:
+    def finish(self) -> EmptyReduction | None:
         """The last averaging."""
         return self._average() if self.memory["since"] else None
 
-    def _average(self) -> _Reduction:
-        return _Reduction(self._mean_bytes, self._averaged)
+    def _average(self) -> EmptyReduction:
+        return EmptyReduction(self._mean_bytes, self._averaged)
 
     def _averaged(self) -> None:
         self.strategy.on_average(self.memory)

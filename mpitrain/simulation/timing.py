@@ -22,7 +22,15 @@ from mpitrain.roles import FaultTolerantServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.roles.peer import Peer
-from mpitrain.simulation.empty import Bytes, EmptyLocalReplica, EmptyPeer, EmptyReplica, EmptyStore, Quiet
+from mpitrain.simulation.empty import (
+    Bytes,
+    EmptyLocalReplica,
+    EmptyPeer,
+    EmptyReduction,
+    EmptyReplica,
+    EmptyStore,
+    Quiet,
+)
 from mpitrain.simulation.workload import Workload as Workload
 from mpitrain.simulation.workload import codec_of, updates_itself
 from mpitrain.strategies.base import ServerStrategy, Strategy
@@ -34,6 +42,7 @@ from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
 from mpitrain.system.trace import TraceSteps, file_name, switch
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
+from mpitrain.virtual.ring import Ring
 from mpitrain.virtual.traces import VirtualTrace
 
 _UNCODED = Uncompressed()
@@ -127,8 +136,10 @@ class _Timing:
             for shard in range(len(numbers))
         ]
         roles = {rank: server.run() for rank, server in zip(ranks.servers, servers, strict=True)}
+        ring = Ring(ranks.workers, _nobody_asks) if strategy.reduces else None
         for index, rank in enumerate(ranks.workers):
-            roles[rank] = self._straggling(index, self._worker(strategy, ranks, rank, pushes).run())
+            role = self._straggling(index, self._worker(strategy, ranks, rank, pushes).run())
+            roles[rank] = role if ring is None else ring.follow(rank, role)
         self.parts = {
             rank: part / load.num_parameters for rank, part in zip(ranks.servers, numbers, strict=True)
         }
@@ -173,6 +184,7 @@ class _Timing:
             part_samples=-(-part // self.number) if strategy.batching == PerRound() else part,
             deliver=lambda: {"metrics": {}},
             signs_s=SIGNS_S if strategy.blocks_apart and self.silence else 0.0,
+            reduction=(lambda is_finite: EmptyReduction(load.reduced_bytes)) if strategy.reduces else None,
         )  # fmt: skip
 
     def among_peers(self, strategy: Decentralized) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Workload:
         buffer_bytes, optimizer_bytes: of floating buffers and of optimizer state, which `localsgd` can average.
         push_share, reply_share: bytes of a push, or of a reply, as a share of the same in full numbers; they must be
             given where a codec decides how many numbers travel, or batches do, which touch rows of tables.
+        reduced_bytes: of what workers over servers all-reduce among themselves.
     """
 
     num_parameters: int
@@ -46,6 +47,7 @@ class Workload:
     optimizer_bytes: int = 0
     push_share: float | None = None
     reply_share: float | None = None
+    reduced_bytes: int = 0
 
     @classmethod
     def of(cls, job: Any, steps: int | None = None, **changes: Any) -> Workload:
@@ -54,10 +56,12 @@ class Workload:
 
         from mpitrain.model.flat import trainable
         from mpitrain.training.measure import build
+        from mpitrain.training.roads import choose_roads, reduced_bytes
 
         module, optimizer = build(job, None, torch.device("cpu"))
         numbers = [parameter for _, parameter, _ in trainable(module, optimizer)]
         catalogue = job.data.scan()
+        choose_roads(job, module, catalogue)
         fields = {
             "num_parameters": sum(one.numel() for one in numbers),
             "number_bytes": numbers[0].element_size(),
@@ -71,6 +75,7 @@ class Workload:
             "buffer_bytes": sum(
                 one.numel() * one.element_size() for one in module.buffers() if one.is_floating_point()
             ),
+            "reduced_bytes": reduced_bytes(job, module, optimizer),
         }
         return cls(**{**fields, **changes})
 

@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.embedding.lookups import HeldRows, Lookups
 from mpitrain.embedding.tables import Table, tables_of
 from mpitrain.job import Job
+from mpitrain.model.flat import trainable
 from mpitrain.model.sparse_gradients import row_bytes
+from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.parameter_server.hybrid import Hybrid
 
 
@@ -40,6 +43,15 @@ def choose_roads(job: Job, module: nn.Module, catalogue: Catalogue) -> list[Road
             table.layer.sparse = False
         roads.append(Road(table, is_dense, num_touched))
     return roads
+
+
+def reduced_bytes(job: Job, module: nn.Module, optimizer: Optimizer) -> int:
+    """Bytes that workers over servers all-reduce among themselves, once roads are chosen: gradients and their share."""
+    if not isinstance(job.strategy, ServerStrategy) or not job.strategy.reduces:
+        return 0
+    apart = {id(table.parameter) for table in tables_of(module)}
+    every = [parameter for _, parameter, _ in trainable(module, optimizer)]
+    return sum(one.nbytes for one in every if id(one) not in apart) + every[0].element_size()
 
 
 def touched_rows(job: Job, module: nn.Module, tables: list[Table], catalogue: Catalogue) -> list[int]:

@@ -52,6 +52,13 @@ def test_after_the_death_of_workers_every_gradient_has_been_applied_to_every_row
     assert same_model(*(tmp_path / name / "model.safetensors" for name in ("whole", "killed")))
 
 
+def test_the_death_of_a_worker_ends_an_allreduce_beside_servers(tmp_path):
+    """Also where MPI would let the others go on; nobody waits for the dead one."""
+    path = tmp_path / "killed"
+    ended = faulty(path, "hybrid(servers=2,tables='servers')", ["kill(worker=1,at_step=2)"], 5)
+    assert ended.code != 0 and "rank 3" in ended.stderr + ended.stdout, ended
+
+
 def test_an_id_that_is_no_row_is_refused_by_rank_step_and_place(tmp_path):
     ended = faulty(tmp_path / "bad", "sync(servers=2)", [], 4, bad=3)
     said = ended.stderr + ended.stdout

@@ -185,5 +185,11 @@ def test_a_plan_says_what_a_row_of_a_table_on_servers_takes():
     few = describe(toy.dataclasses.replace(job, model=Crowded), Overrides(), 6, 1)
     assert "the first batch touches 3 rows: with sparse_as_dense=True about as much would travel" in few
     assert "each worker sends 16 B and receives 32 B per batch" in said
+    alone = toy.dataclasses.replace(job, strategy=parse("hybrid(servers=2,tables='servers')", "strategy"))
+    said = describe(alone, Overrides(), 6, 1)
+    assert (
+        "allreduce of 36 B a step among the workers; at least 54 B sent by each" in said
+    )  # 8 numbers and a share
+    assert "table: 85 rows of 4" in said and "shard" not in said.split("model  ")[1].split("tables  ")[0]
     served = toy.dataclasses.replace(job, model=sparse_jobs.Served)
     assert "on the servers alone" in describe(served, Overrides(), 6, 1)

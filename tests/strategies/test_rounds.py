@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mpitrain.errors import UsageError
 from mpitrain.roles.server.leases import Leases
-from mpitrain.strategies import Sync
+from mpitrain.strategies import Hybrid, Sync
 from mpitrain.strategies.sampling.dealer import BatchDealer, share_out
 from mpitrain.strategies.sampling.step_partition import StepPartition
 
@@ -88,27 +88,48 @@ def test_within_one_window_rounds_are_contiguous_global_batches(
     assert [[lease[1:3] for lease in leases] for leases in drain(rounds)] == expected
 
 
+def dealt_by_server(strategy, rounds, num_samples, num_rounds, drop_last, window):
+    """The leases of so many rounds, and how many samples were left out, over the calls that a server makes: leases
+    ahead at first, then one with every answer."""
+    workers = list(range(rounds.num_workers))
+    dealer = BatchDealer(num_samples, 2, rounds.batch_size, None, drop_last, rounds.num_workers, window)
+    leases = Leases(strategy, dealer, rounds.num_workers, rounds.batch_size)
+    leases.first(workers, set(workers))
+    dealt = {worker: leases.take(worker, 0, set(workers)) for worker in workers}
+    for _ in range(num_rounds):
+        for worker in workers:
+            leases.settle(worker)
+            dealt[worker] += leases.take(worker, 1, set(workers))
+    found = [list(leases) for leases in zip(*(dealt[worker] for worker in workers), strict=True)]
+    return found, dealer.num_left_out
+
+
 @given(**SIZES, drop_last=st.booleans())
 def test_they_are_what_a_server_deals_in_lockstep(num_samples, batch_size, num_workers, window, drop_last):
-    """Two epochs, over the calls that a server makes: leases ahead at first, then one with every answer. The last round
-    of an epoch, too, but for a rest of less than a sample for each, which servers deal and these leave out."""
+    """Two epochs. The last round of an epoch, too, but for a rest of less than a sample for each, which servers deal
+    and these leave out."""
     assume(num_samples >= num_workers * batch_size or not drop_last)
     rounds = StepPartition(num_samples, batch_size, num_workers, window, drop_last)
     found = drain(rounds)
     left_out = rounds.next_epoch()
     assume(drop_last or not left_out)
     found += drain(rounds)
-    workers = list(range(num_workers))
-    dealer = BatchDealer(num_samples, 2, batch_size, None, drop_last, num_workers, window)
-    leases = Leases(Sync(), dealer, num_workers, batch_size)
-    leases.first(workers, set(workers))
-    dealt = {worker: leases.take(worker, 0, set(workers)) for worker in workers}
-    for _ in found:
-        for worker in workers:
-            leases.settle(worker)
-            dealt[worker] += leases.take(worker, 1, set(workers))
-    assert found == [list(leases) for leases in zip(*(dealt[worker] for worker in workers), strict=True)]
-    assert dealer.num_left_out == 2 * left_out
+    dealt = dealt_by_server(Sync(), rounds, num_samples, len(found), drop_last, window)
+    assert dealt == (found, 2 * left_out)
+
+
+@given(**SIZES, drop_last=st.booleans())
+def test_they_are_what_a_server_deals_where_workers_all_reduce(
+    num_samples, batch_size, num_workers, window, drop_last
+):
+    """Two epochs, whatever their rest: everybody is dealt as many leases."""
+    assume(num_samples >= num_workers)
+    rounds = StepPartition(num_samples, batch_size, num_workers, window, drop_last)
+    found = drain(rounds)
+    left_out = rounds.next_epoch()
+    found += drain(rounds)
+    dealt = dealt_by_server(Hybrid(), rounds, num_samples, len(found), drop_last, window)
+    assert dealt == (found, 2 * left_out)
 
 
 @given(**SIZES, num_epochs=st.integers(1, 3), cut=st.integers(0, 40))

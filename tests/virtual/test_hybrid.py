@@ -10,11 +10,14 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import UsageError
+from mpitrain.job import Overrides
+from mpitrain.planning.dry_run import describe
+from mpitrain.simulation.comparison import Comparison
 from mpitrain.training.measure import same_model
 from mpitrain.values import parse
 from mpitrain.virtual import Constant
 from tests import small_jobs, sparse_jobs, toy
-from tests.virtual.test_served_tables import Chained, simulated
+from tests.virtual.test_served_tables import Chained, simulated, wide
 
 SERVED = "hybrid(servers={},tables='servers')"
 
@@ -89,6 +92,24 @@ def test_one_worker_is_serial_training(tmp_path):
     job = sparse_jobs.make_job(loss=sparse_jobs.square_loss, batch_size=5)
     simulated(tmp_path / "hybrid", job, SERVED.format(2), 1)
     assert same_model(*(tmp_path / name / "model.safetensors" for name in ("alone", "hybrid")))
+
+
+@pytest.mark.parametrize(("workers", "batch_size"), [(5, 4), (7, 3), (3, 16)])
+@pytest.mark.parametrize(
+    "rates", [{}, {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)}]
+)
+def test_it_trains_what_an_allreduce_trains(tmp_path, workers, batch_size, rates):
+    """Of the same batches, the last ones of an epoch smaller and unequal, or left out."""
+    models = []
+    for sparse, text in ((False, "allreduce()"), (True, SERVED.format(2))):
+        job = sparse_jobs.make_job(
+            sparse, loss=sparse_jobs.square_loss, batch_size=batch_size, epochs=3, **rates
+        )
+        result = simulated(tmp_path / str(sparse), job, text, workers)
+        models.append((result["steps"], load_file(tmp_path / str(sparse) / "model.safetensors")))
+    assert models[0][0] == models[1][0]
+    for name, tensor in models[0][1].items():
+        torch.testing.assert_close(models[1][1][name], tensor, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("workers", "batch_size", "left_out"), [(5, 4, 0), (7, 3, 2 * 6), (3, 16, 0)])
@@ -185,6 +206,9 @@ def test_each_table_takes_the_road_of_fewer_bytes(tmp_path):
         text: simulated(tmp_path / str(number), job, text)
         for number, text in enumerate(("hybrid()", "hybrid(tables='servers')"))
     }
+    said = describe(dataclasses.replace(job, strategy=mt.Hybrid()), Overrides(), 5, 1)
+    assert f"often is part of it: {small_jobs.NUM_TOKENS} rows of 8192, and the first batch touches" in said
+    assert "tables      seldom" in said and "tables      often" not in said
     pushed = [result["pushed_bytes"] for result in results.values()]
     often = small_jobs.NUM_TOKENS * 8192 * 4
     assert pushed[0] < often / 8 < pushed[1]  # rows of the first table went with the dense parameters
@@ -196,6 +220,18 @@ def test_each_table_takes_the_road_of_fewer_bytes(tmp_path):
 def test_where_every_table_is_dense_servers_would_have_nothing_to_do(tmp_path):
     with pytest.raises(UsageError, match=r'use allreduce\(\), or hybrid\(tables="servers"\)'):
         simulated(tmp_path, sparse_jobs.make_job(), "hybrid()")
+
+
+def test_timing_alone_takes_as_long(tmp_path):
+    """On a slow link, where messages take nearly all of the time."""
+    network, text = parse("link(gbit_per_s=0.001,latency_s=0.001)", "network"), "hybrid(servers=2)"
+    job = wide(True)
+    counted = simulated(tmp_path / "run", job, text, network=network, compute=Constant(1e-3, 0.0))
+    options = Overrides(run_dir=str(tmp_path / "timed"), quiet=True)
+    runs = Comparison(job, options, Constant(1e-3, 0.0), network, timing_only=True)
+    timed = runs.timed(parse(text, "strategy"), 4, tmp_path / "timed")
+    assert timed["steps"] == counted["steps"]
+    assert timed["virtual_s"] == pytest.approx(counted["virtual_s"], rel=0.1)
 
 
 def test_a_norm_of_the_whole_gradient_is_refused(tmp_path):

@@ -87,6 +87,44 @@ def case_an_asynchronous_run_is_replayed_to_the_bit(rt):
         assert found["replay_identical"]
 
 
+def case_an_allreduce_beside_servers_trains_their_bits_and_goes_on_with_others(rt):
+    """Sums of a linear loss are exact, in whatever order MPI makes them."""
+    for make, kind in ((sparse_jobs.make_job, "held"), (served, "served")):
+        job = partial(make, validate=toy.Memory(), checkpoint_every="48")
+        trained(f"{kind} alone", job(epochs=3), "sync(servers=2)")
+        trained(f"{kind} beside", job(epochs=3), "hybrid(servers=2,tables='servers')")
+        trained(f"{kind} begun", job(epochs=1), "hybrid(servers=2,tables='servers')")
+        resume = str(OUT / f"{kind} begun")
+        trained(f"{kind} gone on", job(epochs=3), "hybrid(servers=2,tables='servers')", resume=resume)
+        assert same(f"{kind} alone", f"{kind} beside") and same(f"{kind} alone", f"{kind} gone on")
+    tables = [
+        sparse_jobs.table_of(OUT / f"served {name}", served()) for name in ("alone", "beside", "gone on")
+    ]
+    assert torch.equal(tables[0], tables[1]) and torch.equal(tables[0], tables[2])
+
+
+def case_an_allreduce_beside_servers_goes_on_with_as_many_workers_alone(rt):
+    job = partial(sparse_jobs.make_job, optimizer="adagrad", loss=sparse_jobs.square_loss)
+    trained("three", job(epochs=1, checkpoint_every="48"), "hybrid(servers=2,tables='servers')")
+    try:
+        trained("four", job(epochs=2), "hybrid(tables='servers')", resume=str(OUT / "three"))
+    except (AgreedError, UsageError) as error:
+        assert "its number of workers, which step together, is 3, this job's is 4" in str(error)
+    else:
+        raise AssertionError("accepted")
+
+
+def case_an_allreduce_beside_servers_is_what_is_simulated(rt):
+    """To the rounding of its sums."""
+    job = sparse_jobs.make_job(loss=sparse_jobs.square_loss, optimizer="adagrad", epochs=2)
+    trained("numbers", job, "hybrid(servers=2,tables='servers')")
+    if rt.rank == 0:
+        strategy = parse("hybrid(servers=2,tables='servers')", "strategy")
+        mt.simulate(job, strategy, workers=3, run_dir=str(OUT / "virtual"), quiet=True)
+        for name, tensor in weights("virtual").items():
+            torch.testing.assert_close(weights("numbers")[name], tensor, rtol=1e-6, atol=1e-7)
+
+
 class Large(nn.Module):
     """A gigabyte of rows."""
 
