@@ -1,9 +1,9 @@
 """What does a training step of a large embedding cost two workers whose table lives elsewhere than on both of them?
 
-    mpitrain launch -n 4 benchmarks/tables.py [--rounds 5] [--rows 10000 4000000] [--batch 64 512]
+    mpitrain launch -n 4 benchmarks/tables.py [--rounds 5] [--rows 10000 4000000] [--batch 64 512] [--hidden 64]
 
-One table of 16 columns, 8 words a sample drawn by Zipf's law (exponent 1), a small dense tower, SGD, one torch thread a
-rank. Ranks 0 and 1 are servers where there are servers, ranks 2 and 3 workers. The ways take turns:
+One table of 16 columns, 8 words a sample drawn by Zipf's law (exponent 1), a dense tower of `--hidden` units, SGD, one
+torch thread a rank. Ranks 0 and 1 are servers where there are servers, ranks 2 and 3 workers. The ways take turns:
 
     gloo dense   torch's DDP over gloo on the two workers, whole gradients: the peer
     all-to-all   half of the rows on each worker: ids, rows and gradients by all_to_all over gloo, the tower by DDP
@@ -48,7 +48,8 @@ WORKER = runtime.rank - SERVERS  # below 0 on servers
 
 
 def tower():
-    return nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
+    hidden = options.hidden
+    return nn.Sequential(nn.Linear(WIDTH, hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
 
 def zipf(uniform, rows):
@@ -242,7 +243,7 @@ def others(rows, batch, group):
 OTHERS = {"gloo dense": Dense, "all-to-all": AllToAll, "rpc": Remote}
 
 
-def measure(rows, batch, options, group):
+def measure(rows, batch, group):
     ways = others(rows, batch, group)
     trained = {name: Trained(rows, batch, f"{name}(servers=2)") for name in ("sync", "hybrid", "async")}
     seconds = {name: [] for name in (*OTHERS, *trained)}
@@ -278,7 +279,7 @@ def traffic(result):
     }  # fmt: skip
 
 
-def show(rows, batch, seconds, sizes, options):
+def show(rows, batch, seconds, sizes):
     whole = rows * WIDTH * 4
     lines = [("way", "median ms", "gloo dense over it (95 %)")]
     ratios = {}
@@ -287,7 +288,9 @@ def show(rows, batch, seconds, sizes, options):
         lines.append(
             (name, f"{statistics.median(values) * 1e3:.2f}", f"{middle:.2f} ({low:.2f} - {high:.2f})")
         )
-    print(f"\n{rows:,} rows of {WIDTH}, batch {batch} x {WORDS} words, {options.rounds} rounds")
+    print(
+        f"\n{rows:,} rows of {WIDTH}, batch {batch} x {WORDS} words, {options.hidden} units, {options.rounds} rounds"
+    )
     print(table(lines))
     print(
         f"a step pushes {sizes['touched_rows']:,.0f} rows: {sizes['row_bytes']:,.0f} bytes with their ids, "
@@ -296,21 +299,26 @@ def show(rows, batch, seconds, sizes, options):
     )
     row = {
         "rows": rows, "batch": batch, "words": WORDS, "width": WIDTH, "rounds": options.rounds, "block": options.block,
+        "hidden": options.hidden,
         "median_ms": {name: statistics.median(values) * 1e3 for name, values in seconds.items()},
         "gloo_dense_over": ratios, "dense_bytes": whole, **sizes,
     }  # fmt: skip
     write_row("tables", row | {"mpi": runtime.library})
 
 
-def main():
-    from torch.distributed import rpc
-
+def read_options():
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 4_000_000])
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 512])
-    options = parser.parse_args()
+    parser.add_argument("--hidden", type=int, default=64)
+    return parser.parse_args()
+
+
+def main():
+    from torch.distributed import rpc
+
     assert runtime.size == 4, "start with 4 ranks"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="mpi://")
@@ -324,9 +332,9 @@ def main():
         print(f"{machine()['cpu']}, {machine()['num_cores']} cores, one thread a rank")
     for rows in options.rows:
         for batch in options.batch:
-            seconds, sizes = measure(rows, batch, options, group)
+            seconds, sizes = measure(rows, batch, group)
             if runtime.rank == 0:
-                show(rows, batch, seconds, sizes, options)
+                show(rows, batch, seconds, sizes)
     runtime.barrier()
     rpc.shutdown()
     never_destroyed(dist.group.WORLD, group)
@@ -335,5 +343,5 @@ def main():
 
 
 if __name__ == "__main__":
-    counter = Counter()
+    options, counter = read_options(), Counter()
     main()

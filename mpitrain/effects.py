@@ -109,6 +109,13 @@ class Exchange(NamedTuple):
     num_bytes: Callable[[], float]
 
 
+class Begin(NamedTuple):
+    """The all-reduce that this rank comes to next, of the same reduction, may begin; answered at once. Over MPI its
+    first collective is under way from here on; in virtual time nothing is before the rank comes to it."""
+
+    reduction: Reduction
+
+
 class AllReduce(NamedTuple):
     """Reduce with all other ranks of the world, or with all workers where it has servers; answered when all have come
     to it."""
@@ -116,13 +123,13 @@ class AllReduce(NamedTuple):
     reduction: Reduction
 
 
-Effect = Send | Recv | Compute | Now | Sleep | Forget | Break | AllReduce
+Effect = Send | Recv | Compute | Now | Sleep | Forget | Break | Begin | AllReduce
 Role = Generator[Effect, Any, Any]
 
 
-def drive(generator: Generator[Any, Any, Any], answer: Callable[[Any], Any]) -> Any:
-    """Run a generator to its end, each thing that it yields answered by `answer`; returns what it returns."""
-    answered: Any = None
+def drive(generator: Generator[Any, Any, Any], answer: Callable[[Any], Any], answered: Any = None) -> Any:
+    """Run a generator to its end, each thing that it yields answered by `answer`; returns what it returns. `answered`:
+    to what it has yielded already, if it has."""
     while True:
         try:
             asked = generator.send(answered)

@@ -6,7 +6,7 @@ meanwhile; inside MPI it only adds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpitrain.mpi.bindings import MPI
@@ -28,13 +28,21 @@ class WorkersSum:
         self._control_comm = self._comm.Dup()
         runtime.communicators += [self._comm, self._control_comm]
 
-    def __call__(self, vector: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place of a contiguous vector in host memory."""
-        if self._comm.size > 1:
-            op = self._engine.submit_collective(
-                lambda may_block: self._comm.Allreduce(MPI.IN_PLACE, as_buffer(vector)),
-                self._control_comm,
-                f"sum of {vector.numel()} numbers",
-            )
+    def begin(self, vector: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin the sum over all ranks, in place of a contiguous vector in host memory; what is returned waits for the
+        end, and returns the vector."""
+        op = self._engine.submit_collective(
+            lambda may_block: self._comm.Allreduce(MPI.IN_PLACE, as_buffer(vector)),
+            self._control_comm,
+            f"sum of {vector.numel()} numbers",
+        )
+
+        def end() -> torch.Tensor:
             self._engine.wait(op)
-        return vector
+            return vector
+
+        return end
+
+    def __call__(self, vector: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, as `begin` makes it."""
+        return self.begin(vector)()

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Executor, wait
 from typing import Any
 
 from mpitrain.effects import (
     AllReduce,
+    Begin,
     Break,
     Compute,
     Effect,
@@ -83,6 +84,7 @@ class MpiWorld:
         leave_s: how long to wait, in the end, for what was sent to leave; the engine sends the rest all the same.
         computer: computes gradients on a thread of its own; the thread that owns MPI drives messages meanwhile.
         reduce: one collective of an all-reduce: answers what this rank brings with what has come of it.
+        begin: begins one; what it returns waits for the end, and answers as `reduce` does.
     """
 
     def __init__(
@@ -95,12 +97,15 @@ class MpiWorld:
         may_die: Collection[int] = (),
         leave_s: float | None = None,
         reduce: Callable[[Any], Any] | None = None,
+        begin: Callable[[Any], Callable[[], Any]] | None = None,
     ):
         self.engine, self.buffer_for, self.on_step = engine, buffer_for, on_step
         self._peers = {rank: _Peer(rank) for rank in peers}
         self._inbox: deque[tuple[int, Message]] = deque()
         self._computer, self._may_die, self._leave_s = computer, frozenset(may_die), leave_s
-        self._reduce = reduce
+        self._reduce, self._begin = reduce, begin
+        # the rounds of an all-reduce, and what waits for the end of the first
+        self._begun: tuple[Generator[Any, Any, Any], Callable[[], Any]] | None = None
         self._error: BaseException | None = None
         self._tear_next = False  # as injected: the stamps of the next payload are to differ
         self._start_s = time.monotonic()
@@ -176,9 +181,17 @@ class MpiWorld:
             )
         if isinstance(effect, Break):
             return self._break(effect)
+        if isinstance(effect, Begin):
+            assert self._begin is not None, "this world has no group to reduce over in the background"
+            rounds = effect.reduction.rounds()
+            self._begun = rounds, self._begin(next(rounds))
+            return None
         if isinstance(effect, AllReduce):
             assert self._reduce is not None, "this world has no group to reduce over"
-            return drive(effect.reduction.rounds(), self._reduce)
+            if self._begun is None:
+                return drive(effect.reduction.rounds(), self._reduce)
+            (rounds, end), self._begun = self._begun, None
+            return drive(rounds, self._reduce, end())
         assert isinstance(effect, Now), f"{effect!r} is no effect"
         return time.monotonic() - self._start_s
 

@@ -4,8 +4,8 @@ when all have answered.
 Invariants: a worker knows versions, leases and who has answered; what a gradient is, and what its own
 parameters do between two reads, only its replica knows. Every push is answered; the answer brings parameters
 when the push asked for them. With two pushes in flight the answer to one is taken in just before the next
-leaves. Where workers all-reduce, each push that has been answered is followed by one all-reduce: all have pushed then,
-so nobody waits in it for a worker that still computes, or validates.
+leaves. Where workers all-reduce, each push begins an all-reduce, and the end of that follows its answer: all have
+pushed then, so nobody who waits in it is asked to help with a validation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-from mpitrain.effects import AllReduce, Compute, Effect, Interrupted, Now, Reduction, Role, Send
+from mpitrain.effects import AllReduce, Begin, Compute, Effect, Interrupted, Now, Reduction, Role, Send
 from mpitrain.messages import (
     Answer,
     Away,
@@ -127,7 +127,7 @@ class Worker:
         self._since_pull = self._num_prefetched = 0
         self._joined = self._standby = self._requested = False
         self._num_awaited = 0  # pushes that have not been answered
-        self._is_finite = True  # all of the last push
+        self._reduction: Reduction | None = None  # that has begun
 
     def run(self) -> Role:
         """Work until no lease is left or a server says stop; returns this worker's counts."""
@@ -277,7 +277,7 @@ class Worker:
         ends = self.next_checkpoint is not None and self.next_checkpoint.final
         asks = not ends and (self._requested or (self.writer is not None and self.writer.asked()))
         pull = self._since_pull >= self.pull_every or self.pull_every == self.push_every
-        self._is_finite = all(gradient.finite for gradient in self._unpushed)
+        is_finite = all(gradient.finite for gradient in self._unpushed)
         for shard, server in enumerate(self.roles.servers):
             message = Push(
                 version=versions[shard],
@@ -286,7 +286,7 @@ class Worker:
                 payload=payloads[shard],
                 share=sum([gradient.share for gradient in self._unpushed]),
                 loss=loss,
-                finite=self._is_finite,
+                finite=is_finite,
                 pull=pull,
                 lease=lease,
                 num_batches=len(self._unpushed),
@@ -294,6 +294,9 @@ class Worker:
                 options=self._unpushed[-1].options,
             )
             yield Send(server, message)
+        if self.reduction is not None:
+            self._reduction = self.reduction(is_finite)
+            yield Begin(self._reduction)
         self._unpushed.clear()
         self._since_pull = 0 if pull else self._since_pull
         self.step, self._num_awaited = self.step + 1, self._num_awaited + 1
@@ -308,14 +311,12 @@ class Worker:
 
     def _await_answer(self) -> Generator[Effect, Any, None]:
         while self._num_awaited:
-            yield from self.collect(pushed=True)
+            yield from self.collect()
             self._num_awaited -= 1
 
-    def collect(
-        self, awaited: type[Answer] | type[Final] = Answer, pushed: bool = False
-    ) -> Generator[Effect, Any, None]:
-        """Wait until every shard has answered, a push where `pushed`. A restart that crossed this worker's last message
-        is no answer: a reply names the push that it answers by the next one's step."""
+    def collect(self, awaited: type[Answer] | type[Final] = Answer) -> Generator[Effect, Any, None]:
+        """Wait until every shard has answered, and all-reduce what a push has begun. A restart that crossed this
+        worker's last message is no answer: a reply names the push that it answers by the next one's step."""
         missing = set(self.roles.servers)
         while missing:
             source, message = yield from self._receive(missing, served=awaited is not Final)
@@ -332,8 +333,9 @@ class Worker:
             if not crossed:
                 missing.discard(source)
             self.take_in(source, message)
-        if pushed and self.reduction is not None:
-            yield AllReduce(self.reduction(self._is_finite))
+        if self._reduction is not None:
+            yield AllReduce(self._reduction)
+            self._reduction = None
         if self._part_of and self.writer is not None:
             writer, checkpoint_at, self._part_of = self.writer, self._part_of, 0
             yield Compute(lambda: self._keep(writer, checkpoint_at), "checkpoint")

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from mpitrain.effects import AllReduce, Effect, Recv, Reduction, Role, Send, replaced
+from mpitrain.effects import AllReduce, Begin, Effect, Recv, Reduction, Role, Send, replaced
 from mpitrain.messages import Update
 
 # What all ranks bring to one collective, in the order of ranks; answers what each of them is sent.
@@ -58,6 +58,8 @@ class Ring:
     def _answer(self, rank: int, effect: Effect) -> Role:
         if isinstance(effect, Recv):
             return (yield from self._receive(rank, effect))
+        if isinstance(effect, Begin):
+            return None
         if not isinstance(effect, AllReduce):
             return (yield effect)
         number = self._bring(rank, effect.reduction)

@@ -226,7 +226,7 @@ def _work(
             builder.buffer_for,
             straggler.wrap(role),
             computer=compute_thread(device) if builder.strategy.inflight > 1 else None,
-            reduce=WorkersSum(runtime, session.roles.workers) if builder.strategy.reduces else None,
+            workers_sum=WorkersSum(runtime, session.roles.workers) if builder.strategy.reduces else None,
         )
     replica.finish()
     writer.wait()

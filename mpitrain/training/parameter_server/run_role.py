@@ -6,13 +6,13 @@ Invariants: this file knows what differs between launches that survive a death, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
 from mpitrain.effects import Role
 from mpitrain.errors import EvictedError, LostRankError
 from mpitrain.mpi.traced_world import make_world
+from mpitrain.mpi.workers_sum import WorkersSum
 from mpitrain.roles.failure_detector.silence import MID_SILENCE_S
 from mpitrain.roles.failure_detector.worker_side import report_failure
 from mpitrain.training.session import Session
@@ -27,9 +27,10 @@ def heartbeat_s(session: Session) -> float:
 
 def run_role(
     session: Session, peers: tuple[int, ...], buffer_for: Any, role: Role,
-    computer: Executor | None = None, may_die: tuple[int, ...] = (), reduce: Callable[[Any], Any] | None = None,
+    computer: Executor | None = None, may_die: tuple[int, ...] = (), workers_sum: WorkersSum | None = None,
 ) -> Any:  # fmt: skip
-    """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`.
+    """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`;
+    `workers_sum`: of a role that all-reduces.
 
     Where MPI would not report the failure of a worker, the worker reports it to its servers before the error goes on.
     """
@@ -40,7 +41,15 @@ def run_role(
 
     timeout_s = heartbeat_s(session)
     world = make_world(
-        runtime.engine, peers, buffer_for, on_step, computer, may_die, timeout_s or None, reduce
+        runtime.engine,
+        peers,
+        buffer_for,
+        on_step,
+        computer,
+        may_die,
+        timeout_s or None,
+        workers_sum,
+        workers_sum.begin if workers_sum is not None else None,
     )
     try:
         returned = world.run(role)
