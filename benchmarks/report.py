@@ -414,16 +414,20 @@ def sparse() -> str:
 
 
 def tables() -> str:
-    found = newest("tables", "rows", "batch")
+    found = newest("tables", "rows", "batch", "hidden")
+    found = {key: row for key, row in found.items() if "hybrid" in row}
     ways = list(next(iter(found.values()))["median_ms"])
-    head = ("rows of 16", "batch", *(f"{way}, ms" for way in ways), "gloo dense / sync (95 %)",
-            "pushed, answered / (rows and ids)", "table / pushed, bytes")  # fmt: skip
+    head = ("rows of 16", "batch", "units of the tower", *(f"{way}, ms" for way in ways),
+            "gloo dense / sync (95 %)", "sync / hybrid (95 %)", "pushed, answered / (rows and ids)", "the same, hybrid",
+            "table / pushed, bytes")  # fmt: skip
     body = [
-        (f"{rows:,}", f"{batch} x {row['words']}", *(f"{row['median_ms'][way]:.2f}" for way in ways),
-         spread(row["gloo_dense_over"]["sync"]),
-         f"{row['pushed_bytes'] / row['row_bytes']:.3f}, {row['replied_bytes'] / row['row_bytes']:.3f}",
+        (f"{rows:,}", f"{batch} x {row['words']}", f"{hidden:,}",
+         *(f"{row['median_ms'][way]:.2f}" for way in ways), spread(row["gloo_dense_over"]["sync"]),
+         spread(row["sync_over_hybrid"]),
+         *(f"{of['pushed_bytes'] / of['row_bytes']:.3f}, {of['replied_bytes'] / of['row_bytes']:.3f}"
+           for of in (row, row["hybrid"])),
          f"{row['dense_bytes'] / row['pushed_bytes']:.1f}")
-        for (rows, batch), row in sorted(found.items())
+        for (rows, batch, hidden), row in sorted(found.items())
     ]  # fmt: skip
     return table(head, *body) + "\n\n" + origin(*found.values())
 

@@ -215,7 +215,8 @@ def check_tables(out, rows):
     (row,) = rows
     assert (row["rows"], row["batch"], row["dense_bytes"]) == (1000, 16, 1000 * 16 * 4)
     assert row["row_bytes"] < row["pushed_bytes"] and 0 < row["touched_rows"] <= 16 * row["words"]
-    assert list(row["median_ms"]) == ["gloo dense", "all-to-all", "rpc", "sync", "async"]
+    assert list(row["median_ms"]) == ["gloo dense", "all-to-all", "rpc", "sync", "hybrid", "async"]
+    assert 0 < row["hybrid"]["pushed_bytes"] < row["pushed_bytes"] and len(row["sync_over_hybrid"]) == 3
     assert all(f"{name} " in out for name in row["median_ms"])
 
 
