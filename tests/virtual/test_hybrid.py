@@ -222,6 +222,31 @@ def test_where_every_table_is_dense_servers_would_have_nothing_to_do(tmp_path):
         simulated(tmp_path, sparse_jobs.make_job(), "hybrid()")
 
 
+class Tower(nn.Module):
+    """A table beside 4 MB of dense parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.tower = nn.Embedding(1 << 14, 16, sparse=True), nn.Linear(16, 1 << 16)
+
+    def forward(self, words):
+        return self.tower(self.table(words * 191).sum(1)).view(len(words), 4, -1).sum(2)
+
+
+def test_dense_bytes_of_a_step_do_not_grow_with_the_workers(tmp_path):
+    """Over links of 1 Gbit/s, where nothing else takes long: at a server they do."""
+    job = sparse_jobs.make_job(model=Tower, batch_size=1, epochs=1, data=toy.Memory(64))
+    network, took_s = parse("link(gbit_per_s=1)", "network"), {}
+    for text in ("sync(servers=2)", "hybrid(servers=2)"):
+        options = Overrides(run_dir=str(tmp_path / text[:4]), quiet=True, steps=2)
+        runs = Comparison(job, options, Constant(1e-6, 0.0), network, timing_only=True)
+        for workers in (2, 16):
+            timed = runs.timed(parse(text, "strategy"), workers, tmp_path / "timed")
+            took_s[text[:4], workers] = timed["virtual_s"] / timed["steps"]
+    assert took_s["sync", 16] > 3 * took_s["sync", 2]
+    assert took_s["hybr", 16] < 2.5 * took_s["hybr", 2] and took_s["hybr", 16] < took_s["sync", 16] / 4
+
+
 def test_timing_alone_takes_as_long(tmp_path):
     """On a slow link, where messages take nearly all of the time."""
     network, text = parse("link(gbit_per_s=0.001,latency_s=0.001)", "network"), "hybrid(servers=2)"
