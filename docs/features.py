@@ -107,7 +107,7 @@ _TABLED = Row(
     (
         "sync()", "sync(servers=2)", "backup()", "async(servers=2)", "async(inflight=2)", "softsync(updates=2)",
         "ssp(bound=3)", "bounded(staleness=2)", "sync(servers=2, push_wire=topk())", 'async(push_wire="float16")',
-        "async(damping=inverse())", 'hybrid(servers=2, tables="servers")',
+        "async(damping=inverse())",
     ),
     "touched rows are pushed, and the rows of the next batch come with the answer; a codec is for the others",
 )  # fmt: skip

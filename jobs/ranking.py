@@ -3,6 +3,7 @@
 mpitrain data pack jobs/ranking.py:clicks data/ranking
 mpitrain launch -n 4 train jobs/ranking.py
 RANKING_SERVED=1 mpitrain launch -n 6 train jobs/ranking.py --strategy "async(servers=2)"   # rows on servers alone
+mpitrain launch -n 6 train jobs/ranking.py --strategy "hybrid(servers=2)"                   # rows there, the rest not
 RANKING_SPARSE=0 mpitrain launch -n 5 train jobs/ranking.py --strategy "async(servers=1)"   # sends the whole table
 
 RANKING_CRITEO=train.txt mpitrain data pack jobs/ranking.py:criteo data/ranking             # Criteo's public columns
