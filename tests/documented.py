@@ -23,6 +23,7 @@ ELSEWHERE = (
     (r"^(sbatch|srun|mpitrain slurm) ", "needs Slurm: `tests/slurm`"),
     (r" report runs/", "needs finished runs: `tests/reporting/test_page.py`"),
     (r" predict runs/", "needs a finished run: `tests/mpi/test_predict.py`"),
+    (r" export runs/", "needs a finished run: `tests/training/test_export.py`"),
     (r"^mpitrain plan ", "needs a machine to plan for: `tests/planning/test_plan.py`"),
     (r"--ft heartbeat ", "needs MPICH under Slurm: `tests/slurm/test_heartbeat.py`"),
     (r"--hostfile |hosts\.py ", "needs several hosts, or root to emulate them"),

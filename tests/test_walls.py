@@ -45,7 +45,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
         "doctor": {"torch", "numpy", "h5py"},
     },
     {"roles": set(), "job": {"torch"}},
-    {"training": {"torch", "safetensors"}},
+    {"training": {"torch", "safetensors", "torchao"}},
     {
         "wrapping": {"torch"},
         "simulation": {"torch", "numpy"},

@@ -23,6 +23,7 @@ COMMANDS = [
     ["simulate"],
     ["plan"],
     ["predict"],
+    ["export"],
     ["report"],
     ["data"],
     ["data", "pack"],
@@ -154,7 +155,7 @@ def test_version_is_the_packages() -> None:
         ),
         (
             ["bench"],
-            "no 'bench' among launch, train, simulate, plan, predict, report, data, slurm, doctor, env\n",
+            "no 'bench' among launch, train, simulate, plan, predict, export, report, data, slurm, doctor, env\n",
         ),
         (
             ["train", "x.py", "--epoch", "3"],

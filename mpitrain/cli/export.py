@@ -1,0 +1,92 @@
+"""`mpitrain export`: a trained model in fewer bits, as one file."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mpitrain.errors import EXIT_OK, printable
+
+_DESCRIPTION = """\
+Write the model of a finished run in fewer bits, as one file that needs
+neither mpitrain nor the job: torch.export.load(FILE).module() is the model.
+Size, speed and the job's metrics are printed before and after."""
+
+_EPILOG = """\
+examples:
+  mpitrain export runs/mine --int8 -o model.pt2
+  mpitrain export runs/mine --int8 --activations dynamic -o model.pt2
+  mpitrain export runs/mine --fp16 -o half.pt2"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `export` to the command's subparsers."""
+    parser = commands.add_parser(
+        "export", help="write a trained model in 8 or 16 bits", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="of the finished run")
+    form = parser.add_mutually_exclusive_group(required=True)
+    form.add_argument(
+        "--int8", dest="form", action="store_const", const="int8", help="weights of linear layers in 8 bits"
+    )
+    form.add_argument(
+        "--fp16",
+        dest="form",
+        action="store_const",
+        const="fp16",
+        help="parameters and what is computed in 16 bits",
+    )
+    parser.add_argument(
+        "--activations",
+        default="full",
+        metavar="HOW",
+        help="what an int8 layer takes in: full (default), dynamic (8 bits, each row scaled as it comes) or calibrated "
+        "(8 bits, scaled by the validation set)",
+    )
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="the file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    parser.add_argument("--job", metavar="JOB", help="job file, where the run's own has moved")
+    parser.add_argument(
+        "--which",
+        default="last",
+        metavar="NAME",
+        help="which of the run's models: last (default), best or ema",
+    )
+    parser.set_defaults(run=run_export)
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Export, and print what it is like."""
+    from mpitrain.system.sizes import size_text
+    from mpitrain.training.export import export
+
+    done = export(
+        arguments.run_dir,
+        arguments.out,
+        form=arguments.form,
+        activations=arguments.activations,
+        job=arguments.job,
+        which=arguments.which,
+        overwrite=arguments.overwrite,
+    )
+    lines: list[tuple[str, ...]] = [("", "before", "after", "after / before")]
+    for name, pair in ((f"{len(done.layers)} layers", done.layer_bytes), ("file", done.file_bytes)):
+        lines.append((name, *map(size_text, pair), f"{pair[1] / pair[0]:.2f}"))
+    before_ms, after_ms = (seconds * 1e3 for seconds in done.batch_s)
+    lines.append(
+        ("a batch", f"{before_ms:.3g} ms", f"{after_ms:.3g} ms", f"{done.batch_s[1] / done.batch_s[0]:.2f}")
+    )
+    for name, value in done.metrics[0].items():
+        after = done.metrics[1][name]
+        lines.append((name, f"{value:.4g}", f"{after:.4g}", f"{after - value:+.2g} absolute"))
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    for line in lines:
+        print(
+            "  ".join(
+                [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]
+            )
+        )
+    for layer, why in done.left.items():
+        print(printable(f"as it was: layer {layer}: {why}"))
+    print(printable(f"written to {done.path}"), flush=True)
+    return EXIT_OK

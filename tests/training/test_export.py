@@ -1,0 +1,200 @@
+"""Trained models in fewer bits: bounds of the rounding, files that need nothing of ours, and what is refused."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import mpitrain as mt
+from mpitrain.cli.main import main
+from mpitrain.errors import UsageError
+from tests import toy
+
+WAYS = [{"form": "int8", "activations": how} for how in ("full", "dynamic", "calibrated")] + [
+    {"form": "fp16"}
+]
+
+
+class Deep(nn.Module):
+    """Two linear layers, and one of another kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.norm = nn.Linear(5, 64), nn.Linear(64, 64), nn.LayerNorm(64)
+        self.last = nn.Linear(64, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(torch.relu(self.middle(torch.relu(self.first(x))))))
+
+
+class Branching(Deep):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def loss(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+sgd = partial(torch.optim.SGD, lr=0.01)
+
+
+def trained(path, model=Deep, **changes):
+    job = toy.make_job(model=model, loss=loss, validate=toy.Memory(), optimizer=sgd, **changes)
+    result = mt.simulate(job, mt.Sync(), workers=2, run_dir=str(path / "run"), quiet=True)
+    assert result["status"] == "ok", result["failure"]
+    return job
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_file_is_a_program_that_needs_nothing_of_ours(tmp_path, way):
+    """For batches of any size, in a process that cannot import this package; close to the trained model."""
+    job = trained(tmp_path)
+    done = mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job, **way)
+    x = toy.Memory().reader(None, 0).batch(0, 3, 7)["x"]
+    torch.save(x, tmp_path / "x")
+    code = f"""
+import sys
+sys.modules["mpitrain"] = None
+import torch
+{"import torchao.quantization" if way["form"] == "int8" else ""}
+program = torch.export.load({str(done.path)!r}).module()
+torch.save(program(torch.load({str(tmp_path / "x")!r})), {str(tmp_path / "y")!r})
+"""
+    env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # or torch imports the package by itself
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path, timeout=300, env=env
+    )
+    with torch.no_grad():
+        expected = mt.load(tmp_path / "run", job=job)(x)
+    found = torch.load(tmp_path / "y")
+    assert found.dtype == torch.float32 and found.shape == (7, 1)
+    assert 0 < (found - expected).abs().max() < 0.05 * expected.abs().max()
+    before, after = (one["validation_loss"] for one in done.metrics)
+    assert before != after and after == pytest.approx(before, rel=0.05)
+    assert min(done.batch_s) > 0 and done.file_bytes[1] == done.path.stat().st_size
+
+
+@pytest.mark.parametrize("way", WAYS[:3], ids=str)
+def test_quantised_layers_take_a_byte_a_number_and_the_others_are_named(tmp_path, way):
+    job = trained(tmp_path)
+    done = mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job, **way)
+    assert done.layers == ("first", "middle", "last")
+    assert done.left == {"norm": "torchao quantises nn.Linear, this is LayerNorm"}
+    numbers, rows = 5 * 64 + 64 * 64 + 64, 64 + 64 + 1
+    assert done.layer_bytes[0] == 4 * (numbers + rows)
+    assert done.layer_bytes[1] <= numbers + (4 + 1 + 4) * rows + 3 * 8  # scale, zero point and bias of a row
+    assert done.layer_bytes[1] < 0.4 * done.layer_bytes[0]
+
+
+def one_layer():
+    return nn.Linear(5, 3)
+
+
+def test_a_weight_is_off_by_half_a_step_of_its_row_at_most(tmp_path):
+    job = trained(tmp_path, one_layer)
+    done = mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job)
+    program, layer = torch.export.load(str(done.path)).module(), mt.load(tmp_path / "run", job=job)
+    with torch.no_grad():
+        off = (program(torch.eye(5)) - layer(torch.eye(5))).abs()  # one weight a number
+        step = layer.weight.abs().amax(1) / 127
+    assert (off <= step / 2 * (1 + 1e-4) + 1e-6).all() and (off > 0).any()
+
+
+def test_half_precision_computes_in_16_bits(tmp_path):
+    job = trained(tmp_path, one_layer)
+    done = mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job, form="fp16")
+    layer, x = mt.load(tmp_path / "run", job=job), torch.randn(4, 5)
+    with torch.no_grad():
+        expected = layer.half()(x.half()).float()
+    assert torch.equal(torch.export.load(str(done.path)).module()(x), expected)
+    assert done.layer_bytes[1] * 2 == done.layer_bytes[0] and not done.left
+
+
+REFUSED = [
+    ({"form": "int4"}, "did you mean 'int8'"),
+    ({"activations": "dynamical"}, "did you mean 'dynamic'"),
+    ({"form": "fp16", "activations": "dynamic"}, "these are of int8"),
+    ({"which": "best"}, "has kept no best model"),
+]
+
+
+@pytest.mark.parametrize(("way", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_cannot_be_asked_for(tmp_path, way, said):
+    job = trained(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job, **way)
+    assert not (tmp_path / "model.pt2").exists()
+
+
+def test_a_forward_pass_that_is_no_program_leaves_no_file(tmp_path):
+    job = trained(tmp_path, Branching)
+    with pytest.raises(
+        UsageError, match="cannot write this model's forward pass as a program: .*data-dependent"
+    ):
+        mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job)
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
+
+
+class Served(Deep):
+    def __init__(self):
+        super().__init__()
+        self.table = mt.ServedEmbedding(17, 5)
+
+    def forward(self, x):
+        return super().forward(self.table((x[:, 0].abs() * 4).long() % 17))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: nn.Conv1d(1, 1, 1), "this model has none: Conv1d; use --fp16"),
+        (Served, "the rows of table are in tables-0"),
+    ],
+)
+def test_a_model_that_cannot_be_quantised(tmp_path, model, said):
+    job = toy.make_job(
+        model=model, loss=by_column if model is not Served else loss, validate=toy.Memory(), optimizer=sgd
+    )
+    mt.simulate(job, mt.Sync(), workers=2, run_dir=str(tmp_path / "run"), quiet=True)
+    with pytest.raises(UsageError, match=said):
+        mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job)
+
+
+def by_column(model, batch):
+    return (model(batch["x"].unsqueeze(1)).mean(2) - batch["y"]).square().mean()
+
+
+def test_without_torchao_the_way_out_is_said(tmp_path, monkeypatch):
+    job = trained(tmp_path)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(UsageError, match=r"pip install mpitrain\[int8\]"):
+        mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job)
+    assert mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job, form="fp16").layers
+
+
+def test_the_command_writes_once_and_prints_what_it_has_measured(tmp_path, capsys):
+    (tmp_path / "deep.py").write_text(
+        "from tests import toy\nfrom torch import nn\n"
+        "def model():\n    return nn.Sequential(nn.Linear(5, 9), nn.LayerNorm(9), nn.Linear(9, 1))\n"
+        "job = toy.make_job(model=model, loss=toy.square_loss, validate=toy.Memory())\n"
+    )
+    run, out, job = (str(tmp_path / name) for name in ("run", "model.pt2", "deep.py"))
+    assert main(["simulate", job, "--strategy", "sync()", "--run-dir", run, "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["export", run, "--job", job, "--int8", "--activations", "dynamic", "-o", out]) == 0, (
+        capsys.readouterr().err
+    )
+    said = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in said.splitlines()[:5])
+    assert "2 layers" in said and "validation_loss" in said and f"written to {out}" in said
+    assert "as it was: layer 1: torchao quantises nn.Linear, this is LayerNorm" in said
+    assert main(["export", run, "--job", job, "--fp16", "-o", out]) == 2
+    assert "model.pt2 exists; give another name, or --overwrite to replace it" in capsys.readouterr().err
+    assert main(["export", run, "--job", job, "--fp16", "-o", out, "--overwrite"]) == 0
+    assert "as it was" not in capsys.readouterr().out
