@@ -22,7 +22,7 @@ class WorkersSum:
     """Collective over `ranks`: the sums that these take together, one after the other."""
 
     def __init__(self, runtime: Runtime, ranks: Sequence[int]):
-        self._engine = runtime.engine
+        self._runtime, self._engine = runtime, runtime.engine
         self._comm = runtime.comm.Create_group(runtime.comm.group.Incl(list(ranks)))
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._control_comm = self._comm.Dup()
@@ -46,3 +46,10 @@ class WorkersSum:
     def __call__(self, vector: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, as `begin` makes it."""
         return self.begin(vector)()
+
+    def close(self) -> None:
+        """Collective, after the last sum: give the communicators back."""
+        self._engine.forget(self._control_comm)
+        for comm in (self._control_comm, self._comm):
+            self._runtime.communicators.remove(comm)
+            comm.Free()

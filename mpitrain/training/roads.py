@@ -1,10 +1,11 @@
 """Which road each table of a model takes under `hybrid`: rows by servers, or all of it with the dense parameters.
 
-Invariants: what decides is the same on every rank: sizes, and how many rows the first batch of the job looks up.
+Invariants: one rank decides for all, by sizes and by how many rows the first batch of the job looks up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -31,18 +32,37 @@ class Road(NamedTuple):
 
 def choose_roads(job: Job, module: nn.Module, catalogue: Catalogue) -> list[Road]:
     """The road of each table; layers whose tables are to be dense have no `sparse=True` any more."""
+    roads = _roads(job, module, catalogue)
+    make_dense(module, [road.table.name for road in roads if road.is_dense])
+    return roads
+
+
+def dense_tables(job: Job, module: nn.Module, catalogue: Catalogue) -> list[str]:
+    """Names of the tables that are to be dense."""
+    return [road.table.name for road in _roads(job, module, catalogue) if road.is_dense]
+
+
+def make_dense(module: nn.Module, names: Collection[str]) -> None:
+    """The layers of these tables have no `sparse=True` any more."""
+    for table in tables_of(module) if names else ():
+        if table.name in names:
+            table.layer.sparse = False
+
+
+def _roads(job: Job, module: nn.Module, catalogue: Catalogue) -> list[Road]:
     strategy = job.strategy
     if not isinstance(strategy, Hybrid) or strategy.tables == "servers":
         return []
-    tables, roads = tables_of(module), []
-    for table, num_touched in zip(tables, touched_rows(job, module, tables, catalogue), strict=True):
-        is_dense = not table.is_served and strategy.is_dense(
-            table.num_rows, row_bytes(table.parameter), num_touched
+    tables = tables_of(module)
+    return [
+        Road(
+            table,
+            not table.is_served
+            and strategy.is_dense(table.num_rows, row_bytes(table.parameter), num_touched),
+            num_touched,
         )
-        if is_dense:
-            table.layer.sparse = False
-        roads.append(Road(table, is_dense, num_touched))
-    return roads
+        for table, num_touched in zip(tables, touched_rows(job, module, tables, catalogue), strict=True)
+    ]
 
 
 def reduced_bytes(job: Job, module: nn.Module, optimizer: Optimizer) -> int:

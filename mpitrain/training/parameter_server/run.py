@@ -44,7 +44,7 @@ from mpitrain.training.parameter_server.emergency_state import shard_writer, wor
 from mpitrain.training.parameter_server.run_role import heartbeat_s, run_role
 from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part
 from mpitrain.training.resume_options import describe_optimizer, same_codec
-from mpitrain.training.roads import choose_roads
+from mpitrain.training.roads import dense_tables, make_dense
 from mpitrain.training.served_tables import save_tables
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.validation import make_measure
@@ -63,7 +63,10 @@ def run_servers(session: Session) -> dict[str, Any]:
     device = torch.device("cpu") if session.role == "server" else pick_device(runtime.local_rank)
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     strategy = server_strategy(session)
-    attempt(runtime, lambda: choose_roads(session.job, module, session.catalogue))
+    dense = attempt(
+        runtime, lambda: dense_tables(session.job, module, session.catalogue) if runtime.rank == 0 else []
+    )
+    make_dense(module, runtime.broadcast(dense))
     attempt(runtime, lambda: check_optimizer(optimizer, strategy))
     layout = attempt(runtime, lambda: make_layout(module, optimizer, strategy.servers, strategy.reduces))
     runtime.compare(
@@ -126,9 +129,8 @@ def _serve(
         session, f"shard-{shard}", about_this_run, lambda: {"store": store.state()}, writers
     )
     by_heartbeat = runtime.fault_tolerance == "heartbeat"
-    floor_s = (
-        math.inf if strategy.reduces else session.overrides.heartbeat_s
-    )  # nobody goes on without a worker
+    # where workers step together nobody goes on without a silent one
+    floor_s = math.inf if strategy.reduces else session.overrides.heartbeat_s
     server = builder.server(shard, store, meter, writer, floor_s, by_heartbeat)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
     order: list[int] = []
@@ -220,14 +222,17 @@ def _work(
         emergency, role = worker_writer(writer, worker, model.module, watched)
         session.in_emergency(emergency)
         straggler = session.straggler()
+        workers_sum = WorkersSum(runtime, session.roles.workers) if builder.strategy.reduces else None
         counts = run_role(
             session,
             session.roles.servers,
             builder.buffer_for,
             straggler.wrap(role),
             computer=compute_thread(device) if builder.strategy.inflight > 1 else None,
-            workers_sum=WorkersSum(runtime, session.roles.workers) if builder.strategy.reduces else None,
+            workers_sum=workers_sum,
         )
+        if workers_sum is not None:
+            workers_sum.close()
     replica.finish()
     writer.wait()
     codec = {"codec": replica.statistics()} if replica.coder else {}
