@@ -108,7 +108,8 @@ def launch(path, num_ranks, runs):
 def test_the_table_names_every_strategy_for_every_feature():
     for feature in FEATURES:
         named = {parse(text, "strategy").name for row in feature.rows for text in row.strategies}
-        assert named == set(names("strategy")), feature.name
+        # `hybrid` trains no model without tables, with which a feature could be compared: tests/virtual/test_hybrid.py
+        assert named == set(names("strategy")) - {"hybrid"}, feature.name
 
 
 @pytest.mark.parametrize(
