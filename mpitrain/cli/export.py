@@ -9,7 +9,8 @@ from mpitrain.errors import EXIT_OK, printable
 
 _DESCRIPTION = """\
 Write the model of a finished run in fewer bits, as one file that needs
-neither mpitrain nor the job: torch.export.load(FILE).module() is the model.
+neither mpitrain nor the job: torch.export.load(FILE).module() is the model
+(of int8: once torchao.quantization is imported).
 Size, speed and the job's metrics are printed before and after."""
 
 _EPILOG = """\

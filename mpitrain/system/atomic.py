@@ -131,6 +131,17 @@ def check_output(path: str | Path | None, option: str) -> None:
         raise UsageError(f"{option} {path}: no file can be made in {target.parent}; check its permissions")
 
 
+def check_new(path: Path, overwrite: bool) -> None:
+    """`check_output` of what `-o` names, and refuse a file that exists and is not to be overwritten.
+
+    Raises:
+        UsageError: so.
+    """
+    check_output(path, "-o")
+    if path.exists() and not overwrite:
+        raise UsageError(f"{path} exists; give another name, or --overwrite to replace it")
+
+
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Turn an error of the system about writing `path` into a DataError with the way out."""

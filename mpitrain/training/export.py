@@ -1,6 +1,7 @@
 """`mpitrain export`: a trained model as one file in fewer bits, which needs neither this package nor the job's code.
 
-The file is a program of `torch.export`: `torch.export.load(FILE).module()` is the model, for batches of any size.
+The file is a program of `torch.export`: `torch.export.load(FILE).module()` is the model, for batches of any size (of
+int8: once `torchao.quantization` is imported).
 
 Invariants: layers are quantised by torchao, and those that it cannot quantise stay as they are and are named. What is
 measured before and after is measured on the job's own validation set, on the host. The file has its name only when it
@@ -25,9 +26,9 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.user_code import Checked
 from mpitrain.reporting.report import writing
-from mpitrain.system.atomic import durably_replaced
+from mpitrain.system.atomic import check_new, durably_replaced
 from mpitrain.training.trained_model import FILES, load_with_job
-from mpitrain.training.validation import Measure, make_measure
+from mpitrain.training.validation import Measure
 from mpitrain.values import nearest
 
 FORMS = ("int8", "fp16")
@@ -86,10 +87,7 @@ def export(
         of = f" of form={form!r}" if activations in ACTIVATIONS else nearest(activations, list(ACTIVATIONS))
         raise UsageError(f"mpitrain.export: activations={activations!r}{of}; these are of int8")
     path = Path(out)
-    if path.exists() and not overwrite:
-        raise UsageError(f"{path} exists; give another name, or --overwrite to replace it")
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no folder {path.parent} for {path.name} (looked in {Path.cwd()})")
+    check_new(path, overwrite)
     made_by, module = load_with_job(run_dir, job, which)
     if served := served_layers(module):
         raise UsageError(
@@ -97,7 +95,7 @@ def export(
             "holds them: export a model whose layers hold their own weights"
         )
     module.requires_grad_(False)
-    arguments = first_arguments(made_by, module)
+    arguments = _first_arguments(made_by, module)
     smaller, names = _halved(module) if form == "fp16" else _quantised(made_by, module, activations)
     left = {
         name: f"torchao quantises nn.Linear, this is {type(layer).__name__}"
@@ -165,7 +163,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
     return sum(_tensor_bytes(getattr(tensor, name)) for name in names)
 
 
-def first_arguments(job: Job, module: nn.Module) -> tuple[Any, ...]:
+def _first_arguments(job: Job, module: nn.Module) -> tuple[Any, ...]:
     """What the job's loss hands to the module for the first samples of the validation set, or of the training set."""
     data = job.validate or job.data
     catalogue, found = data.scan(), []
@@ -201,7 +199,7 @@ def _quantised(job: Job, module: nn.Module, activations: str) -> tuple[nn.Module
     if activations == "calibrated":
         for name, largest in _largest(job, module, names).items():
             config: Any = torchao.Int8StaticActivationInt8WeightConfig(
-                act_quant_scale=torch.tensor([[max(largest, 1e-12) / LEVELS]]),
+                act_quant_scale=torch.tensor([[largest / LEVELS]]),
                 granularity=[torchao.PerTensor(), torchao.PerRow()],
             )
             torchao.quantize_(smaller, config, lambda layer, called, name=name: called == name)
@@ -283,6 +281,4 @@ def _measured(job: Job, module: nn.Module) -> dict[str, float]:
     """The job's metrics of the module; empty where there is nothing to measure on."""
     if job.validate is None:
         return {}
-    measure: Measure | None = make_measure(job, module, job.validate.scan(), torch.device("cpu"))
-    assert measure is not None
-    return measure()
+    return Measure(job, module, job.validate.scan(), torch.device("cpu"))()

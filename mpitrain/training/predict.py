@@ -24,6 +24,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.metrics import predict_x
 from mpitrain.model.user_code import Checked
+from mpitrain.system.atomic import check_new
 from mpitrain.training.agree import attempt
 from mpitrain.training.measure import pick_device
 from mpitrain.training.trained_model import load_with_job
@@ -108,12 +109,7 @@ def _shards(data: Path) -> Shards:
 
 def _look(path: Path, overwrite: bool, source: Source) -> str:
     """What there is to read, as JSON, once it is clear that the answer may be written."""
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; say which file in it: -o {path / 'predictions.h5'}")
-    if path.exists() and not overwrite:
-        raise UsageError(f"{path} exists; give another name, or --overwrite to replace it")
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no folder {path.parent} for {path.name} (looked in {Path.cwd()})")
+    check_new(path, overwrite)
     return source.scan().to_json()
 
 

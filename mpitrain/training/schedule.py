@@ -29,9 +29,8 @@ def schedule_of(job: Job | None, rates: Rates, epoch_samples: int, num_workers: 
     step_samples = job.step_samples * num_workers
     rest = epoch_samples % step_samples
     strategy = job.strategy
-    shared = (
-        not isinstance(strategy, ServerStrategy) or strategy.reduces
-    )  # where a last batch is, it is of all workers
+    # where a last batch is, it is of all workers
+    shared = not isinstance(strategy, ServerStrategy) or strategy.reduces
     left_out = rest < epoch_samples and (job.drop_last or (shared and rest < num_workers))
     accepted = epoch_samples - rest if left_out else epoch_samples
     return TorchSchedule(job.scheduler, rates, epoch_samples, step_samples, accepted)

@@ -45,9 +45,8 @@ class Ring:
         self._num_begun = dict.fromkeys(self.ranks, 0)
         self._num_rounds = dict.fromkeys(self.ranks, 0)
         self._waiting: dict[int, deque[Update]] = {rank: deque() for rank in self.ranks}
-        self._others: dict[int, deque[tuple[int, Any]]] = {
-            rank: deque() for rank in self.ranks
-        }  # came in mid-ring
+        # messages of others that came in mid-ring
+        self._others: dict[int, deque[tuple[int, Any]]] = {rank: deque() for rank in self.ranks}
         self._brought: dict[int, dict[int, Reduction]] = {}
         self._results: dict[int, dict[int, Any]] = {}
 

@@ -166,8 +166,8 @@ def test_an_existing_file_is_kept_unless_it_may_go(folder: Path, capsys: pytest.
         (["run", "data", "-o", "p.h5", "--which", "bets"], "did you mean 'best'"),
         (["nowhere", "data", "-o", "p.h5"], "nowhere holds no run"),
         (["run", "nothing-*.h5", "-o", "p.h5"], "nothing-*.h5"),
-        (["run", "data", "-o", "no/p.h5"], "there is no folder no for p.h5"),
-        (["run", "data", "-o", "data"], "data is a folder"),
+        (["run", "data", "-o", "no/p.h5"], "-o no/p.h5: there is no directory"),
+        (["run", "data", "-o", "data"], "-o data: this is a directory"),
     ],
 )
 def test_what_is_not_there_is_named(

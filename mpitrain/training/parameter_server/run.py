@@ -63,10 +63,11 @@ def run_servers(session: Session) -> dict[str, Any]:
     device = torch.device("cpu") if session.role == "server" else pick_device(runtime.local_rank)
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     strategy = server_strategy(session)
-    dense = attempt(
-        runtime, lambda: dense_tables(session.job, module, session.catalogue) if runtime.rank == 0 else []
-    )
-    make_dense(module, runtime.broadcast(dense))
+    if strategy.reduces:
+        dense = attempt(
+            runtime, lambda: dense_tables(session.job, module, session.catalogue) if runtime.rank == 0 else []
+        )
+        make_dense(module, runtime.broadcast(dense))
     attempt(runtime, lambda: check_optimizer(optimizer, strategy))
     layout = attempt(runtime, lambda: make_layout(module, optimizer, strategy.servers, strategy.reduces))
     runtime.compare(
