@@ -97,7 +97,7 @@ class Job:
             workers that is accepted (and for an epoch's incomplete last one): as often as all step together under
             `allreduce()`, whatever the strategy.
         target: metrics that validation must reach: a number is at least that, `"<X"` is below and `">X"` above X, as in
-            `{"accuracy": 0.97, "validation_loss": "<0.3"}`; missing one is `status=fail` and exit code 3.
+            `{"accuracy": 0.97, "validation_loss": "<0.3"}`; missing one is `status=missed` and exit code 3.
         validate_every: when to validate: epochs (2, or "2 epochs"), accepted samples ("10000 samples"), seconds ("60s")
             or "never"; None is after every epoch. The final model is validated in any case.
         keep_best: a metric of the validation; the model that was best by it so far is kept as

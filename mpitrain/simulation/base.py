@@ -38,6 +38,9 @@ from mpitrain.virtual import ComputeLaw, Costs, NetworkLaw, VirtualWorld
 from mpitrain.virtual.ring import Reduce
 from mpitrain.virtual.traces import VirtualTrace
 
+# What a figure of merit says of a run that starts no process, warms nothing up and goes on from nothing.
+NO_MEASUREMENT = {"device": "cpu", "spread": None, "warmup_steps": 0, "leg": 1}
+
 
 class Ends:
     """Stands for a checkpoint's writer in virtual time, where a run that ends early leaves nothing to go on from."""
@@ -209,14 +212,14 @@ class VirtualRun:
         if self.job.trace is not None and not any(one.num_steps for one in traces):
             self.log.event("warning", text=nothing_traced(self.job.trace))
         return {
-            **judge(
-                self.job, metrics, list(filter(None, [*failures, self._diverged])), self.options.injections
-            ),
+            **judge(self.job, metrics, list(filter(None, [*failures, self._diverged])), self.options),
             **self.validations.result(),
             "workers": self.number,
             "servers": 0,
             "nodes": self.num_nodes,
             "virtual": True,
+            **NO_MEASUREMENT,
+            "spread": self.log.spread(),
             "injected": [row for straggler in self.stragglers for row in straggler.counts()],
             "run_dir": str(self.run_dir),
             "model": str(self.run_dir / MODEL_FILE),

@@ -81,7 +81,8 @@ def simulate_command(request: Request) -> int:
         from mpitrain.reporting.figures import check_drawing
 
         check_drawing()  # before anything takes long
-    runs = Comparison(job, options, compute, network, costs, request.timing_only)
+    asked = {str(strategy): text for strategy, text in zip(strategies, request.strategies, strict=True)}
+    runs = Comparison(job, options, compute, network, costs, request.timing_only, asked)
     found = runs.run(strategies or [job.strategy], sorted(set(request.workers)))
     if not options.quiet:
         print(printable(comparison_text(found)), file=sys.stderr, flush=True)

@@ -16,17 +16,19 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mpitrain.errors import EXIT_OK, DeadlockError, LostRankError, UsageError
 from mpitrain.inject.values import Injection
 from mpitrain.job import Job, Overrides
 from mpitrain.model.sparse_gradients import sparse_parameters
-from mpitrain.reporting.report import default_run_dir, fom_line
+from mpitrain.reporting.fom import fom_line
+from mpitrain.reporting.report import default_run_dir
 from mpitrain.reporting.rows import metrics_in
 from mpitrain.reporting.run_files import read_runs
 from mpitrain.reporting.targets import missed_targets
-from mpitrain.simulation.base import VirtualRun
+from mpitrain.simulation.base import NO_MEASUREMENT, VirtualRun
 from mpitrain.simulation.lockstep import simulate_lockstep
 from mpitrain.simulation.measured_step import charged, with_measured
 from mpitrain.simulation.servers import simulate_job
@@ -37,6 +39,7 @@ from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.system.trace import read_steps
+from mpitrain.training.judge import asked_for
 from mpitrain.training.measure import build_module
 from mpitrain.training.validate import validate_simulation
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw
@@ -54,6 +57,7 @@ class Comparison:
         job, options: with everything but the strategy in place.
         compute, network, costs: laws of all runs; `measured` ones are measured once.
         timing_only: whether roles run without gradients: then there is no loss.
+        asked: the texts that the strategies were given as, by the texts that they print as.
     """
 
     def __init__(
@@ -64,7 +68,9 @@ class Comparison:
         network: NetworkLaw = Ideal(),  # noqa: B008 - frozen
         costs: Costs = Costs(),  # noqa: B008 - frozen
         timing_only: bool = False,
+        asked: Mapping[str, str] = MappingProxyType({}),
     ):
+        self.asked = asked
         self.job, self.options, self.timing_only = job, options, timing_only
         self.network = network
         self.catalogue = job.data.scan()
@@ -160,8 +166,11 @@ class Comparison:
         return row
 
     def _trained(self, job: Job, number: int, folder: Path) -> dict[str, Any]:
-        options = replace(self.options, run_dir=str(folder), quiet=True, strategy=None)
+        options = replace(self._asked(job), run_dir=str(folder), quiet=True)
         return simulate_job(job, options, number, self.compute, self.network, self.costs)
+
+    def _asked(self, job: Job) -> Overrides:
+        return replace(self.options, strategy=self.asked.get(str(job.strategy)))
 
     def timed(self, strategy: Strategy, number: int, folder: Path) -> dict[str, Any]:
         """The result of a run without gradients; `folder`: for what it traces.
@@ -169,14 +178,15 @@ class Comparison:
         Raises:
             UsageError: the strategy refuses the job, or so many workers.
         """
-        job, options = replace(self.job, strategy=strategy), self.options
+        job = replace(self.job, strategy=strategy)
+        options = self._asked(job)
         job = replace(job, validate=None, target={}, keep_best=None, patience=None, log=())
         if isinstance(strategy, AllReduce | Split):
             with tempfile.TemporaryDirectory() as scratch:
                 run_dir = str(folder) if job.trace is not None else scratch
                 run = VirtualRun(
                     job,
-                    replace(options, run_dir=run_dir, quiet=True, strategy=None),
+                    replace(options, run_dir=run_dir, quiet=True),
                     number,
                     self.compute,
                     self.network,
@@ -194,7 +204,8 @@ class Comparison:
             None if steps is None else (steps, folder),
         )  # fmt: skip
         nodes = self.network.nodes(number + found["servers"]) or (0,)
-        return found | {"status": "ok", "failure": "", "exit_code": EXIT_OK, "nodes": len(set(nodes))}
+        about = {**asked_for(job, options), **NO_MEASUREMENT}
+        return about | found | {"status": "ok", "failure": "", "exit_code": EXIT_OK, "nodes": len(set(nodes))}
 
     def _shares(self, job: Job) -> dict[str, float]:
         """What share of full numbers travels where a codec decides, measured once for each strategy."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import sys
+from itertools import pairwise
 from typing import Any
 
 from mpitrain.reporting.report import Report
+from mpitrain.training.measure import relative_deviation
 from mpitrain.training.session import report_end
 from mpitrain.virtual import VirtualWorld
 
@@ -56,6 +58,17 @@ class VirtualLog:
                 f"{FEWEST_BATCHES}, beginning and end weigh more than the middle, and samples per second say little "
                 "about a long run. Raise --epochs or --steps, or lower --workers",
             )
+
+    def spread(self) -> float | None:
+        """Of the samples per virtual second in the windows of the curve, as `Windows.spread` of a real run."""
+        marks = [(0.0, 0.0), *((point["virtual_s"], point["samples"]) for point in self.curve)]
+        return relative_deviation(
+            [
+                (samples - before) / (now_s - then_s)
+                for (then_s, before), (now_s, samples) in pairwise(marks)
+                if now_s > then_s
+            ]
+        )
 
     def finish(self, result: dict[str, Any]) -> None:
         """Print the curve and the histogram, write `result.json`, print the FOM line."""

@@ -27,6 +27,7 @@ from mpitrain.system.folders import make_private
 CHECKPOINTS = "checkpoints"
 RUN_ID_FILE = "run-id"
 RUN_FILE = "run.json"
+RUN_SCHEMA = 1
 FIRST_PART = "shard-0"
 PART_NAME = re.compile(r"(shard|own|worker)-(0|[1-9]\d{0,8})")
 _PIECE_BYTES = 2**20

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import EXIT_ERROR, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED
-from mpitrain.inject import Injection
-from mpitrain.job import Job
+from mpitrain.job import Job, Overrides
 from mpitrain.model.metrics import reduction
 from mpitrain.reporting.targets import missed_targets
 
@@ -21,21 +20,21 @@ if TYPE_CHECKING:
     import torch
 
 NOBODY_LEFT = "no worker was left to save and validate the model"
-_STATUS = {EXIT_OK: "ok", EXIT_REQUEUE: "requeue"}
+_STATUS = {EXIT_OK: "ok", EXIT_TARGET_MISSED: "missed", EXIT_REQUEUE: "requeue"}
 
 
 def judge(
     job: Job,
     metrics: dict[str, float],
     failures: Sequence[str],
-    injections: Sequence[Injection],
+    overrides: Overrides,
     requeue: bool = False,
 ) -> dict[str, Any]:
     """The job, its metrics and the verdict on the run.
 
     Args:
         metrics: of the final model; failures: why the run has failed, the one to name first; none is none.
-        injections: that were ordered.
+        overrides: what the command line has changed of the job.
         requeue: the run was asked to end, and wants to be started again.
     """
     requeue = requeue and not failures
@@ -50,15 +49,25 @@ def judge(
         "failure": failures[0] if failures else ", ".join(missed.values()),
         "target": dict(job.target),
         "target_missed": {name: job.target[name] for name in missed},
+        **asked_for(job, overrides),
+    }
+
+
+def asked_for(job: Job, overrides: Overrides) -> dict[str, Any]:
+    """How the run was asked for. `strategy_asked` is the text of the command line, `strategy` what it means."""
+    return {
+        "job": job.name,
         "strategy": str(job.strategy),
+        "strategy_asked": overrides.strategy or str(job.strategy),
         "strategy_python": repr(job.strategy),
         "seed": job.seed,
         "batch_size": job.batch_size,
         "accumulate": job.accumulate,
         "precision": job.precision,
         "epochs": job.epochs,
+        "synthetic": overrides.synthetic,
         "options": dict(job.options),
-        "inject": [str(one) for one in injections],
+        "inject": [str(one) for one in overrides.injections],
     }
 
 

@@ -7,8 +7,10 @@ leaves out the first steps, in which buffers are allocated and connections made.
 from __future__ import annotations
 
 import inspect
+import itertools
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,11 @@ if TYPE_CHECKING:
     from mpitrain.roles.protocols import Report
 
 MODEL_FILE = "model.safetensors"
+
+
+def device_type() -> str:
+    """Where workers compute, as torch calls it: "cuda" or "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -225,6 +232,7 @@ class Meter:
         self.num_calls = self.step = 0
         self.first_s = self.last_s = self.begin_s = time.monotonic()
         self.paused_s = self._paused_since_s = 0.0  # up to the last step, and since
+        self.windows = Windows(self.begin_s, samples)
         self.metrics: dict[str, Any] = {}
 
     def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None:
@@ -234,6 +242,9 @@ class Meter:
         self._train_until(now_s)
         if self.num_calls <= self.num_warmup:
             self.first_s, self.first_samples, self.paused_s = now_s, samples, 0.0
+            self.windows = Windows(now_s, samples)
+        else:
+            self.windows.mark(now_s - self.paused_s, samples)
         self.last_samples, self.step = samples, step
         self.report.progress(samples, step, epoch, loss, **fields)
 
@@ -271,8 +282,50 @@ class Meter:
             "samples": self.last_samples,
             "steps": self.step,
             "warmup_steps": min(self.num_warmup, self.num_calls),
+            "spread": self.windows.spread(),
+            "leg_samples": self.last_samples - self.start_samples,
             "train_s": self.last_s - self.begin_s,
         }
+
+
+class Windows:
+    """Samples per second in windows of equal numbers of steps, of which there are 10 to 20 in the end.
+
+    Args:
+        now_s: when the first begins; samples: that were accepted by then.
+    """
+
+    MOST = 20
+
+    def __init__(self, now_s: float, samples: int):
+        self._marks = [(now_s, samples)]
+        self._steps = self._stride = 0
+
+    def mark(self, now_s: float, samples: int) -> None:
+        """A step was taken."""
+        self._stride = self._stride or 1
+        self._steps += 1
+        if self._steps % self._stride:
+            return
+        self._marks.append((now_s, samples))
+        if len(self._marks) > self.MOST:
+            self._marks, self._stride = self._marks[::2], 2 * self._stride
+
+    def spread(self) -> float | None:
+        """Standard deviation of the windows' samples per second over their mean; None of fewer than two windows."""
+        rates = [
+            (samples - before) / (now_s - then_s)
+            for (then_s, before), (now_s, samples) in itertools.pairwise(self._marks)
+            if now_s > then_s
+        ]
+        return relative_deviation(rates)
+
+
+def relative_deviation(values: Sequence[float]) -> float | None:
+    """Standard deviation over mean; None of fewer than two values, or where the mean is 0."""
+    if len(values) < 2 or not (mean := statistics.fmean(values)):
+        return None
+    return statistics.stdev(values) / mean
 
 
 def num_warmup(num_steps: int) -> int:

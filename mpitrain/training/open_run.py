@@ -19,7 +19,16 @@ from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.report import default_run_dir
 from mpitrain.system.folders import make_private
-from mpitrain.system.run_directory import Identity, adopt, make_room, new_attempt_id, new_run_id, run_of
+from mpitrain.system.run_directory import (
+    RUN_FILE,
+    Identity,
+    adopt,
+    make_room,
+    new_attempt_id,
+    new_run_id,
+    read_json,
+    run_of,
+)
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training.agree import attempt
 from mpitrain.training.best_model import begin_from
@@ -35,6 +44,7 @@ class Opened(NamedTuple):
     Attributes:
         resume: the checkpoint that the run goes on from; identity: of the run and this start of it.
         events: to report, as (event, fields), on rank 0; lock: of the directory, on rank 0.
+        leg: one more than that of the start from whose directory it goes on, on rank 0.
     """
 
     run_dir: Path
@@ -42,6 +52,7 @@ class Opened(NamedTuple):
     identity: Identity
     events: tuple[tuple[str, dict[str, Any]], ...] = ()
     lock: RunLock | None = None
+    leg: int = 1
 
 
 def open_run(runtime: Runtime, job: Job, overrides: Overrides) -> Opened:
@@ -60,12 +71,19 @@ def open_run(runtime: Runtime, job: Job, overrides: Overrides) -> Opened:
     attempt(runtime, lambda: lock.take() if lock else None)
     try:
         found = find(runtime, source)
+        leg = 1 if found is None or source is None or runtime.rank else _last_leg(source) + 1
         identity, events = _agree_on_identity(runtime, run_dir, source, overrides, found, attempt_id)
     except BaseException:
         if lock is not None:
             lock.release()
         raise
-    return Opened(run_dir, found, identity, tuple(events), lock)
+    return Opened(run_dir, found, identity, tuple(events), lock, leg)
+
+
+def _last_leg(source: Path) -> int:
+    """Of the latest start in this run directory; 1 where its file does not say."""
+    leg = (read_json(source / RUN_FILE) or {}).get("leg")
+    return leg if isinstance(leg, int) and not isinstance(leg, bool) and leg > 0 else 1
 
 
 def _agree_on_identity(

@@ -30,7 +30,7 @@ from mpitrain.strategies.placement import Roles, assign
 from mpitrain.strategies.validation_policy import ValidationPolicy, read_validation_policy
 from mpitrain.system import rank_status, trace
 from mpitrain.system.launch_variables import launched_server_nodes
-from mpitrain.system.run_directory import RUN_FILE, Identity
+from mpitrain.system.run_directory import RUN_FILE, RUN_SCHEMA, Identity
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals
 from mpitrain.training.agree import attempt as attempt
@@ -58,6 +58,7 @@ class Session:
         report: of rank 0; the other ranks report nothing. lock: of the run directory, on rank 0.
         contents: see `fingerprint.contents_of`.
         before_result: is called on rank 0 when all ranks have come to the end.
+        leg: on rank 0, which start of the run this is, of those that went on from a checkpoint; the first is 1.
         emergency: what this rank would write if the run stood still, or why it cannot.
     """
 
@@ -77,6 +78,7 @@ class Session:
     contents: dict[str, str] = dataclasses.field(default_factory=dict)
     emergency: Emergency | str = "the run had not begun"
     before_result: Callable[[], None] = lambda: None
+    leg: int = 1
 
     @property
     def strategy(self) -> Strategy:
@@ -143,6 +145,10 @@ class Session:
         0; returns the result.
         """
         outcome["traced_steps"] = trace.finish()
+        from mpitrain.training.measure import device_type
+
+        outcome["device"] = "" if self.role == "server" else device_type()
+
         # where ranks may be lost: messages from those that answer, no collective
         living = isinstance(self.strategy, ServerStrategy) or survives(self.runtime, self.strategy)
         gathered = self._gather_living(outcome) if living else self.runtime.gather(outcome)
@@ -199,7 +205,7 @@ def prepare(
     runtime.run_dir = run_dir = opened.run_dir
     session = Session(
         runtime, job, overrides, roles, catalogue, validation, run_dir, NullReport(), started_s, runtime.rank,
-        opened.identity, opened.resume, opened.lock, contents,
+        opened.identity, opened.resume, opened.lock, contents, leg=opened.leg,
     )  # fmt: skip
     runtime.allreduce_plan.adopt(session.resume.about.get("allreduce") if session.resume else None)
     environment = runtime.gather(
@@ -266,7 +272,10 @@ def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
 
     init = session.overrides.init
     return {
+        "schema": RUN_SCHEMA,
         **session.identity._asdict(),
+        "leg": session.leg,
+        "strategy_asked": session.overrides.strategy or str(session.strategy),
         "job_file": str(Path(job_file).resolve()) if job_file else None,
         "job_sha256": file_digest(Path(job_file)) if job_file else None,
         "overrides": dataclasses.asdict(session.overrides)
@@ -325,10 +334,12 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
     resume = session.resume
     return {
         **merged,
-        **judge(session.job, merged["metrics"], failures, session.overrides.injections, requeue),
+        **judge(session.job, merged["metrics"], failures, session.overrides, requeue),
         "workers": len(session.roles.workers),
         "servers": len(session.roles.servers),
         "nodes": session.runtime.num_nodes,
+        "device": "+".join(sorted({outcome.get("device") or "" for outcome in gathered} - {""})),
+        "leg": session.leg,
         "run_dir": str(session.run_dir),
         "run": session.identity.run,
         "ended_early": early,

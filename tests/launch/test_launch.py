@@ -309,7 +309,7 @@ def test_under_ulfm_only_a_new_result_that_says_ok_is_success(
     assert completed(tmp_path, None, 137) == 0, "a worker died, the others finished"
     before = result_mark(tmp_path)
     assert completed(tmp_path, before, 0) == 1, "the result of an earlier run"
-    write(status="fail", exit_code=3)
+    write(status="missed", exit_code=3)
     assert completed(tmp_path, before, 0) == 3
     write(status="fail")
     assert completed(tmp_path, before, 0) == 1

@@ -174,13 +174,13 @@ def test_wrong_input_is_said_once_and_all_ranks_leave_together(tmp_path, mpi, en
     ("strategy", "metric", "code"),
     [("allreduce", "accuracy", 3), ("allreduce", "acuracy", 2), ("sharded", "acuracy", 2)],
 )
-def test_a_missed_target_is_status_fail_and_exit_code_3_and_one_of_a_wrong_name_2(
+def test_a_missed_target_is_status_missed_and_exit_code_3_and_one_of_a_wrong_name_2(
     tmp_path, strategy, metric, code
 ):
     run = train(2, job("misses_its_target"), tmp_path, "--strategy", strategy, env={"METRIC": metric})
     assert run.code == code, str(run)
     if code == 3:
-        assert "status=fail" in run.stdout.strip().splitlines()[-1]
+        assert "status=missed" in run.stdout.strip().splitlines()[-1]
         assert (tmp_path / "run" / "model.safetensors").exists()
     else:
         wrong = "UsageError: target 'acuracy': validation reports no metric of that name; it reports accuracy, valid"

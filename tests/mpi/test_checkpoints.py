@@ -86,6 +86,7 @@ def test_resumed_asynchronous_peers_take_every_sample_once(runs, name):
     resumed = result_of(runs / f"{name}-resumed")
     assert 96 <= resumed["resumed_from"] < 192 and resumed["samples"] == 6 * 48
     assert resumed["status"] == "ok" and resumed["steps"] == result_of(runs / name)["steps"]
+    assert resumed["leg"] == 2 and resumed["leg_samples"] == resumed["samples"] - resumed["resumed_from"]
 
 
 @pytest.mark.parametrize("name", sampled(ASYNC, SAMPLE))

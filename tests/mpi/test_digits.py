@@ -11,8 +11,9 @@ from tests.ranks import ROOT, run_plain
 
 JOB = str(ROOT / "jobs" / "digits.py")
 FOM = re.compile(
-    r"^FOM samples_per_second=[\d.]+ unit=samples/s status=ok strategy=\S+ workers=\d+ servers=\d+ nodes=1 "
-    r"steps=\d+ schema=1$"
+    r"^FOM samples_per_second=[\d.]+ unit=samples/s status=ok job=digits strategy=(\S+) workers=\d+ servers=\d+ "
+    r"nodes=1 steps=\d+ batch_size=16 device=(cpu|cuda) precision=float32 seed=0 synthetic=0 "
+    r"samples_per_second_per_worker=[\d.]+ spread=0\.\d+ warmup_steps=10 leg=1 schema=2$"
 )
 
 
@@ -47,7 +48,8 @@ def test_digits(place, ranks, strategy, accuracy):
         strategy,
     ]
     out = run_plain([*command, "--run-dir", str(run_dir), "--quiet"], cwd=place)
-    assert FOM.match(out.strip().splitlines()[-1]), out
+    figures = FOM.match(out.strip().splitlines()[-1])
+    assert figures and figures[1] == strategy, out
     result = json.loads((run_dir / "result.json").read_text())
     assert result["accuracy"] >= accuracy and result["status"] == "ok"
     assert result["samples"] == 20 * 1438
@@ -77,7 +79,7 @@ def test_simulate_writes_staleness(place):
     command = [sys.executable, "-m", "mpitrain", "simulate", JOB, *options]
     run_plain(command, cwd=place, code=3)  # two epochs miss the target, and it says so
     result = json.loads((place / "virtual" / "result.json").read_text())
-    assert result["status"] == "fail" and "accuracy" in result["failure"]
+    assert result["status"] == "missed" and "accuracy" in result["failure"]
     left, right = result["staleness_identity"]
     assert left == right and 12 < result["staleness_mean"] <= 15
     assert result["loss_curve"][-1]["loss"] < result["loss_curve"][0]["loss"]

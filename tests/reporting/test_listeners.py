@@ -52,6 +52,7 @@ def test_callbacks_get_the_rows_of_the_file(tmp_path):
     one.close()
     written = rows_of(tmp_path)
     assert [row["event"] for row in written] == ["progress", "progress", "validation", "note", "end"]
+    assert written[0].pop("schema") == 1 and not any("schema" in row for row in written)
     assert heard.of("on_step") == written[:2] and [row["step"] for row in written[:2]] == [2, 4]
     assert heard.of("on_validation") == [written[2], written[4]]
 

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.errors import OutputError
+from mpitrain.reporting.fom import fom_line
 from mpitrain.reporting.report import (
     NullReport,
     Report,
     default_run_dir,
     explained,
-    fom_line,
     plain,
     write_json,
 )
@@ -32,11 +32,20 @@ from mpitrain.training.measure import save_tensors
 RESULT = {
     "samples_per_second": 1234.5,
     "status": "ok",
-    "strategy": "async(servers=1)",
+    "job": "digits",
+    "strategy_asked": "async(servers=1)",
     "workers": 3,
     "servers": 1,
     "nodes": 1,
     "steps": 450,
+    "batch_size": 16,
+    "device": "cpu",
+    "precision": "float32",
+    "seed": 7,
+    "synthetic": False,
+    "spread": 0.025,
+    "warmup_steps": 10,
+    "leg": 1,
 }
 
 
@@ -71,15 +80,18 @@ def test_a_simulation_says_that_its_seconds_are_virtual():
 
 def test_fom_line_is_the_published_one() -> None:
     assert fom_line(RESULT) == (
-        "FOM samples_per_second=1234.5 unit=samples/s status=ok strategy=async(servers=1) "
-        "workers=3 servers=1 nodes=1 steps=450 schema=1"
+        "FOM samples_per_second=1234.5 unit=samples/s status=ok job=digits strategy=async(servers=1) "
+        "workers=3 servers=1 nodes=1 steps=450 batch_size=16 device=cpu precision=float32 seed=7 synthetic=0 "
+        "samples_per_second_per_worker=411.5 spread=0.0250 warmup_steps=10 leg=1 schema=2"
     )
 
 
 def test_fom_line_has_one_word_per_field_whatever_the_strategy_text() -> None:
-    line = fom_line({**RESULT, "strategy": "ssp(bound=3,\tservers = 2)"})
-    assert re.fullmatch(r"FOM( \w+=\S+){9}", line)
-    assert " strategy=ssp(bound=3,servers=2) " in line
+    words = {"strategy_asked": "ssp(bound=3,\tservers = 2)", "job": "my job", "device": "", "spread": None}
+    line = fom_line({**RESULT, **words})
+    assert re.fullmatch(r"FOM( \w+=\S+){19}", line)
+    assert " job=my_job strategy=ssp(bound=3,servers=2) " in line
+    assert " device=- " in line and math.isnan(float(re.search(r"spread=(\S+)", line)[1]))
 
 
 @pytest.mark.parametrize("key", sorted(RESULT))
@@ -88,7 +100,12 @@ def test_a_result_without_a_fom_key_makes_no_line(key: str) -> None:
         fom_line({name: value for name, value in RESULT.items() if name != key})
 
 
-def test_a_status_is_ok_or_fail() -> None:
+@pytest.mark.parametrize("status", ["ok", "missed", "fail"])
+def test_a_status_is_printed_as_it_is(status: str) -> None:
+    assert f" status={status} " in fom_line({**RESULT, "status": status})
+
+
+def test_any_other_status_makes_no_line() -> None:
     with pytest.raises(ValueError, match="'done'"):
         fom_line({**RESULT, "status": "done"})
 

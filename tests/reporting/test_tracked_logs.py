@@ -151,7 +151,8 @@ def test_mlflow_gets_every_row_in_a_store_of_files(tmp_path, mlflow):
 
 
 @pytest.mark.parametrize(
-    ("status", "ended"), [("fail", "FAILED"), ("requeue", "SCHEDULED"), (None, "FAILED")]
+    ("status", "ended"),
+    [("fail", "FAILED"), ("missed", "FAILED"), ("requeue", "SCHEDULED"), (None, "FAILED")],
 )
 def test_mlflow_hears_how_a_run_ends(tmp_path, mlflow, status, ended):
     one = report(tmp_path, "mlflow")

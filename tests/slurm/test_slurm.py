@@ -150,12 +150,12 @@ def test_status_of_what_has_ended_and_of_nothing(tmp_path: Path) -> None:
         describe(tmp_path / "absent")
     assert "no result" in describe(tmp_path)
     (tmp_path / "result.json").write_text(
-        '{"status": "fail", "exit_code": 3, "metrics": {"accuracy": 0.5}, "failure": "too low"}'
+        '{"status": "missed", "exit_code": 3, "metrics": {"accuracy": 0.5}, "failure": "too low"}'
     )
     (tmp_path / "failing_nodes.txt").write_text("n7\n")
     told = describe(tmp_path)
     assert (
-        "status=fail, exit code 3 accuracy=0.5" in told
+        "status=missed, exit code 3 accuracy=0.5" in told
         and "failure     too low" in told
         and "unfit       n7" in told
     )

@@ -36,7 +36,7 @@ def judged(metrics, failure="", target=None, **more):
     session = SimpleNamespace(
         job=job, strategy=AllReduce(), roles=Roles((), (0, 1)), started_s=0.0, run_dir="r",
         resume=None, identity=Identity("run", "start"),
-        overrides=SimpleNamespace(injections=()), runtime=SimpleNamespace(num_nodes=1, fault_tolerance="none"),
+        overrides=Overrides(), leg=1, runtime=SimpleNamespace(num_nodes=1, fault_tolerance="none"),
     )  # fmt: skip
     outcomes = [
         {
@@ -53,7 +53,7 @@ def judged(metrics, failure="", target=None, **more):
 def test_a_run_is_judged_by_its_failures_first_and_its_target_next():
     assert judged({"accuracy": 0.98}, target={"accuracy": 0.97})["exit_code"] == EXIT_OK
     missed = judged({"accuracy": 0.96}, target={"accuracy": 0.97})
-    assert missed["exit_code"] == EXIT_TARGET_MISSED and missed["status"] == "fail"
+    assert missed["exit_code"] == EXIT_TARGET_MISSED and missed["status"] == "missed"
     assert "accuracy 0.96 is below 0.97" in missed["failure"]
     for metrics in ({"accuracy": float("nan")}, {}):  # NaN and never measured both miss
         assert judged(metrics, target={"accuracy": 0.97})["exit_code"] == EXIT_TARGET_MISSED
