@@ -8,7 +8,8 @@ The table is OSU's: time of one call, algorithm bandwidth (bytes of the tensor o
 link carried over time: 2 (n - 1)/n of the tensor in an allreduce, (n - 1)/n in the others; NCCL's definition). The
 ways take turns in every round; ratios are medians of the pairs of one round. `bound` is what a raw socket stream from
 each host to the next takes for the bytes that each link has to carry: measured between hosts only. `empty` is a
-process group in Python that does nothing, which with bare mpi4py's call is the least that a group in Python takes.
+process group in Python that does nothing, and `unchecked` one that only calls the library's blocking Allreduce: it sees
+no signal, no timeout, and no rank that calls something else, so no group in Python can take less.
 `bf16` is the allreduce of a float32 tensor on a 16-bit wire, its bound that of half the bytes; gloo's turn is its
 float32 allreduce.
 """
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
 from torch._C._distributed_c10d import Work
 
+from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.runtime import start
 
 runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
@@ -33,7 +35,7 @@ from mpi4py import MPI  # noqa: E402
 
 SIZES = "4,64,1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB"
 NAMES = ("allreduce", "bf16", "broadcast", "allgather", "reduce_scatter", "alltoall", "sendrecv")
-WAYS = ("mpitrain", "gloo", "bare mpi4py", "empty", "bound")
+WAYS = ("mpitrain", "gloo", "bare mpi4py", "empty", "unchecked", "bound")
 WARMUP_ROUNDS = 3  # in which the number of repeats grows with how fast the call turns out to be
 
 
@@ -107,8 +109,21 @@ class EmptyGroup(dist.ProcessGroup):
         return Nothing()
 
 
-def calls(name, num_bytes, ours, gloo, empty, comm, streams):
+class UncheckedGroup(dist.ProcessGroup):
+    """Calls the library, and does nothing else."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self.comm = runtime.comm.Dup()
+
+    def allreduce(self, tensors, opts=None):
+        self.comm.Allreduce(MPI.IN_PLACE, buffers.of_plain(tensors[0]), MPI.SUM)
+        return Nothing()
+
+
+def calls(name, num_bytes, groups, comm, streams):
     """Way -> a function of no arguments that does it once; every way has tensors of its own."""
+    ours, gloo, empty, unchecked = groups
     size, me = runtime.size, runtime.rank
     count = max(1, num_bytes // 4)
     part = -(-count // size)
@@ -158,7 +173,7 @@ def calls(name, num_bytes, ours, gloo, empty, comm, streams):
     if name in bare:
         found["bare mpi4py"] = bare[name]
     if name == "allreduce":
-        found["empty"] = by_torch(empty)
+        found["empty"], found["unchecked"] = by_torch(empty), by_torch(unchecked)
     if streams is not None:
         found["bound"] = lambda: streams.run(int(on_links(name, 4 * count, size)))
     return found
@@ -198,6 +213,7 @@ def row_of(name, num_bytes, seconds):
     if "empty" in seconds:
         least_s = [sum(pair) for pair in zip(seconds["empty"], seconds["bare mpi4py"])]
         row["ratio_to_empty_and_bare"] = median_ratio(seconds["mpitrain"], least_s)
+        row["unchecked_to_empty_and_bare"] = median_ratio(seconds["unchecked"], least_s)
     return row
 
 
@@ -210,13 +226,16 @@ def show(rows):
         "bus MB/s",
         "/ gloo",
         "/ bare",
+        "/ unchecked",
         "/ (empty + bare)",
         "/ bound",
     )
     lines = [head]
     for row in rows:
         middle = row["median_us"]
-        ratios = [row.get(f"ratio_to_{way}") for way in ("gloo", "bare", "empty_and_bare", "bound")]
+        ratios = [
+            row.get(f"ratio_to_{way}") for way in ("gloo", "bare", "unchecked", "empty_and_bare", "bound")
+        ]
         lines.append(
             (
                 row["collective"], str(row["bytes"]), *(f"{middle[w]:.1f}" if w in middle else "-" for w in WAYS),
@@ -241,10 +260,12 @@ def main():
     store = dist.TCPStore(host, port, runtime.size, runtime.rank == 0)
     dist.init_process_group("gloo", store=store, rank=runtime.rank, world_size=runtime.size)
     gloo, ours = dist.group.WORLD, dist.new_group(backend="mpi4py")
-    dist.Backend.register_backend(
-        "empty", lambda store, rank, size, timeout: EmptyGroup(rank, size), devices=["cpu"]
-    )
-    empty = dist.new_group(backend="empty")
+    groups = [ours, gloo]
+    for backend, kind in (("empty", EmptyGroup), ("unchecked", UncheckedGroup)):
+        dist.Backend.register_backend(
+            backend, lambda store, rank, size, timeout, kind=kind: kind(rank, size), devices=["cpu"]
+        )
+        groups.append(dist.new_group(backend=backend))
     comm = runtime.comm.Dup()
     streams = Streams() if runtime.num_nodes > 1 else None
     told = ours.transport()
@@ -257,9 +278,7 @@ def main():
     for name in options.only.split(","):
         for text in options.sizes.split(","):
             num_bytes = parse_bytes(text)
-            seconds = measure(
-                calls(name, num_bytes, ours, gloo, empty, comm, streams), options.rounds, options.budget
-            )
+            seconds = measure(calls(name, num_bytes, groups, comm, streams), options.rounds, options.budget)
             rows.append(row_of(name, num_bytes, seconds))
     if runtime.rank == 0:
         show(rows)
