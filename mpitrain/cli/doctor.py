@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.parser import natural, rate
-from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED
+from mpitrain.cli.parser import above_zero, fraction, natural, rate
+from mpitrain.errors import EXIT_OK, EXIT_PREFLIGHT_FAILED, UsageError, printable
+
+if TYPE_CHECKING:
+    from mpitrain.doctor.checks import Check
 
 _DESCRIPTION = """\
 Say whether nodes are fit to train on, before a run finds out. Exit code 4 if
@@ -20,11 +24,15 @@ examples:
   mpitrain doctor --node                                this machine, no MPI
   srun --mpi=none --ntasks-per-node=1 mpitrain doctor --node --report DIR
   mpitrain doctor --collect DIR --hosts "n1 n2 n3" --failing failing_nodes.txt
+  mpitrain doctor --site slurm/site.sh                  its launch line
   srun --ntasks-per-node=4 mpitrain doctor --comm --failing failing_nodes.txt
   srun --ntasks-per-node=4 mpitrain doctor --gpu-mpi    a step of its own
 
 --node needs no MPI, --comm three nodes or more to name a slow one, and
---gpu-mpi a step of its own, because an MPI that cannot do it may crash."""
+--gpu-mpi a step of its own, because an MPI that cannot do it may crash.
+--collect names nodes that are slower than the others of their kind, of which
+there have to be three. The checks of GPUs have been tested on recorded output
+only."""
 
 
 def add_parser(commands: Any) -> None:
@@ -34,16 +42,42 @@ def add_parser(commands: Any) -> None:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--node", action="store_true", help="this node by itself: memory, disk, locks, clock, HDF5, devices"
+        "--node",
+        action="store_true",
+        help="this node by itself: memory, limits, disk, quota, locks, clock, HDF5, devices, speed",
     )
     what.add_argument("--collect", metavar="DIR", help="judge the reports of --node --report DIR")
+    what.add_argument(
+        "--site", metavar="FILE", help="whether a site file can be sourced, and its LAUNCH line works here"
+    )
     what.add_argument(
         "--comm", action="store_true", help="latency and rate of all pairs; ranks that share a GPU"
     )
     what.add_argument(
         "--gpu-mpi", action="store_true", help="whether this MPI carries device memory, to the bit"
     )
-    node = parser.add_argument_group("what a fit node has (--node)")
+    _add_wanted(parser.add_argument_group("what a fit node has (--node)"))
+    out = parser.add_argument_group("what comes out")
+    out.add_argument(
+        "--report", metavar="DIR", help="write NODE.json there, on the shared file system (--node)"
+    )
+    out.add_argument("--hosts", metavar="NAMES", help="nodes that should have reported (--collect)")
+    out.add_argument("--failing", metavar="FILE", help="write the unfit nodes' names there, a line each")
+    out.add_argument(
+        "--slow",
+        type=fraction,
+        metavar="X",
+        help="below this fraction of the others' speed is slow (--collect, --comm; default: 0.5)",
+    )
+    out.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the pairs' figures there, for simulate --network measured (--comm)",
+    )
+    parser.set_defaults(run=run_doctor)
+
+
+def _add_wanted(node: Any) -> None:
     node.add_argument(
         "--gpus", type=natural, metavar="N", help="devices (default: as many as Slurm gave the node)"
     )
@@ -58,27 +92,67 @@ def add_parser(commands: Any) -> None:
     node.add_argument(
         "--min-free-gib", type=rate, default=1.0, metavar="X", help="free on --disk (default: 1)"
     )
-    node.add_argument("--report", metavar="DIR", help="also write NODE.json there, on the shared file system")
-    out = parser.add_argument_group("what comes out")
-    out.add_argument("--hosts", metavar="NAMES", help="nodes that should have reported (--collect)")
-    out.add_argument("--failing", metavar="FILE", help="write the unfit nodes' names there, a line each")
-    out.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the pairs' figures there, for simulate --network measured (--comm)",
+    node.add_argument(
+        "--min-shm-gib", type=rate, default=0.05, metavar="X", help="free in /dev/shm (default: 0.05)"
     )
-    parser.set_defaults(run=run_doctor)
+    node.add_argument(
+        "--min-open-files", type=natural, default=1024, metavar="N", help="ulimit -n (default: 1024)"
+    )
+    node.add_argument(
+        "--min-free-inodes",
+        type=natural,
+        default=1000,
+        metavar="N",
+        help="files that can be made on --disk and in --report (default: 1000)",
+    )
+    node.add_argument(
+        "--speed-s",
+        type=rate,
+        default=1.0,
+        metavar="S",
+        help="measure each speed for so long; 0: none (default: 1)",
+    )
+    node.add_argument(
+        "--deadline-s",
+        type=above_zero,
+        default=30.0,
+        metavar="S",
+        help="for each check, imports apart (default: 30)",
+    )
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine, collect or measure; the exit code says fit or unfit."""
     if arguments.json and not arguments.comm:
         arguments.parser.error("--json FILE holds what --comm measures: give both")
+    if arguments.report and not arguments.node:
+        arguments.parser.error("--report DIR holds what --node finds: give both")
+    if arguments.slow is not None and not (arguments.comm or arguments.collect):
+        arguments.parser.error("--slow X is for --collect and --comm")
     if arguments.node:
         return _run_node(arguments)
     if arguments.collect:
         return _run_collect(arguments)
+    if arguments.site:
+        return _run_site(arguments)
     return _run_ranks(arguments)
+
+
+def _run_site(arguments: argparse.Namespace) -> int:
+    from mpitrain.doctor.site import examine_site
+
+    path = Path(arguments.site)
+    if not path.is_file():
+        raise UsageError(f"--site {path}: no such file; `mpitrain slurm site` writes one")
+    return _print_checks("", examine_site(path))
+
+
+def _print_checks(name: str, checks: Sequence[Check]) -> int:
+    """One line a check; the exit code."""
+    who = f"{name}: " if name else ""
+    lines = [f"{who}{'ok   ' if one.ok else 'UNFIT'} {one.name}: {one.detail}\n" for one in checks]
+    print(printable("".join(lines)), end="", flush=True)
+    return EXIT_OK if all(check.ok for check in checks) else EXIT_PREFLIGHT_FAILED
 
 
 def _run_ranks(arguments: argparse.Namespace) -> int:
@@ -98,7 +172,7 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
 
         attempt(runtime, check)
         failing, figures = (Path(name) if name else None for name in (arguments.failing, arguments.json))
-        code = run_comm(runtime, failing, figures=figures)
+        code = run_comm(runtime, failing, _slow(arguments), figures)
     else:
         from mpitrain.doctor.canary import run_canary
 
@@ -107,49 +181,62 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _slow(arguments: argparse.Namespace) -> float:
+    from mpitrain.doctor.judge import SLOW
+
+    return SLOW if arguments.slow is None else float(arguments.slow)
+
+
 def _run_node(arguments: argparse.Namespace) -> int:
-    from mpitrain.doctor.node import Wanted, examine, write_report
+    from mpitrain.doctor.checks import Wanted
+    from mpitrain.doctor.node import examine
+    from mpitrain.doctor.reports import node_kind, write_report
     from mpitrain.system.launch_variables import node_name
 
-    checks = examine(
-        Wanted(
-            arguments.gpus,
-            arguments.devices,
-            arguments.disk,
-            arguments.report or ".",
-            arguments.data,
-            arguments.min_memory_gib,
-            arguments.min_free_gib,
-        )
-    )
-    name = node_name()
-    print(
-        "".join(f"{name}: {'ok   ' if c.ok else 'UNFIT'} {c.name}: {c.detail}\n" for c in checks),
-        end="",
-        flush=True,
-    )
     if arguments.report:
-        write_report(Path(arguments.report), name, checks)
+        _make_folder(Path(arguments.report))
+    wanted = Wanted(
+        gpus=arguments.gpus,
+        devices=arguments.devices,
+        disk=arguments.disk,
+        shared=arguments.report or ".",
+        data=arguments.data,
+        min_memory_gib=arguments.min_memory_gib,
+        min_free_gib=arguments.min_free_gib,
+        min_shm_gib=arguments.min_shm_gib,
+        min_open_files=arguments.min_open_files,
+        min_free_inodes=arguments.min_free_inodes,
+        speed_s=arguments.speed_s,
+    )
+    checks = examine(wanted, arguments.deadline_s)
+    name = node_name()
+    code = _print_checks(name, checks)
+    if arguments.report:
+        write_report(Path(arguments.report), name, checks, node_kind(wanted.num_gpus))
     if any(check.detail.startswith("no answer") for check in checks):
         sys.stdout.flush()
-        os._exit(
-            EXIT_PREFLIGHT_FAILED
-        )  # a thread that hangs in a dead file system would keep the interpreter
-    return EXIT_OK if all(check.ok for check in checks) else EXIT_PREFLIGHT_FAILED
+        os._exit(code)  # a thread that hangs in a dead file system would keep the interpreter
+    return code
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--report {folder}: no such directory can be made ({error.strerror})") from None
 
 
 def _run_collect(arguments: argparse.Namespace) -> int:
-    from mpitrain.doctor.node import collect
+    from mpitrain.doctor.reports import collect, summary
     from mpitrain.system.atomic import check_output
 
     check_output(arguments.failing, "--failing")
     if not arguments.hosts:
         arguments.parser.error("--collect needs the names of the nodes that should have reported: --hosts")
     hosts = arguments.hosts.split()
-    wrong = collect(Path(arguments.collect), hosts)
-    for host, faults in wrong.items():
-        print(f"unfit: {host}: {'; '.join(faults)}")
+    verdict = collect(Path(arguments.collect), hosts, _slow(arguments))
     if arguments.failing:
-        Path(arguments.failing).write_text("".join(f"{host}\n" for host in wrong), encoding="utf-8")
-    print(f"{len(hosts) - len(wrong)} of {len(hosts)} node(s) fit", flush=True)
-    return EXIT_PREFLIGHT_FAILED if wrong else EXIT_OK
+        Path(arguments.failing).write_text("".join(f"{host}\n" for host in verdict.wrong), encoding="utf-8")
+    for line in summary(verdict, len(hosts)):
+        print(printable(line), flush=True)
+    return EXIT_PREFLIGHT_FAILED if verdict.wrong else EXIT_OK

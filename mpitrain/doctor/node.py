@@ -1,84 +1,62 @@
 """What one node can find out about itself, without MPI: a node that hangs here holds up no other.
 
-Invariants: every check runs in a thread with a deadline, because a sick file system does not answer at all, and
-returns text on success or raises `Unfit`. The report is one JSON file a node; `collect` reads them, and a node that
-has not written one is unfit.
+Invariants: every check runs in a thread with a deadline, because a sick file system does not answer at all. Large
+imports come first and have a deadline of their own: where a thousand nodes import torch at once that takes minutes,
+and no check that needs it is slow because of it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
-import glob
-import json
+import importlib
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from mpitrain.system.atomic import write_whole
+from mpitrain.doctor.checks import Asked, Check, Seen, Unfit, Wanted, directory
+from mpitrain.doctor.gpus import check_devices, check_gpu_health
+from mpitrain.doctor.limits import check_limits, check_memory, check_quota
+from mpitrain.doctor.speed import check_speed
 
 DEADLINE_S = 30.0
+IMPORTS_DEADLINE_S = 240.0  # below the five minutes that a template gives the whole step
 MAX_SKEW_S = 5.0
 
 
-class Unfit(Exception):
-    """A check failed; the message says what was seen."""
-
-
-class Check(NamedTuple):
-    """The outcome of one check."""
-
-    name: str
-    ok: bool
-    detail: str
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a fit node has.
-
-    Attributes:
-        gpus: how many devices; `None`: as many as Slurm has given this node, 0 outside it.
-        devices: pattern of the device files; empty: ask CUDA. Variables are expanded on the node.
-        disk: directory for large files, the node's own; variables are expanded on the node.
-        shared: directory on the shared file system.
-        data: an HDF5 file to read from; empty: one that is written first.
-    """
-
-    gpus: int | None = None
-    devices: str = ""
-    disk: str = "$TMPDIR"
-    shared: str = "."
-    data: str = ""
-    min_memory_gib: float = 1.0
-    min_free_gib: float = 1.0
-
-
-def examine(wanted: Wanted, deadline_s: float = DEADLINE_S) -> list[Check]:
-    """All checks, in the order in which they are cheap."""
-    checks: dict[str, Callable[[Wanted], str]] = {
+def examine(
+    wanted: Wanted, deadline_s: float = DEADLINE_S, imports_deadline_s: float = IMPORTS_DEADLINE_S
+) -> list[Check]:
+    """All checks, in the order in which they are cheap; those that need an import that failed are left out."""
+    plain: dict[str, Asked] = {
         "memory": check_memory,
+        "limits": check_limits,
         "disk": check_disk,
+        "quota": check_quota,
         "locking": check_locking,
         "clock": check_clock,
-        "hdf5": check_hdf5,
-        "devices": check_devices,
+        "gpu health": check_gpu_health,
     }
-    return [_within(deadline_s, name, check, wanted) for name, check in checks.items()]
+    heavy: dict[str, Asked] = {"hdf5": check_hdf5, "devices": check_devices}
+    if wanted.speed_s:
+        heavy["speed"] = check_speed
+    found = [_within(deadline_s, name, check, wanted) for name, check in plain.items()]
+    found.append(_within(imports_deadline_s, "imports", import_all, wanted))
+    if found[-1].ok:
+        found += [_within(deadline_s, name, check, wanted) for name, check in heavy.items()]
+    return found
 
 
-def _within(deadline_s: float, name: str, check: Callable[[Wanted], str], wanted: Wanted) -> Check:
+def _within(deadline_s: float, name: str, check: Asked, wanted: Wanted) -> Check:
     outcome = Check(name, False, f"no answer within {deadline_s:g} s")
 
     def ask() -> None:
         nonlocal outcome
         try:
-            outcome = Check(name, True, check(wanted))
+            seen = check(wanted)
+            outcome = Check(name, True, *(seen if isinstance(seen, Seen) else (seen,)))
         except Exception as error:  # whatever it is, the node is unfit and the next check is still asked
             detail = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
             outcome = Check(name, False, detail)
@@ -89,26 +67,28 @@ def _within(deadline_s: float, name: str, check: Callable[[Wanted], str], wanted
     return outcome
 
 
-def check_memory(wanted: Wanted) -> str:
-    """Memory that can still be had."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / 2**20
-    if available < wanted.min_memory_gib:
-        raise Unfit(f"{available:.1f} GiB of memory available, {wanted.min_memory_gib:g} wanted")
-    return f"{available:.1f} GiB of memory available"
-
-
-def _directory(text: str) -> str:
-    expanded = os.path.expandvars(text)
-    return tempfile.gettempdir() if "$" in expanded or not expanded else expanded
+def import_all(wanted: Wanted) -> str:
+    """Import what the other checks need."""
+    needs_torch = wanted.speed_s or (wanted.num_gpus and not wanted.devices)
+    names = ["h5py", *(["torch"] if needs_torch else [])]
+    began_s = time.perf_counter()
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise Unfit(f"cannot import {name} ({error}): see to the environment in the site file") from None
+    return f"{' and '.join(names)} in {time.perf_counter() - began_s:.1f} s"
 
 
 def check_disk(wanted: Wanted) -> str:
-    """Free space, and that what is written there comes back."""
-    folder = _directory(wanted.disk)
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize / 2**30
+    """Free space and inodes, and that what is written there comes back."""
+    folder = directory(wanted.disk)
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize / 2**30
     if free < wanted.min_free_gib:
         raise Unfit(f"{free:.2f} GiB free in {folder}, {wanted.min_free_gib:g} wanted")
+    for place in (folder, wanted.shared):
+        _check_inodes(place, wanted.min_free_inodes)
     data = os.urandom(1 << 20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix="mpitrain-doctor-") as file:
         file.write(data)
@@ -119,6 +99,13 @@ def check_disk(wanted: Wanted) -> str:
         if file.read() != data:
             raise Unfit(f"{folder} gives back other bytes than were written")
     return f"{free:.1f} GiB free in {folder}"
+
+
+def _check_inodes(folder: str, wanted: int) -> None:
+    system = os.statvfs(folder)
+    # Some file systems have no fixed number of them and say 0 of 0.
+    if system.f_files and system.f_favail < wanted:
+        raise Unfit(f"{system.f_favail} more files can be made in {folder}, {wanted} wanted (inodes)")
 
 
 def check_locking(wanted: Wanted) -> str:
@@ -138,9 +125,14 @@ def check_locking(wanted: Wanted) -> str:
 def check_clock(wanted: Wanted) -> str:
     """This node's clock against the file server's, which stamps the file."""
     with tempfile.NamedTemporaryFile(dir=wanted.shared, prefix="mpitrain-doctor-") as file:
-        file.write(b"now")
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            file.write(b"now")
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno == errno.EDQUOT:
+                raise Unfit(f"your quota in {wanted.shared} is used up: free space there") from None
+            raise
         skew_s = time.time() - os.stat(file.name).st_mtime
     if abs(skew_s) > MAX_SKEW_S:
         raise Unfit(f"the clock is {skew_s:+.1f} s off the file server's")
@@ -156,7 +148,7 @@ def check_hdf5(wanted: Wanted) -> str:
         with h5py.File(wanted.data, "r") as file:
             name, array = next((name, item) for name, item in file.items() if isinstance(item, h5py.Dataset))
             return f"read {np.asarray(array[:1]).nbytes} bytes of {name} in {wanted.data}"
-    with tempfile.TemporaryDirectory(dir=_directory(wanted.disk), prefix="mpitrain-doctor-") as folder:
+    with tempfile.TemporaryDirectory(dir=directory(wanted.disk), prefix="mpitrain-doctor-") as folder:
         path = Path(folder, "check.h5")
         written = np.arange(4096)
         with h5py.File(path, "w") as file:
@@ -165,49 +157,3 @@ def check_hdf5(wanted: Wanted) -> str:
             if not np.array_equal(file["x"][:], written):
                 raise Unfit(f"h5py reads other numbers than it wrote in {folder}")
     return f"h5py {h5py.__version__} reads what it wrote"
-
-
-def check_devices(wanted: Wanted) -> str:
-    """As many devices as there should be, each of which computes."""
-    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    expected = wanted.gpus if wanted.gpus is not None else int(given) if given.isdigit() else 0
-    if wanted.devices:
-        pattern = os.path.expandvars(wanted.devices)
-        found = len(glob.glob(pattern))
-        if found < expected:
-            raise Unfit(f"{found} of {expected} device(s) match {pattern}")
-        return f"{found} device(s)"
-    if not expected:
-        return "no devices asked for"
-    import torch
-
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found < expected:
-        raise Unfit(f"CUDA sees {found} of {expected} device(s)")
-    for index in range(found):
-        ones = torch.ones(1 << 20, device=f"cuda:{index}")
-        if float(ones.sum()) != 1 << 20:
-            raise Unfit(f"device {index} cannot add ones")
-    return f"{found} device(s) compute"
-
-
-# ---- reports
-
-
-def write_report(folder: Path, name: str, checks: list[Check]) -> None:
-    """Write this node's report; a reader sees all of it or none."""
-    text = json.dumps({"node": name, "checks": [check._asdict() for check in checks]})
-    write_whole(folder / f"{name}.json", text)
-
-
-def collect(folder: Path, hosts: list[str]) -> dict[str, list[str]]:
-    """What is wrong with each unfit node, by name; a node without a readable report is unfit."""
-    wrong: dict[str, list[str]] = {}
-    for host in hosts:
-        faults = ["did not report"]
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            checks = json.loads((folder / f"{host}.json").read_text())["checks"]
-            faults = [f"{check['name']}: {check['detail']}" for check in checks if not check["ok"]]
-        if faults:
-            wrong[host] = faults
-    return wrong

@@ -69,6 +69,16 @@ def node_key(environ: Mapping[str, str] = os.environ) -> str:
     return f"{socket.gethostname()} {environ.get('SLURMD_NODENAME', '')}"
 
 
+# What each batch system calls its job; that of the shell of an allocation, too.
+JOB_IDS = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID", "lsf": "LSB_JOBID", "flux": "FLUX_JOB_ID"}
+
+
+def batch_system(environ: Mapping[str, str] = os.environ) -> str | None:
+    """`"slurm"`, `"pbs"`, `"lsf"` or `"flux"`: whose job this is; `None` outside of any. Flux can run inside of the
+    others, whose variables its jobs keep."""
+    return next((name for name in ("flux", "slurm", "pbs", "lsf") if JOB_IDS[name] in environ), None)
+
+
 def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is one of an MPI job's ranks (a batch script inside an allocation is none)."""
     return any(name in environ for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"))

@@ -25,7 +25,7 @@ def available_bytes(num_sharing: int) -> float:
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY:
             found.append(max(0, soft - _kilobytes("/proc/self/status", used, 0.0) * 1024))
-    free = [_kilobytes("/proc/meminfo", "MemAvailable", math.inf) * 1024, *_left_in_groups()]
+    free = [_kilobytes("/proc/meminfo", "MemAvailable", math.inf) * 1024, *left_in_groups()]
     return min(found + [one / num_sharing for one in free])
 
 
@@ -37,8 +37,9 @@ def _kilobytes(path: str, name: str, otherwise: float) -> float:
     return next((float(line.split()[1]) for line in lines if line.startswith(f"{name}:")), otherwise)
 
 
-def _left_in_groups() -> Iterator[float]:
-    """What the control groups of this process, of either version, and those around them may still take."""
+def left_in_groups() -> Iterator[float]:
+    """What the control groups of this process, of either version, and those around them may still take: cached files
+    that nobody has used for a while count as free, because they make room."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -48,15 +49,26 @@ def _left_in_groups() -> Iterator[float]:
         if kinds and "memory" not in kinds.split(","):
             continue
         root = _GROUPS / "memory" if kinds else _GROUPS
-        limit, used = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
+        limit, used, cached = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if kinds
+            else ("memory.max", "memory.current", "inactive_file")
         )
         group = root / path.lstrip("/")
         for folder in (group, *(one for one in group.parents if one.is_relative_to(root))):
             try:
-                yield max(0.0, float((folder / limit).read_text()) - float((folder / used).read_text()))
+                free = float((folder / limit).read_text()) - float((folder / used).read_text())
+                yield max(0.0, free + _statistic(folder / "memory.stat", cached))
             except (OSError, ValueError):  # none there, or no limit
                 continue
+
+
+def _statistic(path: Path, name: str) -> float:
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0.0
+    return next((float(words[1]) for words in lines if words[:1] == [name]), 0.0)
 
 
 def give_large_blocks_back() -> bool:

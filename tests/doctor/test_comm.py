@@ -84,7 +84,8 @@ def test_a_node_behind_a_slow_link_is_named(hosts: list[str], tmp_path: Path) ->
     failing = tmp_path / "failing_nodes.txt"
     command = [str(find_mpi()[0]), "-m", "mpitrain", "doctor", "--comm", "--failing", str(failing)]
     told = run_plain([*hosts, "-n", "3", *command], code=4)
-    assert "unfit: drh2: every link to it is slow" in told and "drh0 - drh1" in told
+    assert "unfit: drh2: every link to it is slow, the best one" in told
+    assert "drh0" not in told and "3 link(s) between 3 nodes: median" in told  # only what stands out
     assert failing.read_text() == "drh2\n"
 
 
@@ -103,7 +104,7 @@ def test_on_one_node_nobody_is_slow_and_no_gpu_is_no_canary(tmp_path: Path) -> N
     )
     assert parse(str(law), "network") == law
 
-    assert "ranks 0, 2" in run.ranks_out[0] and "MB/s" in run.ranks_out[0]
+    assert "3 link(s) within 1 node(s): median" in run.ranks_out[0] and "ranks 0, 2" not in run.ranks_out[0]
     said = run.ranks_out[0][run.ranks_out[0].index("codes ") :]
     # 0: all is well; 1: rank 1's small message to rank 2 holds zeros; 2: rank 2's large one is never written to;
     # 3: rank 0 gets no small sum, and rank 2 sends zeros to rank 0
@@ -122,3 +123,20 @@ def test_on_one_node_nobody_is_slow_and_no_gpu_is_no_canary(tmp_path: Path) -> N
         assert told == [f"canary {code} of 8, waited {4 * (i + 1)}" for i, code in enumerate((0, 4, 4, 4))]
     if not torch.cuda.is_available():
         assert all("codes 0 4" in out for out in run.ranks_out) and "no CUDA device on" in run.ranks_out[0]
+
+
+def test_a_suspicion_is_measured_again_before_anybody_is_accused(tmp_path: Path) -> None:
+    run = run_ranks(4, PROGRAMS / "suspicions.py", cwd=tmp_path).check()
+    said = [line for line in run.ranks_out[0].splitlines() if "slow" in line]
+    assert said == [
+        "unfit: the link n0 - n1 is slow, 10.0 us and 100 MB/s, and both nodes have better ones",
+        "unfit: n3: every link to it is slow, the best one 10.0 us and 100 MB/s",
+    ]
+    counts = [line.split()[1:] for line in run.ranks_out[0].splitlines() if line.startswith("measured")]
+    assert counts == [
+        ["0", "01:1", "02:1", "03:1"],
+        ["0", "01:2", "02:1", "03:1"],  # cleared by the first measurement that is as good as the others
+        ["4", "01:3", "02:1", "03:1"],
+        ["4", "01:1", "02:1", "03:3"],
+        ["0", "01:1", "02:1", "03:2"],
+    ]

@@ -77,7 +77,7 @@ source {repository}/slurm/site.sh
 export PATH={bin}:$PATH PYTHONPATH={repository}/tests/at_start:{repository} PYTHONSAFEPATH=1
 {mpi}
 export OMP_NUM_THREADS=1 PYTHONFAULTHANDLER=1
-DOCTOR=(--devices '{root}/nodes/$SLURMD_NODENAME/gpu*' --min-free-gib 0.01 --min-memory-gib 0.1)
+DOCTOR=(--devices '{root}/nodes/$SLURMD_NODENAME/gpu*' --min-free-gib 0.01 --min-memory-gib 0.1 --speed-s 0)
 """
 _OPENMPI = """\
 LAUNCH=(srun --mpi=pmix)

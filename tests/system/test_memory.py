@@ -46,7 +46,7 @@ def test_groups_of_both_versions_and_those_around_them(groups, monkeypatch, kind
         memory.Path, "read_text",
         lambda path: f"3:cpuset:/x\n4:{kinds}:/job/task\n" if str(path) == "/proc/self/cgroup" else read(path),
     )  # fmt: skip
-    assert list(memory._left_in_groups()) == [600]
+    assert list(memory.left_in_groups()) == [600]
 
 
 PROGRAM = """
