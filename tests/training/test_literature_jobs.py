@@ -1,0 +1,88 @@
+"""The jobs of the literature: what their generators make is right, and what their models may see is what they may."""
+
+import runpy
+
+import numpy as np
+import pytest
+import torch
+
+import mpitrain as mt
+from mpitrain.training.job_file import load_job
+from tests.ranks import ROOT
+
+JOBS = ROOT / "jobs"
+
+
+@pytest.mark.parametrize("name", ["cnn", "nmt", "pixelcnn"])
+def test_each_trains_on_synthetic_samples_with_servers_too(tmp_path, name):
+    job = load_job(str(JOBS / f"{name}.py"))
+    result = mt.simulate(
+        job,
+        mt.Async(servers=1),
+        workers=2,
+        synthetic=True,
+        steps=2,
+        batch_size=2,
+        quiet=True,
+        run_dir=tmp_path,
+    )
+    assert (result["status"], result["job"], result["synthetic"]) == ("ok", name, True)
+    assert result["samples"] == 2 * 2 * 2 and job.target
+
+
+def test_a_pixel_is_predicted_from_those_before_it_and_all_of_them_matter():
+    torch.manual_seed(0)
+    model, images = runpy.run_path(str(JOBS / "pixelcnn.py"))["model"](), torch.rand(1, 1, 8, 8)
+    before = model(images).flatten(2)
+    for pixel in (0, 11, 36, 63):
+        changed = images.clone()
+        changed.view(-1)[pixel] += 0.5
+        differs = (model(changed).flatten(2) != before).any(dim=1)[0]
+        assert not differs[: pixel + 1].any()
+        assert differs[pixel + 1 : pixel + 2].all()  # the next one, where there is one
+
+
+@pytest.mark.parametrize(
+    ("number", "english", "german"),
+    [
+        (0, "zero", "null"),
+        (17, "seventeen", "siebzehn"),
+        (90, "ninety", "neunzig"),
+        (47, "forty seven", "sieben und vierzig"),
+        (100_321, "one hundred thousand three hundred twenty one", "ein hundert tausend drei hundert ein und zwanzig"),
+    ],
+)  # fmt: skip
+def test_numbers_in_words(number, english, german):
+    made = runpy.run_path(str(JOBS / "nmt.py"))
+    assert (" ".join(made["english"](number)), " ".join(made["german"](number))) == (english, german)
+
+
+def test_the_longest_number_fits_and_no_two_have_the_same_words(monkeypatch):
+    monkeypatch.setenv("NMT_SAMPLES", "3000")
+    made = runpy.run_path(str(JOBS / "nmt.py"))
+    assert len(made["german"](777_777)) + 1 == made["LENGTH"]
+    pairs = made["numbers"]()
+    for words in pairs.values():
+        assert len(np.unique(words, axis=0)) == 3000
+        assert ((words == made["END"]).sum(axis=1) == 1).all()
+
+
+def test_every_kind_of_shape_has_an_area_of_its_own(monkeypatch):
+    monkeypatch.setenv("CNN_SAMPLES", "50")
+    made = runpy.run_path(str(JOBS / "cnn.py"))
+    rows, columns = np.mgrid[-1:1:201j, -1:1:201j]
+    areas = {kind: made["mask"](kind, columns, rows) for kind in made["KINDS"]}
+    assert len({area.tobytes() for area in areas.values()}) == len(areas)
+    assert areas["disc"].mean() == pytest.approx(np.pi / 4, abs=0.01)
+    assert areas["diamond"].mean() == pytest.approx(0.5, abs=0.01)
+    images = made["shapes"]()
+    assert images["x"].shape == (50, 3, 32, 32) and set(images["y"]) == set(range(10))
+
+
+def test_records_of_cifar_are_read(tmp_path, monkeypatch):
+    records = np.arange(2 * 3073, dtype=np.uint32).astype(np.uint8).reshape(2, 3073)
+    records.tofile(tmp_path / "data_batch_1.bin")
+    monkeypatch.setenv("CNN_CIFAR", str(tmp_path))
+    samples = list(runpy.run_path(str(JOBS / "cnn.py"))["cifar"]())
+    assert [int(sample["y"]) for sample in samples] == records[:, 0].tolist()
+    assert samples[1]["x"][2, 31, 31] == np.float32(records[1, -1]) / 255 - 0.5
