@@ -35,6 +35,7 @@ _home = {
     "pack": "mpitrain.data.write.pack",
     "load": "mpitrain.training.trained_model",
     "predict": "mpitrain.training.predict",
+    "ensemble": "mpitrain.training.ensembles.ensemble",
     "export": "mpitrain.training.export",
     "simulate": "mpitrain.simulation.servers",
     "train": "mpitrain.training",

@@ -27,8 +27,9 @@ a Slurm allocation, else the mpirun installed beside it, else the one on the
 PATH. `mpirun -n N mpitrain train ...` by hand does the same."""
 
 _EPILOG = """\
-COMMAND is `train ...`, `predict ...`, `data pack ...`, `env`, or a script
-(`script.py ...`). Options of launch come before it, those of the command after.
+COMMAND is `train ...`, `predict ...`, `ensemble ...`, `data pack ...`, `env`, or
+a script (`script.py ...`). Options of launch come before it, those of the
+command after.
 
 Ctrl-C ends the ranks (exit code 130). SIGTERM and SIGUSR1 ask `train` for a
 checkpoint, then end it (75); a second SIGTERM ends it at once (143). Nothing is
@@ -41,7 +42,7 @@ examples:
   mpitrain launch -n 8 --host-args "--hostfile hosts" train jobs/digits.py
   mpitrain launch -n 4 --dry-run train jobs/digits.py      print the command"""
 
-_RANKED = ("train", "predict", "data", "env")
+_RANKED = ("train", "predict", "ensemble", "data", "env")
 _ALONE = ("simulate", "report", "data stage", "data info")
 
 

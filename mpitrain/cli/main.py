@@ -14,7 +14,20 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.cli import data, doctor, env, export, launch, plan, predict, report, simulate, slurm, train
+from mpitrain.cli import (
+    data,
+    doctor,
+    ensemble,
+    env,
+    export,
+    launch,
+    plan,
+    predict,
+    report,
+    simulate,
+    slurm,
+    train,
+)
 from mpitrain.cli.config import words_of
 from mpitrain.cli.parser import Parser
 from mpitrain.errors import EXIT_INTERRUPTED, AgreedError, MpitrainError, UsageError, printable
@@ -53,7 +66,20 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     parser.set_defaults(parse=parse)  # for commands that are given the words of another
-    for module in (launch, train, simulate, plan, predict, export, report, data, slurm, doctor, env):
+    for module in (
+        launch,
+        train,
+        simulate,
+        plan,
+        predict,
+        ensemble,
+        export,
+        report,
+        data,
+        slurm,
+        doctor,
+        env,
+    ):
         module.add_parser(commands)
     return parser
 

@@ -27,6 +27,7 @@ from mpitrain.job import Job
 from mpitrain.model.user_code import Checked
 from mpitrain.reporting.report import writing
 from mpitrain.system.atomic import check_new, durably_replaced
+from mpitrain.training.ensembles.saved import model_bytes
 from mpitrain.training.trained_model import FILES, load_with_job
 from mpitrain.training.validation import Measure
 from mpitrain.values import nearest
@@ -109,7 +110,7 @@ def export(
     return Exported(
         path, tuple(names), left,
         (_layer_bytes(module, names), _layer_bytes(held, names)),
-        ((Path(run_dir) / FILES[which]).stat().st_size, path.stat().st_size),
+        (model_bytes(Path(run_dir), FILES[which]), path.stat().st_size),
         _in_turn(lambda: module(*arguments), lambda: kept(*arguments)),
         (_measured(made_by, module), _measured(made_by, smaller)),
     )  # fmt: skip

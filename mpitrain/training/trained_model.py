@@ -1,4 +1,4 @@
-"""`mt.load(run_dir)`: the module that a run has trained, in any Python process.
+"""`mt.load(run_dir)`: the module that a run has trained, or an ensemble of several, in any Python process.
 
 Invariants: it starts neither MPI nor torch.distributed, and the caller's random numbers stay as they are. The weights
 fit the module exactly, or nothing is returned.
@@ -20,6 +20,7 @@ from mpitrain.options import settings_of
 from mpitrain.system.run_directory import RUN_FILE, read_json
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.best_model import BEST_MODEL_FILE
+from mpitrain.training.ensembles.saved import holds_ensemble, load_ensemble
 from mpitrain.training.fingerprint import file_digest
 from mpitrain.training.initial_weights import WeightsFile, compare_weights, load_weights
 from mpitrain.training.job_file import load_job
@@ -39,7 +40,7 @@ def load(run_dir: str | Path, job: Job | str | Path | None = None, which: str = 
     """The trained module of a finished run, on the host and in evaluation mode.
 
     Args:
-        run_dir: of the run, on a cluster or in virtual time.
+        run_dir: of the run, on a cluster or in virtual time, or of what `mpitrain ensemble` has made.
         job: that makes the module, or its file; by default the job file from which the run was started, which must not
             have changed since.
         which: "last", as training has left it, or "best", by the metric of the job's `keep_best`, or "ema",
@@ -59,6 +60,10 @@ def load_with_job(
     if which not in FILES:
         raise UsageError(f"mpitrain.load: which={which!r}{nearest(which, list(FILES))}")
     folder = Path(run_dir)
+    if holds_ensemble(folder):
+        if which != "last":
+            raise UsageError(f"{folder} is an ensemble, which has one model: leave out which={which!r}")
+        return load_ensemble(folder, job, load_with_job)
     weights = folder / FILES[which]
     run, result = read_json(folder / RUN_FILE), read_json(folder / RESULT_FILE)
     if run is None and result is None:

@@ -1,0 +1,1 @@
+"""Several trained models as one: their answers combined, or their weights averaged."""

@@ -1,0 +1,378 @@
+"""`mpitrain ensemble`: the best of several runs as one model, measured beside its members, and saved.
+
+Invariants: what is measured does not depend on the number of ranks, to the bit. Rank 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from mpitrain.data import Shards
+from mpitrain.data.write.ranks import ALONE, Ranks
+from mpitrain.embedding.tables import served_layers
+from mpitrain.errors import UsageError
+from mpitrain.job import Job
+from mpitrain.reporting.report import write_json
+from mpitrain.reporting.run_files import RunFiles
+from mpitrain.reporting.targets import Choice, read_choice
+from mpitrain.training.agree import attempt
+from mpitrain.training.ensembles import saved, soups
+from mpitrain.training.ensembles.combine import HOWS, Ensemble, find_class_dim
+from mpitrain.training.ensembles.elsewhere import exchange_over
+from mpitrain.training.ensembles.members import choice_of, choose_members
+from mpitrain.training.fingerprint import file_digest
+from mpitrain.training.measure import MODEL_FILE, pick_device, save_model
+from mpitrain.training.trained_model import FILES, load_with_job
+from mpitrain.training.validation import Measure
+from mpitrain.values import nearest
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.runtime import Runtime
+
+WEIGHTS = ("equal", "metric")
+Note = Callable[[str], None]
+
+
+class Member(NamedTuple):
+    """One of an ensemble's: `metrics` of it alone, `weight` of 1; `rank` computed it."""
+
+    name: str
+    folder: str
+    weight: float
+    metrics: dict[str, float]
+    rank: int
+
+
+class Ensembled(NamedTuple):
+    """What was made, and how it does beside its members.
+
+    Attributes:
+        kind: "ensemble", "uniform soup" or "greedy soup".
+        combine, class_dim: as of `Ensemble`; "weights" of a soup.
+        used: names of the members that are part of it; all but for a greedy soup.
+        metrics: of all of it; best: name of the best member by `by`; is_better: whether it beats that one, by metric.
+        num_samples: it was measured on; passed_over: runs that were not taken, and why.
+    """
+
+    path: Path
+    kind: str
+    combine: str
+    class_dim: int | None
+    members: list[Member]
+    used: list[str]
+    metrics: dict[str, float]
+    by: str
+    best: str
+    is_better: dict[str, bool]
+    num_samples: int
+    passed_over: dict[str, str]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        found = self._asdict() | {"members": [one._asdict() for one in self.members]}
+        return {"schema": saved.SCHEMA} | found | {"path": str(self.path)}
+
+
+def ensemble(
+    run_dirs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    top: int | None = None,
+    by: str | None = None,
+    which: str = "last",
+    combine: str | None = None,
+    class_dim: int | None = None,
+    weights: str | Sequence[float] = "equal",
+    soup: str | None = None,
+    data: str | Path | None = None,
+    job: Job | str | Path | None = None,
+    overwrite: bool = False,
+    ranks: Ranks = ALONE,
+    note: Note = lambda text: None,
+) -> Ensembled:
+    """Make one model of several finished runs, measure it beside them on the validation data, and save it.
+
+    Args:
+        run_dirs: of runs, or directories that hold runs.
+        out: the directory to write, which `mpitrain predict` and `mpitrain.load` read.
+        top: how many of the runs, the best by validation metric; all that are named unless given, and the best three of
+            a directory.
+        by: the metric, as `keep_best` of `Job`; by default the job's own, else that of its first target.
+        which: "last", "best" or "ema", as of `mpitrain.load`.
+        combine, class_dim: as of `Ensemble`; by default probabilities where the job's loss takes the model's answer for
+            logits, and their dimension; otherwise outputs.
+        weights: "equal"; "metric", in proportion to the metric of each member (to its inverse where less is better); or
+            a number for each member in the order of `run_dirs`.
+        soup: "uniform" or "greedy": average the weights of the models instead of their answers.
+        data: shards to measure on instead of the job's validation data.
+        job: job, or its file, where the runs' own has moved.
+        overwrite: replace `out` if it holds an ensemble.
+        ranks: members are divided over them, and each computes its own.
+        note: is told what is being done.
+
+    Raises:
+        UsageError: as `mpitrain.load`, of each member; there are fewer than two; they answer in different forms, or, of
+            a soup, have different architectures; there is nothing to measure on; `out` exists.
+    """
+    making = _Making(Path(out), which, job, data, by, ranks, note)
+    attempt(ranks, lambda: _check(combine, weights, soup, which, class_dim, ranks))
+    attempt(ranks, lambda: saved.check_new_directory(Path(out), overwrite) if ranks.rank == 0 else None)
+    folders = [Path(one) for one in run_dirs]
+    wanted = None if by is None else attempt(ranks, lambda: read_choice(by))
+    chosen = attempt(ranks, lambda: choose_members(folders, top, wanted, which))
+    making.load(chosen.runs)
+    making.measure_members()
+    shares = attempt(ranks, lambda: making.shares(weights))
+    if soup is not None:
+        made = making.soup(soup, shares, chosen.passed_over)
+    else:
+        made = making.ensemble(combine, class_dim, shares, chosen.passed_over)
+    return made
+
+
+def _check(
+    combine: str | None, weights: Any, soup: str | None, which: str, class_dim: int | None, ranks: Ranks
+) -> None:
+    for name, value, known in (
+        ("combine", combine, HOWS), ("soup", soup, soups.SOUPS), ("which", which, tuple(FILES)),
+        ("weights", weights if isinstance(weights, str) else None, WEIGHTS),
+    ):  # fmt: skip
+        if value is not None and value not in known:
+            raise UsageError(f"ensemble: {name}={value!r}{nearest(str(value), list(known))}")
+    if soup is not None and (combine is not None or class_dim is not None):
+        raise UsageError("a soup averages weights, so there is nothing to combine: leave out --combine")
+    if soup == "greedy" and weights != "equal":
+        raise UsageError(
+            "a greedy soup weighs its ingredients alike: leave out --weights, or take --soup uniform"
+        )
+    if soup is not None and ranks.size > 1:
+        raise UsageError(
+            "a soup is one model, which one process measures: run this without `mpitrain launch`"
+        )
+
+
+class _Making:
+    """The members on this rank and what is measured of them."""
+
+    def __init__(
+        self, path: Path, which: str, job: Job | str | Path | None, data: str | Path | None, by: str | None,
+        ranks: Ranks, note: Note,
+    ):  # fmt: skip
+        self.path, self.which, self.given_job, self.data, self.by_text = path, which, job, data, by
+        self.ranks, self.note = ranks, note
+        self.device = pick_device(ranks.local_rank)
+
+    def load(self, runs: Sequence[RunFiles]) -> None:
+        """Load the members that are computed here, each on a device of its own where there are several."""
+        self.runs = list(runs)
+        self.names = [run.name for run in runs]
+        self.modules: list[nn.Module | None] = [None] * len(runs)
+
+        def load_all() -> Job:
+            first: Job | None = None
+            for number, run in enumerate(self.runs):
+                if not self.is_here(number) and number:
+                    continue
+                job, module = load_with_job(run.folder, self.given_job, self.which)
+                _check_whole(run, module)
+                first = first or job
+                if self.is_here(number):
+                    self.modules[number] = module.to(self._device_of(number)).requires_grad_(False)
+            assert first is not None
+            if self.data is not None:
+                text = str(self.data)
+                pattern = str(Path(text) / "*.h5") if Path(text).is_dir() else text
+                first = dataclasses.replace(first, validate=Shards(pattern))
+            if first.validate is None:
+                raise UsageError("the job has no validate= data to measure on; give --data SHARDS")
+            return first
+
+        self.job = attempt(self.ranks, load_all)
+        assert self.job.validate is not None
+        validate = self.job.validate
+        self.catalogue = attempt(self.ranks, validate.scan)
+
+    def is_here(self, number: int) -> bool:
+        """Whether this rank computes the member."""
+        return number % self.ranks.size == self.ranks.rank
+
+    def _device_of(self, number: int) -> torch.device:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if self.ranks.size == 1 and count > 1:
+            return torch.device("cuda", number % count)
+        return self.device
+
+    def measure(self, module: nn.Module, device: torch.device | None = None) -> dict[str, float]:
+        """The job's metrics of a module on this rank."""
+        job = dataclasses.replace(self.job, target={})
+        try:
+            return Measure(job, module, self.catalogue, device or self.device)()
+        except AttributeError as error:
+            if "an ensemble has no attribute" in str(error):
+                raise UsageError(f"the job's functions ask for a part of the model, and {error}") from None
+            raise
+
+    def measure_members(self) -> None:
+        """Each on the rank that has it; all ranks then know all figures."""
+
+        def own() -> dict[str, dict[str, float]]:
+            found = {}
+            for number, module in enumerate(self.modules):
+                if module is not None:
+                    self.note(f"measuring {self.names[number]}, {number + 1} of {len(self.modules)}")
+                    found[str(number)] = self.measure(module, self._device_of(number))
+            return found
+
+        parts = self.ranks.allgather(attempt(self.ranks, own))
+        together = {int(number): found for part in parts for number, found in part.items()}
+        self.figures = [together[number] for number in range(len(self.modules))]
+        self.by: Choice = attempt(
+            self.ranks, lambda: choice_of(self.job, self.by_text, list(self.figures[0]))
+        )
+
+    def shares(self, weights: str | Sequence[float]) -> list[float]:
+        """What each member counts, of 1."""
+        if weights == "equal":
+            given = [1.0] * len(self.runs)
+        elif weights == "metric":
+            values = [found[self.by.metric] for found in self.figures]
+            if not all(0 < value < float("inf") for value in values):
+                raise UsageError(
+                    f"weights by {self.by.metric} need values above 0, and the members have {values}; give numbers"
+                )
+            given = [1 / value if self.by.less_is_better else value for value in values]
+        else:
+            given = [float(one) for one in weights]
+            if len(given) != len(self.runs):
+                raise UsageError(
+                    f"{len(given)} weights for {len(self.runs)} members: give one for each, in their order: "
+                    + ", ".join(self.names)
+                )
+            if not all(0 <= one < float("inf") for one in given) or not sum(given):
+                raise UsageError(f"weights {given} must be finite, not negative, and one of them above 0")
+        return [one / sum(given) for one in given]
+
+    def ensemble(
+        self, how: str | None, class_dim: int | None, shares: list[float], passed_over: dict[str, str]
+    ) -> Ensembled:
+        """Combine the members' answers, and save all of it."""
+        how, class_dim = self._agreed_way(how, class_dim)
+        size = self.ranks.size
+        exchange = None if size == 1 else exchange_over(cast("Runtime", self.ranks), len(self.modules))
+        module = Ensemble(self.modules, shares, how, class_dim, exchange).eval()
+        self.note(f"measuring the ensemble of {len(self.modules)}")
+        metrics = self.measure(module)
+        made = self._judged("ensemble", how, class_dim, shares, self.names, metrics, passed_over)
+
+        def save() -> None:
+            with saved.new_directory(self.path) as folder:
+                for number, (run, found) in enumerate(zip(self.runs, self.figures, strict=True)):
+                    weights, source = run.folder / FILES[self.which], run.folder
+                    to = saved.member_folder(folder, number)
+                    saved.write_as_run(to, source, self._job_file(), weights, {"metrics": found})
+                write_json(folder / saved.ENSEMBLE_FILE, made.record())
+
+        attempt(self.ranks, lambda: save() if self.ranks.rank == 0 else None)
+        return made
+
+    def _agreed_way(self, how: str | None, class_dim: int | None) -> tuple[str, int | None]:
+        """How to combine, found out on rank 0, which has the first member."""
+
+        def find() -> list[Any]:
+            if self.ranks.rank != 0 or how == "outputs":
+                return [how, None]
+            found = class_dim
+            if found is None:
+                member, device = self.modules[0], self._device_of(0)
+                assert member is not None and self.job.validate is not None
+                count = min(self.catalogue.num_samples, max(2, self.job.batch_size))
+                with self.job.validate.reader(self.catalogue, self.job.seed) as reader:
+                    batch = next(iter(reader.sequential(count, 0, count)))
+                batch = {name: tensor.to(device) for name, tensor in batch.items()}
+                found = find_class_dim(self.job, member, batch)
+            if how is not None and found is None:
+                raise UsageError(
+                    f"--combine {how} needs a model that answers with the logits of classes, and a log-softmax of its "
+                    "answer changes the job's loss; give --class-dim if it has such a dimension all the same, or "
+                    "--combine outputs"
+                )
+            return [how or ("outputs" if found is None else "probabilities"), found]
+
+        way, dim = self.ranks.broadcast(attempt(self.ranks, find))
+        return way, dim
+
+    def soup(self, kind: str, shares: list[float], passed_over: dict[str, str]) -> Ensembled:
+        """Average the members' weights, and save the model."""
+        modules = {name: one for name, one in zip(self.names, self.modules, strict=True) if one is not None}
+        soups.check_one_architecture(modules)
+        modules = {name: module.to(self.device) for name, module in modules.items()}
+        self.note(f"averaging {len(modules)} models")
+        used = self.names
+        if kind == "uniform":
+            made = soups.mean_of(self.job, list(modules.values()), shares)
+        else:
+            values = {
+                name: found[self.by.metric] for name, found in zip(self.names, self.figures, strict=True)
+            }
+            sign = 1.0 if self.by.less_is_better else -1.0
+            ranked = sorted(self.names, key=lambda name: sign * values[name])
+            made, used = soups.greedy(
+                self.job, [(name, modules[name], values[name]) for name in ranked], self.by, self.measure
+            )
+        done = self._judged(f"{kind} soup", "weights", None, shares, used, self.measure(made), passed_over)
+        with saved.new_directory(self.path) as folder:
+            first = self.runs[self.names.index(used[0])].folder
+            saved.write_as_run(folder, first, self._job_file(), None, {"metrics": done.metrics})
+            save_model(made.cpu(), folder / MODEL_FILE, {"job": self.job.name or "", "soup": kind})
+            write_json(folder / saved.SOUP_FILE, done.record())
+        return done
+
+    def _job_file(self) -> dict[str, Any]:
+        """What `run.json` says of the job's file where the user has named another than the run's."""
+        if self.given_job is None:
+            return {}
+        if isinstance(self.given_job, Job):
+            return {"job_file": None, "job_sha256": None}
+        path = Path(self.given_job).resolve()
+        return {"job_file": str(path), "job_sha256": file_digest(path)}
+
+    def _judged(
+        self, kind: str, how: str, class_dim: int | None, shares: list[float], used: list[str],
+        metrics: dict[str, float], passed_over: dict[str, str],
+    ) -> Ensembled:  # fmt: skip
+        members = [
+            Member(run.name, str(run.folder.resolve()), share, found, number % self.ranks.size)
+            for number, (run, share, found) in enumerate(zip(self.runs, shares, self.figures, strict=True))
+        ]
+        best = _best_of(members, self.by)
+        return Ensembled(
+            self.path, kind, how, class_dim, members, list(used), metrics, self.by.metric, best.name,
+            {name: _choice(name, self.by).is_better(value, best.metrics.get(name)) for name, value in metrics.items()},
+            self.catalogue.num_samples, passed_over,
+        )  # fmt: skip
+
+
+def _choice(metric: str, by: Choice) -> Choice:
+    return by if by.metric == metric else read_choice(metric)
+
+
+def _best_of(members: Sequence[Member], by: Choice) -> Member:
+    best = members[0]
+    for one in members[1:]:
+        if by.is_better(one.metrics[by.metric], best.metrics[by.metric]):
+            best = one
+    return best
+
+
+def _check_whole(run: RunFiles, module: nn.Module) -> None:
+    if served := served_layers(module):
+        raise UsageError(
+            f"run {run.name}: the rows of {', '.join(served)} are in tables-0.safetensors and its kin, which an "
+            "ensemble does not hold: take models whose layers hold their own weights"
+        )
