@@ -151,10 +151,10 @@ def by_ranks(one, num_ranks, average_buffers=False):
     buffers = [[buffer.clone() for buffer in module.buffers()] for _ in range(num_ranks)]
     rounds = StepPartition(num_samples, one.batch_size, num_ranks, num_samples, False)
     for _ in range(one.epochs):
-        while (leases := rounds.take()) is not None:
+        while (taken := rounds.take()) is not None:
             optimizer.zero_grad()
-            count = sum(lease.num_samples for lease in leases)
-            for rank, lease in enumerate(leases):
+            count = taken.num_samples
+            for rank, lease in enumerate(taken.leases):
                 _copy(buffers[rank], module.buffers())
                 seed_step(one.seed, rank, step)
                 loss = one.loss(module, reader.batch(lease.epoch, lease.start, lease.num_samples))

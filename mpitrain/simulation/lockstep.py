@@ -85,10 +85,10 @@ class Rounds:
     def take(self) -> list[Lease] | None:
         """The next round, or None at the end of an epoch."""
         if self.by_window:
-            leases = self.partition.take()
-            if leases is None:
+            step = self.partition.take()
+            if step is None:
                 self.left_out, self.epoch = self.left_out + self.partition.next_epoch(), self.epoch + 1
-            return leases
+            return None if step is None else list(step.leases)
         count = min(self.full, self.num_samples - self._cursor)
         if count < self.num_shares or (
             count < self.full and self.drops_last and self.num_samples >= self.full

@@ -1,12 +1,13 @@
 """StepPartition of workers in lockstep: what a server would deal, every sample once, and everybody equally often."""
 
 import json
+import sys
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mpitrain.errors import UsageError
+from mpitrain.errors import CheckpointError, UsageError
 from mpitrain.roles.server.leases import Leases
 from mpitrain.strategies import Hybrid, Sync
 from mpitrain.strategies.sampling.dealer import BatchDealer, share_out
@@ -23,11 +24,39 @@ SIZES = {
 def drain(rounds, limit=10**6):
     """The rounds until the end of the epoch, or so many of them."""
     found = []
-    while len(found) < limit and (leases := rounds.take()) is not None:
-        found.append(leases)
+    while len(found) < limit and (step := rounds.take()) is not None:
+        found.append(list(step.leases))
         rounds.peek()  # as a trainer does, to read ahead
         rounds.settle()
     return found
+
+
+class DealtLeaseByLease:
+    """The same by the dealer's own calls, for all workers in turn: what `StepPartition` did before it followed openings
+    alone. The slow way, and the plain one."""
+
+    def __init__(self, num_samples, batch_size, num_workers, window, drop_last=False):
+        self.num_samples, self.drop_last, self.full = num_samples, drop_last, num_workers * batch_size
+        self.num_workers, self.batch_size = num_workers, batch_size
+        self.dealer = BatchDealer(num_samples, 1 << 62, batch_size, None, False, num_workers, window)
+
+    def take(self):
+        left = sum(count for _, count in self.dealer.left())
+        drops = self.drop_last and self.num_samples >= self.full and left < self.full
+        if left < self.num_workers or drops:
+            return None
+        if left < self.full:
+            return self.dealer._cut_evenly(self.num_workers)
+        leases = [self.dealer.deal(worker) for worker in range(self.num_workers)]
+        for worker in range(self.num_workers):
+            self.dealer.settle(worker)
+        return leases
+
+    def go_on_from(self, before):
+        """With other workers or batches than one of these had."""
+        self.dealer.restore(json.loads(json.dumps(before.dealer.state())))
+        if self.full != before.full or self.num_workers != before.num_workers:
+            self.dealer.lay_out_anew()
 
 
 def positions(found):
@@ -72,6 +101,104 @@ def test_every_sample_once_over_any_resume_and_everybody_in_every_round(
     again = drain(after)
     assert {lease.epoch for leases in again for lease in leases} <= {1}
     assert len(set(positions(again))) == num_samples - after.next_epoch()
+
+
+LEG = st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(0, 200))  # batch size, workers, steps
+
+
+@given(
+    st.integers(1, 3000), st.integers(1, 60), st.booleans(), st.lists(LEG, min_size=1, max_size=4), st.data()
+)
+@settings(max_examples=300, deadline=None)
+def test_a_rank_finds_its_own_lease_as_if_everybody_had_been_dealt_to(
+    num_samples, window, drop_last, legs, data
+):
+    """All ranks, sizes and rests, over several epochs, resumes and changes of the number of workers."""
+    slow = everybody = own = None
+    for batch_size, num_workers, num_steps in legs:
+        sizes = num_samples, batch_size, num_workers, window, drop_last
+        rank = data.draw(st.integers(0, num_workers - 1))
+        before = slow, everybody, own
+        slow, everybody = DealtLeaseByLease(*sizes), StepPartition(*sizes)
+        own = StepPartition(*sizes, workers=(rank,))
+        if before[0] is not None:
+            assert before[1].state() == before[2].state()
+            state = json.loads(json.dumps(before[2].state()))
+            try:
+                everybody.restore(state)
+            except UsageError:  # other batches in the middle of an epoch
+                return
+            own.restore(state)
+            slow.go_on_from(before[0])
+        for _ in range(num_steps):
+            leases = slow.take()
+            step, mine = everybody.take(), own.take()
+            if leases is None:
+                assert step is None and mine is None
+                left = sum(count for _, count in slow.dealer.left())
+                slow.dealer.skip_rest()
+                assert everybody.next_epoch() == own.next_epoch() == left
+            else:
+                counts = [lease.num_samples for lease in leases]
+                assert list(step.leases) == leases and mine.leases == (leases[rank],)
+                assert step[1:] == mine[1:] == (sum(counts), max(counts))
+                everybody.settle(), own.settle()
+
+
+@pytest.mark.parametrize(
+    ("stretches", "cursor"),
+    [({0: (0, 600), 1: (700, 704), 2: (800, 808)}, 1000), ({0: (0, 2), 1: (10, 11), 2: (20, 23)}, 40)],
+    ids=["one worker has far more than the others", "nobody has a full batch at first"],
+)
+def test_a_rank_finds_its_own_lease_in_what_others_have_left(stretches, cursor):
+    slow = DealtLeaseByLease(5000, 4, 3, 4)
+    slow.dealer.stretches, slow.dealer.cursor = dict(stretches), cursor
+    fast = StepPartition(5000, 4, 3, 4)
+    layout = [[owner, *run] for owner, run in stretches.items()]
+    fast.restore(fast.state() | {"cursor": cursor, "stretches": layout})
+    while (leases := slow.take()) is not None:
+        counts = [lease.num_samples for lease in leases]
+        assert fast.take() == (tuple(leases), sum(counts), max(counts))
+    assert fast.take() is None
+
+
+def calls_of(num_workers):
+    """Functions called for one rank's steps in an epoch of a thousand; the openings of the first steps left out."""
+    partition = StepPartition(1000 * 4 * num_workers, 4, num_workers, 16, workers=(0,))
+    drain(partition, 100)
+    num_calls = 0
+
+    def count(frame, event, argument):
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        drain(partition, 500)
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def test_a_step_costs_as_much_among_a_thousand_workers_as_among_two():
+    few, many = calls_of(2), calls_of(1024)
+    assert many < 1.2 * few, (few, many)
+
+
+def test_a_position_in_the_data_is_as_short_among_a_thousand_workers_as_among_two():
+    states = []
+    for num_workers in (2, 1024):
+        partition = StepPartition(10**6, 4, num_workers, 16, workers=(0,))
+        drain(partition, 50)
+        states.append(json.dumps(partition.state()))
+    assert len(states[1]) < len(states[0]) + 10
+
+
+def test_a_position_of_another_version_is_refused():
+    with pytest.raises(
+        CheckpointError, match="lacks window, epoch, cursor, stretches, steps: another version"
+    ):
+        StepPartition(40, 4, 2, 8).restore({"workers": 2, "batch_size": 4, "dealer": {}})
 
 
 @given(**SIZES, drop_last=st.booleans())

@@ -13,7 +13,8 @@ a single stretch the leases come in the order of asking.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import heapq
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from mpitrain.errors import CheckpointError, UsageError
@@ -22,6 +23,8 @@ from mpitrain.strategies.parameter_server.processed import ProcessedSamples, in_
 
 MAX_WINDOWS = 16  # of a stretch: neighbours share the window they meet in, so about 1/16 is read twice
 
+Run = tuple[int, int]  # either [start, end) or (start, count)
+
 
 def share_out(start: int, count: int, num_workers: int, worker: int) -> tuple[int, int]:
     """Worker's contiguous (start, count) of a run of `count` samples; the shares differ by at most one, the
@@ -29,6 +32,51 @@ def share_out(start: int, count: int, num_workers: int, worker: int) -> tuple[in
     """
     share, longer = divmod(count, num_workers)
     return start + worker * share + min(worker, longer), share + (worker < longer)
+
+
+def stretch_length(unopened: int, num_workers: int, window_samples: int, unit: int) -> int:
+    """Samples of a stretch that is opened where so many are left: a multiple of `unit`."""
+    fair = max(window_samples, unopened // (2 * num_workers))
+    return -(-min(fair, MAX_WINDOWS * window_samples) // unit) * unit
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """[start, end) in any order to (start, count) in order; what lies together is one run."""
+    found: list[Run] = []
+    for start, end in sorted(runs):
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        if start < end:
+            found.append((start, end))
+    return [(start, end - start) for start, end in found]
+
+
+def laid_out(runs: list[Run], num_samples: int) -> tuple[dict[int, Run], int]:
+    """(stretches by owner, cursor) where an epoch has `runs` left, (start, count) in order: one that reaches the end of
+    the epoch has not been opened."""
+    cursor = runs[-1][0] if runs and sum(runs[-1]) == num_samples else num_samples
+    opened = [(start, start + count) for start, count in runs if start < cursor]
+    return dict(enumerate(opened)), cursor
+
+
+def cut_evenly(runs: list[Run], num_parts: int, batch_size: int) -> tuple[list[Run], list[Run]]:
+    """`runs`, (start, count) in order, in so many parts of at most `batch_size`, in order, and what that leaves: every
+    run is cut into a number of parts in proportion to its length. Needs a sample for every part."""
+    assert num_parts <= sum(count for _, count in runs)
+    by_length = sorted(runs, key=lambda run: -run[1])
+    parts_of = [1] * min(len(by_length), num_parts)
+    largest = [(-float(count), index) for index, (_, count) in enumerate(by_length[: len(parts_of)])]
+    heapq.heapify(largest)
+    for _ in range(num_parts - len(parts_of)):  # one part more for the run with the largest parts
+        index = largest[0][1]
+        parts_of[index] += 1
+        heapq.heapreplace(largest, (-(by_length[index][1] / parts_of[index]), index))
+    cut, rest = [], by_length[len(parts_of) :]
+    for (start, count), parts in zip(by_length, parts_of):
+        taken = min(count, parts * batch_size)
+        cut += [share_out(start, taken, parts, part) for part in range(parts)]
+        rest += [(start + taken, count - taken)] * (count > taken)
+    return sorted(cut), sorted(rest)
 
 
 class BatchDealer:
@@ -135,9 +183,8 @@ class BatchDealer:
         unopened = self.num_samples - self.cursor
         if not unopened or end != self.cursor or end - start >= unit:
             return
-        fair = max(self.window_samples, unopened // (2 * self.num_workers))
-        num_units = -(-min(fair, MAX_WINDOWS * self.window_samples) // unit)
-        self.cursor = min(self.num_samples, start + num_units * unit)
+        length = stretch_length(unopened, self.num_workers, self.window_samples, unit)
+        self.cursor = min(self.num_samples, start + length)
         self.stretches[worker] = start, self.cursor
 
     def _length(self, owner: int) -> int:
@@ -158,27 +205,12 @@ class BatchDealer:
             (lease.start, lease.start + lease.num_samples) for lease in again if lease.epoch == self.epoch
         ]
         runs += [*self.stretches.values(), (self.cursor, self.num_samples)]
-        joined: list[tuple[int, int]] = []
-        for start, end in sorted(runs):
-            if joined and joined[-1][1] == start:
-                start = joined.pop()[0]
-            if start < end:
-                joined.append((start, end))
-        return [(start, end - start) for start, end in joined]
+        return joined(runs)
 
     def all_of_this_epoch(self) -> bool:
         """Whether nothing of another epoch is to be dealt again."""
         again = [lease for held in (*self.kept.values(), self.returned) for lease in held]
         return all(lease.epoch == self.epoch for lease in again)
-
-    def deal_evenly(self) -> list[Lease]:
-        """One lease for every worker out of all that is left of the epoch, at most `batch_size` each. Needs a sample
-        for everybody.
-        """
-        dealt = self._cut_evenly(self.num_workers)
-        for worker, lease in enumerate(dealt):
-            self.outstanding.setdefault(worker, []).append(lease)
-        return dealt
 
     def _share_rest(self, worker: int, together: list[int], size: int, whole_rounds: bool) -> None:
         """Where a round begins that the epoch has no full batch each for: lay by what each of them gets of the rest."""
@@ -207,22 +239,11 @@ class BatchDealer:
             self.kept = {one: [lease] for one, lease in zip(together, leases, strict=True)}
 
     def _cut_evenly(self, num_parts_in_all: int) -> list[Lease]:
-        """All that is left of the epoch, at most `batch_size` each, in so many leases, in order: every run is cut into
-        a number of them in proportion to its length."""
-        runs = sorted(self.left(), key=lambda run: -run[1])
-        assert num_parts_in_all <= sum(count for _, count in runs)
-        num_parts = [1] * min(len(runs), num_parts_in_all)
-        while sum(num_parts) < num_parts_in_all:
-            sizes = [count / parts for (_, count), parts in zip(runs, num_parts)]
-            num_parts[sizes.index(max(sizes))] += 1
-        dealt, rest = [], runs[len(num_parts) :]
-        for (start, count), parts in zip(runs, num_parts):
-            taken = min(count, parts * self.batch_size)
-            dealt += [Lease(self.epoch, *share_out(start, taken, parts, part)) for part in range(parts)]
-            rest += [(start + taken, count - taken)] * (count > taken)
-        self._lay_out(sorted(rest))
-        self.num_dealt += len(dealt)
-        return sorted(dealt)
+        """All that is left of the epoch, at most `batch_size` each, in so many leases, in order."""
+        cut, rest = cut_evenly(self.left(), num_parts_in_all, self.batch_size)
+        self._lay_out(rest)
+        self.num_dealt += len(cut)
+        return [Lease(self.epoch, *run) for run in cut]
 
     def lay_out_anew(self) -> None:
         """Forget whose stretch is whose, and who held what before a restart."""
@@ -230,11 +251,8 @@ class BatchDealer:
 
     def _lay_out(self, runs: list[tuple[int, int]]) -> None:
         """What the epoch has left is `runs`, of which one that reaches its end has not been opened."""
-        self.returned, self.kept, self.cursor = [], {}, self.num_samples
-        if runs and sum(runs[-1]) == self.num_samples:
-            self.cursor = runs[-1][0]
-        opened = [(start, start + count) for start, count in runs if start < self.cursor]
-        self.stretches = dict(enumerate(opened))
+        self.returned, self.kept = [], {}
+        self.stretches, self.cursor = laid_out(runs, self.num_samples)
 
     def skip_rest(self) -> None:
         """Deal nothing more of this epoch."""

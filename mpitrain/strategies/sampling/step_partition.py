@@ -1,28 +1,32 @@
-"""Everybody's share of every step where all workers take the same steps: round by round what a server would deal.
+"""Everybody's share of every step where all workers take the same steps: step by step what a server would deal.
 
 Invariants: a pure function of (samples, batch size, workers, window), the same on every rank without a message.
-As long as an epoch has a full batch for everybody, a round is what `BatchDealer` deals to the workers in turn, so that
+As long as an epoch has a full batch for everybody, a step is what `BatchDealer` deals to the workers in turn, so that
 `allreduce()` and `sync()` train on the same batches and each rank reads chunks of its own; of what is left everybody
-gets as much as the others. A rest too small to give every worker one sample is left out.
+gets as much as the others. A rest too small to give every worker one sample is left out. A rank computes its own lease
+and no other's (`epoch_steps.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.messages import Lease
-from mpitrain.strategies.sampling.dealer import BatchDealer, check_batch_size
+from mpitrain.errors import CheckpointError
+from mpitrain.strategies.sampling.dealer import Run, check_batch_size, laid_out
+from mpitrain.strategies.sampling.epoch_steps import EpochSteps, Layout, Step
 
-ENDLESS = 1 << 62
+UNTOUCHED = Layout({}, 0)
 
 
 class StepPartition:
-    """The rounds of a run.
+    """The steps of a run.
 
     Args:
         num_samples: of an epoch; batch_size: per worker.
         num_workers: how many; window_samples: how many samples are read together.
-        drop_last: leave out an incomplete last round, unless an epoch has no complete one.
+        drop_last: leave out an incomplete last step, unless an epoch has no complete one.
+        workers: whose leases a `Step` holds; None for those of all workers.
     """
 
     def __init__(
@@ -32,65 +36,95 @@ class StepPartition:
         num_workers: int,
         window_samples: int,
         drop_last: bool = False,
+        workers: Sequence[int] | None = None,
     ):
-        self.num_workers, self.batch_size, self.drop_last = num_workers, batch_size, drop_last
-        self.dealer = BatchDealer(
-            num_samples, ENDLESS, batch_size, num_workers=num_workers, window_samples=window_samples
-        )
-        self._left = num_samples  # of this epoch, not dealt
-        self._ahead: list[Lease] | None = None
+        self.num_samples, self.num_workers, self.batch_size = num_samples, num_workers, batch_size
+        self.window_samples, self.drop_last = window_samples, drop_last
+        self.workers = range(num_workers) if workers is None else workers
+        self.epoch = 0
+        self._whole = self._steps = self._steps_from(UNTOUCHED)  # of a whole epoch, and of this one
+        self._num_taken = self._num_settled = 0  # steps of `_steps`
 
-    def peek(self) -> list[Lease] | None:
-        """The leases of the next round, by worker; None at the end of the epoch."""
-        if self._ahead is None:
-            full = self.num_workers * self.batch_size
-            if self._left < self.num_workers or (self._drops_last(full) and self._left < full):
-                return None
-            if self._left >= full:
-                dealt = [self.dealer.deal(worker) for worker in range(self.num_workers)]
-                self._ahead = [lease for lease in dealt if lease is not None]
-            else:
-                self._ahead = self.dealer.deal_evenly()
-            self._left -= sum(lease.num_samples for lease in self._ahead)
-            assert len(self._ahead) == self.num_workers and self._left >= 0
-        return self._ahead
+    def _steps_from(self, layout: Layout) -> EpochSteps:
+        return EpochSteps(
+            self.num_samples, self.batch_size, self.num_workers, self.window_samples, self.drop_last, layout,
+            self.workers,
+        )  # fmt: skip
 
-    def _drops_last(self, full: int) -> bool:
-        """Whether an incomplete last round is left out, where a complete one has `full` samples."""
-        return self.drop_last and self.dealer.num_samples >= full
+    def peek(self) -> Step | None:
+        """The next step; None at the end of the epoch."""
+        return self._steps.step(self._num_taken, self.epoch)
 
-    def take(self) -> list[Lease] | None:
-        """The next round, to be settled before another is taken; None at the end of the epoch."""
-        leases, self._ahead = self.peek(), None
-        return leases
+    def take(self) -> Step | None:
+        """The next step, to be settled before another is taken; None at the end of the epoch."""
+        step = self.peek()
+        self._num_taken += step is not None
+        return step
 
     def settle(self) -> None:
-        """The round taken last is done."""
-        for worker in range(self.num_workers):
-            self.dealer.settle(worker)
+        """The step taken last is done."""
+        self._num_settled = self._num_taken
 
     def next_epoch(self) -> int:
         """Begin the next epoch; returns how many samples of this one are left out."""
-        assert self._ahead is None
-        left, self._left = self._left, self.dealer.num_samples
-        self.dealer.skip_rest()
+        left = self._steps.num_left(self._num_taken)
+        self.epoch, self._steps = self.epoch + 1, self._whole
+        self._num_taken = self._num_settled = 0
         return left
 
     def state(self) -> dict[str, Any]:
-        """Position in the data: integers only."""
-        return {"workers": self.num_workers, "batch_size": self.batch_size, "dealer": self.dealer.state()}
+        """Position in the data: integers only, as few among many workers as among two, but in an epoch in which the
+        number of workers has changed."""
+        layout = self._steps.layout
+        return {
+            "workers": self.num_workers,
+            "batch_size": self.batch_size,
+            "window": self.window_samples,
+            "epoch": self.epoch,
+            "cursor": layout.cursor,
+            "stretches": [[owner, *run] for owner, run in layout.stretches.items()],
+            "steps": self._num_settled,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; for other workers the rest of the epoch is dealt anew.
 
         Raises:
             UsageError: other batches in the middle of an epoch.
+            CheckpointError: `state` is another version's.
         """
-        self.dealer.restore(state["dealer"], tuple(range(state["workers"])))
-        left, full = sum(count for _, count in self.dealer.left()), state["workers"] * state["batch_size"]
-        is_over = left < state["workers"] or (self._drops_last(full) and left < full)
-        between = is_over or left == self.dealer.num_samples
-        check_batch_size(state["batch_size"], self.batch_size, self.dealer.epoch, between)
-        if (state["workers"], state["batch_size"]) != (self.num_workers, self.batch_size):
-            self.dealer.lay_out_anew()
-        self._left, self._ahead = sum(count for _, count in self.dealer.left()), None
+        missing = [name for name in self.state() if name not in state]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint's position in the data lacks {', '.join(missing)}: another version of mpitrain wrote"
+                " it; go on with that version, or start anew in another --run-dir"
+            )
+        self.epoch, num_steps = state["epoch"], state["steps"]
+        layout = Layout({owner: (start, end) for owner, start, end in state["stretches"]}, state["cursor"])
+        before = state["workers"], state["batch_size"], state["window"]
+        left = _left_at(self.num_samples, *before, self.drop_last, layout, num_steps)
+        num_left, full = sum(count for _, count in left), state["workers"] * state["batch_size"]
+        drops_last = self.drop_last and self.num_samples >= full
+        is_over = num_left < state["workers"] or (drops_last and num_left < full)
+        between = is_over or num_left == self.num_samples
+        check_batch_size(state["batch_size"], self.batch_size, self.epoch, between)
+        if before != (self.num_workers, self.batch_size, self.window_samples):
+            layout, num_steps = Layout(*laid_out(left, self.num_samples)), 0
+        self._steps = self._whole if layout == UNTOUCHED else self._steps_from(layout)
+        self._num_taken = self._num_settled = num_steps
+
+
+def _left_at(
+    num_samples: int,
+    num_workers: int,
+    batch_size: int,
+    window_samples: int,
+    drop_last: bool,
+    layout: Layout,
+    num_steps: int,
+) -> list[Run]:
+    """(start, count) of what so many steps from `layout` on leave, in order; what lies together is one run."""
+    steps = EpochSteps(
+        num_samples, batch_size, num_workers, window_samples, drop_last, layout, (), until=num_steps
+    )
+    return steps.runs_left()

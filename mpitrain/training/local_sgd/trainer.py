@@ -17,7 +17,7 @@ from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.session import Session
 from mpitrain.training.synchronous.launch import run_synchronous
-from mpitrain.training.synchronous.trainer import CopyingTrainer, count_samples
+from mpitrain.training.synchronous.trainer import CopyingTrainer
 from mpitrain.training.validation_parts import gather_parts
 
 
@@ -65,8 +65,8 @@ class LocalSGDTrainer(CopyingTrainer):
     def next(self) -> Turn | None:
         """The next step, or None at the end."""
         while self._goes_on:
-            if (leases := self._take_round()) is not None:
-                lease, count = leases[self.rank], count_samples(leases)
+            if (taken := self._take_leases()) is not None:
+                lease, count = taken.leases[0], taken.num_samples
                 step, samples = self.stepper.step, self.stepper.samples
                 return Turn(step, lease, lease.epoch, count, samples, self.num_workers)
         return None

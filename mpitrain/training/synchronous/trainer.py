@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 from mpitrain.messages import Lease
 from mpitrain.model.accumulation import LeaseReader, read_alike
 from mpitrain.model.optimizer import Rates
+from mpitrain.strategies.sampling.epoch_steps import Step
 from mpitrain.strategies.sampling.step_partition import StepPartition
 from mpitrain.system import trace
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
@@ -79,8 +79,8 @@ class Trainer:
         self.epoch = self.left_out = 0
         catalogue = session.catalogue
         window = catalogue.window_samples if self.by_window else catalogue.num_samples
-        self.rounds = StepPartition(
-            catalogue.num_samples, job.step_samples, self.num_workers, window, job.drop_last
+        self.partition = StepPartition(
+            catalogue.num_samples, job.step_samples, self.num_workers, window, job.drop_last, (self.rank,)
         )
         parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
         kept_back = self.hook.state if self.hook else None
@@ -108,7 +108,7 @@ class Trainer:
         self._remember()
         trace.watch(self.meter, progress=("report", trace.OTHER))
         trace.watch(
-            self, _take_round=("take leases", trace.OTHER), _settle=("settle", trace.OTHER),
+            self, _take_leases=("take leases", trace.OTHER), _settle=("settle", trace.OTHER),
             _look_at_validation=("validate", trace.OTHER),
         )  # fmt: skip
 
@@ -146,7 +146,7 @@ class Trainer:
             "module": self.module.state_dict(),
             "optimizer": self.rates.state(),
             "counts": counts,
-            "rounds": self.rounds.state(),
+            "rounds": self.partition.state(),
             "ema": stepper.ema.state() if stepper.ema else [],
         }
 
@@ -158,7 +158,7 @@ class Trainer:
         self.epoch, self.left_out = counts["epoch"], counts["left_out"]
         stepper.step, stepper.samples = counts["step"], counts["samples"]
         stepper.nonfinite = counts["nonfinite"]
-        self.rounds.restore(state["rounds"])
+        self.partition.restore(state["rounds"])
         if stepper.ema is not None:
             stepper.ema.restore(state.get("ema"))
         self.meter = Meter(self.session.report, num_warmup(self.num_steps - stepper.step), stepper.samples)
@@ -207,9 +207,9 @@ class Trainer:
 
     def _epoch(self) -> None:
         stepper = self.stepper
-        while self._goes_on and (leases := self._take_round()) is not None:
-            lease = leases[self.rank]
-            value = stepper.take(self._parts(lease, leases), lease.num_samples, count_samples(leases))
+        while self._goes_on and (step := self._take_leases()) is not None:
+            lease = step.leases[0]
+            value = stepper.take(self._parts(lease, step.largest), lease.num_samples, step.num_samples)
             self.meter.progress(
                 stepper.samples, stepper.step, lease.epoch + 1, value, **self._progress_fields()
             )
@@ -217,22 +217,22 @@ class Trainer:
             if self._goes_on:
                 self._look_at_validation(self.epoch + 1)
 
-    def _take_round(self) -> list[Lease] | None:
-        """The leases of the next step, by rank; None where the epoch has come to its end."""
+    def _take_leases(self) -> Step | None:
+        """This rank's lease of the next step; None where the epoch has come to its end."""
         with self.checkpoints.guard.changing():
-            leases = self.rounds.take()
-            following = self.rounds.peek() if leases else None
-            if leases is None:
-                self.left_out, self.epoch = self.left_out + self.rounds.next_epoch(), self.epoch + 1
+            step = self.partition.take()
+            following = self.partition.peek() if step else None
+            if step is None:
+                self.left_out, self.epoch = self.left_out + self.partition.next_epoch(), self.epoch + 1
         if following is not None:
-            self.leases.announce(following[self.rank])
-        return leases
+            self.leases.announce(following.leases[0])
+        return step
 
-    def _parts(self, lease: Lease, leases: Sequence[Lease] = ()) -> Parts:
-        """The batches of the step that begins, in which every rank has one of `leases`."""
+    def _parts(self, lease: Lease, largest: int = 0) -> Parts:
+        """The batches of the step that begins, in which no rank has more than `largest` samples."""
         self.session.runtime.step = self.stepper.step
         if self.session.job.sync_batchnorm:
-            parts = read_alike(self.leases, lease, max(one.num_samples for one in leases))
+            parts = read_alike(self.leases, lease, largest)
         else:
             parts = self.leases.read(lease)
         for read, num_samples in parts:
@@ -240,7 +240,7 @@ class Trainer:
 
     def _settle(self) -> None:
         """The step is over and reported."""
-        self.rounds.settle()
+        self.partition.settle()
         if self._may_write_checkpoint():
             self._remember()
             self.checkpoints.after_step(self.stepper.step, self.stepper.samples)
@@ -338,8 +338,3 @@ class CopyingTrainer(Trainer):
         return RecoveryState(
             step, self.stepper.failure, self._common, delay=self.delay, meter=meter, validating=validating
         )
-
-
-def count_samples(leases: list[Lease]) -> int:
-    """Of a step of all ranks."""
-    return sum(lease.num_samples for lease in leases)
