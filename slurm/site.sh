@@ -30,6 +30,7 @@ CONTAINER=()
 STAGE=()
 # STAGE=(data/digits)
 STAGE_TO='$TMPDIR/mpitrain'
+# KEEP_STAGED=1 # the job's end leaves the copies where they are
 export HDF5_USE_FILE_LOCKING=FALSE # parallel file systems often have no locks
 
 # 6. What a fit node has: see mpitrain doctor --help.

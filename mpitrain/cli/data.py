@@ -52,6 +52,14 @@ _STAGE_EPILOG = """\
 examples:
   mpitrain data stage data/big '$TMPDIR/big'    quoted: each node's own"""
 
+_UNSTAGE_DESCRIPTION = """\
+Remove the copy that `data stage` made on this node, unless somebody else uses
+it. The pack itself stays."""
+
+_UNSTAGE_EPILOG = """\
+examples:
+  mpitrain data unstage data/big '$TMPDIR/big'"""
+
 _CHECK_DESCRIPTION = """\
 Read every shard as a job would: compare its SHA-256 with the index, every
 chunk with its checksum, and look for values that are not finite. Says what
@@ -161,7 +169,20 @@ def _add_stage(actions: Any) -> None:
     stage.add_argument("source", metavar="PACK", help="folder that `data pack` wrote")
     stage.add_argument("dest", metavar="DEST", help="folder to copy it into; $VARIABLES are this node's")
     _add_trust(stage, sizes=False)
+    _add_user(
+        stage, "who needs it, such as 'job 12', until unstage is called for the same; without, it is kept"
+    )
     stage.set_defaults(run=run_stage)
+    unstage = actions.add_parser(
+        "unstage",
+        help="remove a staged copy from a node's own disk",
+        description=_UNSTAGE_DESCRIPTION,
+        epilog=_UNSTAGE_EPILOG,
+    )
+    unstage.add_argument("source", metavar="PACK", help="folder that was staged; only its name matters")
+    unstage.add_argument("dest", metavar="DEST", help="folder that it was copied into")
+    _add_user(unstage, "who does not need it any more; others may; without, it is removed all the same")
+    unstage.set_defaults(run=run_unstage)
     check = actions.add_parser(
         "check",
         help="verify sums, chunks and values, and advise",
@@ -172,6 +193,10 @@ def _add_stage(actions: Any) -> None:
     check.add_argument("--workers", type=positive, metavar="N", help="are there chunks enough for N workers?")
     _add_trust(check)
     check.set_defaults(run=run_check)
+
+
+def _add_user(parser: Any, text: str) -> None:
+    parser.add_argument("--user", default="", metavar="NAME", help=text)
 
 
 def _gib(text: str) -> float:
@@ -246,10 +271,25 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
 def run_stage(arguments: argparse.Namespace) -> int:
     """Copy; prints where the shards are now. srun starts one on each node, so every caller copies."""
     from mpitrain.data.read.stage import stage
+    from mpitrain.data.read.stage_users import KEPT
     from mpitrain.system.outside import at_home, expanded
 
-    target, copied = stage(at_home(arguments.source), expanded(arguments.dest), arguments.allow_external)
+    source, dest = at_home(arguments.source), expanded(arguments.dest)
+    target, copied = stage(source, dest, arguments.allow_external, arguments.user or KEPT)
     print(printable(f"{target}: ") + (f"staged, {copied / 2**20:.1f} MiB" if copied else "already there"))
+    return EXIT_OK
+
+
+def run_unstage(arguments: argparse.Namespace) -> int:
+    """Remove; prints what became of the copy."""
+    from mpitrain.data.read.stage import unstage
+    from mpitrain.system.outside import at_home, expanded
+
+    target, users = unstage(at_home(arguments.source), expanded(arguments.dest), arguments.user)
+    print(
+        printable(f"{target}: ")
+        + (f"still used by {', '.join(map(printable, users))}" if users else "removed")
+    )
     return EXIT_OK
 
 

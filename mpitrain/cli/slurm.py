@@ -90,6 +90,10 @@ def add_parser(commands: Any) -> None:
     )
     status.add_argument("run_dir", metavar="RUN_DIR", help="the run's directory")
     status.set_defaults(run=run_status)
+    _add_may_requeue(actions)
+
+
+def _add_may_requeue(actions: Any) -> None:
     again = actions.add_parser(
         "may-requeue",
         help="for batch scripts: may this run be started again?",
@@ -100,6 +104,19 @@ def add_parser(commands: Any) -> None:
     again.add_argument(
         "--max-restarts", type=natural, default=20, metavar="N", help="how often at most (default: 20)"
     )
+    cause = again.add_mutually_exclusive_group()
+    for name, text in (
+        ("not started", "it was asked to stop before its ranks had begun"),
+        ("node died", "the node of its batch script died"),
+    ):
+        cause.add_argument(
+            f"--{name.replace(' ', '-')}",
+            action="store_const",
+            const=name,
+            default="checkpointed",
+            dest="cause",
+            help=f"{text}: no checkpoint is asked for",
+        )
     again.set_defaults(run=run_may_requeue)
 
 
@@ -173,6 +190,6 @@ def run_may_requeue(arguments: argparse.Namespace) -> int:
     """0 or 1; prints why."""
     from mpitrain.slurm import may_requeue
 
-    answer = may_requeue(Path(arguments.run_dir), arguments.max_restarts)
+    answer = may_requeue(Path(arguments.run_dir), arguments.max_restarts, arguments.cause)
     print(f"mpitrain: {'requeue' if answer.again else 'no requeue'}: {printable(answer.reason)}", flush=True)
     return EXIT_OK if answer.again else EXIT_ERROR

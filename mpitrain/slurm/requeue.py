@@ -1,5 +1,8 @@
 """Whether a job that was asked to stop may run again: a bounded number of times, and only while it makes progress.
 
+A job that was asked to stop before its ranks had begun, and one whose first node died, had no chance to make any: they
+may run again a few times in a row without.
+
 Invariants: progress is another newest checkpoint, by its mark (accepted samples) and the start that wrote it, and
 every answer is kept in `restarts.jsonl` of the run directory, one line each, so that the next one can compare. A torn
 line counts as no answer.
@@ -8,15 +11,23 @@ line counts as no answer.
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mpitrain.system.run_directory import progress, read_bounded
 
 MARKER = "REQUEUE"
 LOG = "restarts.jsonl"
 _MAX_LOG_BYTES = 2**24
+MAX_IN_A_ROW = 3  # restarts of runs that were not asked for a checkpoint
+Cause = Literal["checkpointed", "not started", "node died"]
+_WHY: dict[Cause, str] = {
+    "checkpointed": "",
+    "not started": "it was asked to end before its ranks had begun",
+    "node died": "the node of its batch script died",
+}
 
 
 class Answer(NamedTuple):
@@ -41,21 +52,33 @@ def _answer(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     is_answer = isinstance(found, dict) and isinstance(found.get("samples"), int) and "again" in found
-    return {"attempt": "", "reason": "", **found} if is_answer else None
+    return {"attempt": "", "reason": "", "cause": "checkpointed", **found} if is_answer else None
 
 
-def may_requeue(run_dir: Path, max_restarts: int = 20) -> Answer:
-    """Decide, and write the decision down."""
-    here = progress(run_dir)
-    before = [(one["samples"], str(one["attempt"])) for one in restarts(run_dir)]
-    answer = decide((here.checkpoint_at, here.attempt), before, max_restarts)
-    if not (run_dir / MARKER).exists():
-        return Answer(False, f"{run_dir} has no {MARKER}: the run has ended by itself")
+def may_requeue(run_dir: Path, max_restarts: int = 20, cause: Cause = "checkpointed") -> Answer:
+    """Decide, and write the decision down. Restarts by Slurm itself, or by hand, count as well (SLURM_RESTART_COUNT).
+
+    Args:
+        cause: why it should; "checkpointed": the ranks have written `MARKER`.
+    """
+    here, earlier = progress(run_dir), restarts(run_dir)
+    count = max(len(earlier), _counted_by_slurm())
+    if cause == "checkpointed":
+        before = [(one["samples"], str(one["attempt"])) for one in earlier if one["cause"] == cause]
+        answer = decide((here.checkpoint_at, here.attempt), before, max_restarts, count)
+        if not (run_dir / MARKER).exists():
+            return Answer(False, f"{run_dir} has no {MARKER}: the run has ended by itself")
+    else:
+        since = [
+            one for one in earlier if (one["samples"], one["attempt"]) == (here.checkpoint_at, here.attempt)
+        ]
+        answer = decide_without_checkpoint(cause, [str(one["cause"]) for one in since], max_restarts, count)
     line = {
         "again": answer.again,
         "reason": answer.reason,
         "samples": here.checkpoint_at,
         "attempt": here.attempt,
+        "cause": cause,
     }
     try:
         _append(run_dir / LOG, json.dumps(line | {"time": time.time()}))
@@ -66,24 +89,58 @@ def may_requeue(run_dir: Path, max_restarts: int = 20) -> Answer:
     return answer
 
 
+def _counted_by_slurm() -> int:
+    text = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
+
+
 def _append(path: Path, line: str) -> None:
     with path.open("a+b") as log:
         torn = log.seek(0, 2) > 0 and (log.seek(-1, 2), log.read(1))[1] != b"\n"
         log.write(b"\n" * torn + line.encode() + b"\n")
 
 
-def decide(here: tuple[int, str], before: list[tuple[int, str]], max_restarts: int) -> Answer:
+def decide(
+    here: tuple[int, str], before: list[tuple[int, str]], max_restarts: int, count: int | None = None
+) -> Answer:
     """The rule alone.
 
     Args:
         here: samples and start of the newest checkpoint, -1 without one.
         before: the same at each restart so far.
+        count: restarts so far, where there were others, too.
     """
-    samples = here[0]
-    if len(before) >= max_restarts:
-        return Answer(False, f"it has been restarted {len(before)} times, at most {max_restarts} are allowed")
+    samples, count = here[0], len(before) if count is None else count
+    if count >= max_restarts:
+        return Answer(False, f"it has been restarted {count} times, at most {max_restarts} are allowed")
     if samples < 0:
         return Answer(False, "there is no checkpoint to go on from")
     if before and here == before[-1]:
         return Answer(False, f"no progress since the last restart: still {samples} samples")
-    return Answer(True, f"restart {len(before) + 1} of at most {max_restarts}, from {samples} samples")
+    return Answer(True, f"restart {count + 1} of at most {max_restarts}, from {samples} samples")
+
+
+def decide_without_checkpoint(
+    cause: Cause, before: list[str], max_restarts: int, count: int | None = None
+) -> Answer:
+    """The rule for a run that was not asked for a checkpoint.
+
+    Args:
+        before: causes of the restarts since the newest checkpoint was written.
+        count: restarts so far, those before that checkpoint included.
+    """
+    count = len(before) if count is None else count
+    if count >= max_restarts:
+        return Answer(False, f"it has been restarted {count} times, at most {max_restarts} are allowed")
+    vain = 0
+    for one in reversed(before):
+        if one == "checkpointed":
+            break
+        vain += 1
+    if vain >= MAX_IN_A_ROW:
+        return Answer(
+            False,
+            f"{_WHY[cause]}, and {vain} restarts before this one came no further: ask for more time, or see what the "
+            "job's log says of its start",
+        )
+    return Answer(True, f"restart {count + 1} of at most {max_restarts}: {_WHY[cause]}")

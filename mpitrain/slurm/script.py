@@ -90,6 +90,7 @@ KINDS: dict[str, _Kind] = {
             script_parts.STAGE,
             script_parts.FINISH,
             script_parts.ANSWERING,
+            script_parts.GUARD,
             script_parts.DEAF,
             script_parts.TOLERANT_BODY,
         ),

@@ -7,21 +7,59 @@ WORKERS (workers a node), MPITRAIN (how the command is called).
 
 START = """\
 cd "${SLURM_SUBMIT_DIR:-.}"
+# Modules, launcher, container, disks: the one file to edit. A line of it that fails ends the job at once, before good
+# nodes are blamed for it; a line that may fail ends in `|| true`.
+SITE=${MPITRAIN_SITE:-slurm/site.sh} where=
+trap 'where=", line $LINENO: $BASH_COMMAND"' ERR
+trap 'echo "$SITE: exit code $?$where: nothing was started" >&2; exit 2' EXIT
+set -e
 # shellcheck source=/dev/null
-source "${MPITRAIN_SITE:-slurm/site.sh}" # modules, launcher, container, disks: the one file to edit
+source "$SITE"
+trap - ERR EXIT
 set -euo pipefail
 ulimit -c 0 # many ranks' core files fill a file system
 MPITRAIN=("${CONTAINER[@]}" mpitrain)
+: "${LAUNCH[0]:?$SITE does not say how ranks start}"
+"${MPITRAIN[@]}" --version || {
+    echo "${MPITRAIN[*]} does not run on ${SLURMD_NODENAME:-this node} after $SITE: nothing was started" >&2
+    exit 2
+}
 """
 
 RUN_DIR = """\
 RUN_DIR=${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID} # the same after a requeue, which keeps the job id
 (umask 077 && mkdir -p "$RUN_DIR") # for its owner alone
+note() { # EVENT WORDS: a line for `mpitrain slurm status`
+    printf '%(%s)T %s %s %s\\n' -1 "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$*" >>"$RUN_DIR/job.log"
+}
+note started "$SLURM_JOB_NODELIST"
+# shellcheck disable=SC2317 # called by the trap
+at_end() {
+    local code=$?
+    if declare -F unstage >/dev/null; then unstage || true; fi
+    note ended "$code"
+}
+trap at_end EXIT
 """
 
 NODES = """\
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-WORKERS=${WORKERS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} # one a GPU
+gpus_asked() { # GPUs a node that the job has asked for: the shell of an exclusive job sees all that its node has
+    local asked=${SLURM_GPUS_PER_NODE:-}
+    if [[ -z $asked && -n ${SLURM_GPUS:-} ]]; then # --gpus=8: of all nodes together
+        asked=${SLURM_GPUS##*:}
+        if ((asked % ${#HOSTS[@]})); then
+            echo "--gpus=$asked does not go evenly into ${#HOSTS[@]} nodes: ask for --gpus-per-node" >&2
+            exit 2
+        fi
+        asked=$((asked / ${#HOSTS[@]}))
+    elif [[ -z $asked ]]; then # --gres=gpu:4
+        asked=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*TresPerNode=//p' | tr ',' '\\n' | grep gpu || true)
+    fi
+    # "4", "a100:4", "gres:gpu:4" or several of them
+    tr ',' '\\n' <<<"$asked" | awk -F '[:=/]' '{ n += $NF } END { print (n > 0 ? n : 1) }'
+}
+WORKERS=${WORKERS_PER_NODE:-$(gpus_asked)} # one a GPU
 """
 
 # Signals go to the batch shell (--signal=B:) and from it to the launcher, which hands them to all ranks: that is one
@@ -32,13 +70,16 @@ signals=0 child=0
 # shellcheck disable=SC2317 # called by the trap
 on_signal() {
     signals=$((signals + 1))
-    # again and again, because a rank that is still importing does not listen yet
-    if ((child)); then (while kill -USR1 "$child" 2>/dev/null; do sleep 5; done) & fi
+    if ((child)); then # again and again, because a rank that is still importing does not listen yet
+        (while kill -USR1 "$child" 2>/dev/null; do sleep 5; done) &
+    else
+        nothing_runs
+    fi
 }
 trap on_signal USR1 TERM
 run() { # its exit code; a wait that a signal has interrupted is taken up again
     local seen rc=0
-    if ((signals)); then return 75; fi
+    note ranks
     "$@" &
     child=$!
     while seen=$signals; do
@@ -58,7 +99,8 @@ on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI
     while [[ $1 != -- ]]; do hosts+=("$1"); shift; done
     shift
     srun --mpi=none --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 \\
-        --nodelist="$(IFS=,; echo "${hosts[*]}")" --overlap "${extra[@]}" "$@"
+        --nodelist="$(IFS=,; echo "${hosts[*]}")" --overlap "${extra[@]}" "$@" &
+    wait $! # bash hears a signal at once while it waits, and not before the end of what it runs
 }
 """
 
@@ -72,7 +114,8 @@ on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI, in the c
         mapfile -t mine < <(printf '%s\\n' "${hosts[@]}" | grep -xF "$(components "$group")")
         if ((${#mine[@]})); then
             srun --mpi=none --het-group="$group" --nodes="${#mine[@]}" --ntasks="${#mine[@]}" --ntasks-per-node=1 \\
-                --nodelist="$(IFS=,; echo "${mine[*]}")" --overlap "${extra[@]}" "$@"
+                --nodelist="$(IFS=,; echo "${mine[*]}")" --overlap "${extra[@]}" "$@" &
+            wait $! # bash hears a signal at once while it waits, and not before the end of what it runs
         fi
     done
 }
@@ -86,6 +129,7 @@ CHECK_NODES = """\
 # not reported are asked once more one by one: a node that is gone takes the whole step with it.
 check_nodes() { # HOSTS...: 0 if all are fit; else 4, with the others in $RUN_DIR/failing_nodes.txt
     local host reports=$RUN_DIR/doctor
+    note preflight
     rm -rf "$reports"
     mkdir -p "$reports"
     ask_nodes "$@"
@@ -103,7 +147,7 @@ ask_nodes() { # HOSTS...
 ALL_FIT = """\
 need_all_fit() { # HOSTS...
     check_nodes "$@" || {
-        echo "unfit nodes; again without them: sbatch --exclude=$(paste -sd, "$RUN_DIR/failing_nodes.txt") ..." >&2
+        note unfit "$(paste -sd, "$RUN_DIR/failing_nodes.txt")"
         exit 4
     }
 }
@@ -112,15 +156,27 @@ need_all_fit() { # HOSTS...
 # The variable is set on the ranks' own command line, because not every launcher hands the environment on.
 STAGE = """\
 # Stage-in: one task a node copies packs (STAGE in site.sh) to the node's own disk, verified, before anything is timed;
-# ranks then read the copy on their node wherever the job names the pack.
-COPY=()
+# ranks then read the copy on their node wherever the job names the pack. The job's end removes it again, unless another
+# job uses it or site.sh says KEEP_STAGED=1.
+COPY=() staged_on=()
 stage_in() { # HOSTS...
     local pack
     # shellcheck disable=SC2153 # STAGE is site.sh's
     for pack in "${STAGE[@]}"; do
         if [[ -n $pack ]]; then
-            on_each "$@" -- "${MPITRAIN[@]}" data stage "$pack" "$STAGE_TO"
+            note staging "$pack"
+            staged_on=("$@")
+            on_each "$@" -- "${MPITRAIN[@]}" data stage "$pack" "$STAGE_TO" --user "job $SLURM_JOB_ID"
             COPY=(env "MPITRAIN_STAGED=$STAGE_TO")
+        fi
+    done
+}
+unstage() {
+    local pack extra=(--time=2)
+    if ((${KEEP_STAGED:-0} || ${#staged_on[@]} == 0)); then return; fi
+    for pack in "${STAGE[@]}"; do
+        if [[ -n $pack ]]; then
+            on_each "${staged_on[@]}" -- "${MPITRAIN[@]}" data unstage "$pack" "$STAGE_TO" --user "job $SLURM_JOB_ID"
         fi
     done
 }
@@ -179,11 +235,63 @@ FINISH = """\
 # The marker decides, not the exit code, which srun blurs. The same job runs again unless it has done so
 # MAX_RESTARTS times, or has made no progress since the last time.
 finish() { # exit code of the run
-    local again=("${MPITRAIN[@]}" slurm may-requeue "$RUN_DIR" --max-restarts "${MAX_RESTARTS:-20}")
-    if [[ -e $RUN_DIR/REQUEUE ]] && "${again[@]}"; then
-        exec scontrol requeue "$SLURM_JOB_ID"
+    if [[ -e $RUN_DIR/REQUEUE ]]; then
+        requeue
+    elif (($1 == 75)); then
+        requeue --not-started
     fi
     exit "$1"
+}
+requeue() { # [--not-started]: returns where the job may not run again, and where it was cancelled
+    "${MPITRAIN[@]}" slurm may-requeue "$RUN_DIR" --max-restarts "${MAX_RESTARTS:-20}" "$@" || return 0
+    if ! scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+        echo "the job was cancelled, or Slurm itself requeues it" >&2
+        return 0
+    fi
+    unstage || true
+    note requeued
+    exec scontrol requeue "$SLURM_JOB_ID"
+}
+# shellcheck disable=SC2317 # called by on_signal
+nothing_runs() {
+    trap '' USR1 TERM
+    echo "asked to end while no ranks run" >&2
+    requeue --not-started
+    exit 75
+}
+"""
+
+GUARD = """\
+# The batch script runs on the first node. When that dies, --no-kill leaves the job running with no process in it, so
+# two other nodes look after it, and have the job requeued once Slurm holds it for down.
+# shellcheck disable=SC2016
+GUARD=(bash -c 'trap "" USR1
+    first=$1 out=$2 seen=0
+    shift 2
+    while sleep "${GUARD_S:-30}"; do
+        if ! scontrol show node "$first" | grep -q "State=[^ ]*DOWN"; then seen=0; continue; fi
+        if ((seen++ < 4 * SLURM_PROCID)); then continue; fi # one of them is enough, unless it has died, too
+        exec >>"$out" 2>&1
+        echo "the first node $first is down, and the batch script was on it"
+        say() { printf "%(%s)T %s %s %s\\n" -1 "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$*" >>"$RUN_DIR/job.log"; }
+        if "$@"; then
+            say requeued "by $SLURMD_NODENAME: the first node $first is down"
+            scontrol requeue "$SLURM_JOB_ID"
+        else
+            say ended 1
+            scancel "$SLURM_JOB_ID"
+        fi
+    done' guard)
+guard() { # HOSTS...
+    local others
+    mapfile -t others < <(printf '%s\\n' "$@" | grep -vxF "$SLURMD_NODENAME" | head -n 2)
+    if ((${#others[@]} == 0)); then return; fi
+    export RUN_DIR
+    srun --mpi=none --nodes="${#others[@]}" --ntasks="${#others[@]}" --ntasks-per-node=1 --no-kill \\
+        --nodelist="$(IFS=,; echo "${others[*]}")" --overlap --kill-on-bad-exit=0 --wait=0 \\
+        "${GUARD[@]}" "$SLURMD_NODENAME" "$(readlink /proc/$$/fd/1)" \\
+        "${MPITRAIN[@]}" slurm may-requeue "$RUN_DIR" --max-restarts "${MAX_RESTARTS:-20}" --node-died \\
+        2>"$RUN_DIR/guard.err" &
 }
 """
 
@@ -204,6 +312,7 @@ TOLERANT_BODY = """\
 # One node of the allocation is a spare. A node that dies ends the step, not the job (--no-kill): look at the nodes
 # again, start on the healthy ones, from the last checkpoint. ATTEMPTS bounds it.
 need=$((${#HOSTS[@]} - ${SPARE_NODES:-1}))
+guard "${HOSTS[@]}"
 rm -f "$RUN_DIR/REQUEUE"
 rc=1
 for ((attempt = 1; attempt <= ${ATTEMPTS:-5}; attempt++)); do
@@ -212,6 +321,7 @@ for ((attempt = 1; attempt <= ${ATTEMPTS:-5}; attempt++)); do
     mapfile -t healthy < <(printf '%s\\n' "${HOSTS[@]}" | grep -vxFf "$RUN_DIR/failing_nodes.txt")
     if ((${#healthy[@]} < need)); then
         echo "attempt $attempt: ${#healthy[@]} healthy node(s), $need needed: ${healthy[*]}" >&2
+        note unfit "$(paste -sd, "$RUN_DIR/failing_nodes.txt")"
         exit 4
     fi
     healthy=("${healthy[@]:0:need}")
@@ -238,9 +348,11 @@ SWEEP_OPTIONS = """\
 # Line SLURM_ARRAY_TASK_ID (from 0) of the sweep file: the options of this run, quoted as in a shell.
 SWEEP=$1
 shift
-mapfile -t options < <(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$SWEEP" | xargs -r printf '%s\\n')
+# Blank lines and those that begin with # do not count.
+lines() { grep -vE '^[[:space:]]*(#|$)' "$SWEEP"; }
+mapfile -t options < <(lines | sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" | xargs -r printf '%s\\n')
 if ((${#options[@]} == 0)); then
-    echo "$SWEEP has no line for index $SLURM_ARRAY_TASK_ID: sbatch --array=0-$(($(wc -l <"$SWEEP") - 1))" >&2
+    echo "$SWEEP has no line for index $SLURM_ARRAY_TASK_ID: sbatch --array=0-$(($(lines | wc -l) - 1))" >&2
     exit 2
 fi
 set -- "$@" "${options[@]}"
@@ -248,6 +360,10 @@ RUN_DIR=${RUN_ROOT:-runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID}/$SLURM_ARRAY_TASK_
 """
 
 BENCHMARK_BODY = """\
+nothing_runs() {
+    echo "asked to end between two runs" >&2
+    exit 75
+}
 need_all_fit "${HOSTS[@]}"
 STEPS=${STEPS:-200}
 # 1, 2, 4, ... and all nodes of the allocation, one run each, one after the other.

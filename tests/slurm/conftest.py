@@ -1,4 +1,4 @@
-"""One mini-cluster for all tests of this folder: four nodes with one fake GPU each, up in a second, down at the end."""
+"""One mini-cluster for all tests of this folder: four nodes with two fake GPUs, up in a second, down at the end."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def site() -> Iterator[Site]:
         pytest.skip(reason)
     find_mpi()
     with tempfile.TemporaryDirectory(prefix="mini-slurm-") as scratch:
-        cluster = Cluster(Path(scratch, "cluster"), num_nodes=4, gpus_per_node=1)
+        cluster = Cluster(Path(scratch, "cluster"), num_nodes=4, gpus_per_node=2)
         cluster.root.mkdir()
         folder = Path(scratch, "work")
         shutil.copytree(ROOT / "slurm", folder / "slurm")

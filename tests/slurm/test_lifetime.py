@@ -78,7 +78,8 @@ def test_the_doctor_names_bad_nodes_and_tolerant_goes_on_without_them(site: Site
     of one that nobody disturbed."""
     site.wait(whole, timeout_s=250)  # it may stand on the nodes that are looked at
     cluster = site.cluster
-    cluster.gpu("n2", 0).unlink()
+    for gpu in (0, 1):
+        cluster.gpu("n2", gpu).unlink()
     small = site.folder / "small-disk"
     small.mkdir()
     mounted = subprocess.run(
@@ -124,7 +125,8 @@ def test_the_doctor_names_bad_nodes_and_tolerant_goes_on_without_them(site: Site
         output = site.wait(job, timeout_s=250)
     finally:
         cluster.start_node("n3")
-        cluster.gpu("n2", 0).touch()
+        for gpu in (0, 1):
+            cluster.gpu("n2", gpu).touch()
     assert "attempt 1 on n1 n3" in output and "attempt 2 on n1 n4" in output, output
     assert fom(output)["status"] == "ok"
     (resumed,) = resumes(site, "tolerant")

@@ -10,7 +10,7 @@ import pytest
 
 from mpitrain.errors import UsageError
 from mpitrain.slurm import KINDS, Script, may_requeue, render, render_site
-from mpitrain.slurm.requeue import decide
+from mpitrain.slurm.requeue import decide, decide_without_checkpoint
 from mpitrain.slurm.script import make
 from mpitrain.slurm.status import describe
 
@@ -108,6 +108,33 @@ def test_a_restart_needs_a_checkpoint_progress_and_a_number_left() -> None:
     assert not decide(here, before(20, 100), 20).again
     assert decide((80, "second"), before(20, 100), 20).again  # the one at 100 was damaged
     assert not decide(here, before(1, 2, 3), 3).again and decide(here, before(1, 2), 3).again
+    assert not decide(here, before(1), 3, count=3).again  # by Slurm itself, or by hand
+
+
+def test_what_had_no_chance_to_write_a_checkpoint_runs_again_a_few_times() -> None:
+    assert decide_without_checkpoint("not started", [], 20).reason.startswith(
+        "restart 1 of at most 20: it was asked"
+    )
+    assert decide_without_checkpoint("node died", ["not started"] * 2, 20).again
+    answer = decide_without_checkpoint("not started", ["not started", "node died", "not started"], 20)
+    assert not answer.again and "ask for more time" in answer.reason
+    assert decide_without_checkpoint("not started", ["not started"] * 3 + ["checkpointed"], 20).again
+    assert not decide_without_checkpoint("not started", [], 4, count=4).again
+
+
+def test_restarts_without_a_checkpoint_are_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        assert may_requeue(tmp_path, cause="not started").again
+    assert not may_requeue(tmp_path, cause="not started").again
+    (tmp_path / "checkpoints").mkdir()
+    whole(tmp_path, 64)  # one of them has made progress
+    assert may_requeue(tmp_path, cause="node died").reason.startswith("restart 4 of at most 20: the node")
+    (tmp_path / "REQUEUE").touch()
+    assert may_requeue(tmp_path).again  # the restart before was not of this checkpoint's
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
+    assert "restarted 20 times" in may_requeue(tmp_path, cause="node died").reason
 
 
 def whole(run_dir: Path, mark: int) -> None:

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,12 @@ def launched(tmp_path: Path, site: str, ends: str = "", code: int = 0) -> list[s
     for name in ("srun", "mpirun", "mpiexec", "ibrun"):
         (tmp_path / name).write_text(STAND_IN + ends)
         (tmp_path / name).chmod(0o755)
+    for name in ("mpitrain", "apptainer"):  # asked for their version
+        (tmp_path / name).write_text("#!/bin/bash\n")
+        (tmp_path / name).chmod(0o755)
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "hosts").write_text("n1\nn1\nn2\n")
-    start = script_parts.START.replace('"${MPITRAIN_SITE:-slurm/site.sh}"', "site.sh")
+    start = f"MPITRAIN_SITE=site.sh\n{script_parts.START}note() {{ :; }}\n"
     call = f'RUN_DIR=run COPY=()\nset -- "my job.py"\n{script_parts.DEAF}{script_parts.TRAIN.replace("finish", "exit")}'
     (tmp_path / "site.sh").write_text(site)
     (tmp_path / "script").write_text(f"{start}{script_parts.SIGNALS}{script_parts.LAUNCH}{call}")
@@ -136,3 +140,42 @@ def test_an_unknown_launcher_is_answered_with_what_was_meant() -> None:
         render_site("craympich")
     with pytest.raises(UsageError, match="without line ends"):
         render_site(image="a\nb")
+
+
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        ("A=1\nmodule load openmpi/99\nLAUNCH=(srun)\n", "exit code 127, line 2: module load openmpi/99"),
+        (
+            "source no-such-venv/bin/activate\nLAUNCH=(srun)\n",
+            "site.sh: line 1: no-such-venv/bin/activate: No such file",
+        ),
+        ("LAUNCH=(srun\n", "exit code 2"),
+        ("DOCTOR=()\n", "site.sh does not say how ranks start"),
+        ("LAUNCH=(srun); PATH=/usr/bin:/bin\n", "mpitrain does not run on n7 after site.sh"),
+        (
+            "LAUNCH=(srun) CONTAINER=(no-such-apptainer exec a.sif)\n",
+            "no-such-apptainer exec a.sif mpitrain does not",
+        ),
+        (None, "site.sh: exit code 1"),
+    ],
+)
+def test_a_broken_site_file_ends_the_job_with_a_word(tmp_path: Path, site: str | None, said: str) -> None:
+    """Before any node is looked at; a file without fault goes on."""
+    if site is not None:
+        (tmp_path / "site.sh").write_text(site)
+    (tmp_path / "script").write_text(f"{script_parts.START}\necho went on\n")
+    env = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "MPITRAIN_SITE": "site.sh",
+        "SLURMD_NODENAME": "n7",
+    }
+    run = subprocess.run(
+        ["bash", "script"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode != 0 and said in run.stderr and "went on" not in run.stdout, run
+    (tmp_path / "site.sh").write_text("[[ -e nosuch ]] && A=1\nfalse || true\necho $UNSET\nLAUNCH=(srun)\n")
+    run = subprocess.run(
+        ["bash", "script"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0 and "went on" in run.stdout, run

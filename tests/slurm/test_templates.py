@@ -67,6 +67,10 @@ def test_each_template_trains(site: Site) -> None:
         node = path.name.partition("-")[0]
         own = site.cluster.root / "nodes" / node / "tmp" / "mpitrain" / "digits"
         assert shards and all(shard.startswith(f"{own.resolve()}/") for shard in shards), (node, shards)
+    left = [
+        path for name in site.cluster.names for path in (site.cluster.root / "nodes" / name).rglob("digits")
+    ]
+    assert left == []  # the staged copies go with the job
     for count in (1, 2):
         result = json.loads((site.folder / "bench" / f"nodes-{count}" / "result.json").read_text())
         assert (result["status"], result["workers"], result["nodes"]) == ("ok", count, count)

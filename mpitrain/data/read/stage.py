@@ -2,12 +2,14 @@
 
 Invariants: a staged pack is there whole or not at all: it is copied under a temporary name, compared with the sums of
 the pack that it is a copy of (never with an index of its own), fsynced and renamed. A second process finds it and
-copies nothing. A copy is read only where its manifest is the pack's own, to the byte.
+copies nothing. A copy is read only where its manifest is the pack's own, to the byte. Who uses a staged pack is written
+down beside it, and while others do it is neither replaced nor removed.
 """
 
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import os
 import secrets
@@ -17,7 +19,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mpitrain.data.format.manifest import NAME, Manifest, file_sha256
+from mpitrain.data.read.stage_users import KEPT, check_user, turn
 from mpitrain.errors import DataError, UsageError
+from mpitrain.system.launch_variables import node_name
 from mpitrain.system.outside import MAX_INDEX_BYTES, check_inside, expanded, open_regular
 
 STAGED = "MPITRAIN_STAGED"  # the folder that packs were staged into; $VARIABLES in it are the node's
@@ -51,24 +55,39 @@ def _index_of(directory: Path) -> bytes:
         return file.read(MAX_INDEX_BYTES)
 
 
-def stage(source: Path, dest: Path, allow_external: bool = False) -> tuple[Path, int]:
+def stage(source: Path, dest: Path, allow_external: bool = False, user: str = KEPT) -> tuple[Path, int]:
     """Copy the pack `source` into the folder `dest`; returns where it is now and the bytes copied (0: it was there).
 
     Args:
         allow_external: copy also what links in `source` to files elsewhere lead to.
+        user: who needs it, such as "job 12", until `unstage` is called for the same; by default it is kept.
     Raises:
-        DataError: `source` is no complete pack, names files that are not its own, or changed since it was packed; or
-            `dest` has no room.
+        DataError: `source` is no complete pack, names files that are not its own, or changed since it was packed;
+            `dest` has no room; or another pack of that name is there and in use.
     """
+    check_user(user)
     manifest = _complete(source, allow_external)
     check_inside(source, [source / name for name in manifest.files], allow_external)
     target = dest / source.resolve().name
     try:
         index = _index_of(source)
-        if _is_copy.__wrapped__(target, source) and not list(_unlike(target, _sums(source, manifest))):
-            return target, 0
-        size = sum((source / name).stat().st_size for name in manifest.files)
-        _copy(source, manifest, index, dest, target, size)
+        dest.mkdir(parents=True, exist_ok=True)
+        with turn(dest, target.name) as users:
+            if users.alone:
+                _clear_left(dest, target.name)
+            if not target.exists():  # removed by hand, whoever used it
+                users.clear()
+            size = 0
+            if not _is_whole(target, source, manifest):
+                others = [name for name in users.names if name != user]
+                if others and target.exists():
+                    raise DataError(
+                        f"{target} is in use by {', '.join(others)}, and is not {source}: stage to another folder, or "
+                        f"remove it there with `mpitrain data unstage {source} {dest}`"
+                    )
+                size = sum((source / name).stat().st_size for name in manifest.files)
+                _copy(source, manifest, index, dest, target, size)
+            users.add(user)
     except OSError as error:
         raise DataError(f"cannot stage {source} to {dest}: {error.strerror or error}") from error
     finally:
@@ -76,31 +95,70 @@ def stage(source: Path, dest: Path, allow_external: bool = False) -> tuple[Path,
     return target, size
 
 
+def unstage(pack: Path, dest: Path, user: str = "") -> tuple[Path, list[str]]:
+    """Remove the copy of `pack` from `dest` unless others use it; returns where it was, and who uses it still.
+
+    Args:
+        pack: the pack, or its name alone; it need not be there any more.
+        user: as for `stage`; empty: remove it whoever uses it.
+    Raises:
+        DataError: it cannot be removed.
+    """
+    target = dest / Path(os.path.realpath(pack)).name
+    if not dest.is_dir():
+        return target, []
+    try:
+        with turn(dest, target.name) as users:
+            if user and user not in users.names:
+                return target, users.names if target.exists() else []
+            users.remove(user) if user else users.clear()
+            if users.alone:
+                _clear_left(dest, target.name)
+            if not users.names and target.exists():
+                shutil.rmtree(target)
+            return target, list(users.names)
+    except OSError as error:
+        raise DataError(f"cannot remove {target}: {error.strerror or error}") from error
+    finally:
+        _is_copy.cache_clear()
+
+
+def _is_whole(target: Path, source: Path, manifest: Manifest) -> bool:
+    return _is_copy.__wrapped__(target, source) and not list(_unlike(target, _sums(source, manifest)))
+
+
+def _clear_left(dest: Path, name: str) -> None:
+    """Remove what a process of this node has left that was killed while it copied."""
+    for left in dest.glob(f".{glob.escape(name)}.{glob.escape(node_name())}.*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def _copy(source: Path, manifest: Manifest, index: bytes, dest: Path, target: Path, size: int) -> None:
     """Beside `target`, under a name that no other process of this or another node takes, and then in its place."""
-    beside = dest / f".{target.name}.{secrets.token_hex(8)}.tmp"
+    beside = dest / f".{target.name}.{node_name()}.{secrets.token_hex(8)}.tmp"
     try:
-        beside.mkdir(parents=True)
+        beside.mkdir()
         free = shutil.disk_usage(dest).free
         if free < size:
             raise DataError(
                 f"{dest}: {size / 2**30:.2f} GiB to stage and {free / 2**30:.2f} GiB free; stage elsewhere, or read "
                 f"from {source} itself"
             )
-        sums = {name: _copy_file(source / name, beside / name) for name in manifest.files}
+        copied = {name: _copy_file(source / name, beside / name) for name in manifest.files}
         for name, expected in manifest.sha256.items():
-            if sums[name] != expected:
+            if copied[name] != expected:
                 raise DataError(
                     f"{source / name}: its SHA-256 is not the one that {NAME} keeps: it has changed since it was "
                     "packed; copy it again from where it is whole, or pack again"
                 )
         with open(beside / NAME, "xb") as write:
             _sync(write, index)
-        for problem in _unlike(beside, sums):
+        for problem in _unlike(beside, copied):
             raise DataError(f"{problem}; the disk under {dest} does not keep what is written to it")
-        if target.exists():
-            shutil.rmtree(target)
-        beside.rename(target)
+        if not _is_whole(target, source, manifest):  # nobody was faster
+            if target.exists():
+                shutil.rmtree(target)
+            beside.rename(target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

@@ -1,0 +1,121 @@
+"""What used to end badly on a real Slurm: signals before ranks exist, a cancelled job, a broken site file, GPUs that
+nobody asked for, and the death of the first node. On the same four-node mini-cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import Site
+from tests.slurm.test_lifetime import HELD, LOCKSTEP, NUM_SAMPLES, result_of, resumes, wait_until_held
+from tests.slurm.test_templates import SMALL, fom
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(580)]
+
+# A site file whose preflight stands still on the job's first start until HELD_BY is told to go on.
+WAITING = """\
+source {site}
+mkdir -p waiting-bin
+cat >waiting-bin/mpitrain <<'END'
+#!/bin/bash
+if [[ $1 == doctor && $2 == --node && ${{SLURM_RESTART_COUNT:-0}} == 0 ]]; then
+    touch "preflight-$SLURM_JOB_ID"
+    while :; do sleep 0.1; done
+fi
+exec {program} "$@"
+END
+chmod +x waiting-bin/mpitrain
+export PATH=$PWD/waiting-bin:$PATH
+"""
+
+
+def notes(site: Site, run: str) -> list[list[str]]:
+    """The job's log of its own steps, without the times."""
+    return [line.split()[1:] for line in (site.folder / run / "job.log").read_text().splitlines()]
+
+
+def test_a_signal_before_ranks_exist_requeues_and_a_cancelled_job_stays_cancelled(site: Site) -> None:
+    """Both stand still in the preflight when it comes. The first one's second start trains, on one GPU of two."""
+    path = site.folder / "waiting.sh"
+    program = site.cluster.root / "bin-openmpi" / "mpitrain"
+    path.write_text(WAITING.format(site=site.cluster.site(site.python), program=program))
+    words = ("--gpus-per-node=1", "slurm/single-node.sbatch", SMALL)
+    jobs = {run: site.sbatch(*words, RUN_DIR=run, MPITRAIN_SITE=str(path)) for run in ("early", "cancelled")}
+    for job in jobs.values():
+        site.cluster.wait_for((site.folder / f"preflight-{job}").exists, f"job {job} to look at its node", 60)
+    site.run("scancel", "--batch", "--signal=USR1", jobs["early"])
+    site.run("scancel", jobs["cancelled"])
+    told = site.wait(jobs["cancelled"], "CANCELLED")
+    assert "asked to end while no ranks run" in told and "the job was cancelled" in told
+    told = site.wait(jobs["early"])
+    assert "requeue: restart 1 of at most 20: it was asked to end before its ranks had begun" in told
+    assert fom(told)["status"] == "ok" and fom(told)["workers"] == "1"
+    job = jobs["early"]
+    first, second = [[job, "0", "requeued"], [job, "1", "ended", "0"]]
+    assert [note for note in notes(site, "early") if note[2] in ("requeued", "ended")] == [first, second]
+
+
+def test_a_site_file_that_fails_ends_the_job_and_no_node_is_blamed(site: Site) -> None:
+    path = site.folder / "broken.sh"
+    path.write_text(f"source {site.cluster.site(site.python)}\nmodule load openmpi/99\n")
+    told = site.wait(
+        site.sbatch("--gpus-per-node=1", "slurm/single-node.sbatch", SMALL, MPITRAIN_SITE=str(path)), "FAILED"
+    )
+    assert "broken.sh: exit code 127, line 2: module load openmpi/99: nothing was started" in told
+    assert "unfit" not in told
+
+
+GPUS = [
+    (("--nodes=2", "--gpus-per-node=1"), "1"),
+    (("--nodes=2", "--gres=gpu:1"), "1"),
+    (("--nodes=2", "--gpus=2"), "1"),
+    (("--nodes=2", "--gpus=4"), "2"),
+    (("--nodes=1",), "1"),
+]
+
+
+def test_workers_are_as_many_as_the_gpus_that_were_asked_for(site: Site) -> None:
+    """Nodes have two, and the batch shell of an exclusive job is shown both whatever it has asked for."""
+    from mpitrain.slurm import script_parts
+
+    script = site.folder / "gpus.sbatch"
+    step = "srun --mpi=none --nodes=1 --ntasks=1 bash -c 'echo ranks see ${SLURM_GPUS_ON_NODE:-0}'"
+    script.write_text(
+        f"#!/bin/bash\nset -euo pipefail\n{script_parts.NODES}echo $WORKERS workers\n{step} || true\n"
+    )
+    jobs = [
+        site.sbatch("--exclusive", "--mem=0", "--output=%x-%j.out", *words, str(script)) for words, _ in GPUS
+    ]
+    for job, (words, workers) in zip(jobs, GPUS, strict=True):
+        told = site.wait(job)
+        assert f"{workers} workers\n" in told, (words, told)
+        if words[1:] and not words[1].startswith("--gpus="):  # of which a step on one node may have all
+            assert f"ranks see {workers}\n" in told, (words, told)
+    uneven = site.sbatch("--exclusive", "--nodes=2", "--gpus=3", "--output=%x-%j.out", str(script))
+    assert "--gpus=3 does not go evenly into 2 nodes: ask for --gpus-per-node" in site.wait(uneven, "FAILED")
+
+
+@pytest.mark.extended
+def test_tolerant_is_requeued_when_its_first_node_dies(site: Site) -> None:
+    """The batch script is on it: nothing is left of the job but its allocation, until a neighbour has it requeued."""
+    words = ("--nodes=3", "--gpus-per-node=1", "slurm/tolerant.sbatch", HELD, "--strategy", LOCKSTEP)
+    job = site.sbatch(*words, "--checkpoint-every", "500", RUN_DIR="first", HOLD="first", GUARD_S="1")
+    wait_until_held(site, job, "first")
+    checkpoints = site.folder / "first" / "checkpoints"
+    site.cluster.wait_for(lambda: any(checkpoints.glob("0*/shard-0.json")), "a checkpoint", 60)
+    dead = site.cluster.ask("scontrol", "show", "job", job).partition("BatchHost=")[2].split()[0]
+    site.cluster.kill_node(dead)
+    try:
+        told = site.wait(job, timeout_s=250)
+    finally:
+        site.cluster.start_node(dead)
+    assert f"the first node {dead} is down" in told and fom(told)["status"] == "ok", told
+    assert result_of(site, "first")["samples"] == NUM_SAMPLES and resumes(site, "first")[0] >= 500
+    answers = map(json.loads, Path(site.folder, "first", "restarts.jsonl").read_text().splitlines())
+    assert [answer["cause"] for answer in answers] == ["node died"]
+    assert [note[:4] for note in notes(site, "first") if note[2] in ("requeued", "ended")] == [
+        [job, "0", "requeued", "by"],
+        [job, "1", "ended", "0"],
+    ]
