@@ -38,7 +38,11 @@ only."""
 def add_parser(commands: Any) -> None:
     """Add `doctor` to the command's subparsers."""
     parser = commands.add_parser(
-        "doctor", help="check whether nodes are fit to train on", description=_DESCRIPTION, epilog=_EPILOG
+        "doctor",
+        help="check whether nodes are fit to train on",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        usage="mpitrain doctor (--node|--collect DIR|--site FILE|--comm|--gpu-mpi) ...",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(

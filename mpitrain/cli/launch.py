@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.parser import did_you_mean, natural, positive, rate
-from mpitrain.errors import EXIT_OK, UsageError
+from mpitrain.errors import EXIT_OK, UsageError, printable
 from mpitrain.system.launch_variables import is_rank, launched_size, usable_cores
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Start N ranks of a command with the MPI that belongs to this python: srun inside
-a Slurm allocation, else the mpirun installed beside it, else the one on the
-PATH. `mpirun -n N mpitrain train ...` by hand does the same."""
+a Slurm allocation, flux inside one of Flux, else the mpirun installed beside
+it, else the one on the PATH, which inside a PBS or LSF job takes the job's
+hosts. `mpirun -n N mpitrain train ...` by hand does the same."""
 
 _EPILOG = """\
 COMMAND is `train ...`, `predict ...`, `ensemble ...`, `data pack ...`, `env`, or
@@ -58,9 +59,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("-n", type=positive, metavar="N", dest="num_ranks", help="number of ranks")
     parser.add_argument(
         "--mpi",
-        choices=("auto", "openmpi", "mpich", "srun"),
+        choices=("auto", "openmpi", "mpich", "srun", "flux", "pals"),
         default="auto",
-        help="which launcher: auto (default), openmpi, mpich or srun",
+        help="which launcher: auto (default), openmpi, mpich, srun, flux, or pals (HPE Cray's mpiexec)",
         metavar="KIND",
     )
     parser.add_argument(
@@ -144,7 +145,7 @@ class _Launch:
         inner: argparse.Namespace | None,
         requests: Requests,
     ):
-        from mpitrain.launch.command import is_local
+        from mpitrain.launch.command import is_local, left_to_launcher
         from mpitrain.launch.discover import find_launcher
 
         self.arguments, self.num_ranks, self.requests = arguments, num_ranks, requests
@@ -154,6 +155,8 @@ class _Launch:
         self.run_dir = _run_dir(words, inner) if self.trains or self.survives_deaths else None
         self.host_args = _split(arguments.host_args)
         self.local = is_local(self.launcher, self.host_args, os.environ)
+        if whose := left_to_launcher(self.launcher, self.host_args, os.environ):
+            print(f"mpitrain: {printable(whose)}", file=sys.stderr, flush=True)
 
     def run(self) -> int:
         """The exit code."""

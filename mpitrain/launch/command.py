@@ -26,7 +26,7 @@ from mpitrain.errors import (
 )  # fmt: skip
 from mpitrain.launch.discover import Launcher
 from mpitrain.launch.supervision import Outcome, Requests
-from mpitrain.system.launch_variables import launched_nodes
+from mpitrain.system.launch_variables import allocated_hosts, launched_nodes
 from mpitrain.system.run_directory import NO_PROGRESS, progress, read_json, why_no_room
 
 # Any of these among the launcher's own arguments means that ranks may run on other hosts.
@@ -42,8 +42,9 @@ _HOST_OPTIONS = (
     "-machinefile",
     "--machinefile",
 )
-# Batch systems whose allocation mpirun reads by itself.
-_ALLOCATIONS = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
+# Batch systems whose allocation mpirun reads by itself, by the file with its hosts.
+_ALLOCATIONS = {"PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "LSF", "PE_HOSTFILE": "Grid Engine"}
+_OF_A_SYSTEM = ("srun", "flux", "pals")  # launchers that start ranks on the nodes of their system's job
 
 # Which transports Open MPI takes. That of libfabric looks for a fabric, and sleeps for a second where it finds none;
 # ranks on one host use shared memory.
@@ -76,11 +77,24 @@ class _Ask:
 
 def is_local(launcher: Launcher, host_args: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether all ranks run on this host."""
-    if launcher.flavour == "srun" or any(name in environ for name in _ALLOCATIONS):
+    if launcher.flavour in _OF_A_SYSTEM or any(name in environ for name in _ALLOCATIONS):
         return False
     if "SLURM_JOB_ID" in environ and launched_nodes(environ) != 1:
         return False
     return not any(word.partition("=")[0] in _HOST_OPTIONS for word in host_args)
+
+
+def left_to_launcher(launcher: Launcher, host_args: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Who chooses the hosts inside a batch system whose allocation this command does not read; empty elsewhere."""
+    system = next((_ALLOCATIONS[name] for name in _ALLOCATIONS if name in environ), None)
+    if system is None or launcher.flavour in ("srun", "flux"):
+        return ""
+    if any(word.partition("=")[0] in _HOST_OPTIONS for word in host_args):
+        return f"inside a job of {system}: on the hosts of --host-args"
+    hosts = allocated_hosts(environ)
+    named = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
+    where = f" ({len(hosts)}: {named})" if hosts else ""
+    return f"inside a job of {system}: {launcher.path} takes the job's hosts{where}"
 
 
 def launch_command(
@@ -118,6 +132,12 @@ def launch_command(
     elif launcher.flavour == "srun":
         options = _srun_options(ask)
         env |= _srun_variables(ask)
+    elif launcher.flavour == "flux":
+        # By itself Flux gives each rank its own GPUs, which hides the neighbours' and breaks CUDA IPC.
+        options = ["-o", "gpu-affinity=off"]
+        return [launcher.path, "run", "-n", str(num_ranks), *options, *host_args, *program], env
+    elif launcher.flavour == "pals":
+        options = ["--ppn", str(-(-num_ranks // max(1, launched_nodes(environ) or 1)))]
     else:
         options = []  # Hydra oversubscribes by itself, binds nobody and hands on the whole environment
     return [launcher.path, "-n", str(num_ranks), *options, *host_args, *program], env

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.errors import UsageError
+from mpitrain.system.launch_variables import batch_system
 
-FLAVOURS = ("openmpi", "mpich", "srun")
+FLAVOURS = ("openmpi", "mpich", "srun", "flux", "pals")
+_NATIVE = {"srun": "srun", "flux": "flux", "pals": "mpiexec"}  # programs of batch systems
 _INTERACTIVE_STEP = str(0xFFFFFFFA)  # what salloc's shell runs in; steps may be started from it
 
 
@@ -41,19 +43,21 @@ class Launcher:
 
 
 def find_launcher(wanted: str = "auto", environ: Mapping[str, str] = os.environ) -> Launcher:
-    """srun inside an allocation, else the mpirun beside this python, else the first one on the PATH.
+    """srun inside an allocation of Slurm, flux inside one of Flux, else the mpirun beside this python, else the first
+    one on the PATH. PALS, the mpiexec of HPE Cray, does not tell whose it is and has to be asked for.
 
     Raises:
         UsageError: there is none of that kind, or the one found belongs to another MPI than mpi4py would load
             (each rank would then believe that it is alone).
     """
     library, wheel_prefix = installed_library(environ)
-    srun = shutil.which("srun", path=environ.get("PATH"))
-    in_step = environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP) != _INTERACTIVE_STEP
-    if wanted == "srun" or (wanted == "auto" and srun and "SLURM_JOB_ID" in environ and not in_step):
-        if srun is None:
-            raise UsageError("--mpi srun: there is no srun on the PATH")
-        return Launcher("srun", srun, library, wheel_prefix)
+    chosen = wanted if wanted != "auto" else _native_launcher(environ)
+    if chosen in _NATIVE:
+        path = shutil.which(_NATIVE[chosen], path=environ.get("PATH"))
+        if path:
+            return Launcher(chosen, path, library, wheel_prefix)
+        if wanted != "auto":
+            raise UsageError(f"--mpi {wanted}: there is no {_NATIVE[chosen]} on the PATH")
     strangers = []
     for path in _candidates(environ):
         flavour = launcher_flavour(path)
@@ -63,6 +67,16 @@ def find_launcher(wanted: str = "auto", environ: Mapping[str, str] = os.environ)
             return Launcher(flavour, path, library, wheel_prefix)
         strangers.append(f"{path} ({flavour})")
     raise UsageError(_no_launcher(wanted, library, strangers))
+
+
+def _native_launcher(environ: Mapping[str, str]) -> str:
+    """What starts ranks on all nodes of the job that we are in; empty outside of Slurm and Flux, and in a step of
+    theirs, from which no other can be started."""
+    system = batch_system(environ)
+    if system == "flux":
+        return "" if "FLUX_TASK_RANK" in environ else "flux"
+    in_step = environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP) != _INTERACTIVE_STEP
+    return "srun" if system == "slurm" and not in_step else ""
 
 
 def _no_launcher(wanted: str, library: str | None, strangers: list[str]) -> str:

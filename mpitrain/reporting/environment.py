@@ -17,7 +17,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.system.launch_variables import launched_rank, launched_size, usable_cores
+from mpitrain.system.launch_variables import (
+    batch_system,
+    job_id,
+    launched_rank,
+    launched_size,
+    usable_cores,
+)
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
@@ -58,6 +64,29 @@ SLURM_VARIABLES = (
     "SLURM_STEP_ID",
     "SLURM_TASKS_PER_NODE",
 )
+# Of the other batch systems: job, nodes, and where a rank was put.
+BATCH_VARIABLES = (
+    "FLUX_ENCLOSING_ID",
+    "FLUX_JOB_ID",
+    "FLUX_JOB_NNODES",
+    "FLUX_JOB_SIZE",
+    "LSB_BATCH_JID",
+    "LSB_DJOB_NUMPROC",
+    "LSB_JOBID",
+    "LSB_JOBINDEX",
+    "LSB_JOBNAME",
+    "LSB_MCPU_HOSTS",
+    "LSB_QUEUE",
+    "NCPUS",
+    "PALS_APID",
+    "PALS_NODEID",
+    "PBS_ARRAY_INDEX",
+    "PBS_JOBID",
+    "PBS_JOBNAME",
+    "PBS_NODEFILE",
+    "PBS_NUM_NODES",
+    "PBS_QUEUE",
+)
 
 
 def collect(runtime: Runtime | None = None) -> dict[str, Any]:
@@ -82,6 +111,7 @@ def collect(runtime: Runtime | None = None) -> dict[str, Any]:
         "launch": {"rank": launched_rank(), "size": launched_size(), "launcher": _launcher()},
         "mpi": mpi_facts(runtime),
         "gpus": _gpus(),
+        "batch": {"system": batch_system(), "job": job_id() or None, "variables": _chosen(BATCH_VARIABLES)},
         "slurm": _chosen(SLURM_VARIABLES),
         "variables": _chosen(VARIABLES),
         "git": {
@@ -198,6 +228,9 @@ def _launcher() -> str | None:
     """Who started this rank, as far as the environment shows."""
     marks = {
         "OMPI_COMM_WORLD_RANK": "Open MPI",
+        "PALS_RANKID": "PALS (HPE Cray)",
+        "FLUX_TASK_RANK": "Flux",
+        "JSM_NAMESPACE_RANK": "jsrun",
         "PMI_RANK": "PMI (MPICH's Hydra or srun)",
         "PMIX_RANK": "PMIx",
     }

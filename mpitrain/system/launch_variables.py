@@ -12,10 +12,21 @@ from collections.abc import Mapping
 
 # In this order: mpirun inside a Slurm job leaves Slurm's own variables, which then describe the daemons and
 # not the ranks.
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-_NODE_VARIABLES = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+_RANK_VARIABLES = (
+    *("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
+    *("PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK", "SLURM_PROCID"),
+)
+_LOCAL_RANK_VARIABLES = (
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    *("PALS_LOCAL_RANKID", "JSM_NAMESPACE_LOCAL_RANK", "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID"),
+)
+_SIZE_VARIABLES = (
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    *("JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+)
+_NODE_VARIABLES = ("FLUX_JOB_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+# Files with the hosts of an allocation, a line a slot. Their batch systems start no ranks: mpirun reads them.
+_HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 
 
 # What MPICH's mpiexec sets for its ranks.
@@ -45,8 +56,21 @@ def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def launched_nodes(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Number of nodes of the Slurm step or allocation; `None` outside Slurm."""
-    return _first_int(_NODE_VARIABLES, environ)
+    """Number of nodes of the step or the allocation, as the batch system tells it; `None` without one."""
+    found = _first_int(_NODE_VARIABLES, environ)
+    return found if found is not None else len(allocated_hosts(environ)) or None
+
+
+def allocated_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The hosts of a PBS, LSF or Grid Engine job, each once, in the order of its host file; none outside."""
+    for name in _HOST_FILES:
+        if path := environ.get(name):
+            try:
+                with open(path, encoding="utf-8", errors="replace") as file:
+                    return list(dict.fromkeys(line.split()[0] for line in file if line.strip()))
+            except OSError:  # a job's variable outlives it in a shell
+                continue
+    return []
 
 
 def launched_server_nodes(environ: Mapping[str, str] = os.environ) -> int:
@@ -69,14 +93,25 @@ def node_key(environ: Mapping[str, str] = os.environ) -> str:
     return f"{socket.gethostname()} {environ.get('SLURMD_NODENAME', '')}"
 
 
-# What each batch system calls its job; that of the shell of an allocation, too.
-JOB_IDS = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID", "lsf": "LSB_JOBID", "flux": "FLUX_JOB_ID"}
+# How each batch system numbers its job. Flux has another number for each launch inside of a batch job.
+JOB_IDS = {
+    "flux": ("FLUX_ENCLOSING_ID", "FLUX_JOB_ID"),
+    "slurm": ("SLURM_JOB_ID",),
+    "pbs": ("PBS_JOBID",),
+    "lsf": ("LSB_JOBID",),
+}
 
 
 def batch_system(environ: Mapping[str, str] = os.environ) -> str | None:
     """`"slurm"`, `"pbs"`, `"lsf"` or `"flux"`: whose job this is; `None` outside of any. Flux can run inside of the
     others, whose variables its jobs keep."""
-    return next((name for name in ("flux", "slurm", "pbs", "lsf") if JOB_IDS[name] in environ), None)
+    return next((name for name, ids in JOB_IDS.items() if any(one in environ for one in ids)), None)
+
+
+def job_id(environ: Mapping[str, str] = os.environ) -> str:
+    """The number of the batch job; empty outside of any."""
+    system = batch_system(environ)
+    return next((environ[name] for name in JOB_IDS[system] if name in environ), "") if system else ""
 
 
 def is_rank(environ: Mapping[str, str] = os.environ) -> bool:

@@ -15,7 +15,7 @@ import pytest
 
 from mpitrain.errors import UsageError
 from mpitrain.launch import discover
-from mpitrain.launch.command import completed, launch_command, relaunch, result_mark
+from mpitrain.launch.command import completed, launch_command, left_to_launcher, relaunch, result_mark
 from mpitrain.launch.discover import Launcher, find_launcher, installed_library, launcher_flavour
 from mpitrain.launch.supervision import Outcome, Requests
 
@@ -136,6 +136,55 @@ def test_mpirun_inside_an_allocation_of_several_nodes_is_not_local() -> None:
     assert "--oversubscribe" not in golden(OPENMPI, 4, 2, environ={"PBS_NODEFILE": "/n"})[0]
 
 
+FLUX = Launcher("flux", "/usr/bin/flux", "mpich")
+PALS = Launcher("pals", "/opt/cray/pals/default/bin/mpiexec", None)
+
+
+def test_flux_and_pals_start_ranks_on_the_nodes_of_their_job(tmp_path: Path) -> None:
+    command, env = launch_command(
+        FLUX,
+        8,
+        ["PROG"],
+        num_cores=2,
+        host_args=["-o", "cpu-affinity=per-task"],
+        environ={"FLUX_JOB_ID": "1"},
+    )
+    assert command == [
+        "/usr/bin/flux",
+        "run",
+        "-n",
+        "8",
+        "-o",
+        "gpu-affinity=off",
+        "-o",
+        "cpu-affinity=per-task",
+        "PROG",
+    ]
+    assert env == {}  # this host's cores say nothing of the others
+    hosts = tmp_path / "nodes"
+    hosts.write_text("n1\nn1\nn2\nn2\nn3\n")
+    assert golden(PALS, 8, 2, environ={"PBS_NODEFILE": str(hosts)}) == ("-n 8 --ppn 3", {})
+    assert golden(PALS, 6, 2) == ("-n 6 --ppn 6", {})
+    for level, told in (("ulfm", "needs Open MPI's mpirun"), ("heartbeat", "needs srun and MPICH")):
+        with pytest.raises(UsageError, match=told):
+            golden(PALS, 2, 2, fault_tolerance=level)
+
+
+def test_hosts_of_a_job_are_left_to_mpirun_and_this_is_said(tmp_path: Path) -> None:
+    hosts = tmp_path / "nodes"
+    hosts.write_text("n1\nn1\nn2\nn3 4 all.q\nn4\nn5\n")
+    for variable, system in (("PBS_NODEFILE", "PBS"), ("LSB_DJOB_HOSTFILE", "LSF")):
+        environ = {variable: str(hosts)}
+        said = left_to_launcher(OPENMPI, [], environ)
+        assert (
+            said == f"inside a job of {system}: /v/bin/mpirun takes the job's hosts (5: n1, n2, n3, n4, ...)"
+        )
+        said = left_to_launcher(OPENMPI, ["--host", "n1"], environ)
+        assert said == f"inside a job of {system}: on the hosts of --host-args"
+    assert left_to_launcher(MPICH, [], {"PBS_NODEFILE": "/gone"}).endswith("takes the job's hosts")
+    assert left_to_launcher(OPENMPI, [], {}) == left_to_launcher(FLUX, [], {"PBS_NODEFILE": "/n"}) == ""
+
+
 def test_mpich_needs_nothing_said() -> None:
     assert golden(MPICH, 5, 2, is_root=True) == ("-n 5", {"OMP_NUM_THREADS": "1"})
 
@@ -244,6 +293,17 @@ def test_srun_inside_an_allocation_but_not_inside_a_step(
     install("beside/mpirun", SAYS["openmpi"])
     install("path/srun")
     assert find_launcher("auto", on_path(tmp_path, **more)).flavour == flavour
+
+
+def test_flux_inside_its_job_and_pals_where_it_is_asked_for(tmp_path: Path, install: Install) -> None:
+    install("beside/mpirun", SAYS["openmpi"])
+    flux, pals = install("path/flux"), install("path/mpiexec")
+    inside = on_path(tmp_path, FLUX_ENCLOSING_ID="f1", SLURM_JOB_ID="1")
+    assert find_launcher("auto", inside).path == flux
+    assert find_launcher("auto", {**inside, "FLUX_TASK_RANK": "0"}).flavour == "openmpi"
+    assert find_launcher("pals", on_path(tmp_path)).path == pals
+    with pytest.raises(UsageError, match="--mpi flux: there is no flux on the PATH"):
+        find_launcher("flux", {"PATH": str(tmp_path)})
 
 
 def test_srun_asked_for_and_absent(tmp_path: Path, install: Install) -> None:

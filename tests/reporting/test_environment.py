@@ -36,6 +36,9 @@ OPENMPI_IN_SLURM = {
             6,
             True,
         ),
+        ({"PMI_RANK": "2", "PALS_RANKID": "2", "PMI_SIZE": "4", "PBS_JOBID": "1.s"}, 2, 4, True),
+        ({"FLUX_TASK_RANK": "3", "PMI_RANK": "3", "FLUX_JOB_SIZE": "5"}, 3, 5, True),
+        ({"PMIX_RANK": "1", "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "6"}, 1, 6, True),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, 0, 16, False),  # the batch script of an allocation
         ({"OMPI_COMM_WORLD_RANK": "junk", "PMI_RANK": "-1"}, 0, None, True),
     ],
@@ -50,6 +53,42 @@ def test_a_step_on_some_of_the_nodes_has_the_steps_nodes() -> None:
     assert launched_nodes({"SLURM_JOB_NUM_NODES": "8", "SLURM_STEP_NUM_NODES": "3"}) == 3
     assert launched_nodes({"SLURM_JOB_NUM_NODES": "8"}) == 8
     assert launched_nodes({}) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "system", "job", "local"),
+    [
+        ({}, None, "", None),
+        ({"SLURM_JOB_ID": "7", "SLURM_LOCALID": "1"}, "slurm", "7", 1),
+        ({"PBS_JOBID": "7.server", "PMI_LOCAL_RANK": "2", "PALS_LOCAL_RANKID": "2"}, "pbs", "7.server", 2),
+        ({"LSB_JOBID": "7", "JSM_NAMESPACE_LOCAL_RANK": "3"}, "lsf", "7", 3),
+        # the batch job, not the launch in it, and not the Slurm job that Flux itself runs in
+        (
+            {"FLUX_JOB_ID": "f2", "FLUX_ENCLOSING_ID": "f1", "FLUX_TASK_LOCAL_ID": "0", "SLURM_JOB_ID": "7"},
+            "flux",
+            "f1",
+            0,
+        ),
+        ({"FLUX_JOB_ID": "f2"}, "flux", "f2", None),
+    ],
+)
+def test_whose_job_it_is(environ: dict[str, str], system: str | None, job: str, local: int | None) -> None:
+    assert launch_variables.batch_system(environ) == system and launch_variables.job_id(environ) == job
+    assert launch_variables.launched_local_rank(environ) == local
+
+
+def test_the_nodes_of_a_job_with_a_host_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n2\nn2\n\nn1\n")
+    assert launch_variables.allocated_hosts({"PBS_NODEFILE": str(hosts)}) == ["n2", "n1"]
+    assert launched_nodes({"LSB_DJOB_HOSTFILE": str(hosts)}) == 2
+    assert launched_nodes({"PBS_NODEFILE": "/gone"}) is None
+    for name in ("FLUX_JOB_ID", "FLUX_ENCLOSING_ID", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PBS_JOBID", "12[3].server")
+    monkeypatch.setenv("PBS_O_PASSWORD", "hunter2")
+    found = collect()["batch"]
+    assert found == {"system": "pbs", "job": "12[3].server", "variables": {"PBS_JOBID": "12[3].server"}}
 
 
 def test_no_variable_off_the_list_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
