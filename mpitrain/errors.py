@@ -78,6 +78,10 @@ class AgreedError(MpitrainError):
         self.exit_code = exit_code
 
 
+class InjectedError(RuntimeError):
+    """Ordered by `--inject raise(...)`: an exception as from a user's own code, and so none of ours."""
+
+
 class UsageError(MpitrainError, ValueError):
     """The input is wrong: an option, a job file, a strategy text."""
 

@@ -32,6 +32,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
         "data": {"torch", "h5py", "numpy", "sklearn", "hdf5plugin", "pyarrow", "PIL"},
         "mpi": {"mpi4py", "torch", "numpy"},
         "virtual": {"torch", "numpy"},
+        "threads": {"torch"},
         "inject": set(),
         "launch": set(),
         "slurm": set(),
@@ -56,7 +57,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
 )
 FLOOR = {place: number for number, floor in enumerate(FLOORS) for place in floor}
 # What lies lower and yet must not be known: a role is handed an opaque store, and the worlds carry its messages.
-UNKNOWN = {"roles": {"mpi", "virtual", "model", "codecs", "data", "checkpoint"}}
+UNKNOWN = {"roles": {"mpi", "virtual", "threads", "model", "codecs", "data", "checkpoint"}}
 # What some may know of a lower place, and no more: a strategy has a codec among its fields, and never sees a message.
 # The registry names the files of all codecs.
 IN_PART = {("strategies", "codecs"): {"codecs.base", "codecs.none"}}

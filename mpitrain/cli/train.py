@@ -86,6 +86,12 @@ def add_parser(commands: Any) -> None:
     add_job_options(parser)
     run = parser.add_argument_group("ways to run")
     run.add_argument(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="train N replicas as threads of this process, without MPI; servers get threads of their own on top",
+    )
+    run.add_argument(
         "--dry-run",
         action="store_true",
         help="print roles, placement, shards per worker and message sizes, and stop; needs no MPI",
@@ -381,7 +387,11 @@ def run_train(arguments: argparse.Namespace) -> int:
         from mpitrain.training import signals, train_command
 
         signals.install_early()
-        return train_command(arguments.job, overrides(arguments), settings=arguments.options)
+        return train_command(
+            arguments.job, overrides(arguments), settings=arguments.options, threads=arguments.threads
+        )
+    if arguments.threads:
+        arguments.parser.error("--dry-run shows the plan of a run over MPI: leave --threads out")
     if launched_rank() != 0:
         return 0
     from mpitrain.planning.dry_run import dry_run_command

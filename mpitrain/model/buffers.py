@@ -8,6 +8,8 @@ buffer that was half overwritten, or only half arrived, is noticed for the price
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from mpitrain.codecs import message_statistics
@@ -29,6 +31,7 @@ class FixedBuffer:
         self._stamps = (self.raw[:8].view(torch.int64), self.raw[-8:].view(torch.int64))
         self._pool = pool
         self.users = 1
+        self._count = threading.Lock()  # holders may be threads
 
     @property
     def num_bytes(self) -> int:
@@ -45,14 +48,17 @@ class FixedBuffer:
 
     def hold(self) -> FixedBuffer:
         """One holder more."""
-        self.users += 1
+        with self._count:
+            self.users += 1
         return self
 
     def release(self) -> None:
         """One holder less; the last one gives the wire buffer back to its pool."""
-        assert self.users > 0, "a wire buffer was released more often than it was held"
-        self.users -= 1
-        if self.users == 0 and self._pool is not None:
+        with self._count:
+            assert self.users > 0, "a wire buffer was released more often than it was held"
+            self.users -= 1
+            left = self.users
+        if left == 0 and self._pool is not None:
             self._pool.give_back(self)
 
     def stamp(self, sequence: int) -> None:

@@ -25,6 +25,7 @@ from mpitrain.model.precision import LossScale, backward_scaled
 from mpitrain.model.push_codec import PushCoder
 from mpitrain.model.reply_codec import ReplyReader
 from mpitrain.model.server_steps import ServerSteps
+from mpitrain.system.draws import LOCK
 
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[Any, Batch], Any]
@@ -50,10 +51,11 @@ def seed_step(seed: int, worker: int, step: int, part: int = 0) -> None:
     key = f"{seed}/{worker}/{step}" + (f"/{part}" if part else "")
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
-    if _has_accelerator():
-        torch.manual_seed(number)
-    else:  # the same, without a note of the call stack for every kind of device that may yet come: a millisecond
-        torch.default_generator.manual_seed(number)
+    with LOCK:
+        if _has_accelerator():
+            torch.manual_seed(number)
+        else:  # the same, without a note of the call stack for every kind of device that may yet come: a millisecond
+            torch.default_generator.manual_seed(number)
 
 
 def backward_on_lease(

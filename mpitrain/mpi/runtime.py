@@ -12,12 +12,10 @@ import contextlib
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
-from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, UsageError, printable
+from mpitrain.errors import UsageError
 from mpitrain.mpi import json_collectives, json_messages
 from mpitrain.mpi.allreduce_plan import Plan
 from mpitrain.mpi.bindings import MPI
@@ -26,16 +24,16 @@ from mpitrain.mpi.failed_ranks import failed_ranks
 from mpitrain.mpi.faults import abort
 from mpitrain.mpi.faults.errors import is_lost_peer
 from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm, why_no_heartbeat
-from mpitrain.mpi.node_map import name_ranks, node_indices
+from mpitrain.mpi.faults.self_destruct import self_destruct
 from mpitrain.mpi.thread_level import check_second_thread, thread_level, warn_of_multiple
 from mpitrain.system import processes, rank_status
 from mpitrain.system.launch_variables import node_key
-from mpitrain.system.tracebacks import own_part
+from mpitrain.system.node_map import node_indices
+from mpitrain.system.ranks import Ranks
 
 # Where MPI reports no deaths: the longest wait for others at a collective, and of rank 0 for the last counts of a rank.
 PATIENCE_S, LIVING_S = 900.0, 120.0
 LEFTOVER_S = 5.0  # for messages that are on their way when all ranks have come to their end
-WAITS_S = 1.0  # a rank counts as waiting for so long after it has last said so
 _runtime: Runtime | None = None
 
 
@@ -72,7 +70,7 @@ class Group(Protocol):
     def shutdown(self) -> None: ...
 
 
-class Runtime:
+class Runtime(Ranks):
     """This process among the others; made by `start()` only.
 
     `comm` (a duplicate of COMM_WORLD with errors returned as exceptions), `rank`, `size`; `nodes[r]` is the index of
@@ -86,21 +84,13 @@ class Runtime:
     """
 
     def __init__(self) -> None:
+        super().__init__(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         self._pid = os.getpid()
-        # What this process does, for error reports and for the watchdog.
-        self.role = ""
-        self.run_dir: Path | None = None
-        self._step, self._stamp_s, self._waiting_s = -1, time.monotonic(), 0.0
         self.exit_code = 0  # of the process, where it cannot end by itself
         # Who it is among the others.
         self.comm: MPI.Intracomm = MPI.COMM_WORLD
         self._control_comm: MPI.Intracomm = MPI.COMM_WORLD
         self.communicators: list[MPI.Comm] = []  # more to revoke when the job ends under ULFM
-        self.rank, self.size = self.comm.rank, self.comm.size
-        self.local_rank, self.num_nodes = 0, 1
-        self.nodes: tuple[int, ...] = (0,) * self.size
-        self.hosts, self.processes = [""] * self.size, [""] * self.size
-        self.launched = list(range(self.size))
         self.torch_ranks: tuple[int, ...] = ()  # torch's ranks as MPI's, once there is a process group
         self.groups: list[Group] = []  # process groups that this rank has not left
         # What this MPI and this launch can do.
@@ -112,11 +102,6 @@ class Runtime:
         self.fault_tolerance = fault_tolerance()
         self._patience_s = PATIENCE_S if self.fault_tolerance == "heartbeat" else None
         self.engine = Engine(self.comm, ulfm=self.fault_tolerance == "ulfm")
-        # Deaths that the job survives.
-        self.may_die_alone = False  # the others go on without this rank: under ULFM it dies alone
-        self.survives_shrink = False  # the others go on without any rank that dies now
-        self.evicted: set[int] = set()  # ranks that are dead, or will never answer again
-        self.lost: set[int] = set()  # ranks at launch that have died and were left behind
 
     def connect(self) -> None:
         """Collective over all ranks: make the communicators, learn who the others are, and agree to start."""
@@ -174,51 +159,8 @@ class Runtime:
         yield from tuple(self.communicators)
 
     @property
-    def step(self) -> int:
-        """The step under way, for error messages; setting it reports progress."""
-        return self._step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._step = step
-        self.stamp()
-
-    def stamp(self) -> None:
-        """Report progress."""
-        self._stamp_s = time.monotonic()
-
-    def stamp_waiting(self) -> None:
-        """Report that this rank waits for others."""
-        self._waiting_s = time.monotonic()
-
-    def idle_s(self) -> float:
-        """Seconds since the last progress."""
-        return time.monotonic() - self._stamp_s
-
-    def stuck_s(self) -> float:
-        """Seconds since the last progress or wait for others."""
-        return time.monotonic() - max(self._stamp_s, self._waiting_s)
-
-    @property
-    def waits(self) -> bool:
-        """Whether this rank waits for others at this moment."""
-        return self.engine.arriving or time.monotonic() - self._waiting_s < WAITS_S
-
-    def where(self) -> str:
-        """ "rank 2 (worker, step 41)", as far as it is known."""
-        known = [self.role] if self.role else []
-        known += [f"step {self.step}"] if self.step >= 0 else []
-        return f"rank {self.launched_rank}" + (f" ({', '.join(known)})" if known else "")
-
-    @property
-    def launched_rank(self) -> int:
-        """The number of this rank at launch."""
-        return self.launched[self.rank]
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other rank, and never was."""
-        return self.size == 1 and not self.lost
+    def arriving(self) -> bool:
+        return self.engine.arriving
 
     def start_thread(self) -> None:
         """Have a communication thread own MPI, if there is none; the first time with a warning or a UsageError where
@@ -227,10 +169,6 @@ class Runtime:
             self._has_checked_threads = True
             check_second_thread(self._thread_levels, self.library, warns=self.rank == 0)
         self.engine.start_thread()
-
-    def forget_run(self) -> None:
-        """A run has failed, and the process goes on: no later error is reported with it."""
-        self.role, self.run_dir, self._step = "", None, -1
 
     # ---- collectives: every rank calls them, in the same order
 
@@ -289,54 +227,32 @@ class Runtime:
         values: list[Any] = self.collective(lambda: json_collectives.allgather(self.comm, value), "allgather")
         return values
 
-    def agree(self, error: Exception | None) -> None:
-        """Return if no rank brings an error; otherwise rank 0 prints each once and every rank raises AgreedError.
+    def broadcast_tensors(self, tensors: Sequence[Any]) -> None:
+        """All ranks take over rank 0's values of these tensors."""
+        from mpitrain.mpi.process_group.broadcast import broadcast_tensors
 
-        All ranks then leave together, with the exit code of the lowest rank that failed.
-        """
-        brought = self.allgather(None if error is None else _describe(error))
-        failed = {rank: failure for rank, failure in enumerate(brought) if failure is not None}
-        if not failed:
-            return
-        groups: dict[tuple[str, str], list[int]] = {}
-        for rank, failure in failed.items():
-            groups.setdefault((failure["text"], failure["trace"]), []).append(rank)
-        texts = [f"{name_ranks(ranks, self.size)}: {text}" for (text, _), ranks in groups.items()]
-        traces = [trace for _, trace in groups]
-        code = next(iter(failed.values()))["exit_code"]
-        self._leave_together([trace + f"mpitrain: {text}" for trace, text in zip(traces, texts)], code)
+        broadcast_tensors(self, tensors)
 
-    def compare(self, values: Mapping[str, Any]) -> None:
-        """Return if `values` (name -> JSON value) is the same on all ranks; otherwise all raise AgreedError (exit 2)
-        after rank 0 has named each field that differs and which ranks hold which value."""
-        brought = self.allgather(dict(values))
-        lines = []
-        for name in dict.fromkeys(name for each in brought for name in each):
-            groups: dict[str, list[int]] = {}
-            for rank, each in enumerate(brought):
-                groups.setdefault(repr(each[name]) if name in each else "absent", []).append(rank)
-            if len(groups) > 1:
-                held = zip(_excerpts(list(groups)), groups.values())
-                lines.append(
-                    f"  {name}: " + "; ".join(f"{text} on {name_ranks(r, self.size)}" for text, r in held)
-                )
-        if lines:
-            head = (
-                "mpitrain: UsageError: the ranks were started differently; give all of them the same options"
-            )
-            self._leave_together([head, *lines], EXIT_USAGE)
+    # ---- what carries roles
 
-    def _leave_together(self, lines: list[str], code: int) -> NoReturn:
-        text = "\n".join(lines)
-        if self.rank == 0:
-            print(printable(text), file=sys.stderr, flush=True)
-        raise AgreedError(text, code)
+    def make_world(self, peers: Sequence[int], buffer_for: Callable[[int, Any], Any], **options: Any) -> Any:
+        from mpitrain.mpi.traced_world import make_world
+
+        return make_world(self.engine, tuple(peers), buffer_for, **options)
+
+    def sum_among(self, ranks: Sequence[int]) -> Any:
+        from mpitrain.mpi.workers_sum import WorkersSum
+
+        return WorkersSum(self, ranks)
+
+    def fail(self, how: str, after_s: float = 0.0) -> None:
+        self_destruct(how, after_s)
 
     def _start_reporting(self) -> None:
         """MPI is started; from here on the launch is informed whether this rank waits and makes progress."""
         reporter = rank_status.begin()
         if reporter is not None:
-            reporter.observe = lambda: (self.waits, self._stamp_s, self._step)
+            reporter.observe = lambda: (self.waits, self.progress_s, self._step)
             reporter.looks = self.local_rank == 0
             reporter.reach(rank_status.STARTED)
 
@@ -396,23 +312,3 @@ def fault_tolerance() -> str:
     if asks_for_ulfm() and MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN:
         return "ulfm"
     return "heartbeat" if asks_for_heartbeat() else "none"
-
-
-def _describe(error: Exception) -> dict[str, Any]:
-    """An error as JSON values. Errors that are not ours keep their traceback; ours say what is wrong by themselves."""
-    ours = isinstance(error, MpitrainError)
-    return {
-        "text": f"{type(error).__name__}: {error}",
-        "trace": "" if ours else own_part(error),
-        "exit_code": error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR,
-    }
-
-
-def _excerpts(texts: list[str], width: int = 100) -> list[str]:
-    """Different texts, cut to `width` characters around the first place where they differ."""
-    shared = len(os.path.commonprefix(texts))
-    start = max(0, shared - width // 2) if max(map(len, texts)) > width else 0
-    cut = [text[start : start + width] for text in texts]
-    return [
-        "..." * (start > 0) + piece + "..." * (start + width < len(text)) for piece, text in zip(cut, texts)
-    ]

@@ -33,22 +33,12 @@ from mpitrain.effects import (
 from mpitrain.errors import WireError
 from mpitrain.messages import (
     Alive,
-    AmongServers,
-    Answer,
-    Assist,
-    Average,
-    Final,
     Kind,
     Lost,
-    Measured,
     Message,
-    Note,
-    Push,
-    Rows,
-    Unit,
-    Wake,
     payload_of,
 )
+from mpitrain.messages.steps import step_after
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import LONG_SLEEP_S, SHORT_SLEEP_S, yield_core
 from mpitrain.mpi.engine.engine import Engine
@@ -224,7 +214,7 @@ class MpiWorld:
                 unsent.release()
             return
         if not isinstance(message, Alive):  # that is no progress
-            self._step = _step_after(message, self._step)
+            self._step = step_after(message, self._step)
             self.on_step(self._step)
         outgoing = encode(message, peer.num_sent)
         peer.num_sent += 1
@@ -365,15 +355,3 @@ class MpiWorld:
                 self.engine.cancel(op)
         with contextlib.suppress(TimeoutError):  # what MPI does not give back is named when the engine stops
             self.engine.wait_any(lambda: all(op.done for op in listening), self._leave_s)
-
-
-_WITHOUT_STEP = Note | Wake | Lost | Alive | Assist | Unit | Measured | AmongServers
-
-
-def _step_after(message: Message, before: int) -> int:
-    """The step, or a server's version, that its sender has come to."""
-    if isinstance(message, Push):
-        return message.step + 1
-    if isinstance(message, Answer | Rows | Final | Average):
-        return message.version
-    return before if isinstance(message, _WITHOUT_STEP) else message.step

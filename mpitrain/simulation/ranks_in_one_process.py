@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.loss import BatchLoss
 from mpitrain.model.optimizer import Rates
-from mpitrain.model.sparse_gradients import left_out_error, numbers_of_gradients, sparse_layers
+from mpitrain.model.sparse_gradients import numbers_of_gradients
 from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
 from mpitrain.training.synchronous.stepper import Parts, Stepper
-from mpitrain.training.validate import UNUSED_IN_PARTS
+from mpitrain.training.synchronous.unused import check_used
 
 Around = Callable[[int, Callable[[], float]], float]  # computes the gradient of a rank
 Gradient = list[torch.Tensor | None]
@@ -69,7 +68,7 @@ class RanksInOneProcess(Stepper):
             self.random_key = self.keys[rank]
             values.append(around(rank, lambda one=one, share=share: self.compute(one, share, count)))  # type: ignore[misc]
             self._keep(rank)
-            self._check_used()
+            check_used(self.job, self.module, self._shared)
             numbers_of_gradients(self._shared)  # each row once
             own = [parameter.grad for parameter in self._shared]
             if self.codecs is not None:
@@ -110,21 +109,6 @@ class RanksInOneProcess(Stepper):
             if total is not None and factor != 1.0:
                 total.mul_(factor)
             parameter.grad = None if total is None else total.to(parameter.dtype)
-
-    def _check_used(self) -> None:
-        """Refuse what DDP would wait for in vain."""
-        if all(parameter.grad is not None for parameter in self._shared):
-            return
-        tables = [name for name, one in sparse_layers(self.module).items() if one.weight.grad is None]
-        if tables:
-            raise left_out_error(tables)
-        if self.job.accumulate > 1:
-            raise UsageError(UNUSED_IN_PARTS)
-        if self.job.find_unused_parameters is False:
-            raise UsageError(
-                "the loss leaves out parameters in this step, and allreduce() needs the gradient of every parameter; "
-                "say Job(find_unused_parameters=True)"
-            )
 
     @torch.no_grad()
     def _hold(self, rank: int) -> None:

@@ -1,5 +1,5 @@
-"""Train under MPI: `mt.train(job, strategy)` from Python, `mpitrain train JOB` from the shell; the same run
-either way.
+"""Train: `mt.train(job, strategy)` from Python, `mpitrain train JOB` from the shell; the same run either way, over
+MPI or (`--threads`) in one process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["train", "train_command"]
 
 
-def train(job: Job, strategy: Strategy | None = None, **overrides: Any) -> dict[str, Any]:
-    """Train `job` on all ranks of the MPI world this process belongs to.
+def train(
+    job: Job, strategy: Strategy | None = None, threads: int | None = None, **overrides: Any
+) -> dict[str, Any]:
+    """Train `job` on all ranks of the MPI world this process belongs to, or with replicas that are threads.
 
     Args:
         strategy: replaces the job's own.
+        threads: so many replicas, each a thread of this process, without any MPI; servers come on top.
         overrides: fields of `Overrides`, as on the command line (`epochs=`, `batch_size=`, `lr=`, `seed=`,
             `run_dir=`, `steps=`, ...).
 
@@ -42,11 +45,21 @@ def train(job: Job, strategy: Strategy | None = None, **overrides: Any) -> dict[
     """
     if strategy is not None:
         overrides["strategy"] = str(strategy)
+    if threads is not None:
+        from mpitrain.training.in_threads.run import train_in_threads
+
+        return train_in_threads(lambda: job, Overrides(**overrides), threads)
     return _train(lambda: job, Overrides(**overrides))
 
 
-def train_command(path: str, overrides: Overrides, settings: Sequence[str] = ()) -> int:
+def train_command(
+    path: str, overrides: Overrides, settings: Sequence[str] = (), threads: int | None = None
+) -> int:
     """`mpitrain train`: the exit code of the run."""
+    if threads is not None:
+        from mpitrain.training.in_threads.run import threads_command
+
+        return threads_command(lambda: load_job(path, settings), overrides, threads, path)
     from mpitrain.mpi.runtime import start
     from mpitrain.training import signals
 

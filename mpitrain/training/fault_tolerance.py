@@ -15,10 +15,10 @@ from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
+    from mpitrain.system.ranks import Ranks
 
 
-def survives(runtime: Runtime, strategy: Strategy) -> bool:
+def survives(runtime: Ranks, strategy: Strategy) -> bool:
     """Whether the other ranks go on inside the job when a worker dies."""
     if isinstance(strategy, ServerStrategy) and strategy.reduces:
         return False
@@ -27,13 +27,13 @@ def survives(runtime: Runtime, strategy: Strategy) -> bool:
     return runtime.fault_tolerance == "ulfm" and isinstance(strategy, ServerStrategy | AllReduce | LocalSGD)
 
 
-def level(runtime: Runtime, strategy: Strategy) -> str:
+def level(runtime: Ranks, strategy: Strategy) -> str:
     """What a worker's death costs: "ulfm", nothing, the others go on; "heartbeat", the same once it counts as silent;
     "restart", the job ends, and the launcher starts it again from its newest checkpoint."""
     return str(runtime.fault_tolerance) if survives(runtime, strategy) else "restart"
 
 
-def warning(runtime: Runtime, strategy: Strategy) -> str:
+def warning(runtime: Ranks, strategy: Strategy) -> str:
     """The warning for a launch in which all ranks would wait for a dead one for ever; empty for any other."""
     if runtime.fault_tolerance != "heartbeat" or survives(runtime, strategy):
         return ""
@@ -43,7 +43,7 @@ def warning(runtime: Runtime, strategy: Strategy) -> str:
     )
 
 
-def check_own_loop(runtime: Runtime) -> None:
+def check_own_loop(runtime: Ranks) -> None:
     """Raise `UsageError` where a loop of the user's own would wait for a dead rank for ever."""
     if runtime.fault_tolerance == "heartbeat":
         raise UsageError(

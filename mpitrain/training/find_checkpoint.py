@@ -16,10 +16,10 @@ from mpitrain.system.run_directory import Identity
 from mpitrain.training.agree import attempt
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
+    from mpitrain.system.ranks import Ranks
 
 
-def find(runtime: Runtime, source: Path | None) -> Checkpoint | None:
+def find(runtime: Ranks, source: Path | None) -> Checkpoint | None:
     """The newest checkpoint under `source` that verifies, on all ranks; None where none was ever finished. Collective:
     rank 0 names one whose parts are all there, and every rank looks at the tensors of some of them.
 
@@ -44,7 +44,7 @@ def find(runtime: Runtime, source: Path | None) -> Checkpoint | None:
     return None
 
 
-def broadcast(runtime: Runtime, found: Checkpoint | None) -> Checkpoint | None:
+def broadcast(runtime: Ranks, found: Checkpoint | None) -> Checkpoint | None:
     """What rank 0 has found, on all ranks."""
     values = runtime.broadcast(None if found is None else [str(found.folder.resolve()), *found[1:]])
     if values is None:

@@ -55,7 +55,12 @@ def build_on_ranks(
         AgreedError: the job's functions make something else, or the weights cannot be read or do not fit.
     """
     runtime, job = session.runtime, session.job
-    made = attempt(runtime, lambda: build(job, lr, device))
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        with runtime.building():
+            return build(job, lr, device)
+
+    made = attempt(runtime, make)
     if job.init is not None and session.resume is None:
         fields = attempt(runtime, lambda: start_from(job, made[0]) if runtime.rank == 0 else {})
         if runtime.rank == 0:

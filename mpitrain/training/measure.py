@@ -40,8 +40,8 @@ from mpitrain.reporting.report import writing
 from mpitrain.system.atomic import durably_replaced
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
     from mpitrain.roles.protocols import Report
+    from mpitrain.system.ranks import Ranks
 
 MODEL_FILE = "model.safetensors"
 
@@ -158,11 +158,9 @@ def _make_optimizer(make: Callable[..., Any], module: nn.Module, strategy: Any) 
     return optimizer
 
 
-def share_module(runtime: Runtime, module: nn.Module) -> None:
+def share_module(runtime: Ranks, module: nn.Module) -> None:
     """Collective: all ranks take over rank 0's parameters and buffers."""
-    from mpitrain.mpi.process_group.broadcast import broadcast_tensors
-
-    broadcast_tensors(runtime, [*module.parameters(), *module.buffers()])
+    runtime.broadcast_tensors([*module.parameters(), *module.buffers()])
 
 
 def save_model(module: nn.Module, path: Path, metadata: dict[str, str]) -> None:

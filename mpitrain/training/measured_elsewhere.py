@@ -23,7 +23,7 @@ from mpitrain.training.validation import Measure, Part
 from mpitrain.training.validation_parts import from_bytes, gather_parts, to_bytes
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
+    from mpitrain.system.ranks import Ranks
 
 UNITS_A_WORKER = 4  # so that one which comes late, or is slow, leaves more to the others
 MOST_BYTES = (
@@ -149,16 +149,14 @@ class MeasuredByPeers(MeasuredByWorkers):
         """The results of several peers as one."""
         return packed(unpacked(results))
 
-    def measure_together(self, runtime: Runtime, samples: int | None) -> dict[str, float]:
+    def measure_together(self, runtime: Ranks, samples: int | None) -> dict[str, float]:
         """Collective: all ranks measure what the first one holds, which gets the figures."""
-        from mpitrain.mpi.process_group.broadcast import broadcast_tensors
-
         num_bytes = sum(shape.numel() * dtype.itemsize for shape, dtype in self._shapes)
         body = torch.empty(num_bytes, dtype=torch.uint8)
         if runtime.rank == 0:
             body.copy_(self.show().body)
         if runtime.size > 1:
-            broadcast_tensors(runtime, [body])
+            runtime.broadcast_tensors([body])
         shown = VariableBuffer(body)
         part = attempt(runtime, lambda: unpacked([self.share(runtime.rank, runtime.size, shown)]))
         rows = gather_parts(runtime, part)

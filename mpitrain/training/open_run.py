@@ -35,7 +35,7 @@ from mpitrain.training.best_model import begin_from
 from mpitrain.training.find_checkpoint import find, identify
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
+    from mpitrain.system.ranks import Ranks
 
 
 class Opened(NamedTuple):
@@ -55,7 +55,7 @@ class Opened(NamedTuple):
     leg: int = 1
 
 
-def open_run(runtime: Runtime, job: Job, overrides: Overrides) -> Opened:
+def open_run(runtime: Ranks, job: Job, overrides: Overrides) -> Opened:
     """Collective: agree on the directory, on what to go on from and on the run's identity.
 
     Raises:
@@ -87,7 +87,7 @@ def _last_leg(source: Path) -> int:
 
 
 def _agree_on_identity(
-    runtime: Runtime,
+    runtime: Ranks,
     run_dir: Path,
     source: Path | None,
     overrides: Overrides,
@@ -105,7 +105,7 @@ def _agree_on_identity(
     return Identity(*runtime.broadcast(attempt(runtime, take))), events
 
 
-def _make_run_dir(runtime: Runtime, job: Job, overrides: Overrides) -> str:
+def _make_run_dir(runtime: Ranks, job: Job, overrides: Overrides) -> str:
     """Rank 0 names and makes the directory; the other ranks see it through the shared file system."""
     path = None
     if runtime.rank == 0:

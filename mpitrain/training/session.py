@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mpitrain.checkpoint import Checkpoint
 from mpitrain.data import Catalogue
@@ -29,6 +29,7 @@ from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
 from mpitrain.strategies.validation_policy import ValidationPolicy, read_validation_policy
 from mpitrain.system import rank_status, trace
+from mpitrain.system.error_record import forget_reports
 from mpitrain.system.launch_variables import launched_server_nodes
 from mpitrain.system.run_directory import RUN_FILE, RUN_SCHEMA, Identity
 from mpitrain.system.run_lock import RunLock
@@ -44,6 +45,7 @@ from mpitrain.training.validate import check_precision, validate_run
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime
+    from mpitrain.system.ranks import Ranks
     from mpitrain.training.watchdog.emergency import Emergency
 
 REQUEUE_FILE = "REQUEUE"  # is there when the run wants to be started again with --resume auto
@@ -62,7 +64,7 @@ class Session:
         emergency: what this rank would write if the run stood still, or why it cannot.
     """
 
-    runtime: Runtime
+    runtime: Ranks
     job: Job
     overrides: Overrides
     roles: Roles
@@ -79,6 +81,11 @@ class Session:
     emergency: Emergency | str = "the run had not begun"
     before_result: Callable[[], None] = lambda: None
     leg: int = 1
+
+    @property
+    def mpi(self) -> Runtime:
+        """The same as `runtime`, for what needs MPI itself."""
+        return cast("Runtime", self.runtime)
 
     @property
     def strategy(self) -> Strategy:
@@ -175,7 +182,7 @@ class Session:
 
 
 def prepare(
-    runtime: Runtime, make_job: Callable[[], Job], overrides: Overrides, job_file: str | None = None
+    runtime: Ranks, make_job: Callable[[], Job], overrides: Overrides, job_file: str | None = None
 ) -> Session:
     """Bring all ranks to the same start line.
 
@@ -214,10 +221,6 @@ def prepare(
     resumed_at = session.resume.checkpoint_at if session.resume else 0
     attempt(runtime, lambda: session.open_report(resumed_at) if runtime.rank == 0 else None)
     if runtime.rank == 0:
-        from mpitrain.mpi.faults.error_report import (
-            forget_reports,  # a simulation imports this file, and starts no MPI
-        )
-
         forget_reports(run_dir)
         text = json.dumps({**collect(runtime), "ranks": environment}, indent=2, sort_keys=True, default=str)
         with writing(run_dir / "env.json"):
@@ -231,7 +234,7 @@ def prepare(
     return session
 
 
-def begin(runtime: Runtime) -> None:
+def begin(runtime: Ranks) -> None:
     """The start-up is over.
 
     Raises:
@@ -242,14 +245,14 @@ def begin(runtime: Runtime) -> None:
         raise AgreedError("the launch was asked to end before the first step of this run", EXIT_REQUEUE)
 
 
-def _scan(runtime: Runtime, source: Source) -> Catalogue:
+def _scan(runtime: Ranks, source: Source) -> Catalogue:
     """The source's catalogue: rank 0 scans and broadcasts it, so the file system is read once for all ranks."""
     catalogue: Catalogue | None = attempt(runtime, lambda: source.scan() if runtime.rank == 0 else None)
     text = runtime.broadcast(catalogue.to_json() if catalogue is not None else None)
     return Catalogue.from_json(text)
 
 
-def assign_roles(runtime: Runtime, strategy: Strategy, own_loop: bool = False) -> Roles:
+def assign_roles(runtime: Ranks, strategy: Strategy, own_loop: bool = False) -> Roles:
     """Everybody's role, if this strategy can run with so many workers (and, in somebody's own loop, without epochs)."""
     why_not = (strategy.why_not_wrapped() if own_loop else "") or strategy.why_not_over_mpi()
     if why_not:
@@ -284,7 +287,14 @@ def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
         "servers": list(session.roles.servers),
         "workers": list(session.roles.workers),
         "num_threads": torch.get_num_threads(),
+        **_threads(session),
     }
+
+
+def _threads(session: Session) -> dict[str, int]:
+    """How many replicas are threads of one process, where they are."""
+    number = session.runtime.num_threads
+    return {} if number is None else {"threads": number}
 
 
 def _describe_start(session: Session) -> None:
@@ -292,7 +302,7 @@ def _describe_start(session: Session) -> None:
         "start", job=session.job.name, strategy=str(session.strategy), workers=len(session.roles.workers),
         servers=len(session.roles.servers), samples=session.catalogue.num_samples,
         batch_size=session.job.batch_size, accumulate=session.job.accumulate, run_dir=str(session.run_dir),
-        fault_tolerance=level(session.runtime, session.strategy),
+        fault_tolerance=level(session.runtime, session.strategy), **_threads(session),
     )  # fmt: skip
     if text := warning(session.runtime, session.strategy):
         session.report.event("warning", text=text)
@@ -349,4 +359,5 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
         "injected": [row for outcome in gathered for row in outcome.get("injected", [])],
         "ranks": [outcome["detail"] for outcome in gathered],
         "wall_s": time.monotonic() - session.started_s,
+        **_threads(session),
     }

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from mpitrain.job import Job
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.system import trace
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
+    from mpitrain.system.ranks import Ranks
 
 
-def begin_trace(runtime: Runtime, job: Job, role: str, run_dir: Path) -> None:
+def begin_trace(runtime: Ranks, job: Job, role: str, run_dir: Path) -> None:
     """Collective: where the job asks for it, this rank traces its steps. All times are those of rank 0's clock."""
     if (steps := trace.read_steps(job.trace)) is None:
         return
     from mpitrain.mpi.clock import measure_offset  # a simulation imports this file, and starts no MPI
 
-    offset_s, uncertainty_s = measure_offset(runtime)
+    offset_s, uncertainty_s = measure_offset(cast(Any, runtime))
     zero_s = float(runtime.broadcast(time.monotonic()))
     strategy = job.strategy
     rank = runtime.launched_rank

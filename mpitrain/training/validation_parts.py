@@ -20,7 +20,7 @@ from mpitrain.training.agree import attempt
 from mpitrain.training.validation import Measure, Part, Row, holding
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
+    from mpitrain.system.ranks import Ranks
 
 _LENGTH = struct.Struct("<q")
 
@@ -49,7 +49,7 @@ def from_bytes(data: bytes) -> Part:
     return [Row(*row) for row in join(structure, tensors)]
 
 
-def gather_parts(runtime: Runtime, part: Part) -> Part:
+def gather_parts(runtime: Ranks, part: Part) -> Part:
     """Collective: what all ranks have observed, on rank 0; nothing elsewhere."""
     if runtime.size == 1:
         return part
@@ -58,7 +58,7 @@ def gather_parts(runtime: Runtime, part: Part) -> Part:
 
 
 def measure_together(
-    runtime: Runtime, measure: Measure, samples: int | None, averaged: Averaged | None = None
+    runtime: Ranks, measure: Measure, samples: int | None, averaged: Averaged | None = None
 ) -> dict[str, float]:
     """Collective, where all ranks hold the same parameters: each rank measures its share of the batches with the
     buffers of rank 0, which gets the figures; the other ranks get nothing. Arguments as of `Measure.conclude`."""
@@ -71,15 +71,13 @@ def measure_together(
 
 
 @contextlib.contextmanager
-def buffers_of_first(runtime: Runtime, module: nn.Module) -> Iterator[None]:
+def buffers_of_first(runtime: Ranks, module: nn.Module) -> Iterator[None]:
     """Collective: running statistics are each rank's own, and those that are saved are rank 0's."""
     buffers = [buffer for buffer in module.buffers() if buffer is not None]
     if runtime.size == 1 or not buffers:
         yield
         return
-    from mpitrain.mpi.process_group.broadcast import broadcast_tensors
-
     values = [buffer.detach().clone() for buffer in buffers]
-    broadcast_tensors(runtime, values)
+    runtime.broadcast_tensors(values)
     with holding(buffers, values):
         yield

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpitrain.mpi.node_map import name_ranks, node_indices
+from mpitrain.system.node_map import name_ranks, node_indices
 from tests.mpi.cases import assert_passed, case_names, launch, launch_program
 
 

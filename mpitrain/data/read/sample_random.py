@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpitrain.data.format.columns import IntArray
+from mpitrain.system.draws import LOCK
 
 Words = NDArray[np.uint64]  # numbers below 2^32
 LOW = np.uint64(0xFFFFFFFF)
@@ -125,11 +126,12 @@ def seed_generators(seed: int) -> None:
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
     """Restore afterwards what they were, so that the training draws as if nothing had been drawn meanwhile."""
-    states = generator_states()
-    try:
-        yield
-    finally:
-        restore_generators(states)
+    with LOCK:  # they are those of all threads
+        states = generator_states()
+        try:
+            yield
+        finally:
+            restore_generators(states)
 
 
 def generator_states() -> tuple[Any, ...]:

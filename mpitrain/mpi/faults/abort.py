@@ -28,9 +28,10 @@ from mpitrain.errors import EXIT_ERROR, AgreedError, EvictedError, LostRankError
 from mpitrain.mpi import json_messages
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.faults.agreement import agree, revoke
-from mpitrain.mpi.faults.error_report import RankInfo, class_of, exit_code, is_interrupt, report
+from mpitrain.mpi.faults.error_report import RankInfo, class_of, report
 from mpitrain.mpi.faults.errors import is_lost_peer
 from mpitrain.system import processes, rank_status
+from mpitrain.system.error_record import exit_code, is_interrupt
 
 _ALARM_S = 10
 _REVOKE_WAIT_S = 1.0

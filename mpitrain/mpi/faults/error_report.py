@@ -6,25 +6,19 @@ death) is printed once for all of them; nothing that goes wrong while an error i
 
 import contextlib
 import fcntl
-import json
 import os
-import socket
 import stat
 import sys
 import termios
 import time
-import traceback
 from pathlib import Path
 from typing import Protocol
 from zlib import crc32
 
 from mpitrain.errors import (
-    EXIT_ERROR,
-    EXIT_INTERRUPTED,
     CheckpointError,
     EvictedError,
     LostRankError,
-    MpitrainError,
     OutputError,
     UsageError,
     printable,
@@ -32,6 +26,7 @@ from mpitrain.errors import (
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.faults.errors import CalledOffError, is_lost_peer
 from mpitrain.system import rank_status
+from mpitrain.system.error_record import is_interrupt, write_record
 from mpitrain.system.folders import make_private
 from mpitrain.system.tracebacks import own_part
 
@@ -61,26 +56,6 @@ class RankInfo(Protocol):
     def dead(self) -> set[int]: ...
 
 
-def exit_code(error: BaseException) -> int:
-    """The exit code of the process: the error's own if it is ours, 130 after an interrupt, 1 otherwise."""
-    if is_interrupt(error):
-        return EXIT_INTERRUPTED
-    return error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """True if this rank got SIGINT: C++ code that runs at that moment, such as torch's backward pass, raises another
-    error, which keeps the interrupt's name or has it as its context."""
-    seen: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in seen:
-        if isinstance(current, KeyboardInterrupt) or "KeyboardInterrupt" in str(current):
-            return True
-        seen.append(current)
-        current = current.__cause__ or current.__context__
-    return False
-
-
 def report(rank: RankInfo, error: BaseException) -> None:
     """Write the error to stderr, every line tagged with the rank, and to run_dir/errors/rank-N.json.
 
@@ -102,20 +77,8 @@ def report(rank: RankInfo, error: BaseException) -> None:
 
 
 def _write_record(rank: RankInfo, run_dir: Path, error: BaseException) -> None:
-    record = {
-        "rank": rank.launched_rank,
-        "role": rank.role,
-        "step": rank.step,
-        "host": socket.gethostname(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "type": type(error).__name__,
-        "message": str(error),
-        "exit_code": exit_code(error),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
     try:
-        folder = make_private(Path(run_dir), "errors")
-        (folder / f"rank-{rank.launched_rank}.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_record(rank, run_dir, error)
     except OSError as failure:  # a full disk must not keep the job alive
         _print(rank, f"mpitrain: could not write the error report: {failure}")
 
@@ -144,12 +107,6 @@ def class_of(error: BaseException) -> str:
     """MPI's error class, which users search for; torch keeps only the text of an error."""
     text = str(error)
     return next((name for name in ("MPI_ERR_PROC_FAILED", "MPI_ERR_REVOKED") if name in text), text)
-
-
-def forget_reports(run_dir: Path) -> None:
-    """Delete the marks of what earlier starts have reported, so that this start reports it again."""
-    for path in (run_dir / "errors").glob("reported-*"):
-        path.unlink(missing_ok=True)
 
 
 def _is_first(rank: RankInfo, text: str) -> bool:

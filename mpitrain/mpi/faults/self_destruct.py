@@ -9,9 +9,7 @@ import signal
 import threading
 import time
 
-
-class InjectedError(RuntimeError):
-    """Ordered by `--inject raise(...)`."""
+from mpitrain.errors import InjectedError
 
 
 def self_destruct(how: str, after_s: float = 0.0) -> None:

@@ -100,10 +100,6 @@ def run_peers(session: Session) -> dict[str, Any]:
 def _run(
     session: Session, strategy: Decentralized, peer: Peer, replica: PeerReplica, device: torch.device
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    from mpitrain.mpi.traced_world import (
-        make_world,  # virtual peers share this file, and their process starts no MPI
-    )
-
     runtime, straggler = session.runtime, session.straggler()
 
     def on_step(step: int) -> None:
@@ -115,9 +111,8 @@ def _run(
         return replica.buffer_for(kind == Kind.UPDATE)
 
     computer = compute_thread(device) if strategy.asynchronous else None
-    world = make_world(
-        runtime.engine, strategy.contacts(runtime.rank, runtime.size), buffer_for, on_step, computer
-    )
+    contacts = strategy.contacts(runtime.rank, runtime.size)
+    world = runtime.make_world(contacts, buffer_for, on_step=on_step, computer=computer)
     return world.run(straggler.wrap(peer.run())), straggler.counts()
 
 

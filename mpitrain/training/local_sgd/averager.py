@@ -20,6 +20,7 @@ from mpitrain.model.flat import trainable
 from mpitrain.model.outer_optimizer import OuterOptimizer
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.training.local_sgd.means import Means
+from mpitrain.training.synchronous.collectives import GroupCollectives
 from mpitrain.training.validation import Part
 
 
@@ -59,7 +60,8 @@ class Averager:
         module, optimizer: the worker's own.
         strategy: when and how to average.
         group: the workers, default all ranks.
-        means: what takes means and counts bytes; by default over `group`.
+        means: what takes means and counts bytes; by default over `collectives`.
+        collectives: of the workers, by default over `group`.
     """
 
     def __init__(
@@ -69,14 +71,18 @@ class Averager:
         strategy: LocalSGD,
         group: dist.ProcessGroup | None = None,
         means: Means | MeansElsewhere | None = None,
+        collectives: GroupCollectives | None = None,
     ):
-        self.module, self.optimizer, self.strategy, self.group = module, optimizer, strategy, group
+        self.module, self.optimizer, self.strategy = module, optimizer, strategy
+        if means is None:
+            self.collectives = collectives or GroupCollectives(group)
+            means = Means(strategy.wire, self.collectives)
         entries = trainable(module, optimizer)
         self.parameters: list[torch.Tensor] = [parameter for _, parameter, _ in entries]
         self._groups = [index for _, _, index in entries]
         self.memory = strategy.begin()
         self.outer = OuterOptimizer(strategy.outer)
-        self.means: Means | MeansElsewhere = Means(strategy.wire, group) if means is None else means
+        self.means: Means | MeansElsewhere = means
         self.num_averagings, self.drift = 0, 0.0
         self._anchor: list[torch.Tensor] = []
 
@@ -101,10 +107,7 @@ class Averager:
 
     def gather_numbers(self, *numbers: int) -> torch.Tensor:
         """Everybody's `numbers`, one row a rank."""
-        own = torch.tensor(numbers, dtype=torch.int64)
-        rows = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(rows, own, group=self.group)
-        return torch.stack(rows)
+        return torch.stack(self.collectives.everybody(torch.tensor(numbers, dtype=torch.int64)))
 
     def average(self) -> None:
         """All workers take the mean of what they hold, and the outer step from there."""
@@ -112,14 +115,11 @@ class Averager:
 
     @torch.no_grad()
     def reduce(self, ask: Ask) -> Any:
-        """Answer a question by a collective over the group."""
+        """Answer a question by a collective of the workers."""
         if ask.numbers:
             return self.gather_numbers(*ask.numbers)
         if ask.first:
-            values = [tensor.detach().clone() for tensor in ask.tensors]
-            for value in values:
-                dist.broadcast(value, 0, group=self.group)
-            return values
+            return self.collectives.from_first(ask.tensors)
         assert isinstance(self.means, Means)
         return self.means.take(ask.tensors, ask.full, ask.counted)
 

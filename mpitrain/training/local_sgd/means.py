@@ -13,26 +13,26 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mpitrain.codecs import add_message, whole, write_message
 from mpitrain.codecs.eightbit import EightBitEncoder
 from mpitrain.system import trace
+from mpitrain.training.synchronous.collectives import GroupCollectives
 
 CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Means:
-    """Takes means over `group` (default: all ranks); `sent_bytes` is what this rank has sent for it, headers of
+    """Takes means over the ranks of `collectives`; `sent_bytes` is what this rank has sent for it, headers of
     messages left out, `codec_s` the time spent rounding.
 
     Args:
         wire: "full", "float16", "bfloat16" or "int8".
     """
 
-    def __init__(self, wire: str = "full", group: dist.ProcessGroup | None = None):
-        self.wire, self.group = wire, group
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, wire: str, collectives: GroupCollectives):
+        self.wire, self.collectives = wire, collectives
+        self.size, self.rank = collectives.size, collectives.rank
         self.sent_bytes, self.codec_s = 0.0, 0.0
         self._parts: dict[str, list[EightBitEncoder]] = {}
         self._own: dict[str, EightBitEncoder] = {}
@@ -67,7 +67,7 @@ class Means:
 
     def _reduce(self, flat: torch.Tensor) -> None:
         self.sent_bytes += 2 * (self.size - 1) / self.size * flat.numel() * flat.element_size()
-        dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group)
+        self.collectives.mean(flat)
 
     @trace.spanned("average in eight bits", trace.CODEC)
     def _eight_bits(self, name: str, flat: torch.Tensor) -> torch.Tensor:
@@ -76,16 +76,14 @@ class Means:
         encoders = self._parts.setdefault(name, [EightBitEncoder(dense_below=0) for _ in parts])
         messages = torch.stack([one.encode(whole(part)) for one, part in zip(encoders, parts, strict=True)])
         self.codec_s += time.perf_counter() - began_s
-        arrived = torch.empty_like(messages)
-        dist.all_to_all_single(arrived, messages, group=self.group)
+        arrived = self.collectives.exchange(messages)
         began_s = time.perf_counter()
         mean = torch.zeros_like(parts[0])
         for message in arrived:
             add_message(message, whole(mean))
         own = self._own.setdefault(name, EightBitEncoder(dense_below=0)).encode(whole(mean.div_(self.size)))
         self.codec_s += time.perf_counter() - began_s
-        spread = [torch.empty_like(own) for _ in parts]
-        dist.all_gather(spread, own, group=self.group)
+        spread = self.collectives.everybody(own)
         for message, part in zip(spread, parts, strict=True):
             write_message(message, whole(part))
         self.sent_bytes += 2 * (self.size - 1) * own.numel()

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.messages import Kind
-from mpitrain.mpi.traced_world import make_world
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import Turn
 from mpitrain.training.local_sgd.averager import Ask, Averager
 from mpitrain.training.local_sgd.replica import LocalReplica
 from mpitrain.training.session import Session
+from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.launch import run_synchronous
 from mpitrain.training.synchronous.trainer import CopyingTrainer
 from mpitrain.training.validation_parts import gather_parts
@@ -36,20 +36,23 @@ class LocalSGDTrainer(CopyingTrainer):
     def _make_stepper(self) -> LocalReplica:
         session, strategy = self.session, self.session.strategy
         assert isinstance(strategy, LocalSGD)
-        self.averager = Averager(self.module, self.optimizer, strategy)
+        self.averager = Averager(self.module, self.optimizer, strategy, collectives=self.collectives)
         replica = LocalReplica(
             self.averager, self._parts, session.job, self.num_workers, session.catalogue.num_samples,
             self.rank, session.runtime.where, self.measure,
         )  # fmt: skip
-        replica.train(self.module, self.rates, self._make_parallel() if strategy.start else None)
+        replica.train(self.module, self.rates, self._make_first() if strategy.start else None)
         replica.on_settled = self._settle
         return replica
+
+    def _make_first(self) -> ParallelModule | None:
+        """What averages gradients in the backward pass, as long as all step together."""
+        return self._make_parallel()
 
     def run(self) -> None:
         """Run the worker's role to the end of the course, or until a gradient is not finite or the run is asked to
         end."""
-        engine = self.session.runtime.engine
-        world = make_world(engine, (), buffer_for=_no_payload, reduce=self._reduce)
+        world = self.session.runtime.make_world((), _no_payload, reduce=self._reduce)
         world.run(
             LocalSGDWorker(self.rank, self, self.stepper, self.meter, validations=self.validations).run()
         )

@@ -81,7 +81,7 @@ def build_by_layers(session: Session, device: torch.device) -> tuple[nn.Module, 
     Raises:
         AgreedError: as `build_on_ranks`.
     """
-    runtime, job = session.runtime, session.job
+    runtime, job = session.mpi, session.job
     deferred, built = Deferred(), list[nn.Module]()
     random_numbers = RandomNumbers()
 

@@ -47,7 +47,7 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 def run_pipeline(session: Session) -> dict[str, Any]:
     """Train in pipelines; returns what this rank knows of the run."""
-    runtime, grid = session.runtime, grid_of(session)
+    runtime, grid = session.mpi, grid_of(session)
     replica, part = grid.place(runtime.rank)
     runtime.role = f"stage {part} of pipeline {replica}"
     with default_group(runtime):
@@ -59,7 +59,7 @@ def run_pipeline(session: Session) -> dict[str, Any]:
 def _build(session: Session, grid: Grid, part: int) -> tuple[dict[str, Any], list[str], list[str]]:
     """(this rank's arguments for a PipelineRun, the whole model's parameters and their stages, its optimizer). Every
     rank builds the module on the host, and makes the tensors of its stage alone."""
-    runtime, job = session.runtime, session.job
+    runtime, job = session.mpi, session.job
     module, layers = build_by_layers(session, torch.device("cpu"))
     parameters = compare_parameters(runtime, module)
     stages = attempt(runtime, lambda: split_stages(module, grid.num_parts, job.stages))
@@ -151,7 +151,7 @@ class PipelineRun(SplitRun):
 
     def backward(self, parts: Parts, share: int, weight: float) -> float:
         ((batch, _),) = parts
-        job, engine = self.session.job, self.session.runtime.engine
+        job, engine = self.session.job, self.session.mpi.engine
         num_microbatches = self.strategy.microbatches if share == job.batch_size else 1
         self.module.train()
         weight *= self.loss_factor

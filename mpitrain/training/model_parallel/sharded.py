@@ -25,7 +25,7 @@ from mpitrain.training.session import Session
 
 def run_sharded(session: Session) -> dict[str, Any]:
     """Train with sharded parameters; returns what this rank knows of the run."""
-    runtime, job = session.runtime, session.job
+    runtime, job = session.mpi, session.job
     grid = grid_of(session)
     device = pick_device(runtime.local_rank)
     module, builder = build_by_layers(session, device)

@@ -27,7 +27,7 @@ from mpitrain.training.session import Session, attempt
 
 def run_tensor(session: Session) -> dict[str, Any]:
     """Train with sliced layers; returns what this rank knows of the run."""
-    runtime, job = session.runtime, session.job
+    runtime, job = session.mpi, session.job
     grid = grid_of(session)
     replica, part = grid.place(runtime.rank)
     runtime.role = f"slice {part} of model {replica}"

@@ -21,7 +21,6 @@ from mpitrain.model.flat import Layout, make_layout
 from mpitrain.model.hybrid_replica import HybridReplica
 from mpitrain.model.step_hooks import StepHooks
 from mpitrain.model.tabled_shard import TabledStore
-from mpitrain.mpi.workers_sum import WorkersSum
 from mpitrain.roles import Server, Worker
 from mpitrain.roles.replay import record, save_order
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
@@ -223,7 +222,7 @@ def _work(
         emergency, role = worker_writer(writer, worker, model.module, watched)
         session.in_emergency(emergency)
         straggler = session.straggler()
-        workers_sum = WorkersSum(runtime, session.roles.workers) if builder.strategy.reduces else None
+        workers_sum = runtime.sum_among(session.roles.workers) if builder.strategy.reduces else None
         counts = run_role(
             session,
             session.roles.servers,

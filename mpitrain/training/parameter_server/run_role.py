@@ -1,4 +1,4 @@
-"""Running one rank's role of a run over parameter servers in the MPI world.
+"""Running one rank's role of a run over parameter servers.
 
 Invariants: this file knows what differs between launches that survive a death, and nothing of what the roles do.
 """
@@ -11,8 +11,6 @@ from typing import Any
 
 from mpitrain.effects import Role
 from mpitrain.errors import EvictedError, LostRankError
-from mpitrain.mpi.traced_world import make_world
-from mpitrain.mpi.workers_sum import WorkersSum
 from mpitrain.roles.failure_detector.silence import MID_SILENCE_S
 from mpitrain.roles.failure_detector.worker_side import report_failure
 from mpitrain.training.session import Session
@@ -27,7 +25,7 @@ def heartbeat_s(session: Session) -> float:
 
 def run_role(
     session: Session, peers: tuple[int, ...], buffer_for: Any, role: Role,
-    computer: Executor | None = None, may_die: tuple[int, ...] = (), workers_sum: WorkersSum | None = None,
+    computer: Executor | None = None, may_die: tuple[int, ...] = (), workers_sum: Any = None,
 ) -> Any:  # fmt: skip
     """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`;
     `workers_sum`: of a role that all-reduces.
@@ -40,16 +38,15 @@ def run_role(
         runtime.step = step
 
     timeout_s = heartbeat_s(session)
-    world = make_world(
-        runtime.engine,
+    world = runtime.make_world(
         peers,
         buffer_for,
-        on_step,
-        computer,
-        may_die,
-        timeout_s or None,
-        workers_sum,
-        workers_sum.begin if workers_sum is not None else None,
+        on_step=on_step,
+        computer=computer,
+        may_die=may_die,
+        leave_s=timeout_s or None,
+        reduce=workers_sum,
+        begin=workers_sum.begin if workers_sum is not None else None,
     )
     try:
         returned = world.run(role)

@@ -17,7 +17,7 @@ from mpitrain.training.session import Session
 
 def settle_allreduce(session: Session) -> None:
     """Collective: measure what is to be measured, and write it to `run.json`."""
-    runtime, plan = session.runtime, session.runtime.allreduce_plan
+    runtime, plan = session.mpi, session.runtime.allreduce_plan
     if plan.setting() == AUTO and runtime.num_nodes > 1:
         for group in list(runtime.groups):
             group.transport()

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mpitrain.checkpoint import Checkpoint, CheckpointWriter
 from mpitrain.strategies.checkpoint_policy import Cadence
@@ -22,6 +21,7 @@ from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training import signals
 from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part
 from mpitrain.training.session import Session, attempt
+from mpitrain.training.synchronous.collectives import GroupCollectives
 from mpitrain.training.watchdog.emergency import Emergency, Guard, KeptBuffers, Taken, refuse_devices
 
 
@@ -36,6 +36,7 @@ class StepCheckpoints:
         grid: who holds which part of a split model.
         module: what is written as "module", if a step leaves its parameters alone until its update; forward passes may
             change its buffers.
+        collectives: by which the ranks agree; over torch's group by default.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class StepCheckpoints:
         own: Callable[[], dict[str, Any]] | None = None,
         grid: Grid | None = None,
         module: torch.nn.Module | None = None,
+        collectives: GroupCollectives | None = None,
     ):
         kind = session.strategy.family + (f" in {grid.num_parts} parts" if grid else "")
         about = about_run(session, parameters, kind, optimizer)
         attempt(session.runtime, lambda: check(session, about))
+        self._collectives = collectives or GroupCollectives()
         self.rank, self.resume = session.runtime.rank, session.resume
         replica, place = grid.place(self.rank) if grid else (0, self.rank)
         num_places = grid.num_parts if grid else session.runtime.size
@@ -147,9 +150,7 @@ class StepCheckpoints:
     def end_early(self, over: bool, samples: int) -> None:
         """Collective, between two steps: end the run, with a checkpoint to go on from, where a validation has ended it;
         the first rank knows."""
-        flag = torch.tensor([int(over and self.rank == 0)])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        flag = self._collectives.largest(torch.tensor([int(over and self.rank == 0)]))
         if flag and not self.ended:
             self.ended = True
             if samples > self._written_at:
@@ -160,8 +161,7 @@ class StepCheckpoints:
         timed = self.rank == 0 and self.writer.time_is_up()
         validates = self.rank == 0 and self.wants_validation()
         wishes = torch.tensor([int(signals.asked()), int(timed), int(validates), -wanted])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
+        wishes = self._collectives.largest(wishes)
         self._asked_s = time.monotonic()
         self._cadence.ask_at = step - int(wishes[3])
         return bool(wishes[0]), bool(wishes[1]), bool(wishes[2])

@@ -8,13 +8,12 @@ two slow ranks would feed each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from mpitrain.inject import Straggler
-from mpitrain.mpi.faults.self_destruct import self_destruct
 
 
 class InjectedDelay:
@@ -23,10 +22,16 @@ class InjectedDelay:
     Args:
         straggler: what is injected into this worker.
         parameters: the model's; the last one to get its gradient ends the rank's own time.
+        fail: carries out a fault.
     """
 
-    def __init__(self, straggler: Straggler, parameters: Iterable[nn.Parameter]):
-        self.straggler = straggler
+    def __init__(
+        self,
+        straggler: Straggler,
+        parameters: Iterable[nn.Parameter],
+        fail: Callable[[str, float], None],
+    ):
+        self.straggler, self.fail = straggler, fail
         self._began_s = self._ready_s = time.monotonic()
         if straggler.injections:
             for parameter in parameters:
@@ -47,7 +52,7 @@ class InjectedDelay:
         step = self.straggler.step
         seconds = self.straggler.sleep_s(max(0.0, self._ready_s - self._began_s))
         for fault in self.straggler.breaks(step):
-            self_destruct(fault.how, fault.after_s)
+            self.fail(fault.how, fault.after_s)
         if seconds > 0:
             time.sleep(seconds)
         return seconds

@@ -12,7 +12,6 @@ from torch import nn
 
 from mpitrain.model.codec_registry import check_optimizer
 from mpitrain.model.optimizer import Rates
-from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.training.fault_tolerance import survives
 from mpitrain.training.initial_weights import build_on_ranks
 from mpitrain.training.measure import pick_device, share_module
@@ -20,7 +19,6 @@ from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.allreduce_record import settle_allreduce
 from mpitrain.training.synchronous.ddp import codec_of
 from mpitrain.training.synchronous.joint_steps import JointTrainer
-from mpitrain.training.synchronous.recovery import Survivors
 from mpitrain.training.synchronous.recovery_state import RecoveryState
 from mpitrain.training.synchronous.trainer import Trainer
 
@@ -41,9 +39,13 @@ def run_synchronous(session: Session, trainer_class: type[Trainer]) -> dict[str,
         def make(kept: RecoveryState | None) -> Trainer:
             return trainer_class(session, module, rates, reader, device, kept)
 
+        from mpitrain.mpi.process_group.process_group import default_group
+
         if survives(runtime, session.strategy):
+            from mpitrain.training.synchronous.recovery import Survivors
+
             return Survivors(session, make).run()
-        with default_group(runtime):
+        with default_group(session.mpi):
             settle_allreduce(session)
             trainer = make(None)
             trainer.run()

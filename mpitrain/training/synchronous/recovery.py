@@ -57,7 +57,7 @@ class Survivors:
     """
 
     def __init__(self, session: Session, make: Callable[[RecoveryState | None], Retrainable]):
-        self.session, self.runtime, self.make = session, session.runtime, make
+        self.session, self.runtime, self.make = session, session.mpi, make
         self.trainer: Retrainable | None = None
         self.kept = RecoveryState()
         self.recoveries: list[dict[str, Any]] = []

@@ -35,6 +35,7 @@ from mpitrain.training.resume_options import describe_optimizer, same_codec
 from mpitrain.training.session import Session, attempt
 from mpitrain.training.synchronous.checkpoints import StepCheckpoints, copied
 from mpitrain.training.synchronous.codec_hooks import CodecHook
+from mpitrain.training.synchronous.collectives import GroupCollectives
 from mpitrain.training.synchronous.ddp import ParallelModule, codec_of
 from mpitrain.training.synchronous.injected_delay import InjectedDelay
 from mpitrain.training.synchronous.recovery_state import RecoveryState
@@ -65,12 +66,15 @@ class Trainer:
         self.leases = LeaseReader(reader.batch, reader.prefetch, session.job.part_samples)
         self.rank, self.num_workers = session.runtime.rank, session.runtime.size
         self.limited = session.overrides.steps is not None
-        self.delay = (kept and kept.delay) or InjectedDelay(session.straggler(), module.parameters())
+        self.delay = (kept and kept.delay) or InjectedDelay(
+            session.straggler(), module.parameters(), session.runtime.fail
+        )
         job = session.job
         self.validations = session.validations(steps_end_it=True)
         self.measure = make_measure(
             job, module, session.validation, device, session.runtime.stamp, self.validations
         )
+        self.collectives = self._make_collectives()
         self.stepper = self._make_stepper()
         self.hook: CodecHook | None = self.stepper.parallel.hook if self.stepper.parallel else None
         per_epoch = -(-session.catalogue.num_samples // (job.step_samples * self.num_workers))
@@ -82,12 +86,7 @@ class Trainer:
         self.partition = StepPartition(
             catalogue.num_samples, job.step_samples, self.num_workers, window, job.drop_last, (self.rank,)
         )
-        parameters = [f"{name} {tuple(value.shape)}" for name, value in module.named_parameters()]
-        kept_back = self.hook.state if self.hook else None
-        described = describe_optimizer(module, self.optimizer)
-        self.checkpoints = StepCheckpoints(
-            session, parameters, described, self.state, kept_back, module=module
-        )
+        self.checkpoints = self._make_checkpoints()
         saved = kept.state if kept else self.checkpoints.restored(session)
         if saved is not None:
             attempt(session.runtime, lambda: self.restore(saved))
@@ -118,6 +117,17 @@ class Trainer:
         if self.validations.counts_seconds:
             self.validations.agreed = self.checkpoints.validates_now
             self.checkpoints.wants_validation = lambda: self.validations.time_is_up(time.monotonic())
+
+    def _make_checkpoints(self) -> StepCheckpoints:
+        parameters = [f"{name} {tuple(value.shape)}" for name, value in self.module.named_parameters()]
+        return StepCheckpoints(
+            self.session, parameters, describe_optimizer(self.module, self.optimizer), self.state,
+            self.hook.state if self.hook else None, module=self.module, collectives=self.collectives,
+        )  # fmt: skip
+
+    def _make_collectives(self) -> GroupCollectives:
+        """By which the ranks agree."""
+        return GroupCollectives()
 
     def _make_stepper(self) -> Stepper:
         """What takes the steps."""

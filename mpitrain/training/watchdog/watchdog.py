@@ -37,7 +37,7 @@ from mpitrain.training.watchdog.emergency import Emergency
 from mpitrain.training.watchdog.liveness import LivenessCheck
 
 if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
+    from mpitrain.system.ranks import Ranks
 
 PATIENCE = 4
 LOOK_EVERY_S = 2.0
@@ -83,7 +83,7 @@ class Watchdog:
 
     option = "--watchdog-s"
 
-    def __init__(self, runtime: Runtime, session: Watched, timeout_s: float):
+    def __init__(self, runtime: Ranks, session: Watched, timeout_s: float):
         self.runtime, self.session, self.timeout_s = runtime, session, timeout_s
         self.run_dir: Path = session.run_dir
         self.metrics: Path = self.run_dir / METRICS_FILE
@@ -118,7 +118,7 @@ class Watchdog:
     def _watch(self) -> None:
         seen = False
         while not self._over.wait(self.look_s):
-            if self.runtime.engine.arriving:
+            if self.runtime.arriving:
                 self.runtime.stamp_waiting()
             self.liveness.answer()
             if self._is_stuck():
@@ -289,5 +289,5 @@ class LoopWatchdog(Watchdog):
 
     option = "watchdog_s= of mpitrain.wrap"
 
-    def __init__(self, runtime: Runtime, run_dir: Path, strategy: Strategy, roles: Roles, timeout_s: float):
+    def __init__(self, runtime: Ranks, run_dir: Path, strategy: Strategy, roles: Roles, timeout_s: float):
         super().__init__(runtime, _WatchedLoop(run_dir, strategy, roles), timeout_s)

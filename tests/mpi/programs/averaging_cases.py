@@ -11,6 +11,7 @@ import mpitrain as mt
 from mpitrain.mpi.process_group.process_group import init_default_group
 from mpitrain.training.local_sgd.averager import Averager
 from mpitrain.training.local_sgd.means import Means
+from mpitrain.training.synchronous.collectives import GroupCollectives
 from tests import toy
 from tests.mpi.cases import run_cases
 from tests.mpi.simulated import RUNS, TOGETHER
@@ -148,7 +149,7 @@ def case_optimizer_state_and_buffers_are_averaged_where_asked(rt):
 
 def case_eight_bits_keep_what_they_round_off(rt):
     with Group(rt):
-        means, total, true = Means("int8"), torch.zeros(1001), torch.zeros(1001)
+        means, total, true = Means("int8", GroupCollectives()), torch.zeros(1001), torch.zeros(1001)
         for number in range(6):
             mine = torch.randn(1001, generator=torch.Generator().manual_seed(10 * number + rt.rank))
             (mean,) = means.take([mine])

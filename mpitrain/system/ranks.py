@@ -1,0 +1,242 @@
+"""What a run knows of its ranks, whether they are processes over MPI or threads of one process: who this rank is, what
+it is at, and what all ranks agree on.
+
+Invariants: all ranks call the same collectives in the same order. How values get from rank to rank is a subclass's
+affair; what is agreed on is decided here, from the values of all, so it comes out alike on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, printable
+from mpitrain.system.node_map import name_ranks
+from mpitrain.system.tracebacks import own_part
+
+WAITS_S = 1.0  # a rank counts as waiting for so long after it has last said so
+
+
+class Ranks:
+    """This rank among the others.
+
+    Attributes:
+        rank, size: its number, and how many there are; launched: the rank at launch of what is rank r now.
+        nodes: the index of every rank's node; num_nodes, local_rank: this rank among those of its node.
+        hosts, processes: of every rank, by name.
+        role, run_dir: what this rank does, and where, for reports of errors.
+        fault_tolerance: "ulfm", "heartbeat" or "none".
+        may_die_alone: the others go on without this rank; survives_shrink: without any rank that dies now.
+        num_threads: replicas, where ranks are threads of one process.
+        evicted: ranks that are dead, or will never answer again; lost: at launch, and left behind since.
+        allreduce_plan: what decides which algorithm carries an all-reduce.
+    """
+
+    allreduce_plan: Any
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self.role = ""
+        self.run_dir: Path | None = None
+        self._step, self._stamp_s, self._waiting_s = -1, time.monotonic(), 0.0
+        self.local_rank, self.num_nodes = 0, 1
+        self.nodes: tuple[int, ...] = (0,) * size
+        self.hosts, self.processes = [""] * size, [""] * size
+        self.launched = list(range(size))
+        self.num_threads: int | None = None
+        self.fault_tolerance = "none"
+        self.may_die_alone = self.survives_shrink = False
+        self.evicted: set[int] = set()
+        self.lost: set[int] = set()
+
+    # ---- what this rank is at
+
+    @property
+    def step(self) -> int:
+        """The step under way, for error messages; setting it reports progress."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self.stamp()
+
+    def stamp(self) -> None:
+        """Report progress."""
+        self._stamp_s = time.monotonic()
+
+    def stamp_waiting(self) -> None:
+        """Report that this rank waits for others."""
+        self._waiting_s = time.monotonic()
+
+    @property
+    def progress_s(self) -> float:
+        """When this rank last reported progress, by the monotonic clock."""
+        return self._stamp_s
+
+    def idle_s(self) -> float:
+        """Seconds since the last progress."""
+        return time.monotonic() - self._stamp_s
+
+    def stuck_s(self) -> float:
+        """Seconds since the last progress or wait for others."""
+        return time.monotonic() - max(self._stamp_s, self._waiting_s)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether this rank waits for others at this very moment."""
+        raise NotImplementedError
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for others, or has just done so."""
+        return self.arriving or time.monotonic() - self._waiting_s < WAITS_S
+
+    def where(self) -> str:
+        """ "rank 2 (worker, step 41)", as far as it is known."""
+        known = [self.role] if self.role else []
+        known += [f"step {self.step}"] if self.step >= 0 else []
+        return f"rank {self.launched_rank}" + (f" ({', '.join(known)})" if known else "")
+
+    @property
+    def launched_rank(self) -> int:
+        """The number of this rank at launch."""
+        return self.launched[self.rank]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank, and never was."""
+        return self.size == 1 and not self.lost
+
+    def forget_run(self) -> None:
+        """A run has failed, and the process goes on: no later error is reported with it."""
+        self.role, self.run_dir, self._step = "", None, -1
+
+    def dead(self) -> set[int]:
+        """Ranks that are known to have failed."""
+        return set()
+
+    # ---- collectives, of JSON values
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived here."""
+        raise NotImplementedError
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """The JSON value of `root` on every rank; the other ranks' argument is ignored."""
+        raise NotImplementedError
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The JSON values of all ranks in rank order, on rank 0; None elsewhere."""
+        raise NotImplementedError
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """The bytes of all ranks in rank order, on rank 0; None elsewhere."""
+        raise NotImplementedError
+
+    def allgather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks in rank order, on every rank."""
+        raise NotImplementedError
+
+    def gather_living(self, value: Any, wait_s: float = 10.0) -> dict[int, Any] | None:
+        """The JSON values of all ranks that still answer, by rank, on rank 0; None elsewhere. An evicted rank is waited
+        for `wait_s` at most."""
+        raise NotImplementedError
+
+    def broadcast_living(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank that still answers."""
+        raise NotImplementedError
+
+    def broadcast_tensors(self, tensors: Sequence[Any]) -> None:
+        """All ranks take over rank 0's values of these tensors."""
+        raise NotImplementedError
+
+    def agree(self, error: Exception | None) -> None:
+        """Return if no rank brings an error; otherwise rank 0 prints each once and every rank raises AgreedError.
+
+        All ranks then leave together, with the exit code of the lowest rank that failed.
+        """
+        brought = self.allgather(None if error is None else _describe(error))
+        failed = {rank: failure for rank, failure in enumerate(brought) if failure is not None}
+        if not failed:
+            return
+        groups: dict[tuple[str, str], list[int]] = {}
+        for rank, failure in failed.items():
+            groups.setdefault((failure["text"], failure["trace"]), []).append(rank)
+        texts = [f"{name_ranks(ranks, self.size)}: {text}" for (text, _), ranks in groups.items()]
+        traces = [trace for _, trace in groups]
+        code = next(iter(failed.values()))["exit_code"]
+        self._leave_together([trace + f"mpitrain: {text}" for trace, text in zip(traces, texts)], code)
+
+    def compare(self, values: Mapping[str, Any]) -> None:
+        """Return if `values` (name -> JSON value) is the same on all ranks; otherwise all raise AgreedError (exit 2)
+        after rank 0 has named each field that differs and which ranks hold which value."""
+        brought = self.allgather(dict(values))
+        lines = []
+        for name in dict.fromkeys(name for each in brought for name in each):
+            groups: dict[str, list[int]] = {}
+            for rank, each in enumerate(brought):
+                groups.setdefault(repr(each[name]) if name in each else "absent", []).append(rank)
+            if len(groups) > 1:
+                held = zip(_excerpts(list(groups)), groups.values())
+                lines.append(
+                    f"  {name}: " + "; ".join(f"{text} on {name_ranks(r, self.size)}" for text, r in held)
+                )
+        if lines:
+            head = (
+                "mpitrain: UsageError: the ranks were started differently; give all of them the same options"
+            )
+            self._leave_together([head, *lines], EXIT_USAGE)
+
+    def _leave_together(self, lines: list[str], code: int) -> NoReturn:
+        text = "\n".join(lines)
+        if self.rank == 0:
+            print(printable(text), file=sys.stderr, flush=True)
+        raise AgreedError(text, code)
+
+    # ---- what carries roles
+
+    def make_world(self, peers: Sequence[int], buffer_for: Callable[[int, Any], Any], **options: Any) -> Any:
+        """What runs this rank's role among `peers`; arguments and options are those of `mpi/world.py`."""
+        raise NotImplementedError
+
+    def sum_among(self, ranks: Sequence[int]) -> Any:
+        """Collective over `ranks`: the sums that these take together, as in `mpi/workers_sum.py`."""
+        raise NotImplementedError
+
+    def building(self) -> AbstractContextManager[None]:
+        """For as long as this rank makes its model: nobody else draws random numbers in this process."""
+        return nullcontext()
+
+    def fail(self, how: str, after_s: float = 0.0) -> None:
+        """Fail as `--inject` orders, now or `after_s` from now."""
+        raise NotImplementedError
+
+    def end_job(self, error: BaseException) -> NoReturn:
+        """Report `error` with rank, role and step, and end the whole job with its exit code."""
+        raise NotImplementedError
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    """An error as JSON values. Errors that are not ours keep their traceback; ours say what is wrong by themselves."""
+    ours = isinstance(error, MpitrainError)
+    return {
+        "text": f"{type(error).__name__}: {error}",
+        "trace": "" if ours else own_part(error),
+        "exit_code": error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR,
+    }
+
+
+def _excerpts(texts: list[str], width: int = 100) -> list[str]:
+    """Different texts, cut to `width` characters around the first place where they differ."""
+    shared = len(os.path.commonprefix(texts))
+    start = max(0, shared - width // 2) if max(map(len, texts)) > width else 0
+    cut = [text[start : start + width] for text in texts]
+    return [
+        "..." * (start > 0) + piece + "..." * (start + width < len(text)) for piece, text in zip(cut, texts)
+    ]

@@ -1,0 +1,1 @@
+"""Runs whose ranks are threads of one process (`--threads`)."""

@@ -1,0 +1,151 @@
+"""`allreduce()` between threads: the synchronous run, its gradients added up by the threads themselves.
+
+Invariants: gradients are divided by the number of ranks and added in the order of ranks, after the whole backward pass,
+so the parameters are those of the run over MPI wherever sums do not depend on their order, and there to the bit. No
+rank waits for another one inside a forward or backward pass: then replicas that draw random numbers compute in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.job import Job
+from mpitrain.model.loss import BatchLoss
+from mpitrain.model.optimizer import Rates
+from mpitrain.threads.ranks import ThreadRanks
+from mpitrain.threads.sums import Sums
+from mpitrain.training.in_threads.collectives import ThreadCollectives
+from mpitrain.training.session import Session
+from mpitrain.training.synchronous.collectives import GroupCollectives
+from mpitrain.training.synchronous.ddp import ParallelModule
+from mpitrain.training.synchronous.launch import shared_model
+from mpitrain.training.synchronous.stepper import Parts, Stepper
+from mpitrain.training.synchronous.trainer import Trainer
+from mpitrain.training.synchronous.unused import check_used
+
+
+def run_allreduce(session: Session) -> dict[str, Any]:
+    """Train synchronously; returns what this rank knows of the run."""
+    return run_trainer(session, ThreadTrainer)
+
+
+def run_trainer(session: Session, trainer_class: type[Trainer]) -> dict[str, Any]:
+    """Train with all ranks taking the same number of steps, as `trainer_class` takes them."""
+    module, optimizer, device = shared_model(session)
+    with session.job.data.reader(session.catalogue, session.job.seed) as reader:
+        trainer = trainer_class(session, module, Rates(optimizer), reader, device)
+        trainer.run()
+        return trainer.outcome()
+
+
+def threads_of(session: Session) -> ThreadRanks:
+    """The ranks of a run in threads."""
+    assert isinstance(session.runtime, ThreadRanks)
+    return session.runtime
+
+
+class ThreadStepper(Stepper):
+    """The stepper of one of the threads.
+
+    Args:
+        job, num_replicas, epoch_samples, random_key, where: as for a `Stepper`.
+        sums: of all ranks; computing: is held while this rank computes.
+    """
+
+    rescales_first = False
+
+    def __init__(
+        self,
+        job: Job,
+        num_replicas: int,
+        epoch_samples: int,
+        random_key: int,
+        where: Callable[[], str],
+        sums: Sums,
+        computing: Callable[[], AbstractContextManager[None]],
+    ):
+        super().__init__(job, num_replicas, epoch_samples, random_key, where)
+        self.sums, self.computing = sums, computing
+        self._weight: float | None = None  # of what this rank's losses in this step are sums over
+
+    def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
+        super().train(module, rates, parallel)
+        self._shared = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def compute(self, parts: Parts, share: int, count: int) -> float:
+        self._weight = None
+        with self.computing():
+            value = super().compute(parts, share, count)
+        check_used(self.job, self.module, self._shared)
+        self._reduce()
+        return value
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """The mean of all ranks becomes the gradient."""
+        kinds = [None if one.grad is None else one.grad.is_sparse for one in self._shared]
+        everybody = self.sums.bring((kinds, self._weight))
+        weights = [weight for _, weight in everybody if weight is not None]
+        factor = 1.0
+        if weights:
+            factor = self.sums.size / sum(weights) if sum(weights) else 0.0
+        dense: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter, of_ranks in zip(self._shared, zip(*(kinds for kinds, _ in everybody)), strict=True):
+            if True in of_ranks:
+                self._reduce_rows(parameter, factor)
+            elif False in of_ranks:
+                dense.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in dense.values():
+            pieces = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+            flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(self.sums.size)
+            total = self.sums.add_up(flat)
+            if factor != 1.0:
+                total.mul_(factor)
+            split = total.to(flat.dtype).split([one.numel() for one in parameters])
+            for parameter, piece in zip(parameters, split, strict=True):
+                parameter.grad = piece.view_as(parameter)
+
+    def _reduce_rows(self, parameter: nn.Parameter, factor: float) -> None:
+        """The same of a gradient that has touched rows only."""
+        own = parameter.grad
+        everybody = self.sums.bring(None if own is None else own.coalesce() / self.sums.size)
+        total: Any = None
+        for one in everybody:
+            if one is not None:
+                total = one.clone() if total is None else total + one
+        total = total.coalesce()
+        parameter.grad = total if factor == 1.0 else total * factor
+        self.sums.bring(None)  # all have read what was brought
+
+    # ---- hooks of the step
+
+    def weigh(self, returned: BatchLoss, weight: float) -> tuple[torch.Tensor, float]:
+        if returned.weight is None:
+            return returned.mean, weight
+        return returned.total, self.weight_of_sums(returned.weight, weight)
+
+    def weight_of_sums(self, divisor: float, weight: float) -> float:
+        """1: sums are divided by the weight of all when that is known."""
+        self._weight = (self._weight or 0.0) + divisor
+        return 1.0
+
+
+class ThreadTrainer(Trainer):
+    """The run of one of the threads."""
+
+    def _make_collectives(self) -> GroupCollectives:
+        return ThreadCollectives(threads_of(self.session).sums())
+
+    def _make_stepper(self) -> Stepper:
+        session, ranks = self.session, threads_of(self.session)
+        stepper = ThreadStepper(
+            session.job, self.num_workers, session.catalogue.num_samples, self.rank, ranks.where,
+            ranks.sums(), ranks.computing,
+        )  # fmt: skip
+        stepper.train(self.module, self.rates)
+        return stepper

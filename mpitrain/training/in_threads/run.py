@@ -1,0 +1,258 @@
+"""A run whose ranks are threads of this process: `mpitrain train JOB --threads N`, `mt.train(job, threads=N)`.
+
+Invariants: every thread runs what a rank runs over MPI, and is given threads in place of processes. This thread, which
+is the main one as a rule, starts them, hears signals and waits. The first failure ends all of them, is reported once,
+with its rank, and is what is raised. Torch's own threads are divided among the replicas, and are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.errors import AgreedError, MpitrainError, printable
+from mpitrain.job import Job, Overrides, apply_overrides
+from mpitrain.mpi.allreduce_plan import Plan
+from mpitrain.strategies.allreduce import AllReduce
+from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.local_sgd import LocalSGD
+from mpitrain.system import rank_status
+from mpitrain.system.error_record import exit_code, write_record
+from mpitrain.system.launch_variables import node_name
+from mpitrain.system.tracebacks import own_part
+from mpitrain.threads.draws import Draws
+from mpitrain.threads.hub import CalledOffError, Hub
+from mpitrain.threads.ranks import ThreadRanks
+from mpitrain.training import signals
+from mpitrain.training.decentralized.run import run_peers
+from mpitrain.training.in_threads.check import check_job, check_launch
+from mpitrain.training.parameter_server.run import run_servers
+from mpitrain.training.session import Session, begin, prepare
+from mpitrain.training.watchdog.watchdog import StalledError, Watchdog
+
+ENDING_S = 10.0  # how long replicas have to come to their end once the run is over
+
+
+class ThreadWatchdog(Watchdog):
+    """A watchdog that ends all ranks by their hub."""
+
+    def _watch(self) -> None:
+        try:
+            super()._watch()
+        except StalledError as error:
+            assert isinstance(self.runtime, ThreadRanks)
+            self.runtime.hub.fail(self.runtime.where(), error)
+
+
+class ThreadRun:
+    """The threads of one run.
+
+    Args:
+        job: what is trained, its strategy in place; overrides: further options, as for the run over MPI.
+        num_threads: replicas; servers come on top, each with a thread of its own.
+        job_file: that the job was read from.
+    """
+
+    def __init__(self, job: Job, overrides: Overrides, num_threads: int, job_file: str | None = None):
+        assert job.strategy is not None
+        self.job, self.overrides, self.job_file = job, overrides, job_file
+        self.strategy: Strategy = job.strategy
+        self.num_threads, num_servers = num_threads, job.strategy.num_servers()
+        size, host = num_threads + num_servers, node_name()
+        self.hub, draws = Hub(size), Draws()
+        self.ranks = [
+            ThreadRanks(self.hub, rank, host, Plan((0,) * size, "threads"), draws) for rank in range(size)
+        ]
+        for one in self.ranks:
+            one.num_threads = num_threads
+            one.local_rank = max(0, one.rank - num_servers)  # servers need no device
+        self._jobs = [job if rank == num_servers else _copied(job) for rank in range(size)]
+        self._ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=self._run_rank, args=(one,), name=f"mpitrain-rank-{one.rank}", daemon=True
+            )
+            for one in self.ranks
+        ]
+
+    @property
+    def left(self) -> list[str]:
+        """The threads that are still there."""
+        return [thread.name for thread in self._threads if thread.is_alive()]
+
+    def run(self) -> dict[str, Any]:
+        """Train; returns what `result.json` holds.
+
+        Raises:
+            AgreedError: the input is wrong; it was said which and why.
+            BaseException: the first failure of a rank, or the interrupt.
+        """
+        before = torch.get_num_threads()
+        self.threads_each = max(1, before // self.num_threads)
+        torch.set_num_threads(self.threads_each)  # of threads that start from here on
+        self._report_status()
+        signals.install()
+        if isinstance(self.strategy, Decentralized) and self.strategy.never_meets:
+            signals.end_at_once()  # it writes no checkpoints
+        try:
+            for thread in self._threads:
+                thread.start()
+            return self._wait()
+        except BaseException as error:
+            self.hub.fail("this process", error)
+            raise
+        finally:
+            for thread in self._threads:
+                thread.join(ENDING_S / len(self._threads) if self.hub.failed.is_set() else ENDING_S)
+            signals.uninstall()
+            torch.set_num_threads(before)
+
+    def _wait(self) -> dict[str, Any]:
+        """Until all have come to the end, but for those that servers have given up."""
+        found: dict[int, Any] = {}
+        agreed: AgreedError | None = None
+        while len(found) < len(self.ranks) - len(self.ranks[0].evicted - set(found)):
+            rank, ended = self._ended.get()
+            found[rank] = ended
+            if isinstance(ended, AgreedError):
+                agreed = agreed or ended
+            if self.hub.failure is not None:
+                raise self.hub.failure.error
+        if agreed is not None:
+            raise agreed
+        if self.left:
+            self.hub.fail("the run", CalledOffError("it is over"))
+        return dict(found[0])
+
+    def _run_rank(self, ranks: ThreadRanks) -> None:
+        """What one thread does, from its start to its end."""
+        session: Session | None = None
+        ended: Any = None
+        try:
+            torch.set_num_threads(self.threads_each)
+            session = prepare(ranks, lambda: self._jobs[ranks.rank], self.overrides, self.job_file)
+            with ThreadWatchdog(ranks, session, self.overrides.watchdog_s):
+                begin(ranks)
+                ended = session.finish(_runner(session.strategy)(session))
+        except AgreedError as error:
+            ended = error
+        except CalledOffError:
+            pass
+        except BaseException as error:
+            self.hub.fail(ranks.where(), error)
+            if ranks.run_dir is not None:
+                _record(ranks, error)
+        finally:
+            if session is not None:
+                session.report.close()
+                session.close()
+            self._ended.put((ranks.rank, ended))
+
+    def _report_status(self) -> None:
+        """To the `mpitrain launch` of this one process, if there is one."""
+        reporter = rank_status.begin()
+        if reporter is not None:
+            reporter.observe = lambda: (
+                all(one.waits for one in self.ranks),
+                max(one.progress_s for one in self.ranks),
+                max(one.step for one in self.ranks),
+            )
+            reporter.looks = True
+            reporter.reach(rank_status.STARTED)
+
+
+def train_in_threads(
+    make_job: Callable[[], Job], overrides: Overrides, num_threads: int, job_file: str | None = None
+) -> dict[str, Any]:
+    """Train with `num_threads` replicas in this process; returns what `result.json` holds.
+
+    Raises:
+        UsageError, AgreedError: the input is wrong. Any other exception is that of the replica which has failed first;
+            a note on it names the replica.
+    """
+    check_launch(num_threads)
+    job = apply_overrides(make_job(), overrides)
+    check_job(job, overrides, num_threads)
+    run = ThreadRun(job, overrides, num_threads, job_file)
+    try:
+        return run.run()
+    except BaseException as error:
+        failure = run.hub.failure
+        if failure is not None and failure.error is error and not isinstance(error, KeyboardInterrupt):
+            error.add_note(f"in {failure.where}, a thread of this process; the others were ended")
+        raise
+
+
+def threads_command(load: Callable[[], Job], overrides: Overrides, num_threads: int, path: str) -> int:
+    """`mpitrain train --threads`: the exit code of the run."""
+    try:
+        code = int(train_in_threads(load, overrides, num_threads, path)["exit_code"])
+    except AgreedError as error:
+        code = error.exit_code
+    except KeyboardInterrupt as error:
+        code = exit_code(error)
+        print("mpitrain: interrupted", file=sys.stderr, flush=True)
+    except MpitrainError as error:
+        code = error.exit_code
+        print(printable(f"mpitrain: error: {error}{_where(error)}"), file=sys.stderr, flush=True)
+    except Exception as error:
+        code = exit_code(error)
+        print(printable(own_part(error)), end="", file=sys.stderr, flush=True)
+        print(
+            printable(f"mpitrain: {type(error).__name__}: {error}{_where(error)}"),
+            file=sys.stderr,
+            flush=True,
+        )
+    rank_status.reach(rank_status.ENDED, code)
+    signals.ignore()
+    sys.stdout.flush()
+    if any(thread.name.startswith("mpitrain-rank-") for thread in threading.enumerate()):
+        os._exit(code)  # one that does not come to its end must not be in torch while that is unloaded
+    return code
+
+
+def _where(error: BaseException) -> str:
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+
+
+def _record(ranks: ThreadRanks, error: BaseException) -> None:
+    assert ranks.run_dir is not None
+    try:
+        write_record(ranks, ranks.run_dir, error)
+    except OSError as failure:  # the error itself is what has to be reported
+        print(f"mpitrain: could not write the error report: {failure}", file=sys.stderr, flush=True)
+
+
+def _copied(job: Job) -> Job:
+    """The job for one more replica: with a model of its own, where the job holds the module itself, and with metrics
+    that remember nothing of the others' batches."""
+    changes: dict[str, Any] = {}
+    if isinstance(job.model, nn.Module):
+        changes["model"] = copy.deepcopy(job.model)
+    if job.metrics is not None and not inspect.isfunction(job.metrics):
+        changes["metrics"] = copy.deepcopy(job.metrics)
+    return dataclasses.replace(job, **changes)
+
+
+def _runner(strategy: Strategy) -> Callable[[Session], dict[str, Any]]:
+    """The function that runs this strategy on one of the ranks."""
+    if isinstance(strategy, AllReduce):
+        from mpitrain.training.in_threads.allreduce import run_allreduce
+
+        return run_allreduce
+    if isinstance(strategy, LocalSGD):
+        from mpitrain.training.in_threads.local_sgd import run_local_sgd
+
+        return run_local_sgd
+    return run_peers if isinstance(strategy, Decentralized) else run_servers

@@ -1,0 +1,151 @@
+"""Runs whose replicas are threads of one process: what they make of a job, and how they end."""
+
+import json
+import sys
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mpitrain as mt
+from mpitrain.errors import AgreedError, InjectedError, UsageError
+from mpitrain.values import parse
+from tests import toy
+from tests.mpi.test_replay import STRATEGIES
+
+
+def train(job, text, threads, path, **options):
+    return mt.train(job, parse(text, "strategy"), threads=threads, run_dir=str(path), quiet=True, **options)
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def no_thread_left():
+    return not [one.name for one in threading.enumerate() if one.name.startswith("mpitrain-rank")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "allreduce()",
+        "async()",
+        "sync(servers=2)",
+        "ssp(bound=1)",
+        "softsync(updates=1)",
+        "localsgd(period=3)",
+    ],
+)
+def test_one_thread_is_serial_training_to_the_bit(text, tmp_path):
+    job = toy.make_job(optimizer=toy.sgd, epochs=3, batch_size=5)
+    result = train(job, text, 1, tmp_path / "run")
+    assert result["threads"] == result["workers"] == 1 and result["status"] == "ok"
+    assert same(load_file(result["model"]), toy.serial(job))
+
+
+@pytest.fixture
+def switching():
+    """Threads are switched as often as Python can: what they share by accident shows."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("number", range(len(STRATEGIES)), ids=STRATEGIES)
+def test_what_threads_did_is_repeated_in_virtual_time_to_the_bit(number, tmp_path, switching):
+    """Parameters, gradients or random numbers that one thread changed under another would not come out again. The model
+    draws, so gradients are computed in turn: `test_shards...` races them."""
+    text = STRATEGIES[number]
+    job = toy.make_job(optimizer=toy.sgd if number % 2 else toy.adam, epochs=4, batch_size=5)
+    real = train(job, text, 3, tmp_path / "run")
+    again = mt.simulate(
+        job, parse(text, "strategy"), replay=str(tmp_path / "run"), run_dir=str(tmp_path / "v"), quiet=True
+    )
+    assert again["replay_identical"], text
+    for key in ("accepted", "dropped", "late", "versions_skipped", "staleness_histogram", "samples"):
+        assert again[key] == real[key], (text, key)
+
+
+def test_shards_share_memory_with_nobody_by_accident(tmp_path, switching):
+    """Four replicas, none of which draws, so that all compute at once, and three shards."""
+    job = toy.make_job(model=lambda: toy.wide(300), optimizer=toy.adam, epochs=12, batch_size=3)
+    assert train(job, "async(servers=3)", 4, tmp_path / "run")["staleness_max"] > 0
+    again = mt.simulate(job, replay=str(tmp_path / "run"), run_dir=str(tmp_path / "v"), quiet=True)
+    assert again["replay_identical"]
+
+
+@pytest.mark.parametrize("text", ["async()", "allreduce()", "decentralized()", "localsgd(period=2)"])
+def test_an_exception_names_its_replica_and_ends_the_others(text, tmp_path):
+    def loss(model, batch):
+        if threading.current_thread().name == "mpitrain-rank-2":
+            raise ArithmeticError("my own mistake")
+        return toy.square_loss(model, batch)
+
+    with pytest.raises(ArithmeticError, match="my own mistake") as raised:
+        train(toy.make_job(loss=loss, epochs=50), text, 3, tmp_path / "run")
+    assert any("rank 2 (worker" in note for note in raised.value.__notes__)
+    assert no_thread_left()
+    record = json.loads((tmp_path / "run" / "errors" / "rank-2.json").read_text())
+    assert record["type"] == "ArithmeticError" and "my own mistake" in record["traceback"]
+    toy_run = train(toy.make_job(epochs=1), text, 2, tmp_path / "run")  # the process can train again
+    assert toy_run["status"] == "ok"
+
+
+def test_an_injected_failure_ends_the_run_and_a_silent_replica_is_evicted(tmp_path):
+    job = toy.make_job(epochs=3, batch_size=4)
+    with pytest.raises(InjectedError):
+        train(job, "async()", 2, tmp_path / "run", inject="raise(worker=1, at_step=1)")
+    result = train(job, "async()", 3, tmp_path / "run", inject="wedge(worker=2, at_step=1)", heartbeat_s=0.5)
+    assert result["status"] == "ok" and result["samples"] == 3 * 48
+    assert list(result["lost"]) == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "match"),
+    [
+        ("pipeline(stages=2)", {}, "pipeline.*cuts one model.*over MPI"),
+        ("tensor(parallel=2)", {}, "tensor.*cuts one model"),
+        ("sharded()", {}, "sharded.*cuts one model"),
+        ("allreduce(codec=float16())", {}, "leave codec out"),
+        ("async()", {"inject": "kill(worker=0, at_step=1)"}, "kill.*ends or stops a process"),
+        ("async()", {"inject": "torn(worker=0, at_step=1)"}, "nothing can tear"),
+        ("async()", {"trace": "steps=1:2"}, "trace"),
+    ],
+)
+def test_what_threads_cannot_do_is_refused_by_name(text, options, match, tmp_path):
+    with pytest.raises(UsageError, match=match):
+        train(toy.make_job(), text, 2, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_ranks_do_not_each_start_threads(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="this launch has 2 ranks"):
+        train(toy.make_job(), "async()", 2, tmp_path / "run")
+
+
+def test_a_mistake_is_said_once_and_ends_all(tmp_path, capfd):
+    with pytest.raises(AgreedError) as raised:
+        train(toy.make_job(), "async()", 100, tmp_path / "run")
+    assert raised.value.exit_code == 2 and no_thread_left()
+    assert capfd.readouterr().err.count("100 workers for 48 training samples") == 1
+
+
+def test_torchs_threads_are_divided_and_given_back(tmp_path):
+    seen, before = set(), torch.get_num_threads()
+
+    def loss(model, batch):
+        seen.add(torch.get_num_threads())
+        return toy.square_loss(model, batch)
+
+    torch.set_num_threads(4)
+    try:
+        train(toy.make_job(loss=loss, epochs=1), "async()", 2, tmp_path / "run")
+        assert seen == {2} and torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
