@@ -7,21 +7,28 @@ meanwhile; inside MPI it only adds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain.mpi.bindings import MPI
+from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.memory.buffers import as_buffer
 
 if TYPE_CHECKING:
     import torch
 
-    from mpitrain.mpi.runtime import Runtime
+
+class HasEngine(Protocol):
+    """A rank with its engine, such as `mpi/runtime.py` has it."""
+
+    engine: Engine
+    comm: Any
+    communicators: list[Any]
 
 
 class WorkersSum:
     """Collective over `ranks`: the sums that these take together, one after the other."""
 
-    def __init__(self, runtime: Runtime, ranks: Sequence[int]):
+    def __init__(self, runtime: HasEngine, ranks: Sequence[int]):
         self._runtime, self._engine = runtime, runtime.engine
         self._comm = runtime.comm.Create_group(runtime.comm.group.Incl(list(ranks)))
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)

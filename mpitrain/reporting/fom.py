@@ -1,7 +1,8 @@
 """The figure of merit of a run: one line of `key=value` words, which benchmark suites parse.
 
-Invariants: no value holds a blank, so a line splits at blanks, and every key is on every line; only `virtual=1` stands
-on the lines of simulations alone, and `threads=N` on those of runs whose replicas are threads of one process. A change of a key or of its meaning is a new `FOM_SCHEMA`.
+Invariants: no value holds a blank, so a line splits at blanks, and every key is on every line; only `virtual=1`
+stands on the lines of simulations alone, and `threads=N` on those of runs whose replicas are threads of one process.
+A change of a key or of its meaning is a new `FOM_SCHEMA`.
 """
 
 from __future__ import annotations

@@ -131,9 +131,9 @@ def test_several_ranks_do_not_each_start_threads(tmp_path, monkeypatch):
 
 def test_a_mistake_is_said_once_and_ends_all(tmp_path, capfd):
     with pytest.raises(AgreedError) as raised:
-        train(toy.make_job(), "async()", 100, tmp_path / "run")
+        train(toy.make_job(data=toy.Memory(num_samples=3)), "async()", 4, tmp_path / "run")
     assert raised.value.exit_code == 2 and no_thread_left()
-    assert capfd.readouterr().err.count("100 workers for 48 training samples") == 1
+    assert capfd.readouterr().err.count("4 workers for 3 training samples") == 1
 
 
 def test_torchs_threads_are_divided_and_given_back(tmp_path):

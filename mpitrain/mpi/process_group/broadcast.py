@@ -6,20 +6,26 @@ piece in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from mpitrain.mpi.memory.buffers import lease
 
-if TYPE_CHECKING:
-    from mpitrain.mpi.runtime import Runtime
+
+class Collective(Protocol):
+    """A rank that carries out collectives, such as `mpi/runtime.py` has it."""
+
+    rank: int
+    comm: Any
+
+    def collective(self, function: Callable[[], Any], what: str) -> Any: ...
 
 
 @torch.no_grad()
-def broadcast_tensors(runtime: Runtime, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
+def broadcast_tensors(runtime: Collective, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
     """Overwrite `tensors` on every rank with those of `root`. All ranks pass the same shapes and dtypes in the same
     order.
     """

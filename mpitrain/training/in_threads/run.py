@@ -14,6 +14,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -113,8 +114,9 @@ class ThreadRun:
             self.hub.fail("this process", error)
             raise
         finally:
+            until_s = time.monotonic() + ENDING_S
             for thread in self._threads:
-                thread.join(ENDING_S / len(self._threads) if self.hub.failed.is_set() else ENDING_S)
+                thread.join(max(0.0, until_s - time.monotonic()))
             signals.uninstall()
             torch.set_num_threads(before)
 
