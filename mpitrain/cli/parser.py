@@ -37,14 +37,27 @@ class Parser(argparse.ArgumentParser):
     """`ArgumentParser` that takes no abbreviations and answers a wrong word with the nearest right one.
 
     Abbreviations are refused because `--epoch` would work today and become ambiguous with the next option. An `epilog`
-    may be a function, which is called when the help is printed.
+    may be a function, which is called when the help is printed. `dashed` names options whose value may begin with a -.
     """
+
+    dashed: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", HelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)  # the innermost parser wins: the one that knows the options meant
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As `ArgumentParser` does."""
+        words = list(sys.argv[1:] if args is None else args)
+        for name in self.dashed:
+            while name in words[:-1]:
+                index = words.index(name)
+                words[index : index + 2] = [f"{name}={words[index + 1]}"]
+        return super().parse_known_args(words, namespace)
 
     def format_help(self) -> str:
         """The help, the epilog made now if it is a function."""

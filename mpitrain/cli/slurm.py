@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,9 @@ examples:
   mpitrain slurm render --set nodes=4 multi-node jobs/digits.py > train.sbatch
   mpitrain slurm submit --set nodes=5 --set time=8:00:00 tolerant \\
       jobs/digits.py --strategy "async(servers=4)" --epochs 50
-  mpitrain slurm submit --dry-run single-node jobs/digits.py     print it only"""
+  mpitrain slurm submit --dry-run single-node jobs/digits.py     print it only
+  mpitrain slurm submit --set sweep=sweep.txt --set array=%4 \\
+      --sbatch "--exclude=n3" array-sweep jobs/digits.py"""
 
 _SITE_EPILOG = """\
 launchers:
@@ -55,6 +59,7 @@ def add_parser(commands: Any) -> None:
         action = actions.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_RENDER_EPILOG
         )
+        action.dashed = ("--sbatch",)
         action.add_argument("kind", metavar="KIND", help="see below")
         action.add_argument(
             "program",
@@ -71,8 +76,34 @@ def add_parser(commands: Any) -> None:
             help="nodes, gpus_per_node, time, partition, account, ...; as often as you like; a name with a dot is a "
             "parameter that the job file declares, and passed on to train",
         )
+        action.add_argument(
+            "--sbatch",
+            action="append",
+            default=[],
+            metavar="OPTIONS",
+            help='further options of sbatch, such as "--exclude=n3 --dependency=afterok:12"; as often as you like',
+        )
         action.add_argument("--dry-run", action="store_true", help="print the script and stop")
+        if run is run_submit:
+            action.add_argument(
+                "--no-check",
+                action="store_true",
+                help="do not run the job file here to see whether it can start (a login node without torch)",
+            )
         action.set_defaults(run=run)
+    _add_site(actions)
+    status = actions.add_parser(
+        "status",
+        help="say what became of a run",
+        description="Say what became of a run, or of each run of a sweep.",
+        epilog="examples:\n  mpitrain slurm status runs/mpitrain-1",
+    )
+    status.add_argument("run_dir", metavar="RUN_DIR", help="the run's directory, or a sweep's")
+    status.set_defaults(run=run_status)
+    _add_may_requeue(actions)
+
+
+def _add_site(actions: Any) -> None:
     site = actions.add_parser(
         "site",
         help="print a site file for a launcher",
@@ -82,15 +113,6 @@ def add_parser(commands: Any) -> None:
     site.add_argument("--launcher", default="openmpi", metavar="NAME", help="see below (default: openmpi)")
     site.add_argument("--image", default="", metavar="FILE", help="an apptainer image to run mpitrain in")
     site.set_defaults(run=run_site)
-    status = actions.add_parser(
-        "status",
-        help="say what became of a run",
-        description="Say what became of a run.",
-        epilog="examples:\n  mpitrain slurm status runs/mpitrain-1",
-    )
-    status.add_argument("run_dir", metavar="RUN_DIR", help="the run's directory")
-    status.set_defaults(run=run_status)
-    _add_may_requeue(actions)
 
 
 def _add_may_requeue(actions: Any) -> None:
@@ -122,7 +144,13 @@ def _add_may_requeue(actions: Any) -> None:
 
 def run_render(arguments: argparse.Namespace) -> int:
     """Print the script."""
-    print(_text(arguments), end="")
+    from mpitrain.cli.submit import check_options
+    from mpitrain.slurm import render
+
+    script = _script(arguments)
+    if script.job:  # a wrong option is answered here, not on the nodes
+        check_options(script, script.options, arguments.parse)
+    print(render(script), end="")
     return EXIT_OK
 
 
@@ -136,31 +164,49 @@ def run_site(arguments: argparse.Namespace) -> int:
 
 def run_submit(arguments: argparse.Namespace) -> int:
     """Submit the script, or print it with --dry-run."""
-    if arguments.dry_run:
-        return run_render(arguments)
+    from mpitrain.cli.submit import check_all
+    from mpitrain.slurm import render, submit
+    from mpitrain.slurm.submit import run_directory, write_submitted
+
     if not arguments.program:
+        if arguments.dry_run:
+            return run_render(arguments)
         raise UsageError("submit which job? mpitrain slurm submit KIND JOB.py")
     if not Path(arguments.program[0]).is_file():
         raise UsageError(f"no job file {arguments.program[0]!r} (looked in {Path.cwd()})")
-    from mpitrain.slurm import submit
-
-    print(submit(_text(arguments)))
+    script = _script(arguments)
+    check_all(script, arguments.parse, load=not arguments.no_check)
+    if arguments.dry_run:
+        print(render(script), end="")
+        return EXIT_OK
+    job = submit(render(script))
+    run_dir = run_directory(script, job)
+    write_submitted(run_dir, job)
+    print(
+        printable(f"mpitrain: see how it goes: mpitrain slurm status {run_dir}"), file=sys.stderr, flush=True
+    )
+    print(job)
     return EXIT_OK
 
 
-def _text(arguments: argparse.Namespace) -> str:
-    from mpitrain.slurm import render
+def _script(arguments: argparse.Namespace) -> Any:
     from mpitrain.slurm.script import make
+    from mpitrain.slurm.sweep_file import array_of, read_sweep
 
     settings = dict(_setting(text) for text in arguments.settings if "." not in text.partition("=")[0])
     parameters = [f"--set={text}" for text in arguments.settings if "." in text.partition("=")[0]]
     job, options = (arguments.program or [""])[0], (*parameters, *arguments.program[1:])
     if parameters and not job:
         raise UsageError(f"{parameters[0]} is for the job file; say KIND JOB.py")
-    script = make(arguments.kind, **{"job": job, "options": options} | settings)
-    if job:
-        arguments.parse(["train", job, *options])  # a wrong option is answered here, not on the nodes
-    return render(script)
+    try:
+        words = tuple(word for text in arguments.sbatch for word in shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--sbatch {arguments.sbatch}: {error}") from None
+    script = make(arguments.kind, **{"job": job, "options": options, "sbatch": words} | settings)
+    if script.kind == "array-sweep" and job and Path(script.sweep).is_file():
+        array = array_of(script.array, len(read_sweep(Path(script.sweep))))
+        script = dataclasses.replace(script, array=array)
+    return script
 
 
 def _setting(text: str) -> tuple[str, Any]:

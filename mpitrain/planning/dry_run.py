@@ -106,19 +106,10 @@ def describe(
     """
     from mpitrain.planning.model_parallel import describe_split
     from mpitrain.training.initial_weights import start_from
-    from mpitrain.training.validate import validate_run
 
     assert job.strategy is not None
     nodes = machine.nodes(job.strategy) if machine else block_nodes(num_ranks, num_nodes)
-    placement, serving = (
-        job.strategy.placement,
-        machine.num_server_nodes if machine else 0,
-    )
-    roles = assign(nodes, job.strategy.num_servers(), placement, serving)
-    if job.strategy.why_not_over_mpi():
-        raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
-    job.strategy.check_workers(len(roles.workers))
-    validate_run(job, overrides, len(roles.workers))
+    roles = check_roles(job, overrides, nodes, machine.num_server_nodes if machine else 0)
     catalogue = job.data.scan()
     if catalogue.num_samples < len(roles.workers):
         raise UsageError(f"{len(roles.workers)} workers for {catalogue.num_samples} training samples")
@@ -136,6 +127,25 @@ def describe(
     hosts = machine.hosts if machine else ()
     lines += [*_placement(roles, nodes, hosts), "", *_data(job, overrides, catalogue, roles), ""]
     return "\n".join(lines + _messages(job, roles, module, optimizer, catalogue))
+
+
+def check_roles(job: Job, overrides: Overrides, nodes: tuple[int, ...], num_server_nodes: int = 0) -> Roles:
+    """Everybody's role on these nodes, from the job's options alone; its data and model are not looked at.
+
+    Args:
+        nodes: node index of every rank; num_server_nodes: see `Machine`.
+    Raises:
+        UsageError: the run would refuse to start.
+    """
+    from mpitrain.training.validate import validate_run
+
+    assert job.strategy is not None
+    roles = assign(nodes, job.strategy.num_servers(), job.strategy.placement, num_server_nodes)
+    if job.strategy.why_not_over_mpi():
+        raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
+    job.strategy.check_workers(len(roles.workers))
+    validate_run(job, overrides, len(roles.workers))
+    return roles
 
 
 def _build(job: Job, lr: float | None) -> tuple[nn.Module, Any]:

@@ -119,6 +119,7 @@ class Script:
         server_nodes, server_partition: the servers' component of a `hetjob`.
         sweep: the options' file of an `array-sweep`; `array` its indices ("0-7%4").
         switches: most leaf switches, and how long to wait for them ("1@10:00").
+        sbatch: further words for sbatch ("--exclude=n3", "--dependency=afterok:12"), for both components of a `hetjob`.
     """
 
     kind: str = "multi-node"
@@ -138,6 +139,7 @@ class Script:
     server_partition: str = "cpu"
     sweep: str = ""
     array: str | None = None
+    sbatch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -151,6 +153,7 @@ class Script:
                 raise UsageError(
                     f"{field.name}={value!r}: one word, without blanks, quotes, #, $ and backslashes"
                 )
+        _check_sbatch(self.sbatch)
         if self.kind == "hetjob" and "hetjob" in self.name:
             raise UsageError(
                 'name: sbatch takes a directive with "hetjob" in it for the border between components'
@@ -163,6 +166,16 @@ class Script:
                 raise UsageError(f"{name}={value}: at least {least}")
         if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", self.time):
             raise UsageError(f"time={self.time!r}: minutes, hours:minutes:seconds or days-hours")
+
+
+def _check_sbatch(words: tuple[str, ...]) -> None:
+    for index, word in enumerate(words):
+        if not word or re.search(_NO_WORD.replace(r"\s", ""), word) or "hetjob" in word:
+            raise UsageError(f"sbatch option {word!r}: without quotes, #, $, backslashes and the word hetjob")
+        if index == 0 and not word.startswith("-") or re.match("--(wrap|parsable|help|version)", word):
+            raise UsageError(
+                f"sbatch option {word!r}: an option that goes with a script, such as --exclude=n3"
+            )
 
 
 def make(kind: str, **options: Any) -> Script:
@@ -222,12 +235,15 @@ def _directives(script: Script, kind: _Kind) -> str:
             shape.append(f"--{name}={value}")
     if script.kind == "tolerant":
         shape.append("--no-kill")
+    further = [" ".join(f'"{word}"' if " " in word else word for word in script.sbatch)] * bool(script.sbatch)
+    shape += further
     if script.kind == "hetjob":
         partition = script.partition or "gpu"
         shape = [line for line in shape if not line.startswith("--partition")]
         shape[0] = f"--partition={partition} {shape[0]}"
         lines += [
             f"--partition={script.server_partition} --nodes={script.server_nodes} --exclusive --mem=0",
+            *further,
             "hetjob",
         ]
     text = "".join(f"#SBATCH {line}\n" for line in [*lines, *shape])

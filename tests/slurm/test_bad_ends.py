@@ -45,6 +45,7 @@ def test_a_signal_before_ranks_exist_requeues_and_a_cancelled_job_stays_cancelle
     jobs = {run: site.sbatch(*words, RUN_DIR=run, MPITRAIN_SITE=str(path)) for run in ("early", "cancelled")}
     for job in jobs.values():
         site.cluster.wait_for((site.folder / f"preflight-{job}").exists, f"job {job} to look at its node", 60)
+    assert "early: starting: its nodes are looked at\n" in site.run("mpitrain", "slurm", "status", "early")
     site.run("scancel", "--batch", "--signal=USR1", jobs["early"])
     site.run("scancel", jobs["cancelled"])
     told = site.wait(jobs["cancelled"], "CANCELLED")
@@ -52,6 +53,13 @@ def test_a_signal_before_ranks_exist_requeues_and_a_cancelled_job_stays_cancelle
     told = site.wait(jobs["early"])
     assert "requeue: restart 1 of at most 20: it was asked to end before its ranks had begun" in told
     assert fom(told)["status"] == "ok" and fom(told)["workers"] == "1"
+    status = site.run("mpitrain", "slurm", "status", "early")
+    assert (
+        "ended with status=ok" in status
+        and "restarts    1; the last: restart 1 of at most 20: it was" in status
+    )
+    status = site.run("mpitrain", "slurm", "status", "cancelled")
+    assert "asked to end before its ranks had begun, exit code 75" in status and "CANCELLED" in status
     job = jobs["early"]
     first, second = [[job, "0", "requeued"], [job, "1", "ended", "0"]]
     assert [note for note in notes(site, "early") if note[2] in ("requeued", "ended")] == [first, second]
@@ -65,6 +73,27 @@ def test_a_site_file_that_fails_ends_the_job_and_no_node_is_blamed(site: Site) -
     )
     assert "broken.sh: exit code 127, line 2: module load openmpi/99: nothing was started" in told
     assert "unfit" not in told
+
+
+def test_submit_hands_on_what_sbatch_takes_and_says_what_it_refuses(site: Site) -> None:
+    site_file = str(site.cluster.site(site.python))
+    told = site.run(
+        *("mpitrain", "slurm", "submit", "--set", "partition=nope", "--no-check", "single-node", SMALL),
+        code=2,
+        MPITRAIN_SITE=site_file,
+    )
+    assert "sbatch refused the script" in told and "partition" in told and "Traceback" not in told
+    (site.folder / "three.txt").write_text("# three\n--lr 1e-3\n\n--lr 2e-3\n--lr 3e-3 --epochs 1\n")
+    words = ("--set", "gpus_per_node=1", "--set", "sweep=three.txt", "--set", "array=%2")
+    more = ("--sbatch", "--hold", "--sbatch", "--exclude=n3 --comment='a word'", "array-sweep", SMALL)
+    job = site.run("mpitrain", "slurm", "submit", *words, *more, MPITRAIN_SITE=site_file).split()[-1]
+    try:
+        facts = site.cluster.ask("scontrol", "show", "job", job)
+        assert "ArrayTaskId=0-2%2" in facts and "ExcNodeList=n3" in facts and "Comment=a word" in facts, facts
+        told = site.run("mpitrain", "slurm", "status", f"runs/mpitrain-{job}")
+        assert f"runs/mpitrain-{job}: 3 runs: 3 waiting in the queue\n" in told, told
+    finally:
+        site.run("scancel", job)
 
 
 GPUS = [

@@ -113,6 +113,9 @@ def test_the_doctor_names_bad_nodes_and_tolerant_goes_on_without_them(site: Site
     het = ("--partition=cpu", ":", "--partition=gpu", "--nodes=1", "--nodelist=n2", "--gpus-per-node=1")
     unfit = site.sbatch(*het, "slurm/hetjob.sbatch", SMALL, "--strategy", LOCKSTEP, RUN_DIR="unfit")
     told = site.wait(unfit, "FAILED")
+    assert "unfit: preflight failed, exit code 4: 1 unfit node(s)" in site.run(
+        "mpitrain", "slurm", "status", "unfit"
+    )
     assert "unfit: n2: devices: 0 of 1 device(s)" in told and "sbatch --exclude=n2 " in told
     words = ("--nodes=4", "--gpus-per-node=1", "slurm/tolerant.sbatch", HELD, "--strategy", LOCKSTEP)
     job = site.sbatch(

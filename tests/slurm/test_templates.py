@@ -28,7 +28,7 @@ def test_each_template_trains(site: Site) -> None:
     staged = {"MPITRAIN_SITE": str(staging), "READS": str(site.folder / "reads")}
     (site.folder / "reads").mkdir()
     (site.folder / "sweep.txt").write_text(
-        "--lr 2e-3\n--lr 1e-3 --strategy 'softsync(updates=1, servers=1)'\n"
+        "# the rates\n--lr 2e-3\n\n--lr 1e-3 --strategy 'softsync(updates=1, servers=1)'\n"
     )
     het = (":", "--partition=gpu", "--nodes=2", "--gpus-per-node=1")
     one = ("--gpus-per-node=1",)
