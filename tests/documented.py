@@ -25,6 +25,7 @@ ELSEWHERE = (
     (r" predict (runs|ensembles)/", "needs a finished run: `tests/mpi/test_predict.py`"),
     (r" ensemble runs/", "needs finished runs: `tests/training/test_ensemble.py`"),
     (r" export runs/", "needs a finished run: `tests/training/test_export.py`"),
+    (r"^mpitrain bench ", "takes minutes: `tests/search/test_bench.py`"),
     (r"^mpitrain plan ", "needs a machine to plan for: `tests/planning/test_plan.py`"),
     (r"--ft heartbeat ", "needs MPICH under Slurm: `tests/slurm/test_heartbeat.py`"),
     (r"--hostfile |hosts\.py ", "needs several hosts, or root to emulate them"),

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpitrain.cli import (
+    bench,
     data,
     doctor,
     ensemble,
@@ -71,6 +72,7 @@ def build_parser() -> Parser:
         train,
         simulate,
         plan,
+        bench,
         predict,
         ensemble,
         export,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.reporting.rows import METRICS_FILE, SETTINGS, Row, kind_of
+from mpitrain.reporting.rows import METRICS_FILE, SETTINGS, Row, kind_of, metrics_in
 from mpitrain.reporting.traced_time import TracedTime, read_traces
 from mpitrain.system.run_directory import RUN_FILE, read_json
 
@@ -40,6 +40,14 @@ class RunFiles:
     def of_kind(self, kind: str) -> list[Row]:
         """Rows of progress, or of validations (the end of a run that was measured is one)."""
         return [row for row in self.rows if kind_of(row) == kind]
+
+    def validations(self, clock: str) -> list[dict[str, Any]]:
+        """What each validation measured: the metrics, `samples`, and `at_s` under the name `clock`."""
+        return [
+            {clock: row["at_s"], "samples": row.get("samples", 0)}
+            | {name: value for name, value in metrics_in(row).items() if name != "at_s"}
+            for row in self.of_kind("validation")
+        ]
 
     def fact(self, name: str) -> Any:
         """Of the result; of a run that has none, of how it was last started. None where nothing is known."""

@@ -162,3 +162,12 @@ def missed_targets(goals: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict
         for target in targets
         if not target.met(metrics.get(target.metric))
     }
+
+
+def first_met(
+    goals: Mapping[str, Any], measured: Iterable[Mapping[str, Any]], clock: str
+) -> dict[str, Any] | None:
+    """`clock` and `samples` of the first validation that reached every target; None without targets, or if none did."""
+    met = (row for row in measured if goals and not missed_targets(goals, row))
+    first = next(met, None)
+    return {key: first[key] for key in (clock, "samples")} if first else None

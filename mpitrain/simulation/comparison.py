@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +25,8 @@ from mpitrain.job import Job, Overrides
 from mpitrain.model.sparse_gradients import sparse_parameters
 from mpitrain.reporting.fom import fom_line
 from mpitrain.reporting.report import default_run_dir
-from mpitrain.reporting.rows import metrics_in
 from mpitrain.reporting.run_files import read_runs
-from mpitrain.reporting.targets import missed_targets
+from mpitrain.reporting.targets import first_met
 from mpitrain.simulation.base import NO_MEASUREMENT, VirtualRun
 from mpitrain.simulation.lockstep import simulate_lockstep
 from mpitrain.simulation.measured_step import charged, with_measured
@@ -303,20 +302,12 @@ def _bytes(found: Mapping[str, Any]) -> dict[str, int]:
 
 def _progress(folder: Path, found: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
     """How loss and metrics went, and when the target was met."""
-    run = read_runs([folder])[0]
-    measured = [
-        {"virtual_s": row["at_s"], "samples": row.get("samples", 0), **metrics_in(row)}
-        for row in run.of_kind("validation")
-    ]
-    for row in measured:
-        row.pop("at_s", None)
-    met: Iterable[dict[str, Any]] = (row for row in measured if target and not missed_targets(target, row))
-    first = next(iter(met), None)
+    measured = read_runs([folder])[0].validations("virtual_s")
     return {
         "metrics": found["metrics"],
         "loss_curve": found["loss_curve"],
         "validations": measured,
-        "to_target": {key: first[key] for key in ("virtual_s", "samples")} if first else None,
+        "to_target": first_met(target, measured, "virtual_s"),
     }
 
 

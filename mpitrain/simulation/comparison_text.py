@@ -11,7 +11,7 @@ from typing import Any
 
 from mpitrain.system.sizes import size_text
 
-WIDTH, _NAME = 80, 25
+WIDTH, NAME = 80, 25
 
 
 def comparison_text(found: Mapping[str, Any]) -> str:
@@ -30,18 +30,18 @@ def comparison_text(found: Mapping[str, Any]) -> str:
         lines += ["", *_limits(found["limits"])]
     for row in found["rows"]:
         if why := row.get("refused") or row.get("failure"):
-            lines += _wrapped(f"{row['strategy']}, {row['workers']} workers: {why}")
+            lines += wrapped(f"{row['strategy']}, {row['workers']} workers: {why}")
     return "\n".join(lines)
 
 
 def _throughput(rows: list[Mapping[str, Any]]) -> Iterator[str]:
     yield (
-        f"{'strategy':<{_NAME}}{'workers':>7}{'samples/s':>11}{'speed-up':>10}{'busy':>6}"
+        f"{'strategy':<{NAME}}{'workers':>7}{'samples/s':>11}{'speed-up':>10}{'busy':>6}"
         f"{'stale 50/90/99':>15}{'lost':>6}"
     )
     for row in rows:
         stale = "/".join(str(row["staleness"].get(share, "-")) for share in ("0.5", "0.9", "0.99"))
-        yield from _row(
+        yield from named_row(
             row,
             f"{row['workers']:>7}{row['samples_per_s']:>11.4g}{row['speed_up']:>10.2f}{100 * row['utilisation']:>5.0f}%"
             f"{stale if row['staleness'] else '-':>15}{100 * row['dropped_share']:>5.0f}%",
@@ -49,7 +49,7 @@ def _throughput(rows: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _traffic(rows: list[Mapping[str, Any]], has_target: bool) -> Iterator[str]:
-    head = f"{'strategy':<{_NAME}}{'workers':>7}{'virtual s':>10}{'a server':>10}{'a rank':>10}"
+    head = f"{'strategy':<{NAME}}{'workers':>7}{'virtual s':>10}{'a server':>10}{'a rank':>10}"
     yield head + (f"{'target s':>9}{'samples':>9}" if has_target else "")
     for row in rows:
         cells = f"{row['workers']:>7}{row['virtual_s']:>10.4g}" + "".join(
@@ -58,30 +58,30 @@ def _traffic(rows: list[Mapping[str, Any]], has_target: bool) -> Iterator[str]:
         if has_target:
             met = row.get("to_target")
             cells += f"{met['virtual_s']:>9.4g}{_short(met['samples']):>9}" if met else f"{'-':>9}{'-':>9}"
-        yield from _row(row, cells)
+        yield from named_row(row, cells)
     yield "  (bytes that the busiest server takes in and sends out, or that a rank sends)"
 
 
 def _limits(limits: list[Mapping[str, Any]]) -> Iterator[str]:
-    yield f"{'speed-up, fitted':<{_NAME}}{'sigma':>9}{'kappa':>10}{'at most':>9}{'workers':>9}"
+    yield f"{'speed-up, fitted':<{NAME}}{'sigma':>9}{'kappa':>10}{'at most':>9}{'workers':>9}"
     for one in limits:
         most = "-" if one["speed_up"] is None else f"{one['speed_up']:.4g}"
         at = "-" if one["workers"] is None else f"{one['workers']:.0f}"
-        yield from _row(one, f"{one['sigma']:>9.4f}{one['kappa']:>10.1e}{most:>9}{at:>9}")
+        yield from named_row(one, f"{one['sigma']:>9.4f}{one['kappa']:>10.1e}{most:>9}{at:>9}")
 
 
-def _row(row: Mapping[str, Any], cells: str) -> Iterator[str]:
+def named_row(row: Mapping[str, Any], cells: str) -> Iterator[str]:
     """The figures of a strategy; beneath its name, where that is long."""
     name = row["strategy"]
-    if len(name) >= _NAME:
-        yield from _wrapped(name)
+    if len(name) >= NAME:
+        yield from wrapped(name)
         name = ""
-    yield f"{name:<{_NAME}}{cells}"
+    yield f"{name:<{NAME}}{cells}"
 
 
 def _short(number: float) -> str:
     return f"{number:.0f}" if number < 1e6 else f"{number:.2g}"
 
 
-def _wrapped(text: str) -> list[str]:
+def wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)

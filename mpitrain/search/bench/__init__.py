@@ -1,0 +1,1 @@
+"""Measuring one job under several strategies and numbers of workers."""
