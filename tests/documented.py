@@ -24,6 +24,8 @@ ELSEWHERE = (
     (r" report runs/", "needs finished runs: `tests/reporting/test_page.py`"),
     (r" predict (runs|ensembles)/", "needs a finished run: `tests/mpi/test_predict.py`"),
     (r" ensemble runs/", "needs finished runs: `tests/training/test_ensemble.py`"),
+    (r" runs table ", "needs finished runs: `tests/search/test_table.py`"),
+    (r" sweep ", "takes tens of seconds: `tests/search/test_sweep.py`"),
     (r" export runs/", "needs a finished run: `tests/training/test_export.py`"),
     (r"^mpitrain bench ", "takes minutes: `tests/search/test_bench.py`"),
     (r"^mpitrain plan ", "needs a machine to plan for: `tests/planning/test_plan.py`"),

@@ -51,7 +51,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
         "wrapping": {"torch"},
         "simulation": {"torch", "numpy"},
     },
-    {"planning": {"torch"}, "search": {"torch"}},
+    {"planning": {"torch"}, "search": {"torch", "optuna"}},
     {"cli": set()},
     {"__init__": set(), "__main__": set()},
 )

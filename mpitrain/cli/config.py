@@ -34,6 +34,9 @@ def words_of(parser: Parser, path: str, typed: Sequence[str]) -> list[str]:
         action = _action(parser, path, key)
         if isinstance(action, argparse._AppendAction) and action.option_strings[0] in named:
             continue
+        if isinstance(value, dict) and isinstance(action, argparse._AppendAction):
+            found += [f"--{_option(key)}={name}={text}" for name, text in _entries(path, key, value)]
+            continue
         found += _words(path, key, value, action)
     return found
 
@@ -82,6 +85,16 @@ def _words(path: str, key: str, value: Any, action: argparse.Action) -> list[str
         if action.choices is not None and one not in action.choices:
             raise UsageError(f"{where}: no {one!r} among {', '.join(map(str, action.choices))}")
     return [f"{option}={one}" for one in values]
+
+
+def _entries(path: str, key: str, table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The entries of a table for an option that takes NAME=VALUE, such as `[vary]`; those of a table in it as
+    `table.name`."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _entries(path, key, value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", dict(_settings(path, key, {name: value}))[f"{key}.{name}"]
 
 
 def _settings(path: str, group: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -28,9 +28,9 @@ it, else the one on the PATH, which inside a PBS or LSF job takes the job's
 hosts. `mpirun -n N mpitrain train ...` by hand does the same."""
 
 _EPILOG = """\
-COMMAND is `train ...`, `predict ...`, `ensemble ...`, `data pack ...`, `env`, or
-a script (`script.py ...`). Options of launch come before it, those of the
-command after.
+COMMAND is `train ...`, `sweep ...`, `predict ...`, `ensemble ...`, `data pack ...`,
+`env`, or a script (`script.py ...`). Options of launch come before it, those of
+the command after.
 
 Ctrl-C ends the ranks (exit code 130). SIGTERM and SIGUSR1 ask `train` for a
 checkpoint, then end it (75); a second SIGTERM ends it at once (143). Nothing is
@@ -43,8 +43,8 @@ examples:
   mpitrain launch -n 8 --host-args "--hostfile hosts" train jobs/digits.py
   mpitrain launch -n 4 --dry-run train jobs/digits.py      print the command"""
 
-_RANKED = ("train", "predict", "ensemble", "data", "env")
-_ALONE = ("simulate", "report", "data stage", "data info")
+_RANKED = ("train", "sweep", "predict", "ensemble", "data", "env")
+_ALONE = ("simulate", "report", "runs", "data stage", "data info")
 
 
 def add_parser(commands: Any) -> None:
@@ -123,7 +123,8 @@ def run_launch(arguments: argparse.Namespace) -> int:
 
         raise UsageError(AUTO_WHERE)
     if inner and getattr(inner, "dry_run", False):  # the plan of a run needs no ranks
-        inner.ranks = inner.ranks or num_ranks
+        if words[0] == "train":
+            inner.ranks = inner.ranks or num_ranks
         return int(inner.run(inner))
     with Requests() as requests:
         try:
@@ -254,6 +255,8 @@ def _parsed(arguments: argparse.Namespace, words: list[str]) -> argparse.Namespa
 
 def _program(words: list[str]) -> list[str]:
     """What each rank runs: this python in every case, because the launcher was chosen for its MPI."""
+    from mpitrain.launch.command import own_program
+
     if not words:
         raise UsageError("launch what? For example: mpitrain launch -n 4 train jobs/digits.py")
     first = words[0]
@@ -262,7 +265,7 @@ def _program(words: list[str]) -> list[str]:
             reason = f"`{alone}` runs in one process and needs no ranks"
             raise UsageError(f"{reason}: mpitrain {shlex.join(words)}")
     if first in _RANKED:
-        return [sys.executable, *_safe_path(), "-m", "mpitrain", *words]
+        return own_program(words)
     if first in ("python", "python3"):
         return [sys.executable, *words[1:]]
     if first.endswith(".py"):
@@ -270,8 +273,8 @@ def _program(words: list[str]) -> list[str]:
             raise UsageError(f"no script {first!r} (looked in {Path.cwd()})")
         return [sys.executable, *words]
     raise UsageError(
-        f"cannot launch {first!r}{did_you_mean(first, _RANKED)}; launch takes train, predict, data pack, data check, "
-        "env or a script.py"
+        f"cannot launch {first!r}{did_you_mean(first, _RANKED)}; launch takes train, sweep, predict, data pack, data "
+        "check, env or a script.py"
     )
 
 
@@ -280,11 +283,6 @@ def _terminal() -> dict[str, str]:
     if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return {"MPITRAIN_TERMINAL": str(os.get_terminal_size(sys.stderr.fileno()).columns)}
     return {}
-
-
-def _safe_path() -> list[str]:
-    """`-P`, as the console script has it: a folder `mpitrain` in the working directory is not the package."""
-    return [] if Path(__file__).parents[2] == Path.cwd() else ["-P"]
 
 
 def _run_dir(words: list[str], inner: argparse.Namespace | None) -> Path:

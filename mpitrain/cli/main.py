@@ -25,8 +25,10 @@ from mpitrain.cli import (
     plan,
     predict,
     report,
+    runs,
     simulate,
     slurm,
+    sweep,
     train,
 )
 from mpitrain.cli.config import words_of
@@ -70,6 +72,8 @@ def build_parser() -> Parser:
     for module in (
         launch,
         train,
+        sweep,
+        runs,
         simulate,
         plan,
         bench,
@@ -107,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     on purpose pass through to the interpreter, and under MPI to the runtime's hook, which ends the job.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if is_rank() and argv[:1] == ["train"] and "--dry-run" not in argv:
-        # until `run_train` hears them: a signal that comes meanwhile waits, in place of ending the rank
+    if is_rank() and argv[:1] in (["train"], ["sweep"]) and "--dry-run" not in argv:
+        # until `run_train` or `run_sweep` hears them: a signal that comes meanwhile waits, in place of ending the rank
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
     arguments = parse(argv)
     try:

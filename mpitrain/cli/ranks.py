@@ -16,6 +16,11 @@ def with_ranks(work: Callable[[argparse.Namespace, Any], int], arguments: argpar
         from mpitrain.data.write.ranks import ALONE
 
         return work(arguments, ALONE)
+    return on_ranks(work, arguments)
+
+
+def on_ranks(work: Callable[[argparse.Namespace, Any], int], arguments: argparse.Namespace) -> int:
+    """`work(arguments, runtime)` on every rank of the launch."""
     from mpitrain.mpi.runtime import start
 
     runtime = start()

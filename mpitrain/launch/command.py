@@ -143,6 +143,13 @@ def launch_command(
     return [launcher.path, "-n", str(num_ranks), *options, *host_args, *program], env
 
 
+def own_program(words: Sequence[str]) -> list[str]:
+    """The words that run a command of this package in this python. `-P`, as the console script has it: a folder
+    `mpitrain` in the working directory is not the package."""
+    safe_path = [] if Path(__file__).parents[2] == Path.cwd() else ["-P"]
+    return [sys.executable, *safe_path, "-m", "mpitrain", *words]
+
+
 def _check_level(launcher: Launcher, fault_tolerance: str) -> None:
     srun, mpich = launcher.flavour == "srun", launcher.library == "mpich"
     if fault_tolerance == "ulfm" and launcher.flavour != "openmpi":

@@ -50,6 +50,31 @@ def start() -> Runtime:
     return _runtime
 
 
+def start_group(ranks_per_group: int) -> Runtime:
+    """Collective over all ranks: a runtime of this rank's group, ranks 0 to K-1, K to 2K-1 and so on. From here on
+    `start()` returns it, so that what trains here trains among the ranks of the group.
+
+    The runtime of all ranks stays beside it. One of them is used at a time: a collective of the other one is called
+    where no communication thread runs, as between two runs. Local ranks stay those of the launch: they choose devices.
+    """
+    global _runtime
+    whole = start()
+    color, key = divmod(whole.rank, ranks_per_group)
+    comm = whole.collective(lambda: whole.comm.Split(color, key), "split into groups")
+    group = Runtime(comm)
+    group.connect()
+    group.local_rank = whole.local_rank
+    _runtime = group
+    return group
+
+
+def end_group(whole: Runtime, group: Runtime) -> None:
+    """From here on `start()` returns the runtime of all ranks again."""
+    global _runtime
+    group.engine.stop()
+    _runtime = whole
+
+
 def exclusive_mpi() -> contextlib.AbstractContextManager[None]:
     """For your own mpi4py calls while collectives of torch.distributed or of this package are under way:
     `with mpitrain.exclusive_mpi(): comm.Barrier()`.
@@ -80,16 +105,19 @@ class Runtime(Ranks):
     and the others continue (`faults/shrink.py`), ranks are renumbered; `launched[r]` is the rank at launch of what is
     rank r now, and what users see.
 
-    The constructor declares every attribute and sends nothing; `connect()` meets the other ranks.
+    The constructor declares every attribute and sends nothing; `connect()` meets the other ranks: all that MPI has
+    started, or those of `comm`, a part of them.
     """
 
-    def __init__(self) -> None:
-        super().__init__(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+        among: MPI.Intracomm = MPI.COMM_WORLD if comm is None else comm
+        super().__init__(among.rank, among.size)
         self._pid = os.getpid()
+        self._is_part = comm is not None
         self.exit_code = 0  # of the process, where it cannot end by itself
         # Who it is among the others.
-        self.comm: MPI.Intracomm = MPI.COMM_WORLD
-        self._control_comm: MPI.Intracomm = MPI.COMM_WORLD
+        self.comm: MPI.Intracomm = among
+        self._control_comm: MPI.Intracomm = self.comm
         self.communicators: list[MPI.Comm] = []  # more to revoke when the job ends under ULFM
         self.torch_ranks: tuple[int, ...] = ()  # torch's ranks as MPI's, once there is a process group
         self.groups: list[Group] = []  # process groups that this rank has not left
@@ -107,7 +135,7 @@ class Runtime(Ranks):
         """Collective over all ranks: make the communicators, learn who the others are, and agree to start."""
         try:
             # A duplicate would have the program's own attributes and hints, too.
-            world: Any = MPI.COMM_WORLD
+            world: Any = self.comm
             self.comm = self.engine.comm = world.Create(world.group)
             self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises what MPI returns
             self._make_control_comm()
@@ -117,7 +145,8 @@ class Runtime(Ranks):
             abort.leave_start(self.comm, error)
         self.engine.on_wait = self.stamp_waiting
         abort.install_hooks(self)
-        atexit.register(self.finish)
+        if not self._is_part:
+            atexit.register(self.finish)
         brought = self.allgather([node_key(), socket.gethostname(), processes.identity(), self.thread_level])
         node_keys, self.hosts, self.processes, self._thread_levels = map(list, zip(*brought))
         self._place(node_keys)

@@ -131,10 +131,11 @@ class Choice(NamedTuple):
         return than is None or (value < than if self.less_is_better else value > than)
 
 
-def read_choice(text: Any, reported: Iterable[str] | None = None) -> Choice:
+def read_choice(text: Any, reported: Iterable[str] | None = None, what: str = "keep_best") -> Choice:
     """What `keep_best` names: "accuracy", or with the direction, "<distance" (less is better) or ">score" (more is).
 
-    Without a sign less of a loss, an error or a perplexity is better, and more of anything else.
+    Without a sign less of a loss, an error or a perplexity is better, and more of anything else. `what`: names it in
+    messages.
 
     Raises:
         UsageError: it is no text of that form, or names none of the metrics `reported`, where these are known.
@@ -142,14 +143,14 @@ def read_choice(text: Any, reported: Iterable[str] | None = None) -> Choice:
     found = re.fullmatch(r"\s*([<>]?)\s*([^<>=]+?)\s*", text) if isinstance(text, str) else None
     if found is None:
         raise UsageError(
-            f'keep_best={text!r}: write a metric of the validation, "accuracy", or with the direction, "<distance" '
+            f'{what}={text!r}: write a metric of the validation, "accuracy", or with the direction, "<distance" '
             'for less is better or ">score" for more'
         )
     sign, metric = found[1], found[2]
     known = None if reported is None else sorted(reported)
     if known is not None and metric not in known:
         raise UsageError(
-            f"keep_best {metric!r}: validation reports no metric of that name; it reports {', '.join(known)}"
+            f"{what} {metric!r}: validation reports no metric of that name; it reports {', '.join(known)}"
         )
     return Choice(metric, sign == "<" or (not sign and metric.lower().endswith(_SMALLER_IS_BETTER)))
 

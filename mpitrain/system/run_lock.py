@@ -179,6 +179,29 @@ class RunLock:
                 )
 
 
+def holder_lives(run_dir: Path, ours: Path | None = None) -> bool | None:
+    """Whether the process that holds the lock of `run_dir` is still there; None where it was touched lately on a host
+    from which that cannot be known.
+
+    Args:
+        ours: a directory on the same file system whose lock this process holds: what was not touched for `QUIET_S`
+            before that is nobody's.
+    """
+    path = run_dir / LOCK_FILE
+    try:
+        holder, touched_s = _read(read_bounded(path, _MAX_BYTES)), path.stat().st_mtime
+    except (OSError, ValueError):
+        return False
+    alive = _is_alive(holder)
+    if alive is not None:
+        return alive
+    try:
+        quiet = ours is not None and touched_s < (ours / LOCK_FILE).stat().st_mtime - QUIET_S
+    except OSError:
+        return None
+    return False if quiet else None
+
+
 def _who_we_are() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),

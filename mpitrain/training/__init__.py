@@ -77,8 +77,20 @@ def train_command(
     return code
 
 
-def _train(make_job: Callable[[], Job], overrides: Overrides, job_file: str | None = None) -> dict[str, Any]:
-    """One run from start to finish; an exception other than an agreed one ends the whole job, of several ranks."""
+def train_and_go_on(path: str, overrides: Overrides, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """A run of a job file in a process that goes on after it, as with `train`: what `result.json` holds.
+
+    Raises:
+        AgreedError: as `train`. Of a rank that is alone, any other exception too; of several ranks, it ends them all.
+    """
+    return _train(lambda: load_job(path, settings), overrides, path, goes_on=True)
+
+
+def _train(
+    make_job: Callable[[], Job], overrides: Overrides, job_file: str | None = None, goes_on: bool = False
+) -> dict[str, Any]:
+    """One run from start to finish; an exception other than an agreed one ends the whole job, of several ranks, and of
+    a command that does nothing else (unless the process `goes_on`)."""
     from mpitrain.mpi.runtime import start
     from mpitrain.system import trace
     from mpitrain.training import signals
@@ -94,7 +106,7 @@ def _train(make_job: Callable[[], Job], overrides: Overrides, job_file: str | No
     except AgreedError:
         raise
     except BaseException as error:
-        if job_file is not None or not runtime.is_alone:
+        if not (goes_on or job_file is None) or not runtime.is_alone:
             runtime.end_job(error)
         if session is not None:
             session.report.close()

@@ -98,7 +98,7 @@ def end_job(rank: JobRank, error: BaseException) -> NoReturn:
     _set_alarm()
     if not MPI.Is_initialized() or MPI.Is_finalized():
         os._exit(code)
-    if rank.size == 1 and not rank.lost:
+    if MPI.COMM_WORLD.size == 1:
         MPI.Finalize()
         os._exit(code)
     alone = rank.may_die_alone and not (is_lost_peer(error) or _ends_all(error))

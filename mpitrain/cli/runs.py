@@ -1,0 +1,88 @@
+"""`mpitrain runs`: finished runs beside one another, and the best of them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import EXIT_OK, UsageError, printable
+
+_TABLE_DESCRIPTION = """\
+Print runs beside one another: the options in which they differ, their metrics,
+samples per second, how they ended, and mean and spread over seeds and folds."""
+
+_EPILOG = """\
+DIR is a run, a sweep, or a directory of runs.
+
+examples:
+  mpitrain runs table runs/first
+  mpitrain runs table runs/sync runs/async --csv runs.csv --html runs.html
+  mpitrain runs best runs/first --metric validation_loss
+  mpitrain predict "$(mpitrain runs best runs/first)" data/new -o out.h5"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `runs` and its own subcommands to the command's subparsers."""
+    parser = commands.add_parser(
+        "runs", help="compare runs, and name the best", description="Runs beside one another."
+    )
+    actions = parser.add_subparsers(title="commands", dest="action", metavar="COMMAND", required=True)
+    shown = actions.add_parser(
+        "table", help="a table of runs", description=_TABLE_DESCRIPTION, epilog=_EPILOG
+    )
+    shown.add_argument(
+        "--csv", metavar="FILE", help="write a line for each run, all digits; - is the standard output"
+    )
+    shown.add_argument("--html", metavar="FILE", help="write a page that needs no network")
+    shown.set_defaults(run=run_table)
+    best = actions.add_parser(
+        "best",
+        help="the directory of the best run",
+        description="Print the best run's directory.",
+        epilog=_EPILOG,
+    )
+    best.add_argument(
+        "--over-seeds",
+        action="store_true",
+        help="of the setting whose mean over seeds and folds is the best, all directories",
+    )
+    best.set_defaults(run=run_best)
+    for one in (shown, best):
+        one.add_argument("folders", nargs="+", metavar="DIR", help="runs, sweeps, or directories of runs")
+        one.add_argument(
+            "--metric",
+            metavar="NAME",
+            help="what runs are compared by, as in train --keep-best (default: the sweep's, the runs' first target, or "
+            "the validation loss)",
+        )
+
+
+def run_table(arguments: argparse.Namespace) -> int:
+    """Print or write the table."""
+    from mpitrain.search.table import as_csv, as_html, as_text, read_table
+    from mpitrain.system.atomic import check_output, write_whole
+
+    to_stdout = arguments.csv == "-"
+    check_output(None if to_stdout else arguments.csv, "--csv")
+    check_output(arguments.html, "--html")
+    found = read_table(arguments.folders, arguments.metric)
+    if arguments.csv and not to_stdout:
+        write_whole(Path(arguments.csv), as_csv(found))
+    if arguments.html:
+        write_whole(Path(arguments.html), as_html(found))
+    print(as_csv(found) if to_stdout else as_text(found), end="" if to_stdout else "\n", flush=True)
+    return EXIT_OK
+
+
+def run_best(arguments: argparse.Namespace) -> int:
+    """Print the directory, or those of the best setting."""
+    from mpitrain.search.table import read_table
+
+    found = read_table(arguments.folders, arguments.metric).best(arguments.over_seeds)
+    for row in found:
+        path = str(row.folder)
+        if path != printable(path):
+            raise UsageError(f"the name of the directory {path!r} cannot be printed: rename it")
+        print(path, flush=True)
+    return EXIT_OK

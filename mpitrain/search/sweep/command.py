@@ -1,0 +1,244 @@
+"""`mpitrain sweep`: check a plan, carry it out, and say what came of it.
+
+Invariants: nothing is written, started or queued before every configuration was read. A sweep that lies in the
+directory goes on, and only with the plan it has been begun with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import EXIT_ERROR, EXIT_OK, UsageError, printable
+from mpitrain.reporting.report import default_run_dir
+from mpitrain.search.sweep.check import Read, Setup, examine
+from mpitrain.search.sweep.deal import FAILED, Standing, Task, all_progress, best_of, standings
+from mpitrain.search.sweep.journal import Dealer, Sweep
+from mpitrain.search.sweep.local import Dealt, deal_locally, default_parallel
+from mpitrain.search.sweep.plan import Plan, differing
+from mpitrain.system.atomic import check_output, write_whole
+
+SHOWN = 10  # best configurations in the summary
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `mpitrain sweep` was asked for.
+
+    Attributes:
+        plan: None: the one that lies in `run_dir`.
+        run_dir: of the sweep; None for a new one.
+        parallel: runs at a time on this host; None for as many as it has room for.
+        rerun: whether configurations that have failed are to be trained once more.
+        launch_words: further options of `mpitrain launch`, for each run. json: a file for the figures.
+    """
+
+    plan: Plan | None
+    run_dir: str | None
+    read: Callable[[Plan], Read]
+    parallel: int | None = None
+    rerun: bool = False
+    dry_run: bool = False
+    launch_words: tuple[str, ...] = ()
+    json: str | None = None
+
+
+def sweep_command(request: Request) -> int:
+    """Carry out a sweep on this host; returns the exit code."""
+    sweep, setup = open_sweep(request)
+    if request.dry_run:
+        print(printable(listing(setup)))
+        return EXIT_OK
+    parallel = request.parallel or default_parallel(setup.plan.ranks_per_run)
+    begin(sweep, setup, request.rerun)
+    say(f"{setup.plan.num_configurations} configurations, {parallel} at a time, in {sweep.folder}")
+    dealt = deal_locally(
+        sweep, setup, min(parallel, setup.plan.num_configurations), list(request.launch_words)
+    )
+    return conclude(sweep, setup, dealt, request.json)
+
+
+def sweep_on_ranks(request: Request, whole: Any) -> int:
+    """Carry out a sweep with the ranks of a launch, all of which call this; returns the exit code.
+
+    Args:
+        whole: the runtime of all ranks.
+    """
+    from mpitrain.search.sweep.allocation import deal_to_groups, share
+    from mpitrain.training.agree import attempt
+
+    def prepare() -> tuple[Sweep, Setup] | None:
+        if whole.rank:
+            return None
+        if request.parallel:
+            raise UsageError(
+                "--parallel is for a sweep without ranks: here every --ranks-per-run ranks make a group"
+            )
+        opened = open_sweep(request)
+        if not request.dry_run:
+            begin(*opened, request.rerun)
+        return opened
+
+    sweep, setup = share(whole, attempt(whole, prepare))
+    if request.dry_run:
+        if whole.rank == 0:
+            print(printable(listing(setup)))
+        return EXIT_OK
+    if whole.rank == 0:
+        num_groups = max(1, whole.size // setup.plan.ranks_per_run)
+        say(
+            f"{setup.plan.num_configurations} configurations on {num_groups} group(s) of ranks, in {sweep.folder}"
+        )
+    dealt = deal_to_groups(whole, sweep, setup, request.read(setup.plan), lambda: None)
+    return int(whole.broadcast(conclude(sweep, setup, dealt, request.json) if dealt is not None else None))
+
+
+def open_sweep(request: Request) -> tuple[Sweep, Setup]:
+    """The directory and the checked plan; writes nothing.
+
+    Raises:
+        UsageError: a configuration could not be trained, or another plan lies in the directory.
+    """
+    check_output(request.json, "--json")
+    folder = Path(request.run_dir) if request.run_dir else None
+    there = Sweep(folder).plan() if folder else None
+    plan = request.plan or there
+    if plan is None:
+        what = f"there is no sweep in {folder} to go on with" if folder else "sweep which job?"
+        raise UsageError(f"{what}: mpitrain sweep JOB.py --vary NAME=VALUE,VALUE")
+    setup = examine(plan, request.read(plan))
+    if there is not None and (text := differing(there, setup.plan)):
+        raise UsageError(
+            f"another sweep lies in {folder}: {text}. Give another --run-dir, or go on with that one by `mpitrain "
+            f"sweep --run-dir {folder}` alone"
+        )
+    return Sweep(folder or default_run_dir(f"{Path(plan.job).stem}-sweep")), setup
+
+
+def begin(sweep: Sweep, setup: Setup, rerun: bool) -> None:
+    """Write the plan down, and with `rerun` that what has failed is to be tried again."""
+    if sweep.plan() is None:
+        sweep.begin(setup.plan)
+    if not rerun:
+        return
+    records = sweep.records()
+    failed = [
+        one.task
+        for row in all_progress(records, setup.plan.num_configurations, setup.plan.num_rungs)
+        for one in row
+        if one.status == FAILED
+    ]
+    if failed:
+        with Dealer(sweep) as dealer:
+            for task in failed:
+                for attempt in range(task.attempt + 1):  # of one that was killed often, all of them
+                    dealer.note("rerun", **Task(task.number, task.rung, attempt)._asdict())
+    say(f"{len(failed)} failed before and run{'s' * (len(failed) == 1)} again")
+
+
+def listing(setup: Setup) -> str:
+    """The configurations, one a line, for `--dry-run`."""
+    plan = setup.plan
+    lines = [f"{one.number}: {one.text}" for one in setup.configurations]
+    if not lines:
+        lines = [f"{axis.name}: {axis.law or ', '.join(axis.values)}" for axis in plan.axes]
+    head = f"{plan.num_configurations} configurations of {plan.job}, {plan.ranks_per_run} rank(s) each"
+    if setup.by:
+        head += f", compared by {setup.by.metric} ({'less' if setup.by.less_is_better else 'more'} is better)"
+    if setup.plan.rungs:
+        lines.append("rungs: " + ", ".join(f"{epochs} epochs" for epochs in setup.plan.rungs))
+    return "\n".join([head, *lines])
+
+
+def conclude(sweep: Sweep, setup: Setup, dealt: Dealt, json_file: str | None) -> int:
+    """Say what came of it; returns the exit code: that of a signal, 1 if a configuration has failed, else 0."""
+    records = sweep.records()
+    found = standings(records, setup.plan.num_configurations, setup.plan.num_rungs)
+    samples = sum(ended.samples for ended in records.ended.values())
+    lines = summary(sweep, setup, found)
+    if any(dealt.busy_s):
+        lines.append(
+            f"idle share {100 * dealt.idle_share:.1f} % of {len(dealt.busy_s)} group(s) of {setup.plan.ranks_per_run} "
+            f"rank(s) in {dealt.elapsed_s:.1f} s; {samples} samples in all"
+        )
+    print(printable("\n".join(lines)), flush=True)
+    if json_file:
+        write_whole(Path(json_file), json.dumps(figures(sweep, setup, dealt), indent=2) + "\n")
+    if dealt.code:
+        say(f"asked to end; go on with: mpitrain sweep --run-dir {sweep.folder}")
+        return dealt.code
+    return EXIT_ERROR if any(one.status == FAILED for one in found) else EXIT_OK
+
+
+def summary(sweep: Sweep, setup: Setup, found: list[Standing]) -> list[str]:
+    """How many have come how far, what has failed, and the best."""
+    counts = {
+        status: sum(one.status == status for one in found)
+        for status in dict.fromkeys(one.status for one in found)
+    }
+    lines = [
+        f"{len(found)} configurations: " + ", ".join(f"{count} {status}" for status, count in counts.items())
+    ]
+    lines += [f"  {one.number} failed: {one.reason}"[:200] for one in found if one.status == FAILED][:SHOWN]
+    if setup.by is None or (best := best_of(found, setup.by)) is None:
+        return lines
+    options = {one.number: one.text for one in configurations_of(sweep, setup)}
+    sign = 1 if setup.by.less_is_better else -1
+    ranked = sorted(
+        (one for one in found if one.value is not None), key=lambda one: sign * (one.value or 0.0)
+    )
+    lines += [
+        f"  {setup.by.metric} {one.value:.6g}  {one.number}: {options[one.number]}" for one in ranked[:SHOWN]
+    ]
+    return [*lines, f"best: {sweep.run_dir(best.number)}"]
+
+
+def configurations_of(sweep: Sweep, setup: Setup) -> list[Any]:
+    """All configurations that are known by now."""
+    if setup.configurations:
+        return list(setup.configurations)
+    plan, proposed = setup.plan, sweep.proposals()
+    return [
+        plan.repeated(index, proposed[first])
+        for index in range(plan.num_configurations)
+        if (first := index - index % plan.num_repeats) in proposed
+    ]
+
+
+def figures(sweep: Sweep, setup: Setup, dealt: Dealt) -> dict[str, Any]:
+    """What `--json` holds."""
+    records = sweep.records()
+    found = standings(records, setup.plan.num_configurations, setup.plan.num_rungs)
+    options = {one.number: dict(one.options) for one in configurations_of(sweep, setup)}
+    best = best_of(found, setup.by) if setup.by else None
+    return {
+        "schema": 1,
+        "run_dir": str(sweep.folder),
+        "plan": setup.plan.to_json(),
+        "rungs_epochs": list(setup.plan.rungs),
+        "metric": setup.by.metric if setup.by else None,
+        "best": best.number if best else None,
+        "num_samples": sum(ended.samples for ended in records.ended.values()),
+        "num_attempts": len(records.claimed),
+        "elapsed_s": dealt.elapsed_s,
+        "busy_s": list(dealt.busy_s),
+        "idle_share": dealt.idle_share,
+        "exit_code": dealt.code,
+        "configurations": [
+            {
+                **one._asdict(),
+                "options": options.get(one.number, {}),
+                "run_dir": str(sweep.run_dir(one.number)),
+            }
+            for one in found
+        ],
+    }
+
+
+def say(text: str) -> None:
+    """A line for people, on stderr."""
+    print(printable(f"mpitrain: {text}"), file=sys.stderr, flush=True)

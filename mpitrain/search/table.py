@@ -1,0 +1,317 @@
+"""Runs beside one another: the options in which they differ, what they have measured, how they ended, and, of settings
+that were trained several times, mean and spread.
+
+Invariants: it only reads what runs have left, and any of it may be missing. A spread is the sample standard deviation
+(n - 1 in the denominator) over seeds and folds.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import UsageError, printable
+from mpitrain.options import show
+from mpitrain.reporting.html_page import document, table
+from mpitrain.reporting.html_page import text as escaped
+from mpitrain.reporting.rows import metrics_in
+from mpitrain.reporting.run_files import RunFiles, read_runs
+from mpitrain.reporting.targets import LOSS, Choice, read_choice
+from mpitrain.search.sweep.deal import Standing, standings
+from mpitrain.search.sweep.journal import Sweep
+from mpitrain.search.sweep.plan import setting_of
+from mpitrain.search.sweep.runs import measured
+
+WIDTH = 80
+_FACTS = ("strategy", "workers", "servers", "batch_size", "accumulate", "precision", "epochs", "seed")
+_NOT_OPTIONS = {
+    "run_dir", "quiet", "resume", "checkpoint_every", "log", "log_every", "trace", "watchdog_s", "heartbeat_s", *_FACTS,
+}  # fmt: skip
+_STATUS = {0: "ok", 3: "missed", 75: "interrupted"}
+NOT_FINISHED = "not finished"
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run.
+
+    Attributes:
+        name: of its directory, as far as that tells it from the others; folder: the directory.
+        options: that it was started with, by name; metrics: of its end, or of its last validation so far.
+        samples_per_second: its figure of merit, None if it has none; status: "ok", "missed", "failed", ...
+    """
+
+    name: str
+    folder: Path
+    options: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    samples_per_second: float | None
+    status: str
+    result: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Runs, and what they are compared by (None where nothing was measured)."""
+
+    rows: tuple[RunRow, ...]
+    by: Choice | None
+
+    @property
+    def options(self) -> list[str]:
+        """Names of the options in which the runs differ."""
+        names = dict.fromkeys(name for row in self.rows for name in row.options)
+        return [name for name in names if len({_text(row.options.get(name, "")) for row in self.rows}) > 1]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics, the one that runs are compared by first."""
+        names = dict.fromkeys([self.by.metric] if self.by else [])
+        return list(names | dict.fromkeys(name for row in self.rows for name in row.metrics))
+
+    def of_runs(self) -> tuple[list[str], list[list[Any]]]:
+        """Head and cells, a line for each run."""
+        head = ["run", *self.options, *self.metrics, "samples/s", "status"]
+        cells = [
+            [
+                row.name, *(_text(row.options.get(name, "")) for name in self.options),
+                *(row.metrics.get(name, "") for name in self.metrics),
+                "" if row.samples_per_second is None else row.samples_per_second, row.status,
+            ]
+            for row in self.rows
+        ]  # fmt: skip
+        return head, cells
+
+    def settings(self) -> dict[tuple[tuple[str, Any], ...], list[RunRow]]:
+        """The runs that differ in seed and fold alone, by what they have in common."""
+        found: dict[tuple[tuple[str, Any], ...], list[RunRow]] = {}
+        for row in self.rows:
+            options = {name: _text(row.options.get(name, "")) for name in self.options}
+            found.setdefault(setting_of(options), []).append(row)
+        return found
+
+    def of_settings(self) -> tuple[list[str], list[list[Any]]] | None:
+        """Head and cells of mean and spread of each metric, a line for each setting; None where none was repeated."""
+        found = self.settings()
+        if all(len(rows) == 1 for rows in found.values()):
+            return None
+        names = [name for name, _ in next(iter(found))]
+        head = [*names, "runs", *(f"{name} {what}" for name in self.metrics for what in ("mean", "spread"))]
+        lines = []
+        for setting, rows in found.items():
+            cells = [value for _, value in setting] + [len(rows)]
+            for name in self.metrics:
+                cells += spread_of([row.metrics[name] for row in rows if name in row.metrics])
+            lines.append(cells)
+        return head, lines
+
+    def best(self, over_repeats: bool = False) -> list[RunRow]:
+        """The best run; with `over_repeats` those of the setting whose mean is the best.
+
+        Raises:
+            UsageError: nothing was measured.
+        """
+        if self.by is None:
+            raise UsageError("none of these runs has measured anything: their job has no validate=")
+        chosen: list[RunRow] = []
+        best: float | None = None
+        groups = self.settings().values() if over_repeats else [[row] for row in self.rows]
+        for rows in groups:
+            values = [value for row in rows if (value := _value(row, self.by)) is not None]
+            value = statistics.fmean(values) if len(values) == len(rows) else None
+            if self.by.is_better(value, best):
+                best, chosen = value, list(rows)
+        if not chosen:
+            raise UsageError(f"none of these runs has come to its end with a finite {self.by.metric}")
+        return chosen
+
+
+def _value(row: RunRow, by: Choice) -> float | None:
+    if row.status in ("failed", NOT_FINISHED, "running", "open"):
+        return None
+    return measured(row.result, by) if row.result else row.metrics.get(by.metric)
+
+
+def spread_of(values: Sequence[float]) -> list[Any]:
+    """Mean and sample standard deviation of what is finite; empty texts where there is none, or only one."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ["", ""]
+    return [statistics.fmean(finite), statistics.stdev(finite) if len(finite) > 1 else ""]
+
+
+def read_table(folders: Sequence[str | Path], metric: str | None = None) -> Table:
+    """The runs in these directories: each a run, a sweep, or a directory of runs.
+
+    Raises:
+        UsageError: a directory holds no run, or no run reports the metric.
+    """
+    rows: list[RunRow] = []
+    by: Choice | None = None
+    for folder in map(Path, folders):
+        plan = Sweep(folder).plan()
+        if plan is not None:
+            rows += _of_sweep(folder)
+            by = by or (read_choice(plan.metric) if plan.metric else None)
+        else:
+            rows += [_row(run) for run in read_runs([folder])]
+    rows.sort(key=lambda row: ([str(row.folder.parent)], _natural(row.name)))
+    reported = sorted({name for row in rows for name in row.metrics})
+    if metric:
+        by = read_choice(metric, reported or None, "--metric")
+    if by is None and reported:
+        targets = [name for row in rows for name in row.result.get("target") or {} if name in reported]
+        by = read_choice([*targets, *([LOSS] if LOSS in reported else []), *reported][0])
+    return Table(tuple(rows), by)
+
+
+def _of_sweep(folder: Path) -> list[RunRow]:
+    """The runs of a sweep, those that have not begun too; the journal says how each stands."""
+    sweep = Sweep(folder)
+    plan = sweep.plan()
+    assert plan is not None
+    records = sweep.records()
+    found = []
+    configurations = plan.configurations() or [
+        plan.repeated(index, setting)
+        for first, setting in sorted(sweep.proposals().items())
+        for index in range(first, first + plan.num_repeats)
+    ]
+    stands = standings(records, plan.num_configurations, plan.num_rungs)
+    for one in configurations:
+        stand, run_dir = stands[one.number], sweep.run_dir(one.number)
+        options = dict(one.options)
+        if run_dir.is_dir() and ((run_dir / "result.json").exists() or (run_dir / "metrics.jsonl").exists()):
+            row = _row(read_runs([run_dir])[0])
+            found.append(
+                RunRow(
+                    row.name, run_dir, {**row.options, **options}, row.metrics, row.samples_per_second,
+                    _standing_text(stand, row), row.result,
+                )
+            )  # fmt: skip
+        else:
+            found.append(RunRow(str(one.number), run_dir, options, {}, None, stand.status, {}))
+    return found
+
+
+def _standing_text(stand: Standing, row: RunRow) -> str:
+    """As the journal has it; of a run that has come to its end, as that says."""
+    return row.status if stand.status in ("ok", "missed") else stand.status
+
+
+def _row(run: RunFiles) -> RunRow:
+    code = run.result.get("exit_code")
+    status = NOT_FINISHED if not run.result else _STATUS.get(code if isinstance(code, int) else 1, "failed")
+    given = {
+        key: value for key, value in (run.started.get("overrides") or {}).items() if key not in _NOT_OPTIONS
+    }
+    options = {name: value for name in _FACTS if (value := run.fact(name)) is not None}
+    options |= {name: value for name, value in given.items() if value not in (None, False, [], ())}
+    options |= run.result.get("options") or run.started.get("options") or {}
+    last = run.of_kind("validation")
+    found = run.result.get("metrics") or (metrics_in(last[-1]) if last else {})
+    metrics = {
+        name: number
+        for name, value in found.items()
+        if (number := _number(value)) is not None and name != "at_s"
+    }
+    rate = run.result.get("samples_per_second")
+    return RunRow(
+        run.folder.resolve().name, run.folder, options, metrics,
+        float(rate) if isinstance(rate, int | float) else None, status, run.result,
+    )  # fmt: skip
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _natural(name: str) -> list[Any]:
+    """So that 10 comes after 2."""
+    return [
+        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part
+    ]
+
+
+def _text(value: Any) -> str:
+    return show(value) if not isinstance(value, float) else f"{value:.6g}"
+
+
+# ---- forms
+
+
+def as_text(found: Table) -> str:
+    """For a terminal of 80 columns; a wider table in blocks, each with the names of the runs."""
+    parts = [_blocks(*found.of_runs(), num_first=1)]
+    if repeated := found.of_settings():
+        parts += [
+            "",
+            f"over seeds{' and folds' * ('fold' in found.options)}:",
+            _blocks(*repeated, num_first=0),
+        ]
+    return "\n".join(parts)
+
+
+def _blocks(head: Sequence[str], cells: Sequence[Sequence[Any]], num_first: int) -> str:
+    lines = [list(head), *([_cell(cell) for cell in row] for row in cells)]
+    widths = [min(WIDTH - 2, max(len(line[column]) for line in lines)) for column in range(len(head))]
+    first = list(range(num_first))
+    blocks: list[list[int]] = [list(first)]
+    for column in range(num_first, len(head)):
+        used = sum(widths[one] + 2 for one in blocks[-1])
+        if used + widths[column] > WIDTH and len(blocks[-1]) > num_first:
+            blocks.append(list(first))
+        blocks[-1].append(column)
+    texts = []
+    for columns in blocks:
+        texts.append(
+            "\n".join("  ".join(line[one].ljust(widths[one]) for one in columns).rstrip() for line in lines)
+        )
+    return "\n\n".join(texts)
+
+
+def _cell(value: Any) -> str:
+    return printable(f"{value:.5g}" if isinstance(value, float) else str(value))
+
+
+def as_csv(found: Table) -> str:
+    """A line for each run, with all digits, and the directory last."""
+    head, cells = found.of_runs()
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*head, "run_dir"])
+    writer.writerows([*row, str(run.folder)] for row, run in zip(cells, found.rows, strict=True))
+    return out.getvalue()
+
+
+def as_html(found: Table) -> str:
+    """A page that needs no network."""
+    return document("runs", _body(found))
+
+
+def _body(found: Table) -> Iterable[str]:
+    yield f"<h1>{len(found.rows)} runs</h1>"
+    if found.by is not None:
+        better = "less" if found.by.less_is_better else "more"
+        yield f'<p class="note">Compared by {escaped(found.by.metric)}: {better} is better.</p>'
+        try:
+            yield f"<p>The best: {escaped(str(found.best()[0].folder))}</p>"
+        except UsageError as error:
+            yield f'<p class="fail">{escaped(str(error))}</p>'
+    yield table(*found.of_runs())
+    if repeated := found.of_settings():
+        yield "<h2>Over seeds and folds</h2>"
+        yield table(*repeated)
+        yield '<p class="note">The spread is the sample standard deviation.</p>'

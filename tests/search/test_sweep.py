@@ -1,0 +1,160 @@
+"""`mpitrain sweep`: what is refused before anything starts, and that every configuration is trained once, on this host
+and by the ranks of a launch, whatever fails or is killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mpitrain.cli import main as cli
+from mpitrain.search.sweep.deal import MAX_DEATHS
+from mpitrain.search.sweep.journal import Sweep
+from tests.ranks import find_mpi, run_ranks
+
+JOB = Path(__file__).with_name("job.py")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copy(JOB, tmp_path / "job.py")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def ended(folder: Path) -> Counter[tuple[int, str]]:
+    """How often each configuration has ended, and how."""
+    return Counter((row["number"], row["status"]) for row in Sweep(folder).rows() if row["event"] == "ended")
+
+
+def starts(run_dir: Path) -> int:
+    """How often a run was started, by its own account."""
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return sum(row["event"] == "start" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--vary", "lrr=1"], "did you mean 'lr'?"),
+        (["--vary", "lr=1,x"], "configuration 1 (lr=x): argument --lr: 'x' is not a finite number"),
+        (["--vary", "strategy=asinc()"], "did you mean 'async'?"),
+        (["--vary", "strategy=async()"], "leave no worker"),
+        (["--vary", "model.hiden=1"], "declares no such parameter; did you mean 'model.hidden'?"),
+        (["--vary", "model.hidden=1,x"], "model.hidden is a whole number"),
+        (["--vary", "lr=uniform(0, 1)"], "--sampler random"),
+        (["--vary", "lr=1", "--vary", "lr=2"], "given twice"),
+        (["--vary", "run_dir=a"], "no such option to vary"),
+        (["--sampler", "random", "--vary", "lr=1,2"], "--num N"),
+        (["--vary", "seed=1", "--seeds", "2"], "vary the same"),
+        (["--asha", "asha(least=1)"], "a run has 1"),
+        (["--asha", "ahsa()", "--epochs", "9"], "did you mean 'asha'?"),
+        (["--asha", "asha()", "--vary", "epochs=3,9"], "leave epochs out"),
+        (["--seeds", "0"], "at least 1"),
+    ],
+)
+def test_a_wrong_plan_is_answered_before_anything_is_written(
+    here: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sweep", "job.py", *words, "--run-dir", "out"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (here / "out").exists()
+
+
+def test_a_file_says_what_the_options_say(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "sweep.toml").write_text(
+        'epochs = 2\nseeds = "2"\n[vary]\nlr = [0.1, 0.2]\nstrategy = ["allreduce()"]\n[vary.model]\nhidden = [3, 4]\n'
+    )
+    assert cli.main(["sweep", "job.py", "--config", "sweep.toml", "--dry-run"]) == 0
+    by_file = capsys.readouterr().out
+    words = ["--vary", "lr=0.1,0.2", "--vary", "strategy=allreduce()", "--vary", "model.hidden=3,4"]
+    assert cli.main(["sweep", "job.py", "--epochs", "2", "--seeds", "2", *words, "--dry-run"]) == 0
+    assert capsys.readouterr().out == by_file
+    assert len(by_file.splitlines()) == 1 + 8
+
+
+def test_a_local_sweep_reruns_what_has_failed_and_nothing_else(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sweep", "job.py", "--vary", "model.hidden=3,4", "--set", "model.raises=4", "--run-dir", "out"]
+    assert cli.main([*words, "--parallel", "2", "--json", "out.json"]) == 1
+    said = capsys.readouterr().out
+    assert "1 ok, 1 failed" in said and "1 failed: rank 0 (worker, step 0): RuntimeError: planted" in said
+    assert ended(here / "out") == {(0, "ok"): 1, (1, "failed"): 1}
+    figures = json.loads((here / "out.json").read_text())
+    assert figures["best"] == 0 and figures["num_attempts"] == 2 and 0 <= figures["idle_share"] < 1
+    assert cli.main(["sweep", "--run-dir", "out"]) == 1  # nothing is left to do
+    assert ended(here / "out") == {(0, "ok"): 1, (1, "failed"): 1}
+    (here / "FIXED").touch()
+    assert cli.main(["sweep", "--run-dir", "out", "--rerun"]) == 0
+    assert ended(here / "out") == {(0, "ok"): 1, (1, "failed"): 1, (1, "ok"): 1}
+    assert starts(here / "out" / "0") == 1
+    assert cli.main([*words, "--epochs", "2"]) == 2
+    assert "another sweep lies in out: words was" in capsys.readouterr().err
+
+
+def test_a_metric_that_is_not_measured_ends_the_sweep_at_its_first_run(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "sweep",
+        "job.py",
+        "--vary",
+        "lr=0.1,0.2",
+        "--metric",
+        "acuracy",
+        "--parallel",
+        "1",
+        "--run-dir",
+        "out",
+    ]
+    assert cli.main(words) == 2
+    assert "--metric 'acuracy': validation reports no metric of that name" in capsys.readouterr().err
+    assert len(Sweep(here / "out").claims()) == 1
+
+
+def test_ranks_of_a_launch_train_every_configuration_once_also_after_kills(here: Path) -> None:
+    """One configuration raises, which its rank survives. One kills its process and so the launch, every time, until it
+    is given up. All others are trained once, over all launches."""
+    python = str(find_mpi()[0])
+    words = [
+        "sweep", "job.py", "--vary", "model.hidden=2,3,4,5,6,7,8,9", "--set", "model.raises=4",
+        "--set", "model.kills=5", "--metric", "accuracy", "--run-dir", "out", "--json", "out.json",
+    ]  # fmt: skip
+    again = ["sweep", "--run-dir", "out", "--json", "out.json"]
+    last, num_launches = run_ranks(4, [python, "-m", "mpitrain", *words], cwd=here), 1
+    while not (here / "out.json").exists():  # which is written at the end of a launch that was not killed
+        assert last.code != 0 and num_launches <= MAX_DEATHS, last
+        last, num_launches = run_ranks(4, [python, "-m", "mpitrain", *again], cwd=here), num_launches + 1
+    assert num_launches > 1
+    assert last.code == 1 and "8 configurations: 6 ok, 2 failed" in last.stdout, last
+    assert "3 failed: its process was killed" in last.stdout and "best: out/1" in last.stdout
+    found = {place: count for place, count in ended(here / "out").items() if place[1] != "interrupted"}
+    assert found == {(number, "failed" if number == 2 else "ok"): 1 for number in range(8) if number != 3}
+    records = Sweep(here / "out").records()
+    for task, how in records.ended.items():
+        if how.status == "ok":  # nothing was begun after that, and every sample was trained on
+            assert task.attempt == max(one.attempt for one in records.claimed if one.number == task.number)
+            assert json.loads((here / "out" / str(task.number) / "result.json").read_text())["samples"] == 32
+
+
+def test_groups_of_ranks_train_several_strategies(here: Path) -> None:
+    """Two groups of two ranks; a parameter server is one of the two."""
+    python = str(find_mpi()[0])
+    words = [
+        "sweep", "job.py", "--vary", "strategy=allreduce(),async(servers=1),localsgd()", "--seeds", "2",
+        "--ranks-per-run", "2",
+        "--run-dir", "out", "--json", "out.json",
+    ]  # fmt: skip
+    run_ranks(4, [python, "-m", "mpitrain", *words], cwd=here).check()
+    figures = json.loads((here / "out.json").read_text())
+    assert ended(here / "out") == {(number, "ok"): 1 for number in range(6)}
+    assert len(figures["busy_s"]) == 2 and all(figures["busy_s"]) and 0 <= figures["idle_share"] < 1
+    for number, (servers, seed) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1), (0, 0), (0, 1)]):
+        result = json.loads((here / "out" / str(number) / "result.json").read_text())
+        assert (result["servers"], result["workers"], result["seed"]) == (servers, 2 - servers, seed)
+    refused = run_ranks(3, [python, "-m", "mpitrain", "sweep", "--run-dir", "out"], cwd=here)
+    assert refused.code == 2 and "3 ranks make no groups of --ranks-per-run 2" in refused.stderr, refused
