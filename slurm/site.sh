@@ -13,6 +13,8 @@ LAUNCH=(srun --mpi=pmix) # Open MPI 4 or 5
 # LAUNCH=(srun --mpi=pmi2); export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so # Intel MPI
 # LAUNCH=(mpirun) # Open MPI's own launcher
 # LAUNCH=(mpiexec) # MPICH's and Intel's Hydra
+# LAUNCH=(mpiexec --line-buffer) # HPE Cray's PALS, under PBS
+# LAUNCH=(flux run) # Flux
 # LAUNCH=(ibrun) # sites that wrap it: see whether it takes -n and -f
 # export MPITRAIN_FT=heartbeat # srun with MPICH or its kin: strategies with servers go on without a worker that dies
 
@@ -20,6 +22,8 @@ LAUNCH=(srun --mpi=pmix) # Open MPI 4 or 5
 BIND=(--cpu-bind=cores --mem-bind=local --gpu-bind=none) # srun
 # BIND=(--bind-to numa) # mpirun
 # BIND=(-bind-to numa) # mpiexec
+# BIND=(--cpu-bind numa) # pals
+# BIND=(-o cpu-affinity=per-task) # flux
 
 # 4. A container instead of an environment (its MPI must be ABI-compatible with the site's).
 CONTAINER=()

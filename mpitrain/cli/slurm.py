@@ -37,12 +37,17 @@ examples:
       jobs/digits.py --strategy "async(servers=4)" --epochs 50
   mpitrain slurm submit --dry-run single-node jobs/digits.py     print it only
   mpitrain slurm submit --set sweep=sweep.txt --set array=%4 \\
-      --sbatch "--exclude=n3" array-sweep jobs/digits.py"""
+      --sbatch "--exclude=n3" array-sweep jobs/digits.py
+  mpitrain slurm render --set system=pbs multi-node jobs/digits.py | qsub
+
+--set system=pbs, lsf or flux writes single-node, multi-node and benchmark
+scripts for these."""
 
 _SITE_EPILOG = """\
 launchers:
   openmpi, mpich, cray-mpich, intel-mpi     by srun
   mpirun, mpiexec, ibrun                    the MPI's or the site's own
+  flux, pals                                Flux; HPE Cray's mpiexec under PBS
 
 examples:
   mpitrain slurm site --launcher cray-mpich > slurm/site.sh"""
@@ -168,6 +173,9 @@ def run_submit(arguments: argparse.Namespace) -> int:
     from mpitrain.slurm import render, submit
     from mpitrain.slurm.submit import run_directory, write_submitted
 
+    for text in arguments.settings:
+        if text.startswith("system=") and text != "system=slurm":
+            raise UsageError(f"--set {text}: submit is for sbatch; render the script, and hand it in by hand")
     if not arguments.program:
         if arguments.dry_run:
             return run_render(arguments)

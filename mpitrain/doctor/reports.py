@@ -52,7 +52,7 @@ def node_kind(num_gpus: int) -> str:
 
 def collect(folder: Path, hosts: Sequence[str], slow: float = SLOW) -> Verdict:
     """Read the reports of these nodes and judge them."""
-    reports = {host: _report(folder / f"{host}.json") for host in hosts}
+    reports = {host: _report(_path(folder, host)) for host in hosts}
     wrong: dict[str, list[str]] = {}
     failed: dict[str, set[str]] = {}
     for host, report in reports.items():
@@ -74,6 +74,12 @@ def collect(folder: Path, hosts: Sequence[str], slow: float = SLOW) -> Verdict:
     common = common_faults(spoken, len(measured)) | common_faults(silent, len(hosts))
     own = [host for host in wrong if failed[host] - set(common)]
     return Verdict(wrong, common, own)
+
+
+def _path(folder: Path, host: str) -> Path:
+    """Some batch systems name a node with its domain, which the node itself may leave out."""
+    whole = folder / f"{host}.json"
+    return whole if whole.exists() else folder / f"{host.partition('.')[0]}.json"
 
 
 def _report(path: Path) -> dict[str, Any] | None:

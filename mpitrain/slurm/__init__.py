@@ -5,10 +5,21 @@ Invariants: the standard library only, no MPI, no torch. A script is a pure func
 them whole. Decisions that a batch script takes are functions here (`requeue.py`), so that they have tests.
 """
 
+from mpitrain.slurm.batch_systems import render
 from mpitrain.slurm.requeue import may_requeue
-from mpitrain.slurm.script import KINDS, Script, render
+from mpitrain.slurm.script import KINDS, SYSTEMS, Script
 from mpitrain.slurm.site import LAUNCHERS, render_site
 from mpitrain.slurm.status import describe
 from mpitrain.slurm.submit import submit
 
-__all__ = ["KINDS", "LAUNCHERS", "Script", "describe", "may_requeue", "render", "render_site", "submit"]
+__all__ = [
+    "KINDS",
+    "LAUNCHERS",
+    "SYSTEMS",
+    "Script",
+    "describe",
+    "may_requeue",
+    "render",
+    "render_site",
+    "submit",
+]

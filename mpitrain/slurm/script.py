@@ -105,6 +105,9 @@ KINDS: dict[str, _Kind] = {
 }
 
 
+SYSTEMS = ("slurm", "pbs", "lsf", "flux")
+
+
 @dataclass(frozen=True)
 class Script:
     """Everything a batch script depends on; what is `None` is left to Slurm, `site.sh` or the command line.
@@ -120,6 +123,7 @@ class Script:
         sweep: the options' file of an `array-sweep`; `array` its indices ("0-7%4").
         switches: most leaf switches, and how long to wait for them ("1@10:00").
         sbatch: further words for sbatch ("--exclude=n3", "--dependency=afterok:12"), for both components of a `hetjob`.
+        system: one of `SYSTEMS` (`batch_systems.py` renders those that are not Slurm).
     """
 
     kind: str = "multi-node"
@@ -140,10 +144,13 @@ class Script:
     sweep: str = ""
     array: str | None = None
     sbatch: tuple[str, ...] = ()
+    system: str = "slurm"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UsageError(f"no kind of script {self.kind!r}{nearest(self.kind, list(KINDS))}")
+        if self.system not in SYSTEMS:
+            raise UsageError(f"no batch system {self.system!r}{nearest(self.system, list(SYSTEMS))}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             words = value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ()

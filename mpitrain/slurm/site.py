@@ -32,12 +32,16 @@ LAUNCHERS = {
     ),
     "mpirun": Launcher("LAUNCH=(mpirun)", "Open MPI's own launcher", "mpirun"),
     "mpiexec": Launcher("LAUNCH=(mpiexec)", "MPICH's and Intel's Hydra", "mpiexec"),
+    "pals": Launcher("LAUNCH=(mpiexec --line-buffer)", "HPE Cray's PALS, under PBS", "pals"),
+    "flux": Launcher("LAUNCH=(flux run)", "Flux", "flux"),
     "ibrun": Launcher("LAUNCH=(ibrun)", "sites that wrap it: see whether it takes -n and -f", "mpiexec"),
 }
 _BIND = {
     "srun": "BIND=(--cpu-bind=cores --mem-bind=local --gpu-bind=none)",
     "mpirun": "BIND=(--bind-to numa)",
     "mpiexec": "BIND=(-bind-to numa)",
+    "pals": "BIND=(--cpu-bind numa)",
+    "flux": "BIND=(-o cpu-affinity=per-task)",
 }
 _TEXT = """\
 # shellcheck shell=bash disable=SC2016,SC2034

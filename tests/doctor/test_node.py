@@ -136,6 +136,9 @@ def test_unfit_and_silent_nodes_are_written_down(tmp_path: Path, capsys: pytest.
     assert main([*words, "n1 n2 n4"]) == 4 and failing.read_text() == "n2\nn4\n"
     assert "unfit: n2: disk: full" in capsys.readouterr().out
     assert main([*words, "n1"]) == 0 and failing.read_text() == ""
+    assert collect(tmp_path, ["n1.cluster.example", "n2.cluster.example"]).wrong == {
+        "n2.cluster.example": ["disk: full"]
+    }
 
 
 def test_a_slow_node_is_named_among_its_kind(tmp_path: Path) -> None:
