@@ -38,7 +38,7 @@ examples:
   mpitrain slurm submit --dry-run single-node jobs/digits.py     print it only
   mpitrain slurm submit --set sweep=sweep.txt --set array=%4 \\
       --sbatch "--exclude=n3" array-sweep jobs/digits.py
-  mpitrain slurm render --set system=pbs multi-node jobs/digits.py | qsub
+  mpitrain slurm render --set system=pbs multi-node jobs/digits.py > train.pbs
 
 --set system=pbs, lsf or flux writes single-node, multi-node and benchmark
 scripts for these."""
