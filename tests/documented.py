@@ -26,8 +26,11 @@ ELSEWHERE = (
     (r" ensemble runs/", "needs finished runs: `tests/training/test_ensemble.py`"),
     (r" runs table ", "needs finished runs: `tests/search/test_table.py`"),
     (r" sweep ", "takes tens of seconds: `tests/search/test_sweep.py`"),
-    (r" export runs/", "needs a finished run: `tests/training/test_export.py`"),
     (r"^mpitrain bench ", "takes minutes: `tests/search/test_bench.py`"),
+    (
+        r" export (runs|ensembles)/",
+        "needs a finished run: `tests/training/test_export.py`, `test_export_formats.py`",
+    ),
     (r"^mpitrain plan ", "needs a machine to plan for: `tests/planning/test_plan.py`"),
     (r"--ft heartbeat ", "needs MPICH under Slurm: `tests/slurm/test_heartbeat.py`"),
     (r"--hostfile |hosts\.py ", "needs several hosts, or root to emulate them"),

@@ -46,7 +46,7 @@ FLOORS: tuple[dict[str, set[str]], ...] = (
         "doctor": {"torch", "numpy", "h5py"},
     },
     {"roles": set(), "job": {"torch"}},
-    {"training": {"torch", "safetensors", "torchao"}},
+    {"training": {"torch", "safetensors", "torchao", "onnxruntime"}},
     {
         "wrapping": {"torch"},
         "simulation": {"torch", "numpy"},

@@ -1,4 +1,4 @@
-"""`mpitrain export`: a trained model in fewer bits, as one file."""
+"""`mpitrain export`: a trained model as one file, in fewer bits or for other programs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from typing import Any
 from mpitrain.errors import EXIT_OK, printable
 
 _DESCRIPTION = """\
-Write the model of a finished run in fewer bits, as one file that needs
-neither mpitrain nor the job: torch.export.load(FILE).module() is the model
-(of int8: once torchao.quantization is imported).
+Write the model of a finished run, or of an ensemble, as one file that needs
+neither mpitrain nor the job. In fewer bits, torch.export.load(FILE).module() is
+the model (of int8: once torchao.quantization is imported); of TorchScript,
+torch.jit.load(FILE); of ONNX, any ONNX runtime reads it.
 Size, speed and the job's metrics are printed before and after."""
 
 _EPILOG = """\
 examples:
   mpitrain export runs/mine --int8 -o model.pt2
   mpitrain export runs/mine --int8 --activations dynamic -o model.pt2
-  mpitrain export runs/mine --fp16 -o half.pt2"""
+  mpitrain export runs/mine --fp16 -o half.pt2
+  mpitrain export runs/mine --torchscript -o model.pt
+  mpitrain export ensembles/best --onnx -o model.onnx"""
 
 
 def add_parser(commands: Any) -> None:
     """Add `export` to the command's subparsers."""
     parser = commands.add_parser(
-        "export", help="write a trained model in 8 or 16 bits", description=_DESCRIPTION, epilog=_EPILOG
+        "export", help="write a trained model as one file", description=_DESCRIPTION, epilog=_EPILOG
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="of the finished run")
     form = parser.add_mutually_exclusive_group(required=True)
@@ -36,6 +39,20 @@ def add_parser(commands: Any) -> None:
         action="store_const",
         const="fp16",
         help="parameters and what is computed in 16 bits",
+    )
+    form.add_argument(
+        "--torchscript",
+        dest="form",
+        action="store_const",
+        const="torchscript",
+        help="TorchScript, for programs in C++ and older ones in Python",
+    )
+    form.add_argument(
+        "--onnx",
+        dest="form",
+        action="store_const",
+        const="onnx",
+        help="ONNX, for runtimes of other makers (pip install mpitrain[onnx])",
     )
     parser.add_argument(
         "--activations",
@@ -71,7 +88,8 @@ def run_export(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
     )
     lines: list[tuple[str, ...]] = [("", "before", "after", "after / before")]
-    for name, pair in ((f"{len(done.layers)} layers", done.layer_bytes), ("file", done.file_bytes)):
+    sizes = [(f"{len(done.layers)} layers", done.layer_bytes)] * bool(done.layers)
+    for name, pair in (*sizes, ("file", done.file_bytes)):
         lines.append((name, *map(size_text, pair), f"{pair[1] / pair[0]:.2f}"))
     before_ms, after_ms = (seconds * 1e3 for seconds in done.batch_s)
     lines.append(

@@ -1,7 +1,7 @@
-"""`mpitrain export`: a trained model as one file in fewer bits, which needs neither this package nor the job's code.
+"""`mpitrain export`: a trained model as one file, which needs neither this package nor the job's code.
 
-The file is a program of `torch.export`: `torch.export.load(FILE).module()` is the model, for batches of any size (of
-int8: once `torchao.quantization` is imported).
+In fewer bits it is a program of `torch.export`: `torch.export.load(FILE).module()` is the model, for batches of any
+size (of int8: once `torchao.quantization` is imported). The other formats are those of `export_formats.py`.
 
 Invariants: layers are quantised by torchao, and those that it cannot quantise stay as they are and are named. What is
 measured before and after is measured on the job's own validation set, on the host. The file has its name only when it
@@ -11,6 +11,7 @@ is whole.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import statistics
 import time
@@ -28,11 +29,12 @@ from mpitrain.model.user_code import Checked
 from mpitrain.reporting.report import writing
 from mpitrain.system.atomic import check_new, durably_replaced
 from mpitrain.training.ensembles.saved import model_bytes
+from mpitrain.training.export_formats import FORMATS, check_installed, write_format
 from mpitrain.training.trained_model import FILES, load_with_job
 from mpitrain.training.validation import Measure
 from mpitrain.values import nearest
 
-FORMS = ("int8", "fp16")
+FORMS = ("int8", "fp16", *FORMATS)
 ACTIVATIONS = ("full", "dynamic", "calibrated")
 ROUNDS = 15  # of the trained model and the exported one, in turn
 LEVELS = 127  # of a signed byte, to either side
@@ -68,19 +70,20 @@ def export(
     which: str = "last",
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of a finished run in fewer bits.
+    """Write the model of a finished run in fewer bits, or in another format.
 
     Args:
         run_dir, job, which: as of `mpitrain.load`.
         form: "int8": the weights of linear layers as bytes, with a scale for each row; "fp16": all parameters, and what
-            is computed with them.
+            is computed with them; "torchscript": `torch.jit.load(FILE)` is the model; "onnx": for ONNX runtimes.
         activations: of "int8": "full", 32-bit numbers; "dynamic", bytes whose scale is that of each row as it comes;
             "calibrated", bytes whose scale is the largest number that the layer has met in the validation set.
         overwrite: replace `out` if there is one.
 
     Raises:
-        UsageError: as `mpitrain.load`; torchao is not installed, or has no layer to quantise; the model's forward pass
-            cannot be written as a program; the job has no data to calibrate on; `out` exists.
+        UsageError: as `mpitrain.load`; a package is not installed, or torchao has no layer to quantise; the model's
+            forward pass cannot be written in this form, such as where an operator has none; the job has no data to
+            calibrate on; `out` exists.
     """
     if form not in FORMS:
         raise UsageError(f"mpitrain.export: form={form!r}{nearest(form, list(FORMS))}")
@@ -89,6 +92,7 @@ def export(
         raise UsageError(f"mpitrain.export: activations={activations!r}{of}; these are of int8")
     path = Path(out)
     check_new(path, overwrite)
+    check_installed(form)
     made_by, module = load_with_job(run_dir, job, which)
     if served := served_layers(module):
         raise UsageError(
@@ -97,23 +101,32 @@ def export(
         )
     module.requires_grad_(False)
     arguments = _first_arguments(made_by, module)
-    smaller, names = _halved(module) if form == "fp16" else _quantised(made_by, module, activations)
-    left = {
-        name: f"torchao quantises nn.Linear, this is {type(layer).__name__}"
-        for name, layer in _layers(module).items() if name not in names
-    }  # fmt: skip
-    program = _program(smaller, arguments)
-    with writing(path), durably_replaced(path) as temporary, open(temporary, "wb") as file:
-        torch.export.save(program, file)
-    kept = torch.export.load(str(path)).module()
+    names: list[str] = []
+    if form in FORMATS:
+        smaller = kept = write_format(form, module, arguments, path, lambda: _program(module, arguments))
+    else:
+        smaller, names = _halved(module) if form == "fp16" else _quantised(made_by, module, activations)
+        program = _program(smaller, arguments)
+        with writing(path), durably_replaced(path) as temporary, open(temporary, "wb") as file:
+            torch.export.save(program, file)
+        kept = torch.export.load(str(path)).module()
     held = smaller.module if isinstance(smaller, _Half) else smaller
     return Exported(
-        path, tuple(names), left,
+        path, tuple(names), {} if form in FORMATS else _left(module, names),
         (_layer_bytes(module, names), _layer_bytes(held, names)),
         (model_bytes(Path(run_dir), FILES[which]), path.stat().st_size),
         _in_turn(lambda: module(*arguments), lambda: kept(*arguments)),
         (_measured(made_by, module), _measured(made_by, smaller)),
     )  # fmt: skip
+
+
+def _left(module: nn.Module, names: list[str]) -> dict[str, str]:
+    """The layers that are none of these, and why they stayed as they were."""
+    return {
+        name: f"torchao quantises nn.Linear, this is {type(layer).__name__}"
+        for name, layer in _layers(module).items()
+        if name not in names
+    }
 
 
 class _Half(nn.Module):
@@ -258,7 +271,9 @@ def _program(module: nn.Module, arguments: tuple[Any, ...]) -> torch.export.Expo
     )
     try:
         with torch.no_grad():
-            by_place = (shapes,) if isinstance(module, _Half) else shapes  # it takes them as one list
+            takes = inspect.signature(module.forward).parameters.values()
+            as_list = any(one.kind is one.VAR_POSITIONAL for one in takes)
+            by_place = (shapes,) if as_list else shapes
             return torch.export.export(module.eval(), arguments, dynamic_shapes=by_place)
     except Exception as error:  # whatever torch's tracer meets
         raise UsageError(

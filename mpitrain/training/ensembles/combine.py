@@ -6,6 +6,7 @@ answer has the form of a member's, so a job's loss, metrics and predict take it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,19 +100,21 @@ def _leaves(tree: Any) -> list[Any]:
 
 def combine(answers: Sequence[Any], weights: Sequence[float], how: str, class_dim: int | None) -> Any:
     """What the answers of the members give together; arguments as of `Ensemble`."""
-    _check_alike(answers)
+    if not torch.jit.is_tracing():  # which would take the shapes for data
+        _check_alike(answers)
     if how == "outputs":
         flat = [torch.utils._pytree.tree_flatten(one) for one in answers]
         means = [_mean(those, weights) for those in zip(*(leaves for leaves, _ in flat), strict=True)]
         return torch.utils._pytree.tree_unflatten(means, flat[0][1])
     assert class_dim is not None
-    logs = torch.stack([torch.log_softmax(one.float(), class_dim) for one in answers])
-    shares = torch.tensor(weights, dtype=logs.dtype, device=logs.device).view(-1, *[1] * (logs.dim() - 1))
-    mean = torch.logsumexp(logs + shares.log(), 0)
+    logs = [torch.log_softmax(one.float(), class_dim) for one in answers]
+    logged = [math.log(weight) if weight else -math.inf for weight in weights]
+    mean = torch.logsumexp(torch.stack([one + shift for one, shift in zip(logs, logged, strict=True)]), 0)
     if how == "votes":
-        largest = torch.stack([one.argmax(class_dim, keepdim=True) for one in answers])
-        votes = torch.zeros_like(logs).scatter_(class_dim % (logs.dim() - 1) + 1, largest, 1.0)
-        together = (1 - TIE_BREAK) * (votes * shares).sum(0) + TIE_BREAK * mean.exp()
+        together = TIE_BREAK * mean.exp()
+        for one, weight in zip(answers, weights, strict=True):
+            vote = torch.zeros_like(mean).scatter(class_dim, one.argmax(class_dim, keepdim=True), 1.0)
+            together = together + (1 - TIE_BREAK) * weight * vote
         mean = together.clamp_min(torch.finfo(together.dtype).tiny).log()
     return mean.to(answers[0].dtype)
 
