@@ -23,6 +23,7 @@ ELSEWHERE = (
     (r"^(sbatch|srun|mpitrain slurm) ", "needs Slurm: `tests/slurm`"),
     (r" report runs/", "needs finished runs: `tests/reporting/test_page.py`"),
     (r" predict (runs|ensembles)/", "needs a finished run: `tests/mpi/test_predict.py`"),
+    (r"^mpitrain compare ", "needs finished runs: `tests/reporting/test_compare.py`"),
     (r" ensemble runs/", "needs finished runs: `tests/training/test_ensemble.py`"),
     (r" runs table ", "needs finished runs: `tests/search/test_table.py`"),
     (r" sweep ", "takes tens of seconds: `tests/search/test_sweep.py`"),

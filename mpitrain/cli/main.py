@@ -16,6 +16,7 @@ from typing import Any
 
 from mpitrain.cli import (
     bench,
+    compare,
     data,
     doctor,
     ensemble,
@@ -81,6 +82,7 @@ def build_parser() -> Parser:
         ensemble,
         export,
         report,
+        compare,
         data,
         slurm,
         doctor,

@@ -30,7 +30,7 @@ from mpitrain.training.measure import MODEL_FILE
 
 ENSEMBLE_FILE, SOUP_FILE = "ensemble.json", "soup.json"
 SCHEMA = 1
-_KEPT = ("run", "options", "job_file", "job_sha256", "strategy")
+_KEPT = ("schema", "run", "options", "job_file", "job_sha256")
 
 LoadMember = Callable[[Path, Job | str | Path | None], tuple[Job, nn.Module]]
 
