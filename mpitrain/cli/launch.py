@@ -28,9 +28,9 @@ it, else the one on the PATH, which inside a PBS or LSF job takes the job's
 hosts. `mpirun -n N mpitrain train ...` by hand does the same."""
 
 _EPILOG = """\
-COMMAND is `train ...`, `sweep ...`, `predict ...`, `ensemble ...`, `data pack ...`,
-`env`, or a script (`script.py ...`). Options of launch come before it, those of
-the command after.
+COMMAND is `train ...`, `sweep ...`, `predict ...`, `ensemble ...`,
+`data pack ...`, `env`, or a script (`script.py ...`). Options of launch come
+before it, those of the command after.
 
 Ctrl-C ends the ranks (exit code 130). SIGTERM and SIGUSR1 ask `train` for a
 checkpoint, then end it (75); a second SIGTERM ends it at once (143). Nothing is
