@@ -236,7 +236,8 @@ def _add_output_options(out: Any) -> None:
         default=[],
         metavar="NAME",
         help="also write the rows of metrics.jsonl as csv (metrics.csv), tensorboard (event files), mlflow (a store of "
-        "files) or wandb (an offline run), as often as you like; nothing goes over the network",
+        "files) or wandb (an offline run), or what MLPerf has lines for as mllog (mllog.txt), as often as you like; "
+        "nothing goes over the network",
     )
     out.add_argument(
         "--log-every",

@@ -150,7 +150,8 @@ class Job:
             starts from under every strategy; None: the model as `model` makes it. All names and shapes must fit.
         init_partial: load what fits by name and shape, and report what does not.
         log: "csv" (`metrics.csv`), "tensorboard" (event files in `tensorboard/`), "mlflow" (a store of files in
-            `mlflow/`), "wandb" (an offline run in `wandb/`) or several of them: the rows of `metrics.jsonl` once more.
+            `mlflow/`), "wandb" (an offline run in `wandb/`), "mllog" (MLPerf's lines in `mllog.txt`) or several of
+            them: the rows of `metrics.jsonl` once more.
         log_every: a row of progress after every so many steps; None: one a second on a terminal, one in 5 s in a log.
         trace: "steps=50:60" writes what each rank does in these of its steps into the run directory
             (`trace-rank-0.json` and so on), for chrome://tracing or ui.perfetto.dev.

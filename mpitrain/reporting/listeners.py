@@ -8,7 +8,7 @@ run like one in the loss.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from mpitrain.reporting.guarded_log import GuardedLog, Library
 from mpitrain.reporting.rows import METRICS_FILE, earlier_rows, kind_of
 from mpitrain.values import nearest
 
-CSV, TENSORBOARD, MLFLOW, WANDB = LOGS = ("csv", "tensorboard", "mlflow", "wandb")
+CSV, MLLOG, TENSORBOARD, MLFLOW, WANDB = LOGS = ("csv", "mllog", "tensorboard", "mlflow", "wandb")
 METHODS = {"progress": "on_step", "validation": "on_validation", "checkpoint": "on_checkpoint"}
 
 
@@ -60,16 +60,22 @@ def check_installed(logs: Iterable[str]) -> None:
         UsageError: says how to install it.
     """
     for name in logs:
-        if name != CSV and importlib.util.find_spec(name) is None:
+        if name not in (CSV, MLLOG) and importlib.util.find_spec(name) is None:
             raise UsageError(f"log={name!r} needs the package {name}: pip install mpitrain[{name}]")
 
 
-def open_logs(names: Iterable[str], run_dir: Path, resumed_at: int | None) -> list[Log]:
+def open_logs(
+    names: Iterable[str],
+    run_dir: Path,
+    resumed_at: int | None,
+    last_step_s: Callable[[], float] = lambda: 0.0,
+) -> list[Log]:
     """The logs of this run.
 
     Args:
         resumed_at: accepted samples from which the run goes on, 0 from the beginning: rows of an earlier start beyond
             them are dropped. None goes on behind the rows that are there.
+        last_step_s: when the last step was reported, in seconds since the Unix epoch; 0 before the first.
     """
     opened: list[Log] = []
     for name in names:
@@ -77,6 +83,10 @@ def open_logs(names: Iterable[str], run_dir: Path, resumed_at: int | None) -> li
             from mpitrain.reporting.csv_log import CsvLog
 
             opened.append(CsvLog(run_dir / "metrics.csv", resumed_at))
+        elif name == MLLOG:
+            from mpitrain.reporting.mllog import MLLOG_FILE, MlLog
+
+            opened.append(MlLog(run_dir / MLLOG_FILE, resumed_at, last_step_s))
         elif name == TENSORBOARD:
             from mpitrain.reporting.tensorboard_log import TensorBoardLog
 

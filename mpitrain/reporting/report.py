@@ -139,8 +139,12 @@ class Report:
         self._metrics = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._schema = {"schema": METRICS_SCHEMA}  # on the first row of every start
         self._unwritten: set[str] = set()
-        self._logs, self._callbacks = open_logs(logs, self.run_dir, resumed_at), tuple(callbacks)
+        self._logs, self._callbacks = (
+            open_logs(logs, self.run_dir, resumed_at, self._wall_of_step),
+            tuple(callbacks),
+        )
         self._log_every, self._last_step = log_every, -1
+        self._stepped_s: float | None = None
         self._checkpoints: deque[tuple[Path, tuple[str, ...]]] = deque()  # not known to be whole
         self._start_s, self._start_samples = clock(), resumed_at or 0
         self._row_at = self._line_at = self._start_s, self._start_samples
@@ -156,7 +160,7 @@ class Report:
             loss: a number or a one-element tensor, read only when a row is due.
             **fields: further numbers for the row and the line (say `staleness=1.5`).
         """
-        now_s = self._clock()
+        now_s = self._stepped_s = self._clock()
         line_due = now_s >= self._due_s
         row_due = line_due if self._log_every is None else self._is_due(step, self._log_every)
         if not (line_due or row_due):
@@ -177,6 +181,10 @@ class Report:
         self._console.progress(
             text, samples / self.total_samples if self.total_samples else None, self._left_s(samples, now_s)
         )
+
+    def _wall_of_step(self) -> float:
+        """When `progress` was called last, in seconds since the Unix epoch; 0 before the first call."""
+        return 0.0 if self._stepped_s is None else time.time() - (self._clock() - self._stepped_s)
 
     def _is_due(self, step: int, every: int) -> bool:
         """Whether a multiple of `every` was passed since the step before."""

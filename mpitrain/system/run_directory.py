@@ -39,7 +39,8 @@ _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LEFT = (
     RUN_FILE, "env.json", "metrics.jsonl", "result.json", "result-*.json", "model.safetensors", "arrivals-*.json",
     "model-best.safetensors", "model-ema.safetensors", "tables-*.safetensors", "best.json", "errors", "stacks",
-    "REQUEUE", "restarts.jsonl", "metrics.csv", "metrics-*.csv", "tensorboard", "mlflow", "wandb", "trace-rank-*.json",
+    "REQUEUE", "restarts.jsonl", "metrics.csv", "metrics-*.csv", "mllog.txt", "tensorboard", "mlflow", "wandb",
+    "trace-rank-*.json",
 )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from mpitrain.training.best_model import Validations
 from mpitrain.training.fault_tolerance import level, survives, warning
 from mpitrain.training.fingerprint import contents_of, file_digest, options
 from mpitrain.training.judge import NOBODY_LEFT, judge
+from mpitrain.training.mllog_facts import mllog_facts
 from mpitrain.training.open_run import open_run
 from mpitrain.training.tracing import begin_trace, nothing_traced
 from mpitrain.training.validate import check_precision, validate_run
@@ -298,11 +299,12 @@ def _threads(session: Session) -> dict[str, int]:
 
 
 def _describe_start(session: Session) -> None:
+    more = mllog_facts(session.job, session.overrides.lr, session.validation)
     session.report.event(
         "start", job=session.job.name, strategy=str(session.strategy), workers=len(session.roles.workers),
         servers=len(session.roles.servers), samples=session.catalogue.num_samples,
         batch_size=session.job.batch_size, accumulate=session.job.accumulate, run_dir=str(session.run_dir),
-        fault_tolerance=level(session.runtime, session.strategy), **_threads(session),
+        fault_tolerance=level(session.runtime, session.strategy), **_threads(session), **more,
     )  # fmt: skip
     if text := warning(session.runtime, session.strategy):
         session.report.event("warning", text=text)

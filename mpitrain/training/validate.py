@@ -8,7 +8,7 @@ from __future__ import annotations
 from mpitrain.errors import UsageError
 from mpitrain.inject import AtWorker, KillAtEnd, Nan, Torn, check_virtual, check_workers
 from mpitrain.job import Job, Overrides
-from mpitrain.reporting.listeners import check_installed, read_logs
+from mpitrain.reporting.listeners import MLLOG, check_installed, read_logs
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.model_parallel.base import Split
@@ -54,6 +54,10 @@ def validate_simulation(job: Job, overrides: Overrides) -> None:
     """Raise `UsageError` for what would have no effect in virtual time."""
     check_virtual(overrides.injections)
     check_installed(read_logs(job.log))
+    if MLLOG in read_logs(job.log):
+        raise UsageError(
+            "log='mllog' holds times of a clock on the wall, and a simulation has none: leave it out"
+        )
     _check_pushes(job, overrides)
     _check_clipping(job)
     _check_accumulation(job)

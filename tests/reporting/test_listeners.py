@@ -159,9 +159,9 @@ def test_names_of_logs():
     assert read_logs(None) == () and read_logs("csv") == ("csv",)
     assert read_logs("csv, tensorboard") == read_logs(["csv", "tensorboard", "csv"]) == ("csv", "tensorboard")
     for name in ("cvs", "wb", "mlruns", ""):
-        with pytest.raises(UsageError, match="choose csv, tensorboard, mlflow or wandb"):
+        with pytest.raises(UsageError, match="choose csv, mllog, tensorboard, mlflow or wandb"):
             read_logs(name)
-    with pytest.raises(UsageError, match="choose csv, tensorboard, mlflow or wandb.*'csv'"):
+    with pytest.raises(UsageError, match="choose csv, mllog, tensorboard, mlflow or wandb.*'csv'"):
         toy.make_job(log="cvs")
 
 
@@ -211,4 +211,4 @@ def test_the_command_line_takes_them(tmp_path, capsys):
     assert main([*given, "--run-dir", str(tmp_path / "run"), "--log", "csv", "--log-every", "4"]) == 0
     assert len([row for row in table(tmp_path / "run") if row["event"] == "progress"]) == 4
     assert main([*given, "--log", "wb"]) == 2
-    assert "choose csv, tensorboard, mlflow or wandb" in capsys.readouterr().err
+    assert "choose csv, mllog, tensorboard, mlflow or wandb" in capsys.readouterr().err
