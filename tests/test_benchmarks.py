@@ -37,10 +37,12 @@ BY_HAND = {
     "codec_accuracy",
     "collectives",
     "compression",
+    "ensemble",
     "hosts",
     "memory",
     "prediction",
     "published",
+    "quantisation",
     "signals",
     "tolerance_cost",
 }  # take minutes, or root
