@@ -158,3 +158,28 @@ def test_groups_of_ranks_train_several_strategies(here: Path) -> None:
         assert (result["servers"], result["workers"], result["seed"]) == (servers, 2 - servers, seed)
     refused = run_ranks(3, [python, "-m", "mpitrain", "sweep", "--run-dir", "out"], cwd=here)
     assert refused.code == 2 and "3 ranks make no groups of --ranks-per-run 2" in refused.stderr, refused
+
+
+def test_early_stopping_trains_no_sample_twice_and_goes_on_from_checkpoints(here: Path) -> None:
+    """Nine configurations, by accuracy 1.0 for `hidden` 3 and less for others: whatever the order of their ends, the
+    best one is trained to its end."""
+    python = str(find_mpi()[0])
+    words = [
+        "sweep", "job.py", "--vary", "model.hidden=1,2,3,4,5,6,7,8,9", "--metric", "accuracy", "--epochs", "9",
+        "--asha", "asha(least=1, reduction=3)", "--run-dir", "out", "--json", "out.json",
+    ]  # fmt: skip
+    run_ranks(3, [python, "-m", "mpitrain", *words], cwd=here).check()
+    figures = json.loads((here / "out.json").read_text())
+    assert figures["rungs_epochs"] == [1, 3, 9] and figures["best"] == 2
+    rungs = {one["number"]: one["rung"] for one in figures["configurations"]}
+    assert len(rungs) == 9 and rungs[2] == 2 and sum(rung > 0 for rung in rungs.values()) >= 3
+    trained = Counter[int]()
+    for task, how in Sweep(here / "out").records().ended.items():
+        trained[task.number] += how.samples
+    for number, rung in rungs.items():
+        result = json.loads((here / "out" / str(number) / "result.json").read_text())
+        assert trained[number] == result["samples"] == 32 * [1, 3, 9][rung]
+        assert result["resumed_from"] == (None, 32, 32 * 3)[rung]
+    assert figures["num_samples"] == sum(trained.values()) < 9 * 9 * 32
+    statuses = {one["number"]: one["status"] for one in figures["configurations"]}
+    assert all(statuses[number] == ("ok" if rung == 2 else "stopped") for number, rung in rungs.items())
