@@ -201,7 +201,7 @@ def _script(arguments: argparse.Namespace) -> Any:
     from mpitrain.slurm.script import make
     from mpitrain.slurm.sweep_file import array_of, read_sweep
 
-    settings = dict(_setting(text) for text in arguments.settings if "." not in text.partition("=")[0])
+    settings = dict(script_setting(text) for text in arguments.settings if "." not in text.partition("=")[0])
     parameters = [f"--set={text}" for text in arguments.settings if "." in text.partition("=")[0]]
     job, options = (arguments.program or [""])[0], (*parameters, *arguments.program[1:])
     if parameters and not job:
@@ -217,7 +217,7 @@ def _script(arguments: argparse.Namespace) -> Any:
     return script
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def script_setting(text: str) -> tuple[str, Any]:
     """`name=value` with the value as an int where the script's field is one."""
     name, sign, value = text.partition("=")
     if not sign or not value:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.parser import natural, positive
 from mpitrain.cli.ranks import on_ranks
+from mpitrain.cli.slurm import script_setting
 from mpitrain.cli.train import add_job_options, overrides
 from mpitrain.errors import UsageError
 from mpitrain.system.launch_variables import is_rank
@@ -35,6 +36,8 @@ examples:
       --sampler random --num 32 --asha "asha(least=2, reduction=3)"
   mpitrain sweep jobs/digits.py --config sweep.toml --run-dir runs/first
   mpitrain sweep --run-dir runs/first --rerun
+  mpitrain sweep jobs/digits.py --vary lr=1e-3,3e-3 --slurm --runs-per-node 4 \\
+      --slurm-set gpus_per_node=4 --slurm-set time=2:00:00
   mpirun -n 4 mpitrain sweep jobs/digits.py --vary lr=1e-3,3e-3 --run-dir runs/a
   mpitrain runs table runs/first
 
@@ -82,6 +85,25 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="runs at a time on this host (default: so many that every rank has a GPU, or a core without one); in a "
         "launch of ranks it follows from these",
+    )
+    ways.add_argument(
+        "--slurm",
+        action="store_true",
+        help="submit an array of nodes that share the work, and print the job's id",
+    )
+    ways.add_argument(
+        "--runs-per-node",
+        type=positive,
+        metavar="R",
+        help="with --slurm: runs at a time on each node (default: 1)",
+    )
+    ways.add_argument(
+        "--slurm-set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="with --slurm: time, partition, gpus_per_node, array, ..., as of mpitrain slurm render --set, as often as "
+        "you like",
     )
     ways.add_argument("--rerun", action="store_true", help="train those once more that have failed")
     ways.add_argument("--dry-run", action="store_true", help="check and list the configurations, and stop")
@@ -154,9 +176,13 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         rerun=arguments.rerun,
         dry_run=arguments.dry_run,
         json=arguments.json,
+        slurm=_slurm(arguments),
+        runs_per_node=arguments.runs_per_node or 1,
     )
     if not is_rank():
         return sweep_command(request)
+    if arguments.slurm:
+        raise UsageError("--slurm submits a sweep: run it without mpirun, srun and mpitrain launch")
     if os.environ.get("MPITRAIN_FT"):
         raise UsageError(
             "--ft lets one run survive deaths; a sweep goes on when it is started again: leave --ft out"
@@ -164,7 +190,29 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     from mpitrain.training import signals
 
     signals.install_early()
-    return on_ranks(lambda _, whole: sweep_on_ranks(request, whole), arguments)
+
+    def work(_: argparse.Namespace, whole: Any) -> int:
+        code = sweep_on_ranks(request, whole)
+        signals.ignore()  # what asks for an end changes nothing any more
+        return code
+
+    return on_ranks(work, arguments)
+
+
+def _slurm(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """The settings of the batch script; None where nothing is to be submitted."""
+    if not arguments.slurm:
+        for option, given in (
+            ("--runs-per-node", arguments.runs_per_node),
+            ("--slurm-set", arguments.slurm_set),
+        ):
+            if given:
+                raise UsageError(f"{option} goes with --slurm")
+        return None
+    for option, given in (("--parallel", arguments.parallel), ("--json", arguments.json)):
+        if given:
+            raise UsageError(f"{option} is for a sweep that runs here, not for one that --slurm submits")
+    return dict(map(script_setting, arguments.slurm_set))
 
 
 def _given(arguments: argparse.Namespace) -> list[str]:

@@ -104,6 +104,25 @@ KINDS: dict[str, _Kind] = {
     ),
 }
 
+# What other commands submit; the templates of slurm/ are those above.
+_OF_COMMANDS = {
+    "sweep": _Kind(
+        "Train the configurations of a sweep that are left, several at a time on each node.",
+        "runs/first 4",
+        1,
+        (
+            script_parts.SWEEP_JOB,
+            script_parts.RUN_DIR,
+            *(part for part in _BASE if part != script_parts.PLACE),
+            script_parts.ALL_FIT,
+            script_parts.STAGE,
+            script_parts.FINISH,
+            script_parts.SWEEP_BODY + script_parts.DEAF + script_parts.SWEEP_RUN,
+        ),
+        "RUN_DIR RANKS_PER_NODE",
+    ),
+}
+
 
 SYSTEMS = ("slurm", "pbs", "lsf", "flux")
 
@@ -113,7 +132,7 @@ class Script:
     """Everything a batch script depends on; what is `None` is left to Slurm, `site.sh` or the command line.
 
     Attributes:
-        kind: one of `KINDS`.
+        kind: one of `KINDS`, or "sweep", whose job is the sweep's directory.
         job: the job file; empty: the script takes it as its first argument.
         options: further arguments of `mpitrain train`, or of the sweep.
         nodes: nodes of the allocation (of the workers' component in a `hetjob`).
@@ -147,7 +166,7 @@ class Script:
     system: str = "slurm"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in KINDS | _OF_COMMANDS:
             raise UsageError(f"no kind of script {self.kind!r}{nearest(self.kind, list(KINDS))}")
         if self.system not in SYSTEMS:
             raise UsageError(f"no batch system {self.system!r}{nearest(self.system, list(SYSTEMS))}")
@@ -200,7 +219,7 @@ def make(kind: str, **options: Any) -> Script:
 
 def render(script: Script) -> str:
     """The batch script's whole text."""
-    kind = KINDS[script.kind]
+    kind = (KINDS | _OF_COMMANDS)[script.kind]
     parts = [
         _header(script, kind),
         _directives(script, kind),
@@ -225,7 +244,8 @@ def _header(script: Script, kind: _Kind) -> str:
 
 
 def _directives(script: Script, kind: _Kind) -> str:
-    output = "%x-%A_%a.out" if script.kind == "array-sweep" else "%x-%j.out"
+    is_array = script.kind == "array-sweep" or script.array
+    output = "%x-%A_%a.out" if is_array else "%x-%j.out"
     lines = [f"--job-name={script.name} --time={script.time}", f"--output={output} --open-mode=append"]
     if kind.requeue:
         lines.append(f"--signal=B:USR1@{script.signal_s} --requeue")

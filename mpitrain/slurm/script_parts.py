@@ -359,6 +359,26 @@ set -- "$@" "${options[@]}"
 RUN_DIR=${RUN_ROOT:-runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID}/$SLURM_ARRAY_TASK_ID
 """
 
+SWEEP_JOB = """\
+# The directory of a sweep, and ranks on each node. What this job itself has to note down stands apart from the runs.
+SWEEP=$1 RANKS=${2:-}
+RUN_DIR=$SWEEP/jobs/${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}-${SLURM_ARRAY_TASK_ID:-0}
+"""
+
+SWEEP_BODY = """\
+need_all_fit "${HOSTS[@]}"
+stage_in "${HOSTS[@]}"
+for host in "${HOSTS[@]}"; do
+    for ((rank = 0; rank < ${RANKS:-$WORKERS}; rank++)); do echo "$host"; done
+done >"$RUN_DIR/hosts"
+"""
+
+SWEEP_RUN = """\
+rc=0
+launch "${DEAF[@]}" "${COPY[@]}" "${MPITRAIN[@]}" sweep --run-dir "$SWEEP" || rc=$?
+finish "$rc"
+"""
+
 BENCHMARK_BODY = """\
 nothing_runs() {
     echo "asked to end between two runs" >&2

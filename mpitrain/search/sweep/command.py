@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class Request:
         parallel: runs at a time on this host; None for as many as it has room for.
         rerun: whether configurations that have failed are to be trained once more.
         launch_words: further options of `mpitrain launch`, for each run. json: a file for the figures.
+        slurm: settings of a batch script, for a sweep that is submitted; runs_per_node: at a time.
     """
 
     plan: Plan | None
@@ -45,11 +46,15 @@ class Request:
     dry_run: bool = False
     launch_words: tuple[str, ...] = ()
     json: str | None = None
+    slurm: Mapping[str, Any] | None = None
+    runs_per_node: int = 1
 
 
 def sweep_command(request: Request) -> int:
     """Carry out a sweep on this host; returns the exit code."""
     sweep, setup = open_sweep(request)
+    if request.slurm is not None:
+        return _submit(request, sweep, setup)
     if request.dry_run:
         print(printable(listing(setup)))
         return EXIT_OK
@@ -60,6 +65,25 @@ def sweep_command(request: Request) -> int:
         sweep, setup, min(parallel, setup.plan.num_configurations), list(request.launch_words)
     )
     return conclude(sweep, setup, dealt, request.json)
+
+
+def _submit(request: Request, sweep: Sweep, setup: Setup) -> int:
+    """Submit the array, or print its script."""
+    from mpitrain.search.sweep.slurm_array import hand_in, script_of
+    from mpitrain.slurm import render
+
+    script = script_of(sweep, setup, request.runs_per_node, request.slurm or {})
+    if request.dry_run:
+        print(printable(listing(setup)), render(script), sep="\n\n", end="")
+        return EXIT_OK
+    begin(sweep, setup, request.rerun)
+    script = script_of(sweep, setup, request.runs_per_node, request.slurm or {})  # a rerun opens more
+    print(hand_in(script), flush=True)
+    say(
+        f"submitted as {'an array ' + script.array if script.array else 'one job'}; look at {sweep.folder} with:"
+    )
+    say(f"  mpitrain runs table {sweep.folder}")
+    return EXIT_OK
 
 
 def sweep_on_ranks(request: Request, whole: Any) -> int:
