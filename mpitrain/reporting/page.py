@@ -21,7 +21,8 @@ MOST_EVENTS = 200
 # What a table of a run's figures shows first, in this order; the metrics stand between.
 _FIRST = ("status", "job", "strategy", "workers", "servers", "nodes")
 _THEN = (
-    "samples_per_second", "train_s", "wall_s", "steps", "samples", "epochs", "batch_size", "accumulate", "precision",
+    "samples_per_second", "train_s", "wall_s", "total_wall_s", "node_hours", "energy_joules",
+    "steps", "samples", "epochs", "batch_size", "accumulate", "precision",
     "seed", "staleness_mean", "staleness_max", "dropped", "late", "nonfinite", "failure",
 )  # fmt: skip
 

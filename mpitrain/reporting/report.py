@@ -135,7 +135,7 @@ class Report:
             interval_s = 1.0 if self._console.is_terminal else 5.0
         self._interval_s = interval_s
         make_private(self.run_dir)
-        _set_aside(self.run_dir / "result.json")
+        set_aside(self.run_dir / "result.json")
         self._metrics = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._schema = {"schema": METRICS_SCHEMA}  # on the first row of every start
         self._unwritten: set[str] = set()
@@ -308,8 +308,9 @@ class NullReport:
         """Nothing."""
 
 
-def _set_aside(path: Path) -> None:
-    """Rename an earlier result to `result-1.json`, `result-2.json`, ...: nothing is overwritten."""
+def set_aside(path: Path) -> None:
+    """Rename a file of an earlier start, such as `result.json` to `result-1.json`, `result-2.json`, ...: nothing is
+    overwritten."""
     count = 1
     while path.with_name(f"{path.stem}-{count}{path.suffix}").exists():
         count += 1

@@ -23,7 +23,7 @@ from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.reporting.environment import code_versions, collect
 from mpitrain.reporting.listeners import read_logs
-from mpitrain.reporting.report import NullReport, Report, explained, write_json, writing
+from mpitrain.reporting.report import NullReport, Report, explained, set_aside, write_json, writing
 from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.parameter_server.staleness import disagreement
 from mpitrain.strategies.placement import Roles, assign
@@ -34,6 +34,7 @@ from mpitrain.system.launch_variables import launched_server_nodes
 from mpitrain.system.run_directory import RUN_FILE, RUN_SCHEMA, Identity
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training import signals
+from mpitrain.training.accounting import Account
 from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.best_model import Validations
 from mpitrain.training.fault_tolerance import level, survives, warning
@@ -60,6 +61,7 @@ class Session:
         place: this rank's number when the run began; should other ranks die, it may get another.
         report: of rank 0; the other ranks report nothing. lock: of the run directory, on rank 0.
         contents: see `fingerprint.contents_of`.
+        account: what this start and those before it have cost.
         before_result: is called on rank 0 when all ranks have come to the end.
         leg: on rank 0, which start of the run this is, of those that went on from a checkpoint; the first is 1.
         emergency: what this rank would write if the run stood still, or why it cannot.
@@ -80,6 +82,7 @@ class Session:
     lock: RunLock | None = None
     contents: dict[str, str] = dataclasses.field(default_factory=dict)
     emergency: Emergency | str = "the run had not begun"
+    account: Account | None = None
     before_result: Callable[[], None] = lambda: None
     leg: int = 1
 
@@ -155,6 +158,7 @@ class Session:
         outcome["traced_steps"] = trace.finish()
         from mpitrain.training.measure import device_type
 
+        outcome |= self.account.counted() if self.account else {}
         outcome["device"] = "" if self.role == "server" else device_type()
 
         # where ranks may be lost: messages from those that answer, no collective
@@ -164,6 +168,8 @@ class Session:
         if gathered is not None:
             self.before_result()
             result = result_of(self, gathered)
+            if self.account:
+                result |= self.account.end(gathered, result["wall_s"])
             if self.job.trace is not None and not any(one.get("traced_steps") for one in gathered):
                 self.report.event("warning", text=nothing_traced(self.job.trace))
             report_end(self.report, result)
@@ -220,11 +226,14 @@ def prepare(
         {"rank": runtime.rank, "role": session.role, "node": runtime.nodes[runtime.rank]}
     )
     resumed_at = session.resume.checkpoint_at if session.resume else 0
+    account = session.account = Account(runtime, run_dir, opened.identity.attempt)
+    attempt(runtime, lambda: account.begin(session.resume.folder.parent.parent if session.resume else None))
     attempt(runtime, lambda: session.open_report(resumed_at) if runtime.rank == 0 else None)
     if runtime.rank == 0:
         forget_reports(run_dir)
         text = json.dumps({**collect(runtime), "ranks": environment}, indent=2, sort_keys=True, default=str)
         with writing(run_dir / "env.json"):
+            set_aside(run_dir / "env.json")
             (run_dir / "env.json").write_text(text + "\n")
         write_json(run_dir / RUN_FILE, _how_started(session, job_file))
         _describe_start(session)

@@ -499,7 +499,7 @@ def texts(folder: Path, outside: Path) -> Iterator[Case]:
         '{"again": true, "samples": [], "reason": "\\u001b[2J"}\n{"aga',
     ]
     for number, text in enumerate(contents):
-        for name in ("result.json", "env.json", "failing_nodes.txt", "restarts.jsonl"):
+        for name in ("result.json", "env.json", "failing_nodes.txt", "restarts.jsonl", "job.log"):
             here = made(folder / f"{number}-{name}")
             (here / name).write_text(text)
             yield Case(f"run {number} {name}", "command", ["slurm", "status", str(here)])

@@ -63,6 +63,13 @@ def test_usr1_requeues_and_the_run_goes_on_at_the_next_step(site: Site, whole: s
         result = result_of(site, run)
         assert result["samples"] == NUM_SAMPLES and 0 < result["resumed_from"] < NUM_SAMPLES
         assert resumes(site, run) == [result["resumed_from"]]
+        starts = [json.loads(line) for line in (site.folder / run / "legs.jsonl").read_text().splitlines()]
+        first, last = [start["hosts"] for start in starts if "hosts" in start]
+        assert result["num_starts"] == 2 and result["hosts"] == last and {len(first), len(last)} == {2}
+        assert {start["job"] for start in starts if "job" in start} == {job}
+        assert result["total_wall_s"] > result["wall_s"]
+        assert result["node_hours"] == pytest.approx(2 * result["total_wall_s"] / 3600)
+        assert (site.folder / run / "env-1.json").exists()
         left, right = result["staleness_identity"]
         assert left == right
         told = site.run("mpitrain", "slurm", "status", run)
