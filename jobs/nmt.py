@@ -3,11 +3,14 @@
 mpitrain data pack jobs/nmt.py:numbers data/numbers
 mpitrain launch -n 4 train jobs/nmt.py
 mpitrain launch -n 4 train jobs/nmt.py --strategy "async(servers=1)"
+python jobs/nmt.py runs/nmt-DATE-TIME "forty seven thousand eleven"
 
-The order of words differs ("forty seven" is "sieben und vierzig"), so the decoder has to look back and forth.
+The order of words differs ("forty seven" is "sieben und vierzig"), so the decoder has to look back and forth. Each
+number has one translation, so the bound of the loss is 0.
 """
 
 import os
+import sys
 from functools import partial
 
 import numpy as np
@@ -16,7 +19,7 @@ from torch import nn
 
 import mpitrain as mt
 
-HIDDEN = int(os.environ.get("NMT_HIDDEN", "64"))
+HIDDEN = mt.Options("model", hidden=64).hidden
 LIMIT, LENGTH = 1_000_000, 12  # numbers below this; words of the longest, and its end
 BELOW_100_ENGLISH = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
 sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
@@ -89,10 +92,21 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(found, wanted, reduction="none")[wanted != PAD].sum() / len(wanted)
 
 
+def translate(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The most likely word, given those chosen before it, one after the other: (batch, words)."""
+    words = batch["source"].new_full((len(batch["source"]), 1), END)
+    for _ in range(LENGTH):
+        words = torch.cat([words, model(batch["source"], words)[:, -1:].argmax(dim=2)], dim=1)
+    ended = (words[:, 1:] == END).cumsum(dim=1)
+    return words[:, 1:].masked_fill((ended - (words[:, 1:] == END).long()) > 0, PAD)
+
+
 def metrics(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The share of numbers of which every word is right, each given the right words before it."""
+    """The share of numbers of which every word is right, each given the right words before it: so many `translate`
+    gives exactly. And the loss of a word."""
     right = (logits(model, batch).argmax(dim=2) == batch["target"]) | (batch["target"] == PAD)
-    return {"sentences": right.all(dim=1).float().mean()}
+    words = (batch["target"] != PAD).sum() / len(batch["target"])
+    return {"sentences": right.all(dim=1).float().mean(), "word_loss": loss(model, batch) / words}
 
 
 job = mt.Job(
@@ -102,6 +116,7 @@ job = mt.Job(
     data=mt.Shards("data/numbers/train-*.h5"),
     validate=mt.Shards("data/numbers/validate-*.h5"),
     metrics=metrics,
+    predict=translate,
     epochs=2,
     batch_size=32,
     target={"sentences": 0.97},
@@ -109,3 +124,11 @@ job = mt.Job(
         4096, source=((LENGTH,), "int64", 2 + len(ENGLISH)), target=((LENGTH,), "int64", 2 + len(GERMAN))
     ),
 )
+
+if __name__ == "__main__":
+    asked = sys.argv[2].split()
+    if unknown := set(asked) - set(ENGLISH):
+        sys.exit(f"no word of a number: {' '.join(unknown)}; there are {' '.join(ENGLISH)}")
+    source = torch.tensor([[*(ENGLISH[word] for word in asked), END]])
+    found = translate(mt.load(sys.argv[1]), {"source": source})[0].tolist()
+    print(*(word for index in found for word, known in GERMAN.items() if known == index))

@@ -3,11 +3,14 @@
 mpitrain data pack digits data/digits
 mpitrain launch -n 4 train jobs/pixelcnn.py
 mpitrain launch -n 4 train jobs/pixelcnn.py --strategy "async(servers=1)"
+python jobs/pixelcnn.py runs/pixelcnn-DATE-TIME     # prints digits that the model has drawn
 
-Every pixel has one of 17 levels, so a model that knows nothing needs log2(17) = 4.09 bits for each.
+Every pixel has one of 17 levels, so a model that knows nothing needs log2(17) = 4.09 bits for each. One that knows
+only how often each pixel has each level, and nothing of those beside it, cannot do with less than `independent_bits`.
 """
 
 import math
+import sys
 from functools import partial
 from typing import Any
 
@@ -16,7 +19,8 @@ from torch import nn
 
 import mpitrain as mt
 
-LEVELS, WIDTH, LAYERS = 17, 48, 4
+LEVELS = 17
+size = mt.Options("model", width=48, layers=4)
 
 
 class MaskedConv(nn.Conv2d):
@@ -43,11 +47,12 @@ class Residual(nn.Sequential):
 
 def model() -> nn.Module:
     """From images (batch, 1, 8, 8) in [0, 1] to logits (batch, 17, 8, 8) of every pixel's level."""
+    width = size.width
     blocks = [
-        Residual(nn.ReLU(), MaskedConv(WIDTH, WIDTH, 3, True), nn.ReLU(), nn.Conv2d(WIDTH, WIDTH, 1))
-        for _ in range(LAYERS)
+        Residual(nn.ReLU(), MaskedConv(width, width, 3, True), nn.ReLU(), nn.Conv2d(width, width, 1))
+        for _ in range(size.layers)
     ]
-    return nn.Sequential(MaskedConv(1, WIDTH, 5, False), *blocks, nn.ReLU(), nn.Conv2d(WIDTH, LEVELS, 1))
+    return nn.Sequential(MaskedConv(1, width, 5, False), *blocks, nn.ReLU(), nn.Conv2d(width, LEVELS, 1))
 
 
 def levels(x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +64,11 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def metrics(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {"bits_per_dimension": loss(model, batch) / math.log(2)}
+    """`independent_bits`: the entropy of each pixel alone, by its counts in these very images."""
+    shares = nn.functional.one_hot(levels(batch["x"]), LEVELS).double().mean(dim=0)
+    independent = torch.special.entr(shares).sum(dim=-1).mean()
+    bits = {"bits_per_dimension": loss(model, batch), "independent_bits": independent}
+    return {name: nats / math.log(2) for name, nats in bits.items()}
 
 
 job = mt.Job(
@@ -74,3 +83,12 @@ job = mt.Job(
     target={"bits_per_dimension": "<2"},
     synthetic=mt.Synthetic(4096, x=((1, 8, 8), "float32")),
 )
+
+if __name__ == "__main__":
+    trained, images = mt.load(sys.argv[1]), torch.zeros(4, 1, 8, 8)
+    with torch.no_grad():
+        for row, column in torch.cartesian_prod(torch.arange(8), torch.arange(8)):
+            chances = trained(images)[:, :, row, column].softmax(dim=1)
+            images[:, 0, row, column] = torch.multinomial(chances, 1).squeeze(1) / (LEVELS - 1)
+    for row in range(8):
+        print("   ".join("".join(" .:+*#"[int(5 * one)] * 2 for one in image[0, row]) for image in images))

@@ -4,6 +4,7 @@ its row. No figure of time is looked at.
 
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -23,6 +24,10 @@ BENCHMARKS = {
     "server": (4, ["--megabytes", "0.0655", "1", "--rounds", "2", "--idle-s", "0"]),
     "sparse": (2, ["--rounds", "1", "--block", "1", "--rows", "1000", "--batch", "16"]),
     "tables": (4, ["--rounds", "1", "--block", "1", "--rows", "1000", "--batch", "16"]),
+    "staleness_sensitivity": (
+        1,
+        ["--rounds", "1", "--epochs", "1", "--workers", "1", "4", "--rates", "1"],
+    ),
     "splitting": (2, ["--rounds", "1", "--steps", "2"]),
     "step_time": (3, ["--rounds", "1", "--block", "1", "--model", "mlp"]),
     "virtual_speed": (1, ["--rounds", "1", "--pushes", "600", "--workers", "30", "--ranks", "40"]),
@@ -196,6 +201,18 @@ def check_server(out, rows):
         carried = row["megabytes_per_second"]["ours"] * row["median_ms"]["ours"] / 1e3
         assert carried == pytest.approx(2 * row["megabytes"])  # in and out
     assert "RPC / ours" in out
+
+
+def check_staleness_sensitivity(out, rows):
+    assert [row["job"] for row in rows] == ["digits", "pixelcnn"]
+    for row, knowing_nothing in zip(rows, (math.log(10), math.log(17)), strict=True):
+        one, four = (row["workers"][count] for count in ("1", "4"))
+        assert (one["staleness"], one["increase"], one["lost"]) == (0, 0, 0) and 2 < four["staleness"] <= 3
+        assert one["runs"][0]["samples"] == four["runs"][0]["samples"]
+        assert four["increase"] == pytest.approx(four["loss"] / one["loss"] - 1)
+        assert one["loss"] + four["lost"] * (knowing_nothing - one["loss"]) == pytest.approx(four["loss"])
+    table = out[out.index("     job") :].splitlines()[:5]
+    assert len(table) == 5 and all(len(line) <= 80 for line in table)
 
 
 def check_splitting(out, rows):
