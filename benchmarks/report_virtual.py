@@ -150,7 +150,6 @@ _AS_ROOT = "sudo .venv/bin/python benchmarks/prediction.py"
 
 PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "virtual_speed": (["python benchmarks/virtual_speed.py"], virtual_speed),
-    "staleness_sensitivity": (["python benchmarks/staleness_sensitivity.py"], staleness_sensitivity),
     "published": (["python benchmarks/published.py"], published),
     "prediction": (
         [

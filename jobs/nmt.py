@@ -71,7 +71,7 @@ class Translator(nn.Module):
         self.target = nn.Embedding(2 + len(GERMAN), HIDDEN)
         self.encoder = nn.GRU(HIDDEN, HIDDEN, batch_first=True, bidirectional=True)
         self.decoder = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
-        self.keys = nn.Linear(2 * HIDDEN, HIDDEN)
+        self.keys = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
         self.words = nn.Linear(3 * HIDDEN, 2 + len(GERMAN))
 
     def forward(self, source: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

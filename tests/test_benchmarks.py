@@ -44,6 +44,7 @@ BY_HAND = {
     "compression",
     "ensemble",
     "hosts",
+    "literature",
     "memory",
     "prediction",
     "published",

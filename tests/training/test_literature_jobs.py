@@ -1,5 +1,6 @@
 """The jobs of the literature: what their generators make is right, and what their models may see is what they may."""
 
+import gzip
 import runpy
 
 import numpy as np
@@ -65,6 +66,42 @@ def test_the_longest_number_fits_and_no_two_have_the_same_words(monkeypatch):
     for words in pairs.values():
         assert len(np.unique(words, axis=0)) == 3000
         assert ((words == made["END"]).sum(axis=1) == 1).all()
+
+
+def test_a_translation_has_the_most_likely_word_after_those_before_it_and_ends_once():
+    made = runpy.run_path(str(JOBS / "nmt.py"))
+    torch.manual_seed(0)
+    model, source = made["Translator"](), torch.randint(2, len(made["ENGLISH"]) + 2, (40, made["LENGTH"]))
+    with torch.no_grad():
+        model.words.bias[made["END"]] += 0.1  # so that some end early
+        found = made["translate"](model, {"source": source})
+        likely = made["logits"](model, {"source": source, "target": found}).argmax(dim=2)
+    end, behind = made["END"], (found == made["END"]).cumsum(dim=1).cumsum(dim=1) > 1
+    assert 0 < (found == end).any(dim=1).sum() < 40
+    assert (likely == found)[~behind].all() and (found[behind] == made["PAD"]).all()
+
+
+def test_independent_pixels_cost_at_least_the_entropy_of_their_counts():
+    """Of one pixel with two levels equally often a bit, of the other 63 nothing."""
+    made = runpy.run_path(str(JOBS / "pixelcnn.py"))
+    x = torch.zeros(8, 1, 8, 8)
+    x[:4, 0, 3, 5] = 1.0
+    with torch.no_grad():
+        found = made["metrics"](made["model"](), {"x": x})
+    assert float(found["independent_bits"]) == pytest.approx(1 / 64)
+    assert float(found["bits_per_dimension"]) == pytest.approx(4.09, rel=0.1)  # it knows nothing yet
+
+
+def test_fashion_mnist_is_read_and_framed(tmp_path, monkeypatch):
+    images = np.arange(2 * 784, dtype=np.uint32).astype(np.uint8)
+    for name, head, data in (("images-idx3", 16, images), ("labels-idx1", 8, np.array([7, 3], np.uint8))):
+        packed = gzip.compress(bytes(head) + data.tobytes())
+        (tmp_path / f"t10k-{name}-ubyte.gz").write_bytes(packed)
+    monkeypatch.setenv("CNN_FASHION", str(tmp_path))
+    made = runpy.run_path(str(JOBS / "cnn.py"))["fashion"]()
+    assert made["x"].shape == (2, 3, 32, 32) and made["y"].tolist() == [7, 3]
+    assert (made["x"][:, :, :2] == -0.5).all()
+    assert made["x"][1, 2, 2, 2] == pytest.approx(int(images[784]) / 255 - 0.5, abs=1e-6)
 
 
 def test_every_kind_of_shape_has_an_area_of_its_own(monkeypatch):
