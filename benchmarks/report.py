@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import report_models
 import report_virtual
 from common import mean_interval
 from report_rows import HERE, duration, newest, one, origin, rows_of, size, spread
@@ -468,6 +469,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "signals": (["python benchmarks/signals.py"], signals),
     "hostile": (["make hostile"], hostile),
     **report_virtual.PROGRAMS,
+    **report_models.PROGRAMS,
 }  # fmt: skip
 
 
