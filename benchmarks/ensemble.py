@@ -1,6 +1,6 @@
 """Does an ensemble of the best three of several runs beat the best of them, on samples that no choice has seen?
 
-    python benchmarks/ensemble.py [--rounds 5] [--members 5] [--epochs 4]
+    python benchmarks/ensemble.py [--rounds 5] [--members 5] [--epochs 3]
 
 No MPI. For each round the digits are split anew: three fifths to train on, a fifth to choose the best three of the
 members by (they differ in their seeds), and a fifth to measure on. The best three are combined by averaged
@@ -79,7 +79,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", "--splits", dest="rounds", type=int, default=5)
     parser.add_argument("--members", type=int, default=5, help="runs of which the best three are taken")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
     print(f"{machine()['cpu']}; {options.rounds} splits, the best three of {options.members} runs")
     splits = []

@@ -30,12 +30,23 @@ def ensemble() -> str:
 
 def quantisation() -> str:
     found = {key[0]: row for key, row in newest("quantisation", "job").items()}
-    head = ("job", "way", "layers", "bytes of these", "whole file", "time of a batch (95 %)", "accuracy", "points")
+    head = (
+        "job",
+        "way",
+        "layers",
+        "bytes of these",
+        "whole file",
+        "time of a batch (95 %)",
+        "accuracy",
+        "points",
+    )
     body = []
     for job, row in found.items():
         for way, one_way in row["ways"].items():
             before, after = one_way["accuracy"]
-            layers, file = (after_ / before_ for before_, after_ in (one_way["layer_bytes"], one_way["file_bytes"]))
+            layers, file = (
+                after_ / before_ for before_, after_ in (one_way["layer_bytes"], one_way["file_bytes"])
+            )
             body.append(
                 (
                     job,
