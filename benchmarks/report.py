@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import report_jobs
 import report_models
 import report_virtual
 from common import mean_interval
@@ -470,6 +471,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "hostile": (["make hostile"], hostile),
     **report_virtual.PROGRAMS,
     **report_models.PROGRAMS,
+    **report_jobs.PROGRAMS,
 }  # fmt: skip
 
 

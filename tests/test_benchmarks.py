@@ -44,6 +44,7 @@ BY_HAND = {
     "compression",
     "ensemble",
     "hosts",
+    "job_tables",
     "literature",
     "memory",
     "prediction",
@@ -58,6 +59,7 @@ HELPERS = {
     "chaos_counting", "report", "counted_job", "counting_job", "indices", "relaunch_job", "signal_job", "tolerance_job",
     "memory_job", "prediction_job", "published_assumptions", "published_job", "report_rows", "report_virtual",
     "report_models",
+    "report_jobs",
 }  # fmt: skip
 
 

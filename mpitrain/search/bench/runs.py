@@ -72,7 +72,7 @@ def _figures(
         "validations": validations,
         "to_target": first_met(target, validations, "seconds"),
         "num_bytes": sent_bytes(result, setting, trained_bytes),
-        "energy_j": result.get("energy_j"),
+        "energy_j": result.get("energy_joules"),
     }
 
 
