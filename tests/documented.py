@@ -27,7 +27,10 @@ ELSEWHERE = (
     (r" ensemble runs/", "needs finished runs: `tests/training/test_ensemble.py`"),
     (r" runs table ", "needs finished runs: `tests/search/test_table.py`"),
     (r" sweep ", "takes tens of seconds: `tests/search/test_sweep.py`"),
-    (r"^(reframe|jube) ", "needs these suites: `tests/suites/test_suites.py`, `tests/slurm/test_reframe.py`"),
+    (
+        r"^(RFM_\S+ reframe|jube) ",
+        "needs these suites: `tests/suites/test_suites.py`, `tests/slurm/test_reframe.py`",
+    ),
     (r"^mpitrain bench ", "takes minutes: `tests/search/test_bench.py`"),
     (
         r" export (runs|ensembles)/",
