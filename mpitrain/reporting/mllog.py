@@ -83,6 +83,7 @@ class MlLog:
             "eval_samples": row.get("validation_samples"),
             "opt_name": row.get("optimizer"),
             "opt_base_learning_rate": row.get("learning_rate"),
+            **(row.get("disclosed") or {}),
         }
         for key, value in facts.items():
             if value is not None:

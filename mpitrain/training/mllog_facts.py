@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.reporting.listeners import MLLOG, read_logs
@@ -12,13 +13,31 @@ if TYPE_CHECKING:
     from mpitrain.data import Catalogue
     from mpitrain.job import Job
 
+_NUMBERS = {
+    "float32": "fp32",
+    "full": "fp32",
+    "none": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+}
+_LARGEST_FIRST = ("fp32", "bfloat16", "fp16", "int8")
+_TRAVELS = ("codec", "wire", "push_wire", "reply_wire")  # fields of strategies
 
-def mllog_facts(job: Job, lr: float | None, validation: Catalogue | None) -> dict[str, Any]:
+
+def mllog_facts(
+    job: Job, lr: float | None, validation: Catalogue | None, job_file: str | None = None
+) -> dict[str, Any]:
     """Fields for the row `start`, where the job writes such a log, else none. `lr`: instead of the optimizer's own."""
     if MLLOG not in read_logs(job.log):
         return {}
     metric = job.best_by.metric if job.best_by else next(iter(job.target), None)
-    found = {"seed": job.seed, "metric": metric, **_optimizer(job, lr)}
+    found = {
+        "seed": job.seed,
+        "metric": metric,
+        **_optimizer(job, lr),
+        "disclosed": _disclosed(job, job_file),
+    }
     if validation is not None:
         found["validation_samples"] = validation.num_samples
     return {name: value for name, value in found.items() if value is not None}
@@ -42,3 +61,29 @@ def _optimizer(job: Job, lr: float | None) -> dict[str, Any]:
             "learning_rate": None if rate is None else float(rate),
         }
     return {}
+
+
+def _disclosed(job: Job, job_file: str | None) -> dict[str, Any]:
+    """Settings that MLPerf's rules from 6.1 on ask for; what is not known is left out."""
+    strategy, precision = job.strategy, _NUMBERS[job.precision]
+    parts = int(getattr(strategy, "microbatches", 1))
+    found: dict[str, Any] = {
+        "lowest_numerical_precision_in_linear": precision,
+        "lowest_numerical_precision_in_attn": precision,
+        "tensor_parallelism": int(getattr(strategy, "parallel", 1)),
+        "pipeline_parallelism": int(getattr(strategy, "stages", 1)),
+        "context_parallelism": 1,
+        "expert_parallelism": 1,
+        "micro_batch_size": max(1, job.batch_size // parts),
+    }
+    wires = [getattr(strategy, name) for name in _TRAVELS if hasattr(strategy, name)]
+    names = [_NUMBERS.get(one if isinstance(one, str) else one.name) for one in wires]
+    known = [name for name in names if name is not None]
+    if len(known) == len(names):  # of a codec there is no such word
+        passed_on = [precision] if found["pipeline_parallelism"] * found["tensor_parallelism"] > 1 else []
+        found["lowest_numerical_precision_in_comm"] = max(
+            ["fp32", *known, *passed_on], key=_LARGEST_FIRST.index
+        )
+    if job_file is not None:
+        found["config_filename"] = Path(job_file).name
+    return found

@@ -236,7 +236,7 @@ def prepare(
             set_aside(run_dir / "env.json")
             (run_dir / "env.json").write_text(text + "\n")
         write_json(run_dir / RUN_FILE, _how_started(session, job_file))
-        _describe_start(session)
+        _describe_start(session, job_file)
         for name, fields in opened.events:
             session.report.event(name, **fields)
     begin_trace(runtime, job, session.role, run_dir)
@@ -307,8 +307,8 @@ def _threads(session: Session) -> dict[str, int]:
     return {} if number is None else {"threads": number}
 
 
-def _describe_start(session: Session) -> None:
-    more = mllog_facts(session.job, session.overrides.lr, session.validation)
+def _describe_start(session: Session, job_file: str | None) -> None:
+    more = mllog_facts(session.job, session.overrides.lr, session.validation, job_file)
     session.report.event(
         "start", job=session.job.name, strategy=str(session.strategy), workers=len(session.roles.workers),
         servers=len(session.roles.servers), samples=session.catalogue.num_samples,

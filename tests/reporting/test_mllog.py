@@ -11,6 +11,7 @@ import mpitrain as mt
 from mpitrain.errors import UsageError
 from mpitrain.reporting.report import Report
 from mpitrain.training.mllog_facts import mllog_facts
+from mpitrain.values import parse
 from tests import toy
 from tests.ranks import find_mpi, run_ranks
 
@@ -129,14 +130,37 @@ def test_the_optimizer_is_asked_for_its_rate():
         metrics=lambda model, batch: {"a": 1.0},
     )  # fmt: skip
     found = mllog_facts(job, None, None)
+    del found["disclosed"]
     assert found == {"seed": job.seed, "metric": "a", "optimizer": "adamw", "learning_rate": 0.25}
     assert mllog_facts(job, 0.5, None)["learning_rate"] == 0.5
 
     def of_the_model(named_parameters):
         return torch.optim.SGD([dict(named_parameters)["0.bias"]], lr=0.1)
 
-    assert mllog_facts(toy.make_job(log="mllog", optimizer=of_the_model), None, None) == {"seed": job.seed}
+    found = mllog_facts(toy.make_job(log="mllog", optimizer=of_the_model), None, None)
+    assert found["seed"] == job.seed and not found.keys() & {"optimizer", "learning_rate"}
     assert mllog_facts(toy.make_job(log="csv"), None, None) == {}
+
+
+DISCLOSED = {
+    "allreduce()": ("fp32", 1, 1, 16), "sync(push_wire='bfloat16',reply_wire='float16')": ("fp16", 1, 1, 16),
+    "localsgd(wire='int8')": ("int8", 1, 1, 16), "allreduce(codec=topk(density=0.1))": (None, 1, 1, 16),
+    "pipeline(stages=2,microbatches=4)": ("bfloat16", 1, 2, 4), "tensor(parallel=2)": ("bfloat16", 2, 1, 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "expected"), DISCLOSED.items(), ids=DISCLOSED)
+def test_settings_that_the_rules_ask_for_are_those_of_the_strategy(strategy, expected):
+    job = toy.make_job(log="mllog", strategy=parse(strategy, "strategy"), precision="bfloat16", batch_size=16)
+    found = mllog_facts(job, None, None)["disclosed"]
+    assert found["lowest_numerical_precision_in_linear"] == "bfloat16" and "config_filename" not in found
+    names = (
+        "lowest_numerical_precision_in_comm",
+        "tensor_parallelism",
+        "pipeline_parallelism",
+        "micro_batch_size",
+    )
+    assert tuple(found.get(name) for name in names) == expected
 
 
 def test_a_simulation_has_no_such_times():
@@ -167,9 +191,11 @@ def test_mlperfs_own_checker_takes_the_log_of_a_run(tmp_path):
         "--run-dir",
         "run",
     ]
-    env = {"MLPERF_SUBMISSION_BENCHMARK": "retinanet"}
+    env = {"MLPERF_SUBMISSION_BENCHMARK": "llama31_8b"}
     run_ranks(2, [str(find_mpi()[0]), *words], cwd=tmp_path, env=env).check()
-    found = checker.make_checker("training", "5.1.0", False, True)
-    valid = found.check_file(str(tmp_path / "run" / "mllog.txt"), "training_5.1.0/common.yaml")
-    assert valid, (found.overwritable, found.not_overwritable)
+    for rules in ("5.1.0", "6.1.0"):
+        found = checker.make_checker("training", rules, False, True)
+        valid = found.check_file(str(tmp_path / "run" / "mllog.txt"), f"training_{rules}/common.yaml")
+        assert valid, (rules, found.overwritable, found.not_overwritable)
     assert len([key for key in short(tmp_path / "run") if key.startswith("eval_accuracy")]) == 2
+    assert facts(tmp_path / "run")["config_filename"] == "job.py"

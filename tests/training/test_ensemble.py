@@ -134,6 +134,18 @@ def test_what_was_saved_needs_no_runs_and_is_predicted_and_exported(made, tmp_pa
     assert torch.allclose(program(x[:4]).exp(), found[:4], atol=2e-3)
 
 
+def test_the_best_model_of_each_run_is_taken_where_that_is_asked_for(made, tmp_path):
+    """A run's best model stands beside its last one, with other weights."""
+    for name in "ab":
+        shutil.copytree(made / name, tmp_path / name)
+        shutil.copyfile(made / "c" / "model.safetensors", tmp_path / name / "model-best.safetensors")
+    done = mt.ensemble([tmp_path / "a", tmp_path / "b"], tmp_path / "e", which="best")
+    x, target = data()
+    assert done.metrics == pytest.approx(figures(by_hand(made, "c", [1]), target), abs=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(mt.load(tmp_path / "e")(x), mt.load(made / "c")(x).log_softmax(1), atol=1e-6)
+
+
 LOGITS = torch.tensor([[[9.0, 0, 0]], [[0, 1.0, 0]], [[0, 1.0, 0]], [[0.0, 0, 3]]])
 
 
