@@ -7,6 +7,8 @@ WORKERS (workers a node), MPITRAIN (how the command is called).
 
 START = """\
 cd "${SLURM_SUBMIT_DIR:-.}"
+signals=0
+trap 'signals=$((signals + 1))' USR1 TERM # heard when the script listens
 # Modules, launcher, container, disks: the one file to edit. A line of it that fails ends the job at once, before good
 # nodes are blamed for it; a line that may fail ends in `|| true`.
 SITE=${MPITRAIN_SITE:-slurm/site.sh} where=
@@ -29,6 +31,9 @@ MPITRAIN=("${CONTAINER[@]}" mpitrain)
 RUN_DIR = """\
 RUN_DIR=${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID} # the same after a requeue, which keeps the job id
 (umask 077 && mkdir -p "$RUN_DIR") # for its owner alone
+# By its own id the last task of an array would stand for the whole array.
+JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
+JOB=${JOB:-$SLURM_JOB_ID}
 note() { # EVENT WORDS: a line for `mpitrain slurm status`
     printf '%(%s)T %s %s %s\\n' -1 "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$*" >>"$RUN_DIR/job.log"
 }
@@ -66,7 +71,7 @@ WORKERS=${WORKERS_PER_NODE:-$(gpus_asked)} # one a GPU
 # way for srun, mpirun and mpiexec. A signal that comes between two launches is not lost: `run` then starts nothing.
 SIGNALS = """\
 # Near the time limit, or before a preemption: ranks checkpoint at the next step, write REQUEUE and leave with 75.
-signals=0 child=0
+child=0
 # shellcheck disable=SC2317 # called by the trap
 on_signal() {
     signals=$((signals + 1))
@@ -76,7 +81,10 @@ on_signal() {
         nothing_runs
     fi
 }
-trap on_signal USR1 TERM
+listen() {
+    trap on_signal USR1 TERM
+    if ((signals)); then nothing_runs; fi
+}
 run() { # its exit code; a wait that a signal has interrupted is taken up again
     local seen rc=0
     note ranks
@@ -129,6 +137,7 @@ CHECK_NODES = """\
 # not reported are asked once more one by one: a node that is gone takes the whole step with it.
 check_nodes() { # HOSTS...: 0 if all are fit; else 4, with the others in $RUN_DIR/failing_nodes.txt
     local host reports=$RUN_DIR/doctor
+    listen
     note preflight
     rm -rf "$reports"
     mkdir -p "$reports"
@@ -244,13 +253,13 @@ finish() { # exit code of the run
 }
 requeue() { # [--not-started]: returns where the job may not run again, and where it was cancelled
     "${MPITRAIN[@]}" slurm may-requeue "$RUN_DIR" --max-restarts "${MAX_RESTARTS:-20}" "$@" || return 0
-    if ! scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+    if ! scontrol show job "$JOB" | grep -q JobState=RUNNING; then
         echo "the job was cancelled, or Slurm itself requeues it" >&2
         return 0
     fi
     unstage || true
     note requeued
-    exec scontrol requeue "$SLURM_JOB_ID"
+    exec scontrol requeue "$JOB"
 }
 # shellcheck disable=SC2317 # called by on_signal
 nothing_runs() {

@@ -20,7 +20,7 @@ source {site}
 mkdir -p waiting-bin
 cat >waiting-bin/mpitrain <<'END'
 #!/bin/bash
-if [[ $1 == doctor && $2 == --node && ${{SLURM_RESTART_COUNT:-0}} == 0 ]]; then
+if [[ $1 == doctor && $2 == --node && ${{SLURM_RESTART_COUNT:-0}} == 0 && ${{SLURM_ARRAY_TASK_ID:-1}} == 1 ]]; then
     touch "preflight-$SLURM_JOB_ID"
     while :; do sleep 0.1; done
 fi
@@ -37,32 +37,41 @@ def notes(site: Site, run: str) -> list[list[str]]:
 
 
 def test_a_signal_before_ranks_exist_requeues_and_a_cancelled_job_stays_cancelled(site: Site) -> None:
-    """Both stand still in the preflight when it comes. The first one's second start trains, on one GPU of two."""
+    """Both stand still in the preflight when it comes. The first, a sweep's last task, is started again, alone,
+    and trains, on one GPU of two."""
     path = site.folder / "waiting.sh"
     program = site.cluster.root / "bin-openmpi" / "mpitrain"
     path.write_text(WAITING.format(site=site.cluster.site(site.python), program=program))
+    (site.folder / "two.txt").write_text("--epochs 2\n--lr 2e-3\n")
+    words = ("--gpus-per-node=1", "--array=0-1", "slurm/array-sweep.sbatch", "two.txt", SMALL)
+    early = site.sbatch(*words, RUN_ROOT="sweep-early", MPITRAIN_SITE=str(path))
     words = ("--gpus-per-node=1", "slurm/single-node.sbatch", SMALL)
-    jobs = {run: site.sbatch(*words, RUN_DIR=run, MPITRAIN_SITE=str(path)) for run in ("early", "cancelled")}
-    for job in jobs.values():
+    cancelled = site.sbatch(*words, RUN_DIR="cancelled", MPITRAIN_SITE=str(path))
+    for job in (early, cancelled):
         site.cluster.wait_for((site.folder / f"preflight-{job}").exists, f"job {job} to look at its node", 60)
-    assert "early: starting: its nodes are looked at\n" in site.run("mpitrain", "slurm", "status", "early")
-    site.run("scancel", "--batch", "--signal=USR1", jobs["early"])
-    site.run("scancel", jobs["cancelled"])
-    told = site.wait(jobs["cancelled"], "CANCELLED")
+    assert "1: starting: its nodes are looked at\n" in site.run(
+        "mpitrain", "slurm", "status", "sweep-early/1"
+    )
+    site.run("scancel", "--batch", "--signal=USR1", f"{early}_1")
+    site.run("scancel", cancelled)
+    told = site.wait(cancelled, "CANCELLED")
     assert "asked to end while no ranks run" in told and "the job was cancelled" in told
-    told = site.wait(jobs["early"])
+    site.wait(f"{early}_0")
+    told = site.wait(f"{early}_1")
     assert "requeue: restart 1 of at most 20: it was asked to end before its ranks had begun" in told
     assert fom(told)["status"] == "ok" and fom(told)["workers"] == "1"
-    status = site.run("mpitrain", "slurm", "status", "early")
+    status = site.run("mpitrain", "slurm", "status", "sweep-early")
+    assert "sweep-early: 2 runs: 2 ok\n" in status
+    status = site.run("mpitrain", "slurm", "status", "sweep-early/1")
     assert (
         "ended with status=ok" in status
         and "restarts    1; the last: restart 1 of at most 20: it was" in status
     )
     status = site.run("mpitrain", "slurm", "status", "cancelled")
     assert "asked to end before its ranks had begun, exit code 75" in status and "CANCELLED" in status
-    job = jobs["early"]
-    first, second = [[job, "0", "requeued"], [job, "1", "ended", "0"]]
-    assert [note for note in notes(site, "early") if note[2] in ("requeued", "ended")] == [first, second]
+    ends = [note[1:] for note in notes(site, "sweep-early/1") if note[2] in ("requeued", "ended")]
+    assert ends == [["0", "requeued"], ["1", "ended", "0"]]
+    assert [note[1:] for note in notes(site, "sweep-early/0") if note[2] == "ended"] == [["0", "ended", "0"]]
 
 
 def test_a_site_file_that_fails_ends_the_job_and_no_node_is_blamed(site: Site) -> None:

@@ -142,6 +142,18 @@ def test_an_unknown_launcher_is_answered_with_what_was_meant() -> None:
         render_site(image="a\nb")
 
 
+def test_a_signal_while_the_site_file_is_read_is_heard(tmp_path: Path) -> None:
+    (tmp_path / "site.sh").write_text("LAUNCH=(srun)\nkill -USR1 $$\n")
+    parts = script_parts.START + script_parts.SIGNALS + script_parts.CHECK_NODES
+    end = "nothing_runs() { echo heard; exit 75; }\nRUN_DIR=.\ncheck_nodes n1\n"
+    (tmp_path / "script").write_text(parts + end)
+    env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "MPITRAIN_SITE": "site.sh"}
+    run = subprocess.run(
+        ["bash", "script"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 75 and "heard" in run.stdout, run
+
+
 @pytest.mark.parametrize(
     ("site", "said"),
     [
