@@ -31,9 +31,6 @@ MPITRAIN=("${CONTAINER[@]}" mpitrain)
 RUN_DIR = """\
 RUN_DIR=${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID} # the same after a requeue, which keeps the job id
 (umask 077 && mkdir -p "$RUN_DIR") # for its owner alone
-# By its own id the last task of an array would stand for the whole array.
-JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
-JOB=${JOB:-$SLURM_JOB_ID}
 note() { # EVENT WORDS: a line for `mpitrain slurm status`
     printf '%(%s)T %s %s %s\\n' -1 "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$*" >>"$RUN_DIR/job.log"
 }
@@ -252,14 +249,16 @@ finish() { # exit code of the run
     exit "$1"
 }
 requeue() { # [--not-started]: returns where the job may not run again, and where it was cancelled
+    local job=$SLURM_JOB_ID # of the last task of an array it is the whole array's
+    if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
     "${MPITRAIN[@]}" slurm may-requeue "$RUN_DIR" --max-restarts "${MAX_RESTARTS:-20}" "$@" || return 0
-    if ! scontrol show job "$JOB" | grep -q JobState=RUNNING; then
+    if ! scontrol show job "$job" | grep -q JobState=RUNNING; then
         echo "the job was cancelled, or Slurm itself requeues it" >&2
         return 0
     fi
     unstage || true
     note requeued
-    exec scontrol requeue "$JOB"
+    exec scontrol requeue "$job"
 }
 # shellcheck disable=SC2317 # called by on_signal
 nothing_runs() {

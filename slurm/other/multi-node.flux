@@ -12,6 +12,8 @@
 # flux: --nodes=2 --exclusive
 
 JOB_ID=$(flux job id --to=dec "$FLUX_ENCLOSING_ID") JOB_NAME=mpitrain
+signals=0
+trap 'signals=$((signals + 1))' USR1 TERM # heard when the script listens
 # Modules, launcher, container, disks: the one file to edit. A line of it that fails ends the job at once, before good
 # nodes are blamed for it; a line that may fail ends in `|| true`.
 SITE=${MPITRAIN_SITE:-slurm/site.sh} where=
@@ -68,7 +70,7 @@ read -ra HOSTS < <(flux hostlist --expand instance)
 WORKERS=${WORKERS_PER_NODE:-4} # one a GPU
 
 # Near the time limit, or before a preemption: ranks checkpoint at the next step, write REQUEUE and leave with 75.
-signals=0 child=0
+child=0
 # shellcheck disable=SC2317 # called by the trap
 on_signal() {
     signals=$((signals + 1))
@@ -78,7 +80,10 @@ on_signal() {
         nothing_runs
     fi
 }
-trap on_signal USR1 TERM
+listen() {
+    trap on_signal USR1 TERM
+    if ((signals)); then nothing_runs; fi
+}
 run() { # its exit code; a wait that a signal has interrupted is taken up again
     local seen rc=0
     note ranks
@@ -133,6 +138,7 @@ on_each() { # HOSTS... -- COMMAND: one task of it on each, without MPI
 # not reported are asked once more one by one: a node that is gone takes the whole step with it.
 check_nodes() { # HOSTS...: 0 if all are fit; else 4, with the others in $RUN_DIR/failing_nodes.txt
     local host reports=$RUN_DIR/doctor
+    listen
     note preflight
     rm -rf "$reports"
     mkdir -p "$reports"
