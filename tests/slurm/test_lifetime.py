@@ -93,7 +93,15 @@ def test_the_doctor_names_bad_nodes_and_tolerant_goes_on_without_them(site: Site
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True
     )
     try:
-        node = ["mpitrain", "doctor", "--node", "--devices", f"{cluster.root}/nodes/$SLURMD_NODENAME/gpu*"]
+        node = [
+            "mpitrain",
+            "doctor",
+            "--node",
+            "--speed-s",
+            "0",
+            "--devices",
+            f"{cluster.root}/nodes/$SLURMD_NODENAME/gpu*",
+        ]
         disks = [
             "--report",
             "doctor",
