@@ -69,6 +69,7 @@ def open_logs(
     run_dir: Path,
     resumed_at: int | None,
     last_step_s: Callable[[], float] = lambda: 0.0,
+    facts: Mapping[str, Any] | None = None,
 ) -> list[Log]:
     """The logs of this run.
 
@@ -76,6 +77,7 @@ def open_logs(
         resumed_at: accepted samples from which the run goes on, 0 from the beginning: rows of an earlier start beyond
             them are dropped. None goes on behind the rows that are there.
         last_step_s: when the last step was reported, in seconds since the Unix epoch; 0 before the first.
+        facts: what `mllog` says of the run that stands in no row.
     """
     opened: list[Log] = []
     for name in names:
@@ -86,7 +88,7 @@ def open_logs(
         elif name == MLLOG:
             from mpitrain.reporting.mllog import MLLOG_FILE, MlLog
 
-            opened.append(MlLog(run_dir / MLLOG_FILE, resumed_at, last_step_s))
+            opened.append(MlLog(run_dir / MLLOG_FILE, resumed_at, last_step_s, facts or {}))
         elif name == TENSORBOARD:
             from mpitrain.reporting.tensorboard_log import TensorBoardLog
 

@@ -37,9 +37,12 @@ class MlLog:
         path: of the file. One that is there goes on, without the lines beyond `resumed_at` accepted samples (all stay
             where that is None); where the run begins, it is written anew.
         resumed_at: as of `open_logs`; last_step_s: when the last step was reported, in seconds since the Unix epoch.
+        facts: `metric`, which is the accuracy, and lines by key.
     """
 
-    def __init__(self, path: Path, resumed_at: int | None, last_step_s: Callable[[], float]):
+    def __init__(
+        self, path: Path, resumed_at: int | None, last_step_s: Callable[[], float], facts: Mapping[str, Any]
+    ):
         self.path, self.place, self._last_step_s = path, path.name, last_step_s
         kept = [] if resumed_at == 0 else _kept(path, resumed_at)
         write_whole(path, "".join(f"{line}\n" for line in kept), tag=str(os.getpid()))
@@ -47,7 +50,9 @@ class MlLog:
         self._file = path.open("a", encoding="utf-8")
         self._epoch, self._samples = _epoch_under_way(kept), 0
         self._begun_s = self._at_s = time.time()  # of the last line
-        self._metric, self._measured_at, self._train_samples = LOSS, resumed_at or 0, 1
+        self._facts = {name: value for name, value in facts.items() if name != "metric"}
+        self._metric = str(facts.get("metric") or LOSS)
+        self._measured_at, self._train_samples = resumed_at or 0, 1
 
     def row(self, row: Mapping[str, Any]) -> None:
         """What MLPerf has lines for: the start, epochs, validations and the end."""
@@ -67,7 +72,7 @@ class MlLog:
         self._file.close()
 
     def _start(self, row: Mapping[str, Any]) -> None:
-        self._metric, self._train_samples = str(row.get("metric") or LOSS), int(row["samples"])
+        self._train_samples = int(row["samples"])
         if self._goes_on:
             return
         self._put("init_start", None, "INTERVAL_START", at_s=self._begun_s)
@@ -76,18 +81,13 @@ class MlLog:
             self._put(key, os.environ.get(variable) or default or row.get("job") or "none")
         accumulate = int(row.get("accumulate") or 1)
         facts = {
-            "seed": row.get("seed"),
             "global_batch_size": int(row["batch_size"]) * int(row["workers"]) * accumulate,
             "gradient_accumulation_steps": accumulate,
             "train_samples": row["samples"],
-            "eval_samples": row.get("validation_samples"),
-            "opt_name": row.get("optimizer"),
-            "opt_base_learning_rate": row.get("learning_rate"),
-            **(row.get("disclosed") or {}),
+            **self._facts,
         }
         for key, value in facts.items():
-            if value is not None:
-                self._put(key, value)
+            self._put(key, value)
         self._put("init_stop", None, "INTERVAL_END")
         self._put("run_start", None, "INTERVAL_START")
 

@@ -111,6 +111,7 @@ class Report:
             begun.
         log_every: a row after every so many steps; None: as often as a line for eyes.
         logs: names of the logs that get the rows, too; callbacks: objects that do, as in `listeners.py`.
+        facts: what a log says of the run that stands in no row.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Report:
         log_every: int | None = None,
         logs: Sequence[str] = (),
         callbacks: Sequence[Any] = (),
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.total_samples, self.num_epochs = total_samples, num_epochs
@@ -140,7 +142,7 @@ class Report:
         self._schema = {"schema": METRICS_SCHEMA}  # on the first row of every start
         self._unwritten: set[str] = set()
         self._logs, self._callbacks = (
-            open_logs(logs, self.run_dir, resumed_at, self._wall_of_step),
+            open_logs(logs, self.run_dir, resumed_at, self._wall_of_step, facts or {}),
             tuple(callbacks),
         )
         self._log_every, self._last_step = log_every, -1

@@ -28,7 +28,7 @@ _TRAVELS = ("codec", "wire", "push_wire", "reply_wire")  # fields of strategies
 def mllog_facts(
     job: Job, lr: float | None, validation: Catalogue | None, job_file: str | None = None
 ) -> dict[str, Any]:
-    """Fields for the row `start`, where the job writes such a log, else none. `lr`: instead of the optimizer's own."""
+    """The facts for `MlLog`, where the job writes such a log, else none. `lr`: instead of the optimizer's own."""
     if MLLOG not in read_logs(job.log):
         return {}
     metric = job.best_by.metric if job.best_by else next(iter(job.target), None)
@@ -36,10 +36,10 @@ def mllog_facts(
         "seed": job.seed,
         "metric": metric,
         **_optimizer(job, lr),
-        "disclosed": _disclosed(job, job_file),
+        **_disclosed(job, job_file),
     }
     if validation is not None:
-        found["validation_samples"] = validation.num_samples
+        found["eval_samples"] = validation.num_samples
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -57,8 +57,8 @@ def _optimizer(job: Job, lr: float | None) -> dict[str, Any]:
         made = job.optimizer(given)
         rate = lr if lr is not None else made.param_groups[0].get("lr")
         return {
-            "optimizer": type(made).__name__.lower(),
-            "learning_rate": None if rate is None else float(rate),
+            "opt_name": type(made).__name__.lower(),
+            "opt_base_learning_rate": None if rate is None else float(rate),
         }
     return {}
 

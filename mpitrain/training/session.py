@@ -123,12 +123,13 @@ class Session:
         if self.lock is not None:
             self.lock.release()
 
-    def open_report(self, resumed_at: int | None) -> None:
-        """Begin to report on this rank; `resumed_at`: as for a `Report`."""
+    def open_report(self, resumed_at: int | None, job_file: str | None = None) -> None:
+        """Begin to report on this rank; `resumed_at`: as for a `Report`; `job_file`: that the run is started from."""
         job = self.job
         self.report = Report(
             self.run_dir, self.total_samples(), quiet=self.overrides.quiet, num_epochs=job.epochs,
             resumed_at=resumed_at, log_every=job.log_every, logs=read_logs(job.log), callbacks=job.callbacks,
+            facts=mllog_facts(job, self.overrides.lr, self.validation, job_file),
         )  # fmt: skip
 
     def validations(self, steps_end_it: bool = False) -> Validations:
@@ -228,7 +229,7 @@ def prepare(
     resumed_at = session.resume.checkpoint_at if session.resume else 0
     account = session.account = Account(runtime, run_dir, opened.identity.attempt)
     attempt(runtime, lambda: account.begin(session.resume.folder.parent.parent if session.resume else None))
-    attempt(runtime, lambda: session.open_report(resumed_at) if runtime.rank == 0 else None)
+    attempt(runtime, lambda: session.open_report(resumed_at, job_file) if runtime.rank == 0 else None)
     if runtime.rank == 0:
         forget_reports(run_dir)
         text = json.dumps({**collect(runtime), "ranks": environment}, indent=2, sort_keys=True, default=str)
@@ -236,7 +237,7 @@ def prepare(
             set_aside(run_dir / "env.json")
             (run_dir / "env.json").write_text(text + "\n")
         write_json(run_dir / RUN_FILE, _how_started(session, job_file))
-        _describe_start(session, job_file)
+        _describe_start(session)
         for name, fields in opened.events:
             session.report.event(name, **fields)
     begin_trace(runtime, job, session.role, run_dir)
@@ -307,13 +308,12 @@ def _threads(session: Session) -> dict[str, int]:
     return {} if number is None else {"threads": number}
 
 
-def _describe_start(session: Session, job_file: str | None) -> None:
-    more = mllog_facts(session.job, session.overrides.lr, session.validation, job_file)
+def _describe_start(session: Session) -> None:
     session.report.event(
         "start", job=session.job.name, strategy=str(session.strategy), workers=len(session.roles.workers),
         servers=len(session.roles.servers), samples=session.catalogue.num_samples,
         batch_size=session.job.batch_size, accumulate=session.job.accumulate, run_dir=str(session.run_dir),
-        fault_tolerance=level(session.runtime, session.strategy), **_threads(session), **more,
+        fault_tolerance=level(session.runtime, session.strategy), **_threads(session),
     )  # fmt: skip
     if text := warning(session.runtime, session.strategy):
         session.report.event("warning", text=text)
