@@ -434,6 +434,23 @@ def tables() -> str:
     return table(head, *body) + "\n\n" + origin(*found.values())
 
 
+def search() -> str:
+    found = {key: row for key, row in newest("search", "seed").items() if row["ranks"] == 4}
+    head = ("seed", "grid's best accuracy", "ASHA's", "points lost", "ASHA's share of the samples", "and of the time",
+            "idle ranks: grid", "ASHA")  # fmt: skip
+    body = [
+        (str(seed), f"{row['grid']['accuracy']:.4f}", f"{row['asha']['accuracy']:.4f}",
+         f"{100 * row['accuracy_lost']:.2f}", f"{row['share_of_samples']:.1%}",
+         f"{row['asha']['elapsed_s'] / row['grid']['elapsed_s']:.1%}", f"{row['grid']['idle_share']:.1%}",
+         f"{row['asha']['idle_share']:.1%}")
+        for (seed,), row in sorted(found.items())
+    ]  # fmt: skip
+    rows = list(found.values())
+    rungs = ", ".join(map(str, rows[-1]["asha"]["rungs_epochs"]))
+    told = f'`--asha "{rows[-1]["rule"]}"`: rungs of {rungs} epochs.'
+    return table(head, *body) + f"\n\n{told}\n\n" + origin(*rows)
+
+
 ON_HOSTS = ".venv/bin/python benchmarks/hosts.py run --hosts 4 --rate 100mbit .venv/bin/python"
 
 COMPRESSION_OF_HOSTS = (
@@ -466,6 +483,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "reader": (["python benchmarks/reader.py"], reader),
     "packing": (["mpitrain launch -n 2 benchmarks/packing.py"], packing),
     "chaos": (["make chaos"], chaos),
+    "search": (["python benchmarks/search.py"], search),
     "tolerance_cost": (["python benchmarks/tolerance_cost.py"], tolerance_cost),
     "signals": (["python benchmarks/signals.py"], signals),
     "hostile": (["make hostile"], hostile),

@@ -50,6 +50,7 @@ BY_HAND = {
     "prediction",
     "published",
     "quantisation",
+    "search",
     "signals",
     "tolerance_cost",
 }  # take minutes, or root
