@@ -29,7 +29,8 @@ def sweep(ranks: int, epochs: int, seed: int, *words: str) -> dict:
         out = Path(scratch, "figures.json")
         command = [
             sys.executable, "-m", "mpitrain", "launch", f"-n{ranks}", "sweep", "jobs/digits.py",
-            "--vary", f"lr={RATES}", "--vary", f"batch-size={BATCHES}", "--epochs", str(epochs), "--seed", str(seed), "--metric", "accuracy",
+            "--vary", f"lr={RATES}", "--vary", f"batch-size={BATCHES}",
+            "--epochs", str(epochs), "--seed", str(seed), "--metric", "accuracy",
             "--run-dir", f"{scratch}/runs", "--json", str(out), *words,
         ]  # fmt: skip
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

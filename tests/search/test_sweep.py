@@ -183,3 +183,38 @@ def test_early_stopping_trains_no_sample_twice_and_goes_on_from_checkpoints(here
     assert figures["num_samples"] == sum(trained.values()) < 9 * 9 * 32
     statuses = {one["number"]: one["status"] for one in figures["configurations"]}
     assert all(statuses[number] == ("ok" if rung == 2 else "stopped") for number, rung in rungs.items())
+
+
+def test_optuna_proposes_by_what_has_finished(here: Path) -> None:
+    """Two ranks and a seed each: accuracy falls by 0.1 with each step of `hidden` from 3, and of what is proposed after
+    ten random ones (TPE's start) most lie nearer to 3 than chance has it."""
+    pytest.importorskip("optuna")
+    python = str(find_mpi()[0])
+    words = [
+        "sweep", "job.py", "--vary", "model.hidden=integers(1, 40)", "--vary", "lr=log_uniform(1e-3, 1e-1)", "--metric",
+        "accuracy", "--sampler", "optuna", "--num", "24", "--seeds", "2", "--run-dir", "out", "--json", "out.json",
+    ]  # fmt: skip
+    run_ranks(3, [python, "-m", "mpitrain", *words], cwd=here).check()
+    figures = json.loads((here / "out.json").read_text())
+    assert ended(here / "out") == {(number, "ok"): 1 for number in range(48)}
+    hidden = [int(one["options"]["model.hidden"]) for one in figures["configurations"]]
+    assert hidden[::2] == hidden[1::2]  # the two seeds of one proposal
+    far = [abs(one - 3) for one in hidden[::2]]
+    assert sum(far[14:]) / len(far[14:]) < 0.75 * sum(far[:10]) / 10
+
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(here / "out" / "optuna.journal")))
+    trials = optuna.load_study(study_name="sweep", storage=storage).trials
+    told = {trial.user_attrs["number"]: trial.value for trial in trials if trial.value is not None}
+    assert told == {number: pytest.approx(1 - abs(hidden[number] - 3) / 10) for number in range(0, 48, 2)}
+
+
+def test_optuna_that_is_missing_is_named(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = ["--vary", "lr=uniform(0, 1)", "--sampler", "optuna", "--num", "3"]
+    assert cli.main(["sweep", "job.py", *words, "--run-dir", "out"]) == 2
+    assert "pip install 'mpitrain[optuna]'" in capsys.readouterr().err

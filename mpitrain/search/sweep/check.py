@@ -15,6 +15,7 @@ from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.reporting.targets import LOSS, Choice, read_choice
 from mpitrain.search.sweep.asha import RULE_KIND, Asha
 from mpitrain.search.sweep.plan import Configuration, Plan
+from mpitrain.search.sweep.proposals import check_installed
 from mpitrain.strategies.placement import assign
 from mpitrain.training.job_file import load_job
 from mpitrain.training.validate import validate_run
@@ -49,6 +50,8 @@ def examine(plan: Plan, read: Read) -> Setup:
         UsageError: as the run of a configuration would, with its number and options; or the plan makes no sense.
     """
     plan.check()
+    if plan.sampler == "optuna":
+        check_installed()
     configurations = plan.configurations()
     jobs: dict[tuple[str, ...], Job] = {}
     first: Job | None = None

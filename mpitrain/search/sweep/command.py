@@ -20,6 +20,7 @@ from mpitrain.search.sweep.deal import FAILED, Standing, Task, all_progress, bes
 from mpitrain.search.sweep.journal import Dealer, Sweep
 from mpitrain.search.sweep.local import Dealt, deal_locally, default_parallel
 from mpitrain.search.sweep.plan import Plan, differing
+from mpitrain.search.sweep.proposals import Proposals
 from mpitrain.system.atomic import check_output, write_whole
 
 SHOWN = 10  # best configurations in the summary
@@ -61,9 +62,8 @@ def sweep_command(request: Request) -> int:
     parallel = request.parallel or default_parallel(setup.plan.ranks_per_run)
     begin(sweep, setup, request.rerun)
     say(f"{setup.plan.num_configurations} configurations, {parallel} at a time, in {sweep.folder}")
-    dealt = deal_locally(
-        sweep, setup, min(parallel, setup.plan.num_configurations), list(request.launch_words)
-    )
+    parallel = min(parallel, setup.plan.num_configurations)
+    dealt = deal_locally(sweep, setup, parallel, list(request.launch_words), _proposer(sweep, setup))
     return conclude(sweep, setup, dealt, request.json)
 
 
@@ -117,7 +117,7 @@ def sweep_on_ranks(request: Request, whole: Any) -> int:
         say(
             f"{setup.plan.num_configurations} configurations on {num_groups} group(s) of ranks, in {sweep.folder}"
         )
-    dealt = deal_to_groups(whole, sweep, setup, request.read(setup.plan), lambda: None)
+    dealt = deal_to_groups(whole, sweep, setup, request.read(setup.plan), lambda: _proposer(sweep, setup))
     return int(whole.broadcast(conclude(sweep, setup, dealt, request.json) if dealt is not None else None))
 
 
@@ -162,6 +162,13 @@ def begin(sweep: Sweep, setup: Setup, rerun: bool) -> None:
                 for attempt in range(task.attempt + 1):  # of one that was killed often, all of them
                     dealer.note("rerun", **Task(task.number, task.rung, attempt)._asdict())
     say(f"{len(failed)} failed before and run{'s' * (len(failed) == 1)} again")
+
+
+def _proposer(sweep: Sweep, setup: Setup) -> Proposals | None:
+    if setup.plan.sampler != "optuna":
+        return None
+    assert setup.by is not None
+    return Proposals(sweep, setup.plan, setup.by)
 
 
 def listing(setup: Setup) -> str:

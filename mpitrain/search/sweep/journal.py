@@ -3,6 +3,7 @@
     RUN_DIR/sweep.json                         the plan
     RUN_DIR/claims/INDEX-RUNG-ATTEMPT.json     made once, by whoever begins this attempt
     RUN_DIR/dealers/NAME/lock, journal.jsonl   a process that deals: a sign of life, and what it has noted down
+    RUN_DIR/proposals/INDEX.json               of a sampler that proposes: a setting
     RUN_DIR/logs/INDEX.txt                     what the run has printed
     RUN_DIR/INDEX/                             the run's own directory
 
@@ -33,7 +34,8 @@ from mpitrain.system.run_directory import read_json
 from mpitrain.system.run_lock import LOCK_FILE, QUIET_S, RunLock, holder_lives
 
 PLAN_FILE, JOURNAL_FILE = "sweep.json", "journal.jsonl"
-CLAIMS, DEALERS, LOGS = "claims", "dealers", "logs"
+CLAIMS, DEALERS, LOGS, PROPOSALS = "claims", "dealers", "logs", "proposals"
+Options = tuple[tuple[str, str], ...]
 
 
 class Sweep:
@@ -73,7 +75,7 @@ class Sweep:
         """
         try:
             make_private(self.folder)
-            for name in (CLAIMS, DEALERS, LOGS):
+            for name in (CLAIMS, DEALERS, LOGS, PROPOSALS):
                 make_private(self.folder / name)
             write_durable(self.folder / PLAN_FILE, (json.dumps(plan.to_json(), indent=2) + "\n").encode())
         except OSError as error:
@@ -138,16 +140,34 @@ class Sweep:
     def claim_file(self, task: Task) -> Path:
         return self.folder / CLAIMS / f"{task.number}-{task.rung}-{task.attempt}.json"
 
-    def proposals(self) -> dict[int, tuple[tuple[str, str], ...]]:
-        """Options of the configurations that a sampler has proposed while the sweep ran."""
+    def proposals(self) -> dict[int, Options]:
+        """The settings that a sampler has proposed while the sweep ran, by the first configuration of each."""
         found = {}
-        for row in self.rows():
+        for path in (self.folder / PROPOSALS).glob("*.json"):
             with contextlib.suppress(KeyError, TypeError, ValueError):
-                if row["event"] == "proposed":
-                    found[int(row["number"])] = tuple(
-                        (str(name), str(value)) for name, value in row["options"]
-                    )
+                options = (read_json(path) or {})["options"]
+                found[int(path.stem)] = tuple((str(name), str(value)) for name, value in options)
         return found
+
+    def settle(self, number: int, options: Options) -> Options:
+        """The setting of the configuration of that number from now on: this one, or that of whoever was first.
+
+        Raises:
+            OutputError: the disk is full, or the file system knows no links.
+        """
+        path = self.folder / PROPOSALS / f"{number}.json"
+        own = path.with_name(f".{number}.{secrets.token_hex(4)}")
+        try:
+            write_durable(own, json.dumps({"options": options}).encode())
+            try:
+                os.link(own, path)  # whole, and once
+            except FileExistsError:
+                return self.proposals()[number]
+            finally:
+                own.unlink()
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror}; free space and start again") from error
+        return options
 
     def _lives(self, name: str, dealer: Dealer | None) -> bool | None:
         if dealer is not None and name == dealer.name:

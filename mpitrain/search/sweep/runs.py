@@ -7,6 +7,7 @@ outlived its sweep has finished meanwhile is taken as it is, not trained again.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,8 +16,18 @@ from typing import Any, Protocol
 from mpitrain.errors import EXIT_ENDED_AT_ONCE, EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, EXIT_TARGET_MISSED
 from mpitrain.reporting.targets import Choice, read_choice
 from mpitrain.search.sweep.check import Setup
-from mpitrain.search.sweep.deal import DONE, FAILED, INTERRUPTED, MISSED, Answer, Ended, Task, next_task
-from mpitrain.search.sweep.journal import Dealer, Sweep
+from mpitrain.search.sweep.deal import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    MISSED,
+    Answer,
+    Ended,
+    Task,
+    next_task,
+    standings,
+)
+from mpitrain.search.sweep.journal import Dealer, Options, Sweep
 from mpitrain.search.sweep.plan import Configuration
 from mpitrain.system.run_directory import read_json
 from mpitrain.system.run_lock import holder_lives
@@ -37,9 +48,11 @@ class Trainer(Protocol):
 class Proposer(Protocol):
     """Proposes configurations while the sweep runs."""
 
-    def ask(self, index: int) -> tuple[tuple[str, str], ...]: ...
+    def ask(self, number: int) -> Options:
+        """A setting for the configuration of that number."""
 
-    def tell(self, index: int, ended: Ended) -> None: ...
+    def tell(self, number: int, setting: Options, value: float | None) -> None:
+        """What that setting has reached; None where it has failed."""
 
 
 class Work:
@@ -103,8 +116,20 @@ class Work:
         ended = ended._replace(busy_s=time.monotonic() - began_s)
         self.dealer.ended(task, ended)
         if self.proposer is not None:
-            self.proposer.tell(task.number, ended)
+            self._tell(self.proposer, task.number)
         return ended.busy_s
+
+    def _tell(self, proposer: Proposer, number: int) -> None:
+        """Report the mean of a setting, once all of its runs have come to their end."""
+        first, records = number - number % self.setup.plan.num_repeats, self.sweep.records(self.dealer)
+        mine = range(first, first + self.setup.plan.num_repeats)
+        found = [
+            one for one in standings(records, self.setup.plan.num_configurations, 1) if one.number in mine
+        ]
+        if all(one.status in (DONE, MISSED, FAILED) for one in found):
+            values = [one.value for one in found if one.value is not None]
+            setting = self.sweep.proposals()[first]
+            proposer.tell(first, setting, statistics.fmean(values) if len(values) == len(found) else None)
 
     def _check_metric(self, ended: Ended, result: Mapping[str, Any]) -> None:
         """Refuse a metric that the first run has not measured, before many more have not."""
@@ -121,8 +146,7 @@ class Work:
         first = index - index % plan.num_repeats  # seeds and folds of a setting share one proposal
         setting = self.sweep.proposals().get(first)
         if setting is None:
-            setting = self.proposer.ask(first)
-            self.dealer.note("proposed", number=first, options=setting)
+            setting = self.sweep.settle(first, self.proposer.ask(first))
         return plan.repeated(index, setting)
 
     def words(self, task: Task, configuration: Configuration) -> list[str]:
