@@ -34,7 +34,6 @@ examples:
       --vary "strategy=allreduce(),async(servers=1)" --ranks-per-run 3
   mpitrain sweep jobs/digits.py --vary "lr=log_uniform(1e-4, 1e-1)" \\
       --sampler random --num 32 --asha "asha(least=2, reduction=3)"
-  mpitrain sweep jobs/digits.py --config sweep.toml --run-dir runs/first
   mpitrain sweep --run-dir runs/first --rerun
   mpitrain sweep jobs/digits.py --vary lr=1e-3,3e-3 --slurm --runs-per-node 4 \\
       --slurm-set gpus_per_node=4 --slurm-set time=2:00:00
@@ -144,6 +143,14 @@ def _add_search_options(search: Any) -> None:
         help="train every configuration with seeds 0 to N-1, or with those listed: 3,7",
     )
     search.add_argument(
+        "--folds",
+        type=positive,
+        metavar="K",
+        default=0,
+        help="cross-validation: train every configuration once for each of K parts of the training set, without it, "
+        "and validate on it (--fold 1/K, 2/K, ... of train)",
+    )
+    search.add_argument(
         "--metric",
         metavar="NAME",
         default="",
@@ -233,6 +240,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         arguments.num,
         arguments.sampler_seed,
         _seeds(arguments.seeds),
+        arguments.folds,
         metric=arguments.metric,
         ranks_per_run=arguments.ranks_per_run,
         asha=_asha(arguments.asha),

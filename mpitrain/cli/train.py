@@ -278,6 +278,11 @@ def _add_parameter_options(job: Any) -> None:
 
 def _add_validation_options(job: Any) -> None:
     job.add_argument(
+        "--fold",
+        metavar="I/K",
+        help="cross-validation: train on the training set without part I of K, and validate on that part",
+    )
+    job.add_argument(
         "--ema",
         type=fraction,
         metavar="X",
@@ -373,6 +378,7 @@ def overrides(arguments: argparse.Namespace) -> Any:
         log=tuple(arguments.log),
         log_every=arguments.log_every,
         trace=arguments.trace,
+        fold=arguments.fold,
     )
 
 

@@ -60,6 +60,7 @@ class Overrides:
     log: tuple[str, ...] = ()
     log_every: int | None = None
     trace: str | None = None
+    fold: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inject", injection.texts(self.inject))
@@ -106,6 +107,7 @@ class Overrides:
 
 def apply_overrides(job: Job, overrides: Overrides) -> Job:
     """The job with the command line's options in place; `job.strategy` is set afterwards."""
+    from mpitrain.data.datasets.folds import folded, read_fold
     from mpitrain.model.user_code import Checked, unwrapped
 
     overrides.check()
@@ -146,6 +148,9 @@ def apply_overrides(job: Job, overrides: Overrides) -> Job:
         unset = {key: None for key in VALIDATED if key not in changes}
         changes |= {"data": job.synthetic, "validate": None, "target": {}, **unset}
         changes.setdefault("validate_ema", False)
+    if overrides.fold is not None:
+        part, num_folds = read_fold(overrides.fold)
+        changes["data"], changes["validate"] = folded(changes.get("data", job.data), part, num_folds)
     if overrides.target:
         changes["target"] = dict(read_option(text) for text in overrides.target)
     precision = changes.get("precision", job.precision)

@@ -158,7 +158,7 @@ def test_version_is_the_packages() -> None:
         ),
         (
             ["brew"],
-            "no 'brew' among launch, train, simulate, ",
+            "no 'brew' among launch, train, sweep, runs, ",
         ),
         (
             ["train", "x.py", "--epoch", "3"],

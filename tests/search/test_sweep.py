@@ -218,3 +218,20 @@ def test_optuna_that_is_missing_is_named(
     words = ["--vary", "lr=uniform(0, 1)", "--sampler", "optuna", "--num", "3"]
     assert cli.main(["sweep", "job.py", *words, "--run-dir", "out"]) == 2
     assert "pip install 'mpitrain[optuna]'" in capsys.readouterr().err
+
+
+def test_folds_of_the_training_set(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """32 samples in 4 folds: each run trains on 24 and validates on the other 8."""
+    python = str(find_mpi()[0])
+    words = ["sweep", "job.py", "--vary", "lr=0.1,0.2", "--folds", "4", "--run-dir", "out"]
+    run_ranks(2, [python, "-m", "mpitrain", *words], cwd=here).check()
+    assert ended(here / "out") == {(number, "ok"): 1 for number in range(8)}
+    losses = set()
+    for number in range(8):
+        result = json.loads((here / "out" / str(number) / "result.json").read_text())
+        assert result["samples"] == 24
+        losses.add(result["metrics"]["validation_loss"])
+    assert len(losses) == 8  # each has validated on samples of its own
+    assert cli.main(["runs", "table", "out"]) == 0
+    said = capsys.readouterr().out
+    assert "over seeds and folds:\nlr   runs  validation_loss mean  validation_loss spread" in said

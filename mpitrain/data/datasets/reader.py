@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from mpitrain.data.datasets.loader_workers import LoaderWorkers
@@ -123,7 +122,7 @@ class DatasetReader(Reader):
         """What makes the batch of a run."""
         epoch, start, count = run
         if epoch is None:
-            numbers = np.arange(start, start + count, dtype=np.int64)
+            numbers = self.order.samples_in_file_order(start, count)
             return None, numbers, numbers
         return epoch, self.order.samples(epoch, start, count), self.order.keys(epoch, start, count)
 

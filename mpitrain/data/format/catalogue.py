@@ -72,8 +72,8 @@ class Catalogue:
         files: the shards in the order of their names.
         arrays: name of each array -> its ArraySpec, in alphabetical order.
         window_chunks: how many chunks are mixed with each other.
-        draws: samples that an epoch draws with replacement; 0 where it has each sample once.
-        weights: SHA-256 of the weights that they are drawn by.
+        draws: samples of an epoch that draws with replacement, or has a fold's alone; 0 where it has each sample once.
+        weights: SHA-256 of the weights that they are drawn by, or which fold it is.
     """
 
     files: tuple[ShardInfo, ...]

@@ -206,6 +206,10 @@ class Order:
         """What the random numbers of the samples at these positions are keyed by, besides seed and epoch: their ids."""
         return self.samples(epoch, start, count)
 
+    def samples_in_file_order(self, start: int, count: int) -> IntArray:
+        """Global sample ids of the samples [start, start + count) as they lie in the files."""
+        return np.arange(start, start + count, dtype=np.int64)
+
     def locate_in_file_order(self, start: int, count: int) -> tuple[IntArray, IntArray]:
         """(chunk, row) of the samples [start, start + count) as they lie in the files."""
         ids = np.arange(start, start + count, dtype=np.int64)

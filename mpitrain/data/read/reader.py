@@ -7,14 +7,13 @@ needs the data.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
-
-import numpy as np
 
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.data.read.order import IntArray, Order, chunk_sizes
@@ -94,7 +93,8 @@ class Reader:
 
     def _transformed(self, run: Run, batch: Batch) -> Batch:
         epoch, start, count = run
-        keys = np.arange(start, start + count) if epoch is None else self.order.keys(epoch, start, count)
+        ids = self.order.samples_in_file_order if epoch is None else functools.partial(self.order.keys, epoch)
+        keys = ids(start, count)
         return transformed(self.transforms, batch, self.seed, epoch, keys)
 
     def __enter__(self) -> Reader:
