@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -151,7 +150,8 @@ class ThreadRanks(Ranks):
         if how == "raise":
             raise InjectedError("ordered by --inject")
         assert how == "wedge", f"{how} was refused before"
-        threading.Event().wait()
+        self.hub.failed.wait()  # until the run is over, in one way or another
+        self.hub.check()
 
     def end_job(self, error: BaseException) -> NoReturn:
         self.hub.fail(self.where(), error)
