@@ -15,7 +15,8 @@ import time
 import torch
 import torch.distributed as dist
 from common import machine, make_parser, median_ratio, table, write_row
-from step_time import MODELS, runtime
+from models import MODELS
+from step_time import runtime
 from torch import nn
 
 import mpitrain as mt

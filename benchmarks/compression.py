@@ -29,7 +29,8 @@ import time
 import torch
 import torch.distributed as dist
 from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
-from step_time import MODELS, runtime
+from models import MODELS
+from step_time import runtime
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel

@@ -25,6 +25,7 @@ import time
 import torch
 import torch.distributed as dist
 from common import machine, make_parser, median_ratio, never_destroyed, table, write_row
+from models import BATCH, MODELS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,26 +43,6 @@ runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402
 
 ROLES = Roles(servers=(2,), workers=(0, 1))
-BATCH = 64
-
-
-def mlp() -> nn.Module:
-    """6.3 million parameters in three layers."""
-    return nn.Sequential(
-        nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)
-    )
-
-
-def cnn() -> nn.Module:
-    """0.4 million parameters, most of the time in convolutions."""
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(128, 128, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2048, 80), nn.ReLU(), nn.Linear(80, 10),
-    )  # fmt: skip
-
-
-MODELS = {"mlp": (mlp, (1024,)), "cnn": (cnn, (3, 32, 32))}
 
 
 class Contestant:

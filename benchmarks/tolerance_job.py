@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 import torch
-from step_time import BATCH, MODELS, runtime
+from models import BATCH, MODELS
+from step_time import runtime
 from torch import nn
 
 import mpitrain as mt

@@ -78,7 +78,7 @@ def test_a_signal_has_a_checkpoint_written_and_ends_with_75(tmp_path, text):
     done = start(tmp_path, "pass", 3, "--strategy", text, "--steps", "200", "--resume", "auto")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert found["resumed_from"] == left["samples"] > 0
+    assert found["status"] == "ok" and 0 < found["resumed_from"] <= left["samples"] < found["samples"]
 
 
 def test_an_interrupt_ends_cleanly_with_130(tmp_path):
