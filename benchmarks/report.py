@@ -457,6 +457,29 @@ COMPRESSION_OF_HOSTS = (
     'benchmarks/compression.py --interface eth0 --where "4 hosts, 100 Mbit/s" --ways gloo threshold'
 )
 
+
+def threads() -> str:
+    found = newest("threads", "model")
+    head = (
+        "`async()`, 2 replicas",
+        "MPI, ms",
+        "threads, ms",
+        "two processes, ms",
+        "threads / MPI (95 %)",
+        "lock (95 %)",
+    )
+    body = [
+        (model, *(f"{row['median_ms'][way]:.1f}" for way in ("MPI", "threads", "two processes")),
+         spread(row["over_mpi"]), spread(row["lock"]))
+        for (model,), row in found.items()
+    ]  # fmt: skip
+    loads = ", ".join(f"{row['load']:.0f}" for row in found.values())
+    told = (
+        f"Milliseconds of a step. Load of the machine besides: up to {loads} processes that wanted its cores."
+    )
+    return table(head, *body) + "\n\n" + told + "\n\n" + origin(*found.values())
+
+
 # program -> its commands and what is made of its rows
 PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "step_time": (["mpitrain launch -n 3 benchmarks/step_time.py"], step_time),
@@ -486,6 +509,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "search": (["python benchmarks/search.py"], search),
     "tolerance_cost": (["python benchmarks/tolerance_cost.py"], tolerance_cost),
     "signals": (["python benchmarks/signals.py"], signals),
+    "threads": (["python benchmarks/threads.py"], threads),
     "hostile": (["make hostile"], hostile),
     **report_virtual.PROGRAMS,
     **report_models.PROGRAMS,

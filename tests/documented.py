@@ -36,6 +36,7 @@ ELSEWHERE = (
         r" export (runs|ensembles)/",
         "needs a finished run: `tests/training/test_export.py`, `test_export_formats.py`",
     ),
+    (r" --threads \d", "takes tens of seconds: `tests/threads`"),
     (r"^mpitrain plan ", "needs a machine to plan for: `tests/planning/test_plan.py`"),
     (r"--ft heartbeat ", "needs MPICH under Slurm: `tests/slurm/test_heartbeat.py`"),
     (r"--hostfile |hosts\.py ", "needs several hosts, or root to emulate them"),

@@ -52,6 +52,7 @@ BY_HAND = {
     "quantisation",
     "search",
     "signals",
+    "threads",
     "tolerance_cost",
 }  # take minutes, or root
 
@@ -61,6 +62,8 @@ HELPERS = {
     "memory_job", "prediction_job", "published_assumptions", "published_job", "report_rows", "report_virtual",
     "report_models",
     "report_jobs",
+    "models",
+    "threads_job",
 }  # fmt: skip
 
 

@@ -102,7 +102,11 @@ def collect(runtime: Ranks | None = None) -> dict[str, Any]:
         "command": list(sys.argv),
         "directory": os.getcwd(),
         "packages": _package_versions(),
-        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "python": {
+            "version": platform.python_version(),
+            "executable": sys.executable,
+            "interpreter_lock": getattr(sys, "_is_gil_enabled", lambda: True)(),
+        },
         "platform": {"system": platform.platform(), "machine": platform.machine(), "host": platform.node()},
         "cores": {
             "on_host": os.cpu_count(),
