@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError
+from mpitrain.errors import EXIT_OK, EXIT_TARGET_MISSED, UsageError, printable
 from mpitrain.job import Job
 from mpitrain.reporting.fom import fom_line
 from mpitrain.reporting.run_files import read_runs
@@ -26,7 +26,8 @@ from mpitrain.system.run_directory import read_json
 from mpitrain.values import parse
 from mpitrain.virtual import ComputeLaw, NetworkLaw
 
-LAST_LINES = 12  # of what a failed run has said
+LAST_LINES = 12  # of what a failed run has said, where it is not in our words
+_OURS = re.compile(r"(?:\[rank \d+\] )?mpitrain: (.*)")
 
 
 def command(request: Request, setting: Setting, seed: int, folder: Path) -> list[str]:
@@ -54,10 +55,16 @@ def measured(
     result = read_json(folder / "result.json") or {}
     found = {"seed": seed, "run_dir": str(folder), "exit_code": ended.returncode}
     if ended.returncode not in (EXIT_OK, EXIT_TARGET_MISSED) or not result:
-        said = [line for line in ended.stderr.splitlines() if line.strip()][-LAST_LINES:]
-        return found | {"status": "fail", "failure": result.get("failure") or "\n".join(said)}
+        return found | {"status": "fail", "failure": result.get("failure") or why(ended.stderr)}
     print(fom_line(result), flush=True)
     return found | _figures(result, folder, setting, job.target, trained_bytes)
+
+
+def why(said: str) -> str:
+    """Why a run has failed, from its stderr: what mpitrain has said of it, without what the MPI library adds."""
+    lines = [printable(line).strip() for line in said.splitlines() if line.strip()]
+    ours = dict.fromkeys(found[1] for line in lines if (found := _OURS.match(line)))
+    return "; ".join(ours) or "\n".join(lines[-LAST_LINES:]) or "it said nothing"
 
 
 def _figures(
