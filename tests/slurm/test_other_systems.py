@@ -4,9 +4,11 @@ were called. None of the three systems can be had here."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from mpitrain.errors import UsageError
 from mpitrain.slurm import SYSTEMS, render, render_site
 from mpitrain.slurm.batch_systems import OTHER_KINDS
 from mpitrain.slurm.script import Script, make
+from tests.ranks import find_mpi
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = [system for system in SYSTEMS if system != "slurm"]
@@ -183,7 +186,9 @@ class Stage:
         file.write_text(f'#!/bin/bash\n[[ "$*" == --version ]] || echo "{word} $*" >>"$CALLS"\n{text}')
         file.chmod(0o755)
 
-    def run(self, system: str, code: int = 0, words: str = "job.py --lr 1", **env: str) -> list[str]:
+    def run(
+        self, system: str, code: int = 0, words: str = "job.py --lr 1", timeout_s: float = 60, **env: str
+    ) -> list[str]:
         """The calls of one job."""
         calls = self.folder / "calls"
         calls.unlink(missing_ok=True)
@@ -201,7 +206,7 @@ class Stage:
             env={**clean, "CALLS": str(calls), "RUN_DIR": "run", "OMP_NUM_THREADS": "3", **ours, **env},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=timeout_s,
         )
         self.said = run.stdout + run.stderr
         assert run.returncode == code, self.said
@@ -340,3 +345,28 @@ def test_submit_is_for_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
     job = str(ROOT / "jobs" / "digits.py")
     assert main(["slurm", "submit", "--set", "system=pbs", "multi-node", job]) == 2
     assert "submit is for sbatch" in capsys.readouterr().err
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("system", "mpi", "launcher"), [("lsf", "openmpi", "mpirun"), ("pbs", "mpich", "mpiexec")]
+)
+def test_a_script_trains_under_a_real_launcher(system: str, mpi: str, launcher: str, tmp_path: Path) -> None:
+    """The whole script on this host: its batch system is played by its variables, everything else is real."""
+    python, program = find_mpi(mpi)
+    stage = Stage(tmp_path, f"LAUNCH=({program.parent / launcher})")
+    shutil.rmtree(tmp_path / "bin")
+    stage.command("bin/mpitrain", f'exec "{python}" -m mpitrain "$@"')
+    site = (tmp_path / "slurm" / "site.sh").read_text()
+    site = site.replace("--bound", f"{'-' if mpi == 'openmpi' else ''}-bind-to none")
+    (tmp_path / "slurm" / "site.sh").write_text(site.replace("DOCTOR=()", "DOCTOR=(--gpus 0 --speed-s 0)"))
+    (tmp_path / "nodes").write_text(f"{socket.gethostname()}\n")
+    words = f"{ROOT / 'tests' / 'slurm' / 'small.py'} --synthetic --steps 6 --strategy 'async(servers=1)'"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "^ofi"}
+    env = {"WORKERS_PER_NODE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **root}
+    stage.run(system, words=words, timeout_s=250, **env)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["workers"], result["servers"]) == ("ok", 2, 1)
+    assert "1 of 1 node(s) fit" in stage.said
+    batch = json.loads((tmp_path / "run" / "env.json").read_text())["batch"]
+    assert (batch["system"], batch["job"]) == (system, {"lsf": "7", "pbs": "7.server"}[system])
