@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -235,3 +237,22 @@ def test_folds_of_the_training_set(here: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(["runs", "table", "out"]) == 0
     said = capsys.readouterr().out
     assert "over seeds and folds:\nlr   runs  validation_loss mean  validation_loss spread" in said
+
+
+def test_runs_that_outlive_their_sweep_are_waited_for_and_not_repeated(here: Path) -> None:
+    """The sweep is killed when it has launched two runs, which go on without it."""
+    python = str(find_mpi()[0])
+    words = ["sweep", "job.py", "--vary", "lr=0.1,0.2,0.3", "--parallel", "2", "--run-dir", "out"]
+    sweep = Sweep(here / "out")
+    child = subprocess.Popen([python, "-m", "mpitrain", *words], cwd=here)
+    try:
+        while sum(row["event"] == "launched" for row in sweep.rows()) < 2:
+            assert child.poll() is None
+            time.sleep(0.05)
+    finally:
+        child.kill()
+        child.wait()
+    assert cli.main(["sweep", "--run-dir", "out", "--parallel", "2"]) == 0
+    assert ended(here / "out") == {(number, "ok"): 1 for number in range(3)}
+    assert all(starts(here / "out" / str(number)) == 1 for number in range(3))
+    assert sorted(task.attempt for task in sweep.claims()) == [0, 0, 0, 1, 1]

@@ -126,6 +126,14 @@ class Sweep:
             unsure and dealer is not None and dealer.may_be_early,
         )
 
+    def process_of(self, task: Task) -> str:
+        """The identity of the process that carries an attempt out; empty if that was the dealer itself."""
+        for row in self.rows():
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                if row["event"] == "launched" and _task(row) == task:
+                    return str(row["process"])
+        return ""
+
     def claimed_s(self, task: Task) -> float:
         """When an attempt was claimed, by the clock of the file system; 0 if it was not."""
         return self.touched_s(self.claim_file(task))
@@ -249,6 +257,10 @@ class Dealer:
             raise OutputError(
                 f"cannot write {self.folder / JOURNAL_FILE}: {error.strerror}; free space and start the sweep again"
             ) from error
+
+    def launched(self, task: Task, process: str) -> None:
+        """Note down which process carries an attempt out, where that is not this one."""
+        self.note("launched", **task._asdict(), process=process)
 
     def ended(self, task: Task, ended: Ended) -> None:
         """Note down how an attempt ended."""

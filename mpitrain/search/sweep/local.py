@@ -12,6 +12,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from mpitrain.search.sweep.deal import Task
 from mpitrain.search.sweep.journal import Dealer, Sweep
 from mpitrain.search.sweep.runs import Proposer, Work
 from mpitrain.system.launch_variables import usable_cores
+from mpitrain.system.processes import identity
 
 _LOOK_EVERY_S = 0.2
 _OURS = re.compile(r"(?:\[[^\]]*\] ?)?mpitrain: (?:error: )?(.*)")  # a launcher may name the rank first
@@ -80,7 +82,7 @@ def deal_locally(
                     if gpus
                     else []
                 )
-                return launches.run(words, log, devices)
+                return launches.run(words, log, devices, lambda pid: dealer.launched(task, identity(pid)))
 
             try:
                 busy_s[place] = Work(
@@ -118,8 +120,11 @@ class _Launches:
         self._children: set[subprocess.Popen[bytes]] = set()
         self._sent: signal.Signals | None = None
 
-    def run(self, words: list[str], log: Path, devices: list[str]) -> tuple[int, str]:
-        """Launch a run and wait for its end; returns its exit code and the last thing that it has said."""
+    def run(
+        self, words: list[str], log: Path, devices: list[str], launched: Callable[[int], None]
+    ) -> tuple[int, str]:
+        """Launch a run, report its process, and wait for its end; returns its exit code and the last thing that it has
+        said."""
         environment = self.environment | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
         with open(log, "ab") as out:
             at = out.tell()
@@ -133,6 +138,7 @@ class _Launches:
             if self._sent is not None:  # while it was being started
                 child.send_signal(self._sent)
         try:
+            launched(child.pid)
             code = child.wait()
         finally:
             with self._turn:

@@ -29,6 +29,7 @@ from mpitrain.search.sweep.deal import (
 )
 from mpitrain.search.sweep.journal import Dealer, Options, Sweep
 from mpitrain.search.sweep.plan import Configuration
+from mpitrain.system.processes import runs
 from mpitrain.system.run_directory import read_json
 from mpitrain.system.run_lock import holder_lives
 
@@ -176,7 +177,8 @@ class Work:
             return None
         before = task._replace(attempt=task.attempt - 1)
         run_dir = self.sweep.run_dir(task.number)
-        while holder_lives(run_dir) is True and not self.stopped():
+        process = self.sweep.process_of(before)
+        while (runs(process) or holder_lives(run_dir) is True) and not self.stopped():
             time.sleep(LOOK_EVERY_S)
         if before in self.sweep.records(self.dealer).ended:
             return None
