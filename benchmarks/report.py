@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import report_jobs
+import report_literature
 import report_models
 import report_virtual
 from common import mean_interval
@@ -514,6 +515,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     **report_virtual.PROGRAMS,
     **report_models.PROGRAMS,
     **report_jobs.PROGRAMS,
+    **report_literature.PROGRAMS,
 }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from prediction import SHARINGS, STEP_ERROR, TARGET_ERROR, judged, newest
 from report_rows import Row, one, origin, rows_of, spread
-from report_rows import newest as newest_rows
 
 from docs.markdown import table
 
@@ -122,28 +121,6 @@ def prediction() -> str:
         )
     rows = [row for sharing in SHARINGS for pair in _pairs(sharing) for row in pair]
     return "\n\n".join([*texts, origin(*sorted(rows, key=lambda row: row["date"])[-1:], *replayed.values())])
-
-
-def staleness_sensitivity() -> str:
-    found = newest_rows("staleness_sensitivity", "rate", "job")
-    workers = list(next(iter(found.values()))["workers"])
-    head = ("job", "rate", "figure", *(f"{count} worker{'s' * (count != '1')}" for count in workers))
-    body = []
-    for (rate, job), row in sorted(found.items(), key=lambda one: (-one[0][0], one[0][1])):
-        runs = row["workers"].values()
-        name = (f"`jobs/{job}.py`", "its own" if rate == 1 else f"{rate:g} of it")
-        body.append(
-            (
-                *name,
-                "loss (all seeds)",
-                *(f"{run['loss']:.3f} ({run['range'][0]:.3f} - {run['range'][1]:.3f})" for run in runs),
-            )
-        )
-        body.append((*name, "relative increase", *(f"{100 * run['increase']:+.0f} %" for run in runs)))
-        body.append(
-            (*name, "lost of what one worker learns", *(f"{100 * run['lost']:+.0f} %" for run in runs))
-        )
-    return table(head, *body) + "\n\n" + origin(*found.values())
 
 
 _AS_ROOT = "sudo .venv/bin/python benchmarks/prediction.py"

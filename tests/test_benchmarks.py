@@ -62,6 +62,7 @@ HELPERS = {
     "memory_job", "prediction_job", "published_assumptions", "published_job", "report_rows", "report_virtual",
     "report_models",
     "report_jobs",
+    "report_literature",
     "models",
     "threads_job",
 }  # fmt: skip
