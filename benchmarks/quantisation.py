@@ -23,7 +23,7 @@ import mpitrain as mt
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = {
     "digits": (["digits", "data/digits"], ["--epochs", "10"]),
-    "charnn": (["topics", "data/topics"], ["--strategy", "allreduce()", "--epochs", "1"]),
+    "charnn": (["topics", "data/topics"], ["--strategy", "allreduce()", "--epochs", "3"]),
     "cnn": (["jobs/cnn.py:shapes", "data/shapes"], ["--epochs", "2"]),
 }
 WAYS: dict[str, dict[str, Any]] = {
