@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/job_tables.py [--jobs digits cnn ...] [--workers 1,2,4] [--virtual 8,64] [--rounds 1]
 
 Each job is measured by `mpitrain bench`, on less data than the job file packs by default, and to a target that this
-much data reaches. Virtual workers take the times of batches measured on this host, over an ideal network.
+much data reaches. A row says how many processes the machine had to run meanwhile (its load average of five minutes).
+Virtual workers take the times of batches measured on this host, over an ideal network.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def measured(name: str, options: Any) -> dict[str, Any]:
         found = json.loads((folder / "bench" / "bench.json").read_text())
     rows = [{key: row[key] for key in KEPT if key in row} for row in found["rows"]]
     return {
-        "kind": "job", "job": name, "rounds": options.rounds, "train_args": words, "environment": environment,
+        "kind": "job", "load": round(os.getloadavg()[1], 1), "job": name, "rounds": options.rounds,
+        "train_args": words, "environment": environment,
         "metric": found["metric"], "target": found["target"], "rows": rows,
     }  # fmt: skip
 

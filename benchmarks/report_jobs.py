@@ -23,9 +23,15 @@ def _told(row: Row) -> str:
         for name, limit in row["target"].items()
     )
     less = "".join(f", `{name}={value}`" for name, value in row["environment"].items())
+    busy = ""
+    if row["load"] > 2 * row["num_cores"] and any(not one["virtual"] for one in row["rows"]):
+        busy = (
+            f" The machine was busy with other work (load {row['load']:.0f} on {row['num_cores']} cores): compare no "
+            "runs under MPI with one another."
+        )
     return (
         f"**{row['job']}** (`{row['train_args']}`{less}). Samples per second, and seconds (samples) until {goal}; "
-        "`-`: not reached. Columns with a `v` are virtual."
+        f"`-`: not reached. Columns with a `v` are virtual.{busy}"
     )
 
 

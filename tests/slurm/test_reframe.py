@@ -3,9 +3,9 @@
 import pytest
 
 from tests.slurm.conftest import Site
-from tests.suites.reframe import figures, reframe
+from tests.suites.reframe import figures, needs_reframe, reframe
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [needs_reframe, pytest.mark.slurm, pytest.mark.timeout(300)]
 
 
 def test_reframe_submits_and_reads_the_figure_of_merit(site: Site) -> None:

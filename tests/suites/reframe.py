@@ -5,17 +5,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ranks import ROOT
 
 SUITES = ROOT / "benchmarks" / "suites"
+PROGRAM = Path(sys.executable).parent / "reframe"
+needs_reframe = pytest.mark.skipif(not PROGRAM.exists(), reason="no ReFrame: pip install ReFrame-HPC")
 
 
 def reframe(report: Path, system: str, *words: str) -> list[str]:
     """The command line; `words`: further options. Everything that it leaves lies beside `report`."""
     files = ["-C", str(SUITES / "reframe_settings.py"), "-c", str(SUITES / "reframe_checks.py")]
     places = ["--prefix", str(report.parent / "reframe"), "--report-file", str(report)]
-    program = str(Path(sys.executable).parent / "reframe")
-    return [program, *files, "--system", system, "-r", "-S", "steps=20", *places, *words]
+    return [str(PROGRAM), *files, "--system", system, "-r", "-S", "steps=20", *places, *words]
 
 
 def figures(report: Path) -> dict[str, dict[str, Any]]:

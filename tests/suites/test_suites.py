@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import ROOT
-from tests.suites.reframe import SUITES, figures, reframe
+from tests.suites.reframe import SUITES, figures, needs_reframe, reframe
 
 ENVIRONMENT = {
     **os.environ,
@@ -27,6 +27,7 @@ def run(command, folder):
     return ended.stdout
 
 
+@needs_reframe
 @pytest.mark.parametrize(
     "names", ["allreduce", pytest.param("sync|async|pipeline", marks=pytest.mark.extended)]
 )
