@@ -36,8 +36,8 @@ examples:
   mpitrain slurm submit --set nodes=5 --set time=8:00:00 tolerant \\
       jobs/digits.py --strategy "async(servers=4)" --epochs 50
   mpitrain slurm submit --dry-run single-node jobs/digits.py     print it only
-  mpitrain slurm submit --set sweep=sweep.txt --set array=%4 \\
-      --sbatch "--exclude=n3" array-sweep jobs/digits.py
+  mpitrain slurm submit --sbatch "--exclude=n3" single-node jobs/digits.py
+  mpitrain slurm submit --set sweep=sweep.txt array-sweep jobs/digits.py
   mpitrain slurm render --set system=pbs multi-node jobs/digits.py > train.pbs
 
 --set system=pbs, lsf or flux writes single-node, multi-node and benchmark
