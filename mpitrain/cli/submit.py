@@ -24,6 +24,7 @@ _NOT_IN_A_SCRIPT = {
     "dry_run": "it would be run on the nodes; before KIND it prints the script, and `mpitrain train JOB --dry-run` the "
     "placement",
     **dict.fromkeys(("ranks", "nodes", "gpus_per_node", "server_nodes", "hosts", "write_hosts"), _SHAPE),
+    "threads": "the script starts ranks, one a GPU; leave it out",
     "run_dir": "the script names it by the job; export RUN_DIR=DIR (a sweep: RUN_ROOT=DIR) before you submit",
     "resume": "the script says --resume auto; export RUN_DIR=DIR to go on with the run there, or start from its "
     "weights with --init",

@@ -52,6 +52,7 @@ REFUSED = {
     "single-node job.py --run-dir x": "--run-dir after JOB.*export RUN_DIR=DIR",
     "single-node job.py --resume other": "--resume after JOB.*--init",
     "single-node job.py --gpus-per-node 2": "--gpus-per-node after JOB.*--set nodes=N",
+    "single-node job.py --threads 2": "--threads after JOB.*starts ranks",
     "benchmark job.py --steps 5": "--steps after JOB.*export STEPS=N",
     "single-node job.py --strategy asink()": "unknown name 'asink'.*did you mean 'async'",
     "single-node job.py --strategy backup(spare=4)": "spare",
