@@ -54,7 +54,7 @@ examples:
 
 _UNSTAGE_DESCRIPTION = """\
 Remove the copy that `data stage` made on this node, unless somebody else uses
-it. The pack itself stays."""
+it (--user). The pack itself stays."""
 
 _UNSTAGE_EPILOG = """\
 examples:

@@ -185,7 +185,10 @@ def test_version_is_the_packages() -> None:
             "2 rank(s) cannot be on more than 2 node(s)",
         ),
         (["simulate", "x.py", "--worker", "3"], "unknown option '--worker'; did you mean '--workers'?"),
-        (["data", "pakc", "digits", "d"], "no 'pakc' among pack, stage, unstage, check, info; did you mean 'pack'?"),
+        (
+            ["data", "pakc", "digits", "d"],
+            "no 'pakc' among pack, stage, unstage, check, info; did you mean 'pack'?",
+        ),
         (
             ["data", "pack", "digits", "d", "--valdate", "1"],
             "mpitrain data pack: error: unknown option '--valdate'",

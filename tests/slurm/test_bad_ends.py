@@ -74,7 +74,13 @@ def test_a_signal_before_ranks_exist_requeues_and_a_cancelled_job_stays_cancelle
     assert [note[1:] for note in notes(site, "sweep-early/0") if note[2] == "ended"] == [["0", "ended", "0"]]
 
 
-def test_a_site_file_that_fails_ends_the_job_and_no_node_is_blamed(site: Site) -> None:
+def test_a_site_file_that_fails_or_leads_nowhere_ends_the_job_and_no_node_is_blamed(site: Site) -> None:
+    """Nor is anything staged into a folder that is named like a variable."""
+    path = site.folder / "staging-nowhere.sh"
+    path.write_text(
+        f"source {site.cluster.site(site.python)}\nSTAGE=(data/digits) STAGE_TO='$NO_SUCH/mpitrain'\n"
+    )
+    nowhere = site.sbatch("--gpus-per-node=1", "slurm/single-node.sbatch", SMALL, MPITRAIN_SITE=str(path))
     path = site.folder / "broken.sh"
     path.write_text(f"source {site.cluster.site(site.python)}\nmodule load openmpi/99\n")
     told = site.wait(
@@ -82,6 +88,9 @@ def test_a_site_file_that_fails_ends_the_job_and_no_node_is_blamed(site: Site) -
     )
     assert "broken.sh: exit code 127, line 2: module load openmpi/99: nothing was started" in told
     assert "unfit" not in told
+    told = site.wait(nowhere, "FAILED")
+    assert "$NO_SUCH/mpitrain: $NO_SUCH is not set on n" in told and "FOM" not in told, told
+    assert not list(site.folder.glob("$*"))
 
 
 def test_submit_hands_on_what_sbatch_takes_and_says_what_it_refuses(site: Site) -> None:
