@@ -22,7 +22,8 @@ HIGH_LATENCY = 20.0  # times the others': below that, a busy machine cannot be d
 
 class Figure(NamedTuple):
     """Something that is measured on every node, larger is better. `slow`: below this fraction of the others' a node is
-    slow; `None`: of what is asked for. Settings differ less than measurements do."""
+    slow; `None`: of what is asked for. Settings differ less than measurements do; disks, which fill and age,
+    differ more."""
 
     label: str
     unit: str
@@ -32,8 +33,8 @@ class Figure(NamedTuple):
 FIGURES = {
     "matmul_gflop_per_s": Figure("matrix product", "GFLOP/s"),
     "memory_gb_per_s": Figure("memory copy", "GB/s"),
-    "disk_write_mb_per_s": Figure("disk write", "MB/s"),
-    "disk_read_mb_per_s": Figure("disk read", "MB/s"),
+    "disk_write_mb_per_s": Figure("disk write", "MB/s", 0.25),
+    "disk_read_mb_per_s": Figure("disk read", "MB/s", 0.25),
     "gpu_matmul_gflop_per_s": Figure("GPU matrix product", "GFLOP/s"),
     "gpu_max_clock_mhz": Figure("highest GPU clock", "MHz", 0.95),
     "gpu_power_limit_w": Figure("GPU power limit", "W", 0.95),

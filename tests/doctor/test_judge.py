@@ -86,6 +86,12 @@ def test_settings_that_differ_a_little_are_found_and_speeds_are_not() -> None:
     assert slow_nodes(nodes) == {"d": ["highest GPU clock 1410 MHz, the others' median is 1980 MHz"]}
 
 
+def test_a_disk_is_slow_below_a_quarter() -> None:
+    nodes = dict.fromkeys("abc", ("kind", {"disk_write_mb_per_s": 800.0}))
+    assert slow_nodes({**nodes, "d": ("kind", {"disk_write_mb_per_s": 210.0})}) == {}
+    assert list(slow_nodes({**nodes, "d": ("kind", {"disk_write_mb_per_s": 190.0})})) == ["d"]
+
+
 def test_most_is_more_than_half_and_more_than_one() -> None:
     assert common_faults({"a": {"x"}, "b": {"x", "y"}}, 4) == {}
     assert common_faults({"a": {"x"}, "b": {"x", "y"}}, 3) == {"x": 2}

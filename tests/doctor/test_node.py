@@ -102,11 +102,11 @@ def test_imports_have_a_clock_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(node.importlib, "import_module", slow)
     answers: list[list[Check]] = []
     asking = threading.Thread(
-        target=lambda: answers.append(examine(Wanted(gpus=0, speed_s=0), deadline_s=5, imports_deadline_s=60))
+        target=lambda: answers.append(examine(Wanted(gpus=0, speed_s=0), deadline_s=3, imports_deadline_s=60))
     )
     asking.start()
     assert began.wait(60)
-    asking.join(5.5)  # longer than the deadline of a check
+    asking.join(3.5)  # longer than the deadline of a check
     assert asking.is_alive()
     go_on.set()
     asking.join()
