@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,40 @@ def test_an_exception_is_shown_once_with_its_replica(tmp_path):
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1
     last = done.stderr.splitlines()[-1]
     assert "no such column" in last and "rank 2 (worker" in last
+
+
+@pytest.mark.extended
+def test_a_wheel_trains_digits_where_mpi4py_finds_no_library(tmp_path):
+    """A wheel of this repository in an environment of its own, which sees the other packages of this one."""
+    shutil.copytree(ROOT / "mpitrain", tmp_path / "source" / "mpitrain")
+    for name in ("setup.cfg", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / "source")
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
+    subprocess.run([*pip, "-w", str(tmp_path), str(tmp_path / "source")], check=True)
+    (wheel,) = tmp_path.glob("mpitrain-*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
+    python = str(tmp_path / "fresh" / "bin" / "python")
+    subprocess.run(
+        [python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", str(wheel)], check=True
+    )
+    (site,) = (tmp_path / "fresh" / "lib").glob("python*/site-packages")
+    (site / "others.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )  # whose own .pth files are not read
+
+    folder = tmp_path / "job"
+    folder.mkdir()
+    shutil.copy(ROOT / "jobs" / "digits.py", folder)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"MPI4PY_LIBMPI": "/no/such/library", "OMP_NUM_THREADS": "1"}
+
+    def run(*words):
+        return subprocess.run(
+            [python, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+        )
+
+    assert run("-c", "import mpi4py.MPI").returncode == 1 and run("-c", "import mpi4py").returncode == 0
+    assert str(tmp_path / "fresh") in run("-c", "import mpitrain; print(mpitrain.__file__)").stdout
+    assert run("-m", "mpitrain", "data", "pack", "digits", "data/digits").returncode == 0
+    done = run("-m", "mpitrain", "train", "digits.py", "--threads", "4", "--quiet")
+    assert done.returncode == 0 and " status=ok " in done.stdout and " threads=4 " in done.stdout, done.stderr
