@@ -6,6 +6,7 @@ which pickle; a user's own program may.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,14 @@ def allgather(comm: "MPI.Comm", value: Any) -> list[Any]:
     joined = np.empty(int(lengths.sum()), dtype=np.uint8)
     comm.Allgatherv([data, MPI.BYTE], [joined, lengths.tolist(), MPI.BYTE])
     return _split(joined, lengths)
+
+
+def largest(comm: "MPI.Comm", own: Sequence[int]) -> list[int]:
+    """Collective: of each number below 2**64 the largest that a rank has brought, on every rank."""
+    brought = np.array(own, dtype=np.uint64)
+    found = np.empty_like(brought)
+    comm.Allreduce(brought, found, MPI.MAX)
+    return [int(number) for number in found]
 
 
 def _split(joined: "np.ndarray", lengths: "np.ndarray") -> list[Any]:

@@ -6,6 +6,7 @@ known to be lost, or longer than the deadline for an evicted one.
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from mpitrain.mpi.json_collectives import from_bytes, to_bytes
 from mpitrain.mpi.operation import Op
 
 LENGTH_TAG, BODY_TAG, FAREWELL_TAG = 21, 22, 23
+NUM_AT_ONCE = 64  # ranks that rank 0 sends to at a time, all from one buffer
 
 
 def gather(
@@ -29,7 +31,7 @@ def gather(
 ) -> dict[int, Any] | None:
     """`Runtime.gather_living`; `living_s`: a rank that takes longer is evicted too."""
     if rank != 0:
-        engine.wait(*_send(engine, 0, value))
+        engine.wait(*_send(engine, 0, to_bytes(value)))
         return None
     values = {0: from_bytes(to_bytes(value))}
     deadline_s = time.monotonic() + wait_s
@@ -55,13 +57,28 @@ def broadcast(
         received = _receive(engine, 0, timeout_s)
         evicted.update(received["evicted"])
         return received["value"]
-    message = {"value": value, "evicted": sorted(evicted)}
-    ops = [op for to in range(1, size) if to not in evicted for op in _send(engine, to, message)]
-    for op in ops:
-        engine.wait_any(lambda op=op: op.done)  # type: ignore[misc]
-        if op.error is not None and not is_dead_peer(op.error):
-            raise op.error
+    data = to_bytes({"value": value, "evicted": sorted(evicted)})
+    others = [to for to in range(1, size) if to not in evicted]
+    for start in range(0, len(others), NUM_AT_ONCE):
+        ops = [op for to in others[start : start + NUM_AT_ONCE] for op in _send(engine, to, data)]
+        for op in ops:
+            engine.wait_any(lambda op=op: op.done)  # type: ignore[misc]
+            if op.error is not None and not is_dead_peer(op.error):
+                raise op.error
     return from_bytes(to_bytes(value))
+
+
+def from_first_of_node(
+    engine: Engine, rank: int, nodes: Sequence[int], value: Any, timeout_s: float | None
+) -> Any:
+    """`Runtime.from_first_of_node`; `nodes`: of every rank; `timeout_s`: longest wait for the first."""
+    first = nodes.index(nodes[rank])
+    if rank != first:
+        return _receive(engine, first, timeout_s)
+    data = to_bytes(value)
+    others = [one for one, node in enumerate(nodes) if node == nodes[rank] and one != rank]
+    engine.wait(*(op for other in others for op in _send(engine, other, data)))
+    return from_bytes(data)
 
 
 def await_farewells(engine: Engine, rank: int, size: int, evicted: set[int], wait_s: float = 10.0) -> None:
@@ -78,10 +95,9 @@ def await_farewells(engine: Engine, rank: int, size: int, evicted: set[int], wai
         engine.wait_any(lambda: all(op.done for op in ops), wait_s)
 
 
-def _send(engine: Engine, to: int, value: Any) -> list[Op]:
-    data = to_bytes(value)
+def _send(engine: Engine, to: int, data: bytes) -> list[Op]:
     length = np.array([len(data)], dtype=np.int64)
-    return [engine.isend(length, to, LENGTH_TAG), engine.isend(bytearray(data), to, BODY_TAG)]
+    return [engine.isend(length, to, LENGTH_TAG), engine.isend(data, to, BODY_TAG)]
 
 
 def _receive(engine: Engine, source: int, timeout_s: float | None) -> Any:

@@ -129,7 +129,9 @@ class Runtime(Ranks):
         self._has_checked_threads = False
         self.fault_tolerance = fault_tolerance()
         self._patience_s = PATIENCE_S if self.fault_tolerance == "heartbeat" else None
-        self.engine = Engine(self.comm, ulfm=self.fault_tolerance == "ulfm")
+        self.engine = Engine(
+            self.comm, ulfm=self.fault_tolerance == "ulfm", tolerant=self.fault_tolerance != "none"
+        )
 
     def connect(self) -> None:
         """Collective over all ranks: make the communicators, learn who the others are, and agree to start."""
@@ -255,6 +257,13 @@ class Runtime(Ranks):
         """The JSON values of all ranks in rank order, on every rank."""
         values: list[Any] = self.collective(lambda: json_collectives.allgather(self.comm, value), "allgather")
         return values
+
+    def from_first_of_node(self, value: Any) -> Any:
+        return json_messages.from_first_of_node(self.engine, self.rank, self.nodes, value, self._patience_s)
+
+    def largest(self, own: Sequence[int], what: str) -> list[int]:
+        found: list[int] = self.collective(lambda: json_collectives.largest(self.comm, own), what)
+        return found
 
     def broadcast_tensors(self, tensors: Sequence[Any]) -> None:
         """All ranks take over rank 0's values of these tensors."""

@@ -1,10 +1,12 @@
 """The world on a cluster: answers a role's effects over nonblocking Isend/Irecv.
 
 Invariants: one role a rank, driven by the thread that owns MPI; the role is never blocked by a send.
-From each peer one header receive is always listening (directed, never ANY_SOURCE: a dead peer must be
-tellable); what the header announces is then received into the wire buffer that `buffer_for` provides, and only
-after that the next header, so messages of one peer keep their order. A payload whose length or whose stamps
-at the two ends are not what its header says is an error, never an update.
+Where the job may go on without ranks that die, one header receive is always listening to each peer (directed, never
+ANY_SOURCE: a dead peer must be tellable), and every completion is looked for among all of them. Everywhere else one
+receive listens to all peers, so that a completion costs as much among ten thousand peers as among two. What a header
+announces is then received into the wire buffer that `buffer_for` provides, and only after that the peer's next header
+is looked at, so messages of one peer keep their order. A payload whose length or whose stamps at the two ends are not
+what its header says is an error, never an update.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ class _Peer:
         self.listening: Op | None = None
         self.lost = False
         self.header = bytearray(HEADER_BYTES)
+        self.receives = False  # a message of which the header is here
+        self.headers: deque[bytearray] = deque()  # that came meanwhile
 
 
 class MpiWorld:
@@ -100,11 +104,16 @@ class MpiWorld:
         self._tear_next = False  # as injected: the stamps of the next payload are to differ
         self._start_s = time.monotonic()
         self._started = False
+        self._to_any: Op | None = None  # the receive that listens to all peers
+        self._any_header = bytearray(HEADER_BYTES)
         self._step = 0  # of the role, by the messages that it has sent
 
     def start(self) -> None:
         """Listen to every peer; `advance` calls it first where nobody has."""
         self._started = True
+        if not self.engine.tolerant:
+            self._listen_to_any()
+            return
         for peer in self._peers.values():
             self._listen(peer)
 
@@ -246,14 +255,39 @@ class MpiWorld:
         peer.listening = op
         op.then(lambda op: self._on_header(peer, op))
 
+    def _listen_to_any(self) -> None:
+        self._to_any = self.engine.irecv(self._any_header, MPI.ANY_SOURCE, HEADER_TAG, passive=True)
+        self._to_any.then(self._on_any_header)
+
+    def _on_any_header(self, op: Op) -> None:
+        if op.cancelled:
+            return
+        if op.error is not None:
+            self._error = self._error or op.error
+            return
+        header = bytearray(self._any_header)
+        self._listen_to_any()
+        peer = self._peers.get(op.source)
+        if peer is None:
+            self._error = self._error or WireError(f"rank {op.source} sends a message, and is no peer")
+        elif peer.receives:
+            peer.headers.append(header)
+        elif not peer.lost:
+            self._on_message(peer, header)
+
     def _on_header(self, peer: _Peer, op: Op) -> None:
         if op.cancelled:
             return
         if op.error is not None:
             self._fail(peer, op.error)
             return
+        self._on_message(peer, peer.header)
+
+    def _on_message(self, peer: _Peer, header: bytearray) -> None:
+        """Receive what the header announces."""
+        peer.receives = True
         try:
-            incoming = decode(peer.header, peer.num_received, peer.rank)
+            incoming = decode(header, peer.num_received, peer.rank)
             peer.num_received += 1
             if incoming.text_bytes:
                 self._receive_text(peer, incoming)
@@ -331,9 +365,13 @@ class MpiWorld:
                 self.engine.cancel(peer.listening)
 
     def _arrived(self, peer: _Peer, message: Message) -> None:
+        peer.receives = False
         if not peer.lost:
             self._inbox.append((peer.rank, message))
-            self._listen(peer)
+            if self._to_any is None:
+                self._listen(peer)
+            elif peer.headers:
+                self._on_message(peer, peer.headers.popleft())
         elif (payload := payload_of(message)) is not None:
             payload.release()
 
@@ -350,6 +388,7 @@ class MpiWorld:
             )
         self._raise_error()
         listening = [peer.listening for peer in peers if peer.listening is not None and not peer.lost]
+        listening += [self._to_any] if self._to_any is not None else []
         for op in listening:
             if not op.done:
                 self.engine.cancel(op)

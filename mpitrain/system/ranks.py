@@ -2,12 +2,12 @@
 it is at, and what all ranks agree on.
 
 Invariants: all ranks call the same collectives in the same order. How values get from rank to rank is a subclass's
-affair; what is agreed on is decided here, from the values of all, so it comes out alike on every rank.
+affair; what is agreed on is decided here, so it comes out alike on every rank. As long as ranks agree, what one rank
+sends for it is as long among ten thousand ranks as among two.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,15 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpitrain.errors import EXIT_ERROR, EXIT_USAGE, AgreedError, MpitrainError, printable
-from mpitrain.system.node_map import name_ranks
-from mpitrain.system.tracebacks import own_part
+from mpitrain.errors import EXIT_USAGE, AgreedError, printable
+from mpitrain.system.agreement_texts import (
+    describe_error,
+    difference_text,
+    differences,
+    digest_words,
+    error_text,
+    texts_of,
+)
 
 WAITS_S = 1.0  # a rank counts as waiting for so long after it has last said so
 
@@ -152,6 +158,14 @@ class Ranks:
         """Rank 0's JSON value on every rank that still answers."""
         raise NotImplementedError
 
+    def from_first_of_node(self, value: Any) -> Any:
+        """The JSON value of the first rank of this rank's node; the other ranks' argument is ignored."""
+        raise NotImplementedError
+
+    def largest(self, own: Sequence[int], what: str) -> list[int]:
+        """Of each number below 2**64 the largest that a rank has brought, on every rank. `what`: this call, by name."""
+        raise NotImplementedError
+
     def broadcast_tensors(self, tensors: Sequence[Any]) -> None:
         """All ranks take over rank 0's values of these tensors."""
         raise NotImplementedError
@@ -161,40 +175,25 @@ class Ranks:
 
         All ranks then leave together, with the exit code of the lowest rank that failed.
         """
-        brought = self.allgather(None if error is None else _describe(error))
-        failed = {rank: failure for rank, failure in enumerate(brought) if failure is not None}
-        if not failed:
+        if not self.largest([error is not None], "agree")[0]:
             return
-        groups: dict[tuple[str, str], list[int]] = {}
-        for rank, failure in failed.items():
-            groups.setdefault((failure["text"], failure["trace"]), []).append(rank)
-        texts = [f"{name_ranks(ranks, self.size)}: {text}" for (text, _), ranks in groups.items()]
-        traces = [trace for _, trace in groups]
-        code = next(iter(failed.values()))["exit_code"]
-        self._leave_together([trace + f"mpitrain: {text}" for trace, text in zip(traces, texts)], code)
+        brought = self.gather(None if error is None else describe_error(error))
+        self._leave_together(error_text(brought) if brought is not None else None)
 
     def compare(self, values: Mapping[str, Any]) -> None:
         """Return if `values` (name -> JSON value) is the same on all ranks; otherwise all raise AgreedError (exit 2)
         after rank 0 has named each field that differs and which ranks hold which value."""
-        brought = self.allgather(dict(values))
-        lines = []
-        for name in dict.fromkeys(name for each in brought for name in each):
-            groups: dict[str, list[int]] = {}
-            for rank, each in enumerate(brought):
-                groups.setdefault(repr(each[name]) if name in each else "absent", []).append(rank)
-            if len(groups) > 1:
-                held = zip(_excerpts(list(groups)), groups.values())
-                lines.append(
-                    f"  {name}: " + "; ".join(f"{text} on {name_ranks(r, self.size)}" for text, r in held)
-                )
-        if lines:
-            head = (
-                "mpitrain: UsageError: the ranks were started differently; give all of them the same options"
-            )
-            self._leave_together([head, *lines], EXIT_USAGE)
+        words = digest_words(values)
+        if self.largest(words, "compare") == words:
+            return
+        texts = texts_of(values)
+        first: dict[str, str] = self.broadcast(texts)
+        brought = self.gather(differences(first, texts))
+        self._leave_together((difference_text(first, brought), EXIT_USAGE) if brought is not None else None)
 
-    def _leave_together(self, lines: list[str], code: int) -> NoReturn:
-        text = "\n".join(lines)
+    def _leave_together(self, told: tuple[str, int] | None) -> NoReturn:
+        """Collective: every rank raises AgreedError with the text and the exit code that rank 0 brings."""
+        text, code = self.broadcast(told)
         if self.rank == 0:
             print(printable(text), file=sys.stderr, flush=True)
         raise AgreedError(text, code)
@@ -220,23 +219,3 @@ class Ranks:
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error` with rank, role and step, and end the whole job with its exit code."""
         raise NotImplementedError
-
-
-def _describe(error: Exception) -> dict[str, Any]:
-    """An error as JSON values. Errors that are not ours keep their traceback; ours say what is wrong by themselves."""
-    ours = isinstance(error, MpitrainError)
-    return {
-        "text": f"{type(error).__name__}: {error}",
-        "trace": "" if ours else own_part(error),
-        "exit_code": error.exit_code if isinstance(error, MpitrainError) else EXIT_ERROR,
-    }
-
-
-def _excerpts(texts: list[str], width: int = 100) -> list[str]:
-    """Different texts, cut to `width` characters around the first place where they differ."""
-    shared = len(os.path.commonprefix(texts))
-    start = max(0, shared - width // 2) if max(map(len, texts)) > width else 0
-    cut = [text[start : start + width] for text in texts]
-    return [
-        "..." * (start > 0) + piece + "..." * (start + width < len(text)) for piece, text in zip(cut, texts)
-    ]

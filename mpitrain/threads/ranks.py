@@ -91,6 +91,12 @@ class ThreadRanks(Ranks):
         everything: list[bytes] = self.meet(data)
         return everything if self.rank == 0 else None
 
+    def from_first_of_node(self, value: Any) -> Any:
+        return self.broadcast(value)
+
+    def largest(self, own: Sequence[int], what: str) -> list[int]:
+        return [max(numbers) for numbers in zip(*self.meet(list(own)), strict=True)]
+
     def gather_living(self, value: Any, wait_s: float = 1.0) -> dict[int, Any] | None:
         hub = self.hub
         with hub.changed, self._waiting():

@@ -37,7 +37,8 @@ def train(
             `run_dir=`, `steps=`, ...).
 
     Returns:
-        On every rank, what `result.json` holds; `exit_code` is what the command line would end with.
+        On every rank, what `result.json` holds, but of the rows by rank (`ranks`, `injected`) its own alone: all of
+        them are on rank 0. `exit_code` is what the command line would end with.
 
     Raises:
         AgreedError: the input is wrong on some rank; rank 0 has reported which and why. Any other exception ends

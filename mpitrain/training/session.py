@@ -21,7 +21,7 @@ from mpitrain.data.read.reader import Source
 from mpitrain.errors import EXIT_REQUEUE, AgreedError, UsageError
 from mpitrain.inject import Straggler
 from mpitrain.job import Job, Overrides, apply_overrides
-from mpitrain.reporting.environment import code_versions, collect
+from mpitrain.reporting.environment import code_places, code_versions, collect
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import NullReport, Report, explained, set_aside, write_json, writing
 from mpitrain.strategies.base import ServerStrategy, Strategy
@@ -154,7 +154,7 @@ class Session:
 
     def finish(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """Gather every rank's `outcome`, judge the run, write `result.json` and print the FOM line on rank
-        0; returns the result.
+        0; returns the result, with the rows of all ranks on rank 0, and with a rank's own elsewhere.
         """
         outcome["traced_steps"] = trace.finish()
         from mpitrain.training.measure import device_type
@@ -163,7 +163,9 @@ class Session:
         outcome["device"] = "" if self.role == "server" else device_type()
 
         # where ranks may be lost: messages from those that answer, no collective
-        living = isinstance(self.strategy, ServerStrategy) or survives(self.runtime, self.strategy)
+        served = isinstance(self.strategy, ServerStrategy)
+        may_lose = self.runtime.fault_tolerance != "none" or self.runtime.num_threads is not None
+        living = may_lose and (served or survives(self.runtime, self.strategy))
         gathered = self._gather_living(outcome) if living else self.runtime.gather(outcome)
         result = None
         if gathered is not None:
@@ -182,7 +184,8 @@ class Session:
                 requeue.unlink(missing_ok=True)
             self.report.finish(result)
         share = self.runtime.broadcast_living if living else self.runtime.broadcast
-        return dict(share(result))
+        shared = share(without_rows(result) if result is not None else None)
+        return result if result is not None else {**shared, **rows_of([outcome])}
 
     def _gather_living(self, outcome: dict[str, Any]) -> list[dict[str, Any]] | None:
         gathered = self.runtime.gather_living(outcome)
@@ -204,7 +207,7 @@ def prepare(
     strategy = job.strategy
     injections = [str(one) for one in overrides.injections]
     asked = {"lr": overrides.lr, "steps": overrides.steps, "inject": injections}
-    runtime.compare({**code_versions(), **options(job), **asked})
+    runtime.compare({**_versions_by_node(runtime), **options(job), **asked})
     assert strategy is not None  # `apply_overrides` has found one
     roles = attempt(runtime, lambda: assign_roles(runtime, strategy))
     attempt(runtime, lambda: validate_run(job, overrides, len(roles.workers)))
@@ -254,6 +257,14 @@ def begin(runtime: Ranks) -> None:
     rank_status.reach(rank_status.READY)
     if runtime.broadcast(rank_status.stop_requested(now=runtime.rank == 0)):
         raise AgreedError("the launch was asked to end before the first step of this run", EXIT_REQUEUE)
+
+
+def _versions_by_node(runtime: Ranks) -> dict[str, str | None]:
+    """`code_versions`, which reads all sources of the package: looked up by one rank of a node, and by ranks that run
+    other files than that one."""
+    is_first, places = runtime.nodes.index(runtime.nodes[runtime.rank]) == runtime.rank, code_places()
+    found = runtime.from_first_of_node([places, code_versions()] if is_first else None)
+    return dict(found[1]) if found[0] == places else code_versions()
 
 
 def _scan(runtime: Ranks, source: Source) -> Catalogue:
@@ -329,6 +340,19 @@ def report_end(report: Report | NullReport, result: dict[str, Any]) -> None:
     report.event("end", **fields, model=result["model"])
 
 
+def rows_of(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the result holds of every rank."""
+    return {
+        "injected": [row for outcome in outcomes for row in outcome.get("injected", [])],
+        "ranks": [outcome["detail"] for outcome in outcomes],
+    }
+
+
+def without_rows(result: dict[str, Any]) -> dict[str, Any]:
+    """A result as all ranks are given it, as long among many as among few."""
+    return {name: value for name, value in result.items() if name not in ("injected", "ranks")}
+
+
 def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any]:
     """Put the ranks' outcomes together: figures, validation metrics, and whether the run did what it was
     asked to.
@@ -367,8 +391,7 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
         "resumed_from": resume.checkpoint_at if resume else None,
         "resumed_run": resume.identity.run if resume else None,
         "fault_tolerance": level(session.runtime, session.strategy),
-        "injected": [row for outcome in gathered for row in outcome.get("injected", [])],
-        "ranks": [outcome["detail"] for outcome in gathered],
+        **rows_of(gathered),
         "wall_s": time.monotonic() - session.started_s,
         **_threads(session),
     }

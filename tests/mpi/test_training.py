@@ -111,6 +111,16 @@ def test_allreduce_with_split_batches_is_one_rank_with_the_full_batch(launched):
             assert_equal(load_file(paths[size] / f"allreduce-{index}" / "model.safetensors"), whole)
 
 
+def test_rows_by_rank_stay_on_rank_0_and_every_rank_is_given_the_rest(launched):
+    """The end of a run of N ranks would otherwise be N rows to N ranks."""
+    path = launched(5)[0] / "counts-1"
+    returned = [json.loads((path / f"returned-{rank}.json").read_text()) for rank in range(5)]
+    rows = result_of(path)["ranks"]
+    assert returned[0]["ranks"] == rows and [row["rank"] for row in rows] == list(range(5))
+    for rank, result in enumerate(returned):
+        assert rank == 0 or result == returned[0] | {"ranks": [rows[rank]]}
+
+
 def test_staleness_identity_and_counts_over_real_ranks(launched):
     path, _ = launched(5)
     for servers in (1, 2):

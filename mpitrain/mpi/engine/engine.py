@@ -45,10 +45,11 @@ _CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether 
 
 class Engine:
     """Drives the nonblocking operations of one process over communicator `comm`. `ulfm`: the launch has ULFM, and an
-    operation that waits for a dead rank fails (`failed_ranks.py`)."""
+    operation that waits for a dead rank fails (`failed_ranks.py`). `tolerant`: the job may go on without ranks that
+    die, so every receive names its rank."""
 
-    def __init__(self, comm: "MPI.Comm", ulfm: bool = False):
-        self.comm = comm
+    def __init__(self, comm: "MPI.Comm", ulfm: bool = False, tolerant: bool = False):
+        self.comm, self.tolerant = comm, tolerant or ulfm
         self.on_wait: Callable[[], None] = lambda: None  # called again and again while a thread waits
         self._progress = Progress(self._notify, FailedRanks() if ulfm else None)
         self._backoff = Backoff()
@@ -92,9 +93,9 @@ class Engine:
         passive: bool = False,
         timeout_s: float | None = None,
     ) -> Op:
-        """Receive into `buffer` from rank `source`. `passive`: the message may never come, so no thread stays awake for
-        it."""
-        if source == MPI.ANY_SOURCE:
+        """Receive into `buffer` from rank `source`, or, unless the job may go on without ranks that die, from whichever
+        sends first. `passive`: the message may never come, so no thread stays awake for it."""
+        if source == MPI.ANY_SOURCE and self.tolerant:
             raise ValueError(
                 "receive from each rank by its number: under ANY_SOURCE a dead peer cannot be recognised"
             )

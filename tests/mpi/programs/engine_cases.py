@@ -6,12 +6,17 @@ from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
+from mpitrain.effects import Recv, Send
+from mpitrain.messages import Join, Push, payload_of
+from mpitrain.model.buffers import FixedBuffer
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import HASTY, SURE_S, CollectiveQueue, PendingCollective
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.engine.requests import Progress
 from mpitrain.mpi.operation import Op
+from mpitrain.mpi.world import MpiWorld
 from tests.mpi.cases import run_cases
 
 SIZES = (
@@ -324,14 +329,58 @@ def case_inline_callback_errors_reach_the_caller(rt):
     assert (first, second) == (b"a", b"b") and not engine.outstanding
 
 
-def case_any_source_is_refused(rt):
+def case_any_source_is_refused_where_ranks_may_die(rt):
     """A dead peer cannot be told apart under ANY_SOURCE."""
     try:
-        rt.engine.irecv(bytearray(1), MPI.ANY_SOURCE, 1)
+        Engine(rt.comm, tolerant=True).irecv(bytearray(1), MPI.ANY_SOURCE, 1)
     except ValueError as error:
         assert "by its number" in str(error)
     else:
         raise AssertionError("accepted")
+
+
+NUM_ROUNDS = 20
+
+
+def sender_of(rank):
+    """Messages with and without a payload, all on their way at once."""
+    for step in range(NUM_ROUNDS):
+        yield Send(0, Join(step))
+        frame = FixedBuffer(400_000, torch.float32)
+        frame.body.fill_(rank * NUM_ROUNDS + step)
+        yield Send(0, Push(0, step, 1, frame))
+
+
+def receiver(heard, num_messages):
+    while len(heard) < num_messages:
+        source, message = yield Recv()
+        payload = payload_of(message)
+        number = None if payload is None else float(payload.body[-1]) - source * NUM_ROUNDS
+        heard.append((source, type(message), message.step, number))
+
+
+def case_one_receive_listens_to_all_peers_and_messages_of_each_keep_their_order(rt):
+    """Of what a world has outstanding at the beginning nothing grows with the number of peers; in a job that goes on
+    without dead ranks every peer has a receive of its own."""
+    heard = []
+    buffers = lambda source, kind: FixedBuffer(400_000, torch.float32)  # noqa: E731
+    world = MpiWorld(rt.engine, tuple(one for one in range(rt.size) if one != rt.rank), buffers)
+    if rt.rank != 0:
+        world.run(sender_of(rt.rank))
+    else:
+        world.start()
+        assert len(rt.engine.outstanding) == 1
+        world.run(receiver(heard, (rt.size - 1) * 2 * NUM_ROUNDS))
+        for source in range(1, rt.size):
+            assert [one[1:] for one in heard if one[0] == source] == [
+                row for step in range(NUM_ROUNDS) for row in ((Join, step, None), (Push, step, float(step)))
+            ]
+    assert not rt.engine.outstanding
+    rt.barrier()
+    tolerant = MpiWorld(Engine(rt.comm, tolerant=True), world._peers, buffers)
+    tolerant.start()
+    assert len(tolerant.engine.outstanding) == rt.size - 1
+    tolerant.engine.stop()
 
 
 def case_only_who_waits_for_one_collective_after_another_is_no_hasty_rank(rt):

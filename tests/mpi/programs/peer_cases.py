@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import mpitrain as mt
+from mpitrain.mpi.runtime import start
 from mpitrain.roles.peer_credits import CREDITS
 from tests import toy
 from tests.mpi.cases import run_cases
@@ -16,7 +17,9 @@ PAUSE = ("pause(worker=1, at_step=2, seconds=0.5)",)
 
 
 def train(name, strategy, inject=(), **changes):
-    return mt.train(toy.make_job(**changes), strategy, run_dir=str(OUT / name), quiet=True, inject=inject)
+    """The result with the rows of all ranks, which `mt.train` returns on rank 0 alone."""
+    job = toy.make_job(**changes)
+    return start().broadcast(mt.train(job, strategy, run_dir=str(OUT / name), quiet=True, inject=inject))
 
 
 def case_asynchronous_peers_do_not_wait_for_one_that_sleeps(rt):

@@ -4,11 +4,13 @@ the user's mpi4py.
 
 import pickle
 import sys
+from unittest import mock
 
 from mpitrain.errors import AgreedError, DataError, MismatchError
 from mpitrain.mpi import json_collectives
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.runtime import start
+from mpitrain.training import session
 from tests.mpi.cases import run_cases
 
 # Each rank pretends to a node of its own choice: 0 and 2 share one. (Set before the runtime is made.)
@@ -153,6 +155,31 @@ def case_compare(rt):
     assert "slim" in str(error) and "wide" in str(error) and len(str(error)) < 600
     error, _ = agreed(rt, lambda: rt.compare(same if rt.rank else {**same, "extra": 1}))
     assert "extra: 1 on rank 0; absent on ranks 1-2" in str(error)
+
+
+def case_where_all_ranks_agree_no_texts_travel(rt):
+    """A flag and a digest, in numbers of 8 bytes: what a rank receives grows neither with the number of ranks nor with
+    the texts."""
+    sizes = []
+    with mock.patch.multiple(json_collectives, allgather=None, gather=None, broadcast=None):
+        largest = json_collectives.largest
+        with mock.patch.object(
+            json_collectives, "largest", lambda comm, own: sizes.append(len(own)) or largest(comm, own)
+        ):
+            rt.agree(None)
+            rt.compare({"parameters": ["weight (64, 64)"] * 1000})
+    assert sizes == [1, 8]
+
+
+def case_one_rank_of_a_node_reads_the_sources(rt):
+    """All ranks of the node that run the same files take what the first has found; others look for themselves."""
+    reads = []
+    with mock.patch.object(session, "code_versions", lambda: reads.append(rt.rank) or {"mpitrain": "1"}):
+        assert session._versions_by_node(rt) == {"mpitrain": "1"}
+        assert len(reads) == (0 if rt.rank == 2 else 1)
+        with mock.patch.object(session, "code_places", lambda: [f"/at/{rt.rank}"]):
+            assert session._versions_by_node(rt) == {"mpitrain": "1"}
+        assert len(reads) == (1 if rt.rank == 2 else 2)
 
 
 def case_mpi4py_stays_the_users_own(rt):

@@ -11,7 +11,7 @@ import torch
 import mpitrain as mt
 from mpitrain.errors import AgreedError
 from mpitrain.mpi.runtime import start
-from mpitrain.reporting.environment import code_versions
+from mpitrain.reporting.environment import code_places, code_versions
 from mpitrain.training import session
 from tests import toy
 
@@ -51,9 +51,10 @@ CASES: dict[str, tuple[mt.Job, dict[str, Any]]] = {
 for name, (job, options) in CASES.items():
     run(name, job, options)
 if rank == 1:
+    session.code_places = lambda: ["/somewhere/else"]
     session.code_versions = lambda: {**code_versions(), "mpitrain": "0.1.0 (changed)"}
 run("other code", toy.make_job(), {})
-session.code_versions = code_versions
+session.code_places, session.code_versions = code_places, code_versions
 
 print("== end", file=sys.stderr, flush=True)
 
