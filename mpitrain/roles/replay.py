@@ -8,16 +8,18 @@ of their senders is all there is to record. What changes nothing (notes, signs o
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mpitrain.effects import Effect, Recv, Role, replaced, watched
 from mpitrain.errors import UsageError
 from mpitrain.messages import Alive, AskAverage, Away, Claim, Divide, Message, Note, Over, PullRows
 from mpitrain.reporting.report import writing
+from mpitrain.system.atomic import replaced as replaced_file
 from mpitrain.system.run_directory import RUN_FILE
 
 UNRECORDED = (Note, Alive, Away)
@@ -28,7 +30,13 @@ def _is_validating(message: Message) -> bool:
     return isinstance(message, VALIDATING) or (isinstance(message, PullRows) and not message.trains)
 
 
-def record(role: Role, order: list[int]) -> Role:
+class Order(Protocol):
+    """What takes the senders one after the other, such as a list."""
+
+    def append(self, sender: int, /) -> object: ...
+
+
+def record(role: Role, order: Order) -> Role:
     """`role`, with the sender of every message it receives appended to `order`."""
 
     def after(effect: Effect, answer: Any) -> None:
@@ -67,15 +75,62 @@ def repeat(role: Role, order: Sequence[int]) -> Role:
     return replaced(role, answer_to)
 
 
-def save_order(run_dir: Path, shard: int, order: Sequence[int]) -> None:
-    """Write the order of one shard's server beside the run's results."""
+class OrderFile:
+    """The order of one shard's server, written beside the run's results while the run goes on.
+
+    Invariants: memory holds `NUM_HELD` senders at most, however long the run is. The file bears its name only when it
+    is whole.
+    """
+
+    NUM_HELD = 4096
+
+    def __init__(self, path: Path, temporary: Path):
+        self._path, self._held, self._separator = path, list[int](), "["
+        with writing(path):
+            self._file = open(temporary, "w")  # noqa: SIM115 - it stays open as long as the run
+
+    def append(self, sender: int, /) -> None:
+        """One more message, from this rank."""
+        self._held.append(sender)
+        if len(self._held) >= self.NUM_HELD:
+            self._flush()
+
+    def _flush(self) -> None:
+        with writing(self._path):
+            if self._held:
+                self._file.write(self._separator + ", ".join(map(str, self._held)))
+                self._held, self._separator = [], ", "
+
+    def finish(self) -> None:
+        """Write the end."""
+        self._flush()
+        with writing(self._path):
+            self._file.write("[]\n" if self._separator == "[" else "]\n")
+            self._file.close()
+
+    def close(self) -> None:
+        """Also where the run has failed."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+@contextlib.contextmanager
+def recording(run_dir: Path, shard: int) -> Iterator[OrderFile]:
+    """The file of one shard's server, which is there when the block ends well.
+
+    Raises:
+        OutputError: the disk is full or not writable.
+    """
     path = run_dir / f"arrivals-{shard}.json"
-    with writing(path):
-        path.write_text(json.dumps(list(order)) + "\n")
+    with replaced_file(path) as temporary:
+        order = OrderFile(path, temporary)
+        with contextlib.closing(order):
+            yield order
+            order.finish()
 
 
 def load_order(run_dir: Path, shard: int) -> list[int]:
-    """What `save_order` wrote.
+    """What was recorded.
 
     Raises:
         UsageError: the run has no such record.

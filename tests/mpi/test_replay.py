@@ -8,6 +8,7 @@ import pytest
 from mpitrain import load, simulate
 from mpitrain.cli.main import main
 from mpitrain.errors import UsageError
+from mpitrain.roles.replay import OrderFile, load_order, recording
 from mpitrain.values import parse
 from tests import toy
 from tests.mpi.cases import launch_program
@@ -41,6 +42,25 @@ def runs(tmp_path_factory):
     path = tmp_path_factory.mktemp("real")
     launch_program(5, "recorded_runs", str(path), *STRATEGIES).check()
     return path
+
+
+@pytest.mark.parametrize("number", [0, 1, 4096, 10_000])
+def test_the_order_goes_to_the_file_while_the_run_goes_on(tmp_path, number):
+    """Memory and file are looked at in the middle: of ten thousand senders, not half stay in memory."""
+    senders = [index % 7 for index in range(number)]
+    with recording(tmp_path, 0) as order:
+        for sender in senders:
+            order.append(sender)
+        held, (file,) = len(order._held), tmp_path.iterdir()
+        assert held == number % OrderFile.NUM_HELD and file.name == ".arrivals-0.json.tmp"
+    assert load_order(tmp_path, 0) == senders and len(list(tmp_path.iterdir())) == 1
+
+
+def test_of_a_run_that_fails_no_order_stays(tmp_path):
+    with pytest.raises(FileNotFoundError, match="of the user's"), recording(tmp_path, 0) as order:
+        order.append(1)
+        raise FileNotFoundError("of the user's")
+    assert not list(tmp_path.iterdir())
 
 
 def test_replay_is_bit_for_bit_for_every_rule(runs, tmp_path):

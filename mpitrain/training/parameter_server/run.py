@@ -22,7 +22,7 @@ from mpitrain.model.hybrid_replica import HybridReplica
 from mpitrain.model.step_hooks import StepHooks
 from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.roles import Server, Worker
-from mpitrain.roles.replay import record, save_order
+from mpitrain.roles.replay import record, recording
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
 from mpitrain.roles.server.resharding import num_row_pieces, reshard_role
 from mpitrain.strategies.base import ServerStrategy
@@ -133,21 +133,19 @@ def _serve(
     floor_s = math.inf if strategy.reduces else session.overrides.heartbeat_s
     server = builder.server(shard, store, meter, writer, floor_s, by_heartbeat)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
-    order: list[int] = []
     may_die = roles.workers if survives(runtime, strategy) and runtime.fault_tolerance == "ulfm" else ()
     emergency, role = shard_writer(session, server, store, writer, model.module)
     session.in_emergency(emergency)
-    role = record(role, order)
 
     def buffer_for(source: int, kind: Kind) -> Any:
         return VariableBuffer() if kind in (Kind.DIVIDE, Kind.CLAIM) else store.wire_buffer()
 
     peers = (*roles.workers, *builder.others_of(shard))
-    counts = run_role(session, peers, buffer_for, role, may_die=may_die)
+    with recording(session.run_dir, shard) as order:
+        counts = run_role(session, peers, buffer_for, record(role, order), may_die=may_die)
     # one whose gradients were not finite has left in order
     runtime.evicted.update(int(rank) for rank, how in counts["lost"].items() if how != NOT_FINITE)
     counts["lost"] |= {str(rank): "died" for rank in runtime.evicted & runtime.dead()}
-    save_order(session.run_dir, shard, order)
     if isinstance(store, TabledStore):
         save_tables(session.run_dir, shard, len(roles.servers), session.job.seed, model.module, store.tables)
     if store.ema is not None:
