@@ -21,6 +21,7 @@ from mpitrain.data.format.layout import (
     SCHEMA_ATTRIBUTE,
     cache_bytes_needed,
 )
+from mpitrain.data.read import shards
 from mpitrain.data.tools.check import check
 from mpitrain.data.write.pack import pack
 from mpitrain.data.write.shard_file import write_shard
@@ -328,3 +329,40 @@ def test_shards_come_in_the_order_of_their_names_and_round_trip(tmp_path, monkey
     assert [Path(file.path).name for file in source.scan().files] == ["a.h5", "b.h5", "c.h5"]
     assert eval(repr(source), {"Shards": Shards}) == source
     assert hash(source) == hash(Shards("*.h5", 3, ("x",)))
+
+
+@pytest.fixture
+def large_pack(tmp_path):
+    """Ninety shards of two samples, more than are opened before the first step."""
+    samples = {"x": np.arange(180, dtype=np.float32).reshape(180, 1)}
+    pack(samples, tmp_path, chunk_samples=2, shard_samples=2, validate=0.0)
+    assert len(list(tmp_path.glob("train-*.h5"))) == 90
+    return tmp_path
+
+
+def test_of_a_large_pack_only_some_shards_are_opened_before_the_first_step(large_pack, monkeypatch):
+    """The catalogue is that of opening all of them."""
+    source, opened = Shards(str(large_pack / "train-*.h5")), []
+    describe = shards.describe_shard
+    monkeypatch.setattr(
+        shards, "describe_shard", lambda path, *rest: opened.append(path) or describe(path, *rest)
+    )
+    catalogue = source.scan()
+    assert len(opened) == shards.NUM_OPENED and opened[-1].endswith("train-00089.h5")
+    monkeypatch.setattr(shards, "NUM_OPENED", 1000)
+    assert source.scan() == catalogue and len(opened) == 64 + 90
+
+
+def test_a_shard_of_a_large_pack_that_is_not_what_the_index_says_is_refused_when_it_is_opened(large_pack):
+    with h5py.File(large_pack / "train-00070.h5", "r+") as file:
+        file.attrs["chunk_samples"] = 1
+    source = Shards(str(large_pack / "train-*.h5"))
+    catalogue = source.scan()
+    with (
+        source.reader(catalogue, 0) as reader,
+        pytest.raises(
+            DataError, match=r"train-00070.h5: has changed .* or is not what the index of its pack says"
+        ),
+    ):
+        for start in range(0, 180, 20):
+            reader.batch(0, start, 20)

@@ -223,3 +223,17 @@ def check_against_manifest(pattern: str, found: Sequence[str], allow_external: b
                 f"{os.path.join(directory, missing[0])}: shard is missing ({len(missing)} of {len(wanted)}"
                 f" that {NAME} lists for {pattern!r}); copy it again or run `mpitrain data pack` once more"
             )
+
+
+def counted_in_packs(paths: Sequence[str], allow_external: bool = False) -> dict[str, int]:
+    """Samples of those of these absolute paths that are shards of finished packs, by the packs' indexes.
+
+    Raises:
+        DataError: as `Manifest.read`.
+    """
+    counted: dict[str, int] = {}
+    for directory in sorted({os.path.dirname(path) for path in paths}):
+        manifest = Manifest.read(Path(directory), allow_external)
+        if manifest is not None and manifest.complete:
+            counted |= {os.path.join(directory, name): count for name, count in manifest.files.items()}
+    return counted

@@ -166,15 +166,15 @@ class ShardFiles:
         arrays = () if self._columns else tuple(self._catalogue.arrays)
         now, specs = describe_shard(path, arrays, self._trust, self._columns)
         if (
-            now.num_samples != info.num_samples
+            (now.num_samples, now.chunk_samples) != (info.num_samples, info.chunk_samples)
             or specs != dict(self._catalogue.arrays)
             or (now.max_entries != info.max_entries)
         ):
             arrays_now = ", ".join(f"{name} {spec}" for name, spec in specs.items())
             raise DataError(
-                f"{path}: has changed since this run scanned it: {info.num_samples} samples then,"
-                f" {now.num_samples} now ({arrays_now}); shards must not be rewritten while a job reads them:"
-                " start the job again"
+                f"{path}: has changed since this run scanned it, or is not what the index of its pack says:"
+                f" {info.num_samples} samples then, {now.num_samples} now ({arrays_now}); shards must not be rewritten"
+                " while a job reads them: start the job again"
             )
         file = open_shard(path)
         aligned = {

@@ -1,7 +1,9 @@
 """`Shards`: HDF5 files on disk as a data source, and as an iterable dataset of torch's.
 
 Invariants: what is wrong with a set of shards is found by `scan`, once, before training, and reported with
-the file's name.
+the file's name. Of a finished pack of more than `NUM_OPENED` shards the others are not opened: they are taken to be as
+the pack's index says, and whoever opens one first checks it (`shard_files.py`). So the first step does not wait for a
+hundred thousand files to be opened one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from mpitrain.data.format.catalogue import ArraySpec, Catalogue, ShardInfo
 from mpitrain.data.format.layout import describe_shard
-from mpitrain.data.format.manifest import check_against_manifest
+from mpitrain.data.format.manifest import check_against_manifest, counted_in_packs
 from mpitrain.data.format.variables import read_columns
 from mpitrain.data.read.batches import Batched, iterate_samples, place
 from mpitrain.data.read.chunk_cache import ChunkCache, memory_needed
@@ -25,6 +27,8 @@ from mpitrain.data.read.reader import Batch, ChunkReader, Reader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.errors import DataError, UsageError
 from mpitrain.system.outside import MAX_GIB, Trust, check_inside, check_size, root_of
+
+NUM_OPENED = 64
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Shards(Batched, IterableDataset[Batch]):
             raise UsageError(f"Shards: max_gib must be above 0, got {self.max_gib}")
 
     def scan(self) -> Catalogue:
-        """Open every shard and compare; reads no samples.
+        """Open the shards, of large packs the first ones and the last one, and compare; reads no samples.
 
         Raises:
             DataError: no shard matches; a shard is missing, unreadable, truncated, empty, not HDF5, or
@@ -84,7 +88,11 @@ class Shards(Batched, IterableDataset[Batch]):
             raise DataError(_nothing_matches(self.pattern))
         infos: list[ShardInfo] = []
         expected: dict[str, ArraySpec] = {}
-        for path in paths:
+        counted = counted_in_packs(paths, self.allow_external) if len(paths) > NUM_OPENED else {}
+        for number, path in enumerate(paths):
+            if NUM_OPENED <= number + 1 < len(paths) and _is_like(infos[0], path, counted, expected):
+                infos.append(ShardInfo(path, counted[path], infos[0].chunk_samples))
+                continue
             info, specs = describe_shard(path, self.arrays, self._trust, self.columns)
             if infos and specs != expected:
                 raise DataError(f"{path}: {_difference(specs, expected)} as in {infos[0].path}; {_ALIKE}")
@@ -124,6 +132,13 @@ class Shards(Batched, IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_sent_by": place(self.__dict__.get("_sent_by"))}
+
+
+def _is_like(first: ShardInfo, path: str, counted: Mapping[str, int], specs: Mapping[str, ArraySpec]) -> bool:
+    """Whether a shard of a pack needs no opening to be described: it lies beside the first one, and its arrays have as
+    many entries as samples."""
+    beside = os.path.dirname(path) == os.path.dirname(first.path) and first.path in counted
+    return beside and counted.get(path, 0) > 0 and not any(spec.variable for spec in specs.values())
 
 
 _ALIKE = (
