@@ -27,7 +27,7 @@ class CheckpointWriter:
     Args:
         run_dir: of the run; part: this rank's part, such as "shard-0"; identity: of the run and this start of it.
         policy: how often (asked on the dealing server only); keep: complete checkpoints to keep.
-        about: JSON-able, into every part: what the run is.
+        about: JSON-able, into the first part: what the run is.
         asked: whether this process was asked to end (a signal).
         warn: is called with the reason when a write has failed.
         more: what else belongs to this part, by name (tensors, copied).

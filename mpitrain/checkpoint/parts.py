@@ -132,8 +132,8 @@ def write_part(
     about: Any = None,
     disk_full: bool = False,
 ) -> int:
-    """Write one part; returns its bytes. `parts`: all of the checkpoint (its first part knows). `disk_full`: fail
-    half-way, as ordered by `--inject`.
+    """Write one part; returns its bytes. `parts`, `about`: all of the checkpoint's, and what the run is (its first part
+    knows). `disk_full`: fail half-way, as ordered by `--inject`.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing half-written stays.
@@ -156,7 +156,7 @@ def write_part(
         "attempt": identity.attempt,
         "resumed_from": identity.resumed_from,
         "parts": list(parts),
-        "about": about,
+        "about": about if name == FIRST_PART else None,  # which nobody else needs to repeat
         "num_bytes": num_bytes,
         "sha256": payload.digest.hexdigest(),
         "state": structure,

@@ -398,3 +398,14 @@ def test_auto_is_young_and_dalys_optimum():
         return 4.0 / interval_s + interval_s / (2 * 20_000.0)
 
     assert all(lost(best) <= lost(best * factor) for factor in (0.5, 0.9, 1.1, 2.0))
+
+
+def test_what_the_run_is_stands_in_the_first_part_alone(tmp_path):
+    """Of ten thousand parts each would hold the names of all parameters."""
+    about = {"parameters": [f"layers.{index}.weight (64, 64)" for index in range(400)]}
+    folder, names = folder_of(tmp_path, 8), ("shard-0", "own-1")
+    for name in names:
+        write_part(folder, name, {"checkpoint_at": 8}, Identity("run", "attempt"), names, about)
+    assert newest(tmp_path).about == about
+    sizes = [len((folder / f"{name}.json").read_bytes()) for name in names]
+    assert sizes[1] < sizes[0] - len(json.dumps(about["parameters"]))
