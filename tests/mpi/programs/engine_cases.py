@@ -355,7 +355,7 @@ def receiver(heard, num_messages):
     while len(heard) < num_messages:
         source, message = yield Recv()
         payload = payload_of(message)
-        number = None if payload is None else float(payload.body[-1]) - source * NUM_ROUNDS
+        number = float(payload.body[-1]) - source * NUM_ROUNDS if isinstance(payload, FixedBuffer) else None
         heard.append((source, type(message), message.step, number))
 
 

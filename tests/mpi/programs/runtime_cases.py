@@ -163,9 +163,12 @@ def case_where_all_ranks_agree_no_texts_travel(rt):
     sizes = []
     with mock.patch.multiple(json_collectives, allgather=None, gather=None, broadcast=None):
         largest = json_collectives.largest
-        with mock.patch.object(
-            json_collectives, "largest", lambda comm, own: sizes.append(len(own)) or largest(comm, own)
-        ):
+
+        def counted(comm, own):
+            sizes.append(len(own))
+            return largest(comm, own)
+
+        with mock.patch.object(json_collectives, "largest", counted):
             rt.agree(None)
             rt.compare({"parameters": ["weight (64, 64)"] * 1000})
     assert sizes == [1, 8]
@@ -174,7 +177,12 @@ def case_where_all_ranks_agree_no_texts_travel(rt):
 def case_one_rank_of_a_node_reads_the_sources(rt):
     """All ranks of the node that run the same files take what the first has found; others look for themselves."""
     reads = []
-    with mock.patch.object(session, "code_versions", lambda: reads.append(rt.rank) or {"mpitrain": "1"}):
+
+    def versions():
+        reads.append(rt.rank)
+        return {"mpitrain": "1"}
+
+    with mock.patch.object(session, "code_versions", versions):
         assert session._versions_by_node(rt) == {"mpitrain": "1"}
         assert len(reads) == (0 if rt.rank == 2 else 1)
         with mock.patch.object(session, "code_places", lambda: [f"/at/{rt.rank}"]):
