@@ -53,8 +53,8 @@ examples:
   mpitrain data stage data/big '$TMPDIR/big'    quoted: each node's own"""
 
 _UNSTAGE_DESCRIPTION = """\
-Remove the copy that `data stage` made on this node, unless somebody else uses
-it (--user). The pack itself stays."""
+Remove the copy that `data stage` made on this node; the pack itself stays.
+With --user the copy stays, too, while others use it."""
 
 _UNSTAGE_EPILOG = """\
 examples:
