@@ -1,6 +1,6 @@
 """How much does a PixelCNN lose by stale gradients, beside a classifier of the same images?
 
-    python benchmarks/staleness_sensitivity.py [--workers 1 4 16 64] [--epochs 10] [--rates 1 0.25] [--rounds 3]
+    python benchmarks/staleness_sensitivity.py [--jobs pixelcnn] [--epochs 10] [--rates 1 0.25] [--rounds 3]
 
 Virtual time, one process a run, no MPI: `jobs/pixelcnn.py` and `jobs/digits.py` as they are (Adam, batches of 16, one
 server, every gradient on arrival and in full), both on handwritten digits, for as many samples under any number of
@@ -84,6 +84,7 @@ def show(name, rate, found, rows):
 
 def main():
     parser = make_parser(__doc__)
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument(
@@ -103,7 +104,7 @@ def main():
     ):
         pack(load_source("digits"), Path(folder) / "digits", PackOptions(0.2), "digits")
         for rate in options.rates:
-            for name in JOBS:
+            for name in options.jobs:
                 found = measured(name, rate, options, folder, pool)
                 show(name, rate, found, rows)
                 row = {"job": name, "rate": rate, "epochs": options.epochs, "rounds": options.rounds}
