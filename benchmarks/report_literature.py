@@ -32,18 +32,25 @@ def literature() -> str:
 
 
 def staleness_sensitivity() -> str:
-    found = newest("staleness_sensitivity", "rate", "job")
+    found = newest("staleness_sensitivity", "epochs", "rate", "job")
     counts = list(next(iter(found.values()))["workers"])
-    head = ("job", "rate", "figure", *(f"{count} worker{'s' * (count != '1')}" for count in counts))
+    head = (
+        "job, epochs, seeds",
+        "rate",
+        "figure",
+        *(f"{count} worker{'s' * (count != '1')}" for count in counts),
+    )
     body = []
-    for (rate, job), row in sorted(found.items(), key=lambda one: (-one[0][0], one[0][1])):
+    for (epochs, rate, job), row in sorted(
+        found.items(), key=lambda one: (-one[0][0], -one[0][1], one[0][2])
+    ):
         runs = [row["workers"][count] for count in counts]
         figures = {
             "loss (of all seeds)": [spread([run["loss"], *run["range"]], 3) for run in runs],
             "relative increase": [f"{100 * run['increase']:+.0f} %" for run in runs],
             "lost of what one worker learns": [f"{100 * run['lost']:+.0f} %" for run in runs],
-        }  # fmt: skip
-        name = (f"`jobs/{job}.py`", "its own" if rate == 1 else f"{rate:g} of it")
+        }
+        name = (f"{job}, {epochs}, {row['rounds']}", "its own" if rate == 1 else f"{rate:g} of it")
         body += [(*name, figure, *values) for figure, values in figures.items()]
     return table(head, *body) + "\n\n" + origin(*found.values())
 
