@@ -18,7 +18,7 @@ from tests.ranks import find_mpi, run_plain, run_ranks
 
 PROGRAMS = Path(__file__).parent / "programs"
 
-RATES = ("400mbit", "400mbit", "50mbit")
+RATES = ("400mbit", "400mbit", "100mbit")
 _HOST = """\
 ip netns add drh{i}
 ip link add drv{i} type veth peer name eth0 netns drh{i}
