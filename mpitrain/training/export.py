@@ -211,9 +211,9 @@ def _quantised(job: Job, module: nn.Module, activations: str) -> tuple[nn.Module
             f"torchao quantises nn.Linear, and this model has none: {', '.join(kinds)}; use --fp16"
         )
     if activations == "calibrated":
-        for name, largest in _largest(job, module, names).items():
+        for name, (largest, num_dims) in _largest(job, module, names).items():
             config: Any = torchao.Int8StaticActivationInt8WeightConfig(
-                act_quant_scale=torch.tensor([[largest / LEVELS]]),
+                act_quant_scale=torch.full([1] * num_dims, largest / LEVELS),
                 granularity=[torchao.PerTensor(), torchao.PerRow()],
             )
             torchao.quantize_(smaller, config, lambda layer, called, name=name: called == name)
@@ -240,15 +240,17 @@ def _import_torchao() -> Any:
     return torchao.quantization
 
 
-def _largest(job: Job, module: nn.Module, names: list[str]) -> dict[str, float]:
-    """The largest number, sign aside, that each of these layers takes in over the validation set."""
+def _largest(job: Job, module: nn.Module, names: list[str]) -> dict[str, tuple[float, int]]:
+    """The largest number, sign aside, that each of these layers takes in over the validation set, and in how many
+    dimensions its numbers stand."""
     if job.validate is None:
         raise UsageError('activations="calibrated" needs data to calibrate on, and the job has no validate=')
-    found = dict.fromkeys(names, 0.0)
+    found, num_dims = dict.fromkeys(names, 0.0), dict.fromkeys(names, 2)
 
     def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def look(layer: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
             found[name] = max(found[name], float(arguments[0].abs().max()))
+            num_dims[name] = arguments[0].dim()
 
         return look
 
@@ -260,7 +262,7 @@ def _largest(job: Job, module: nn.Module, names: list[str]) -> dict[str, float]:
             hook.remove()
     if never := [name for name, largest in found.items() if not largest]:
         raise UsageError(f"layer {never[0]!r} has met no number in the validation set, so it has no scale")
-    return found
+    return {name: (largest, num_dims[name]) for name, largest in found.items()}
 
 
 def _program(module: nn.Module, arguments: tuple[Any, ...]) -> torch.export.ExportedProgram:
@@ -276,8 +278,9 @@ def _program(module: nn.Module, arguments: tuple[Any, ...]) -> torch.export.Expo
             by_place = (shapes,) if as_list else shapes
             return torch.export.export(module.eval(), arguments, dynamic_shapes=by_place)
     except Exception as error:  # whatever torch's tracer meets
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UsageError(
-            f"torch.export cannot write this model's forward pass as a program: {str(error).strip().splitlines()[0]}"
+            f"torch.export cannot write this model's forward pass as a program: {why}"
         ) from error
 
 

@@ -91,6 +91,15 @@ def test_quantised_layers_take_a_byte_a_number_and_the_others_are_named(tmp_path
     assert done.layer_bytes[1] < 0.4 * done.layer_bytes[0]
 
 
+@pytest.mark.parametrize("how", ["full", "dynamic", "calibrated"])
+def test_a_layer_may_take_in_sequences(tmp_path, how):
+    layers = (nn.Linear(5, 24), nn.Unflatten(1, (4, 6)), nn.Linear(6, 4), nn.Flatten(), nn.Linear(16, 1))
+    job = trained(tmp_path, lambda: nn.Sequential(*layers))
+    done = mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job, activations=how)
+    before, after = (one["validation_loss"] for one in done.metrics)
+    assert done.layers == ("0", "2", "4") and after == pytest.approx(before, rel=0.05)
+
+
 def one_layer():
     return nn.Linear(5, 3)
 
