@@ -35,7 +35,7 @@ class Request:
         run_dir: of the sweep; None for a new one.
         parallel: runs at a time on this host; None for as many as it has room for.
         rerun: whether configurations that have failed are to be trained once more.
-        launch_words: further options of `mpitrain launch`, for each run. json: a file for the figures.
+        json: a file for the figures.
         slurm: settings of a batch script, for a sweep that is submitted; runs_per_node: at a time.
     """
 
@@ -45,7 +45,6 @@ class Request:
     parallel: int | None = None
     rerun: bool = False
     dry_run: bool = False
-    launch_words: tuple[str, ...] = ()
     json: str | None = None
     slurm: Mapping[str, Any] | None = None
     runs_per_node: int = 1
@@ -63,7 +62,7 @@ def sweep_command(request: Request) -> int:
     begin(sweep, setup, request.rerun)
     say(f"{setup.plan.num_configurations} configurations, {parallel} at a time, in {sweep.folder}")
     parallel = min(parallel, setup.plan.num_configurations)
-    dealt = deal_locally(sweep, setup, parallel, list(request.launch_words), _proposer(sweep, setup))
+    dealt = deal_locally(sweep, setup, parallel, _proposer(sweep, setup))
     return conclude(sweep, setup, dealt, request.json)
 
 

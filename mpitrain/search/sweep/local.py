@@ -60,20 +60,14 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def deal_locally(
-    sweep: Sweep, setup: Setup, parallel: int, launch_words: list[str], proposer: Proposer | None = None
-) -> Dealt:
-    """Train what is left of a sweep, `parallel` runs at a time.
-
-    Args:
-        launch_words: further options of `mpitrain launch`.
-    """
+def deal_locally(sweep: Sweep, setup: Setup, parallel: int, proposer: Proposer | None = None) -> Dealt:
+    """Train what is left of a sweep, `parallel` runs at a time."""
     gpus = visible_gpus()
     num_ranks = setup.plan.ranks_per_run
     errors: list[BaseException] = []
     busy_s = [0.0] * parallel
     with Requests() as requests, Dealer(sweep) as dealer:
-        launches = _Launches(setup.plan.job, num_ranks, parallel, launch_words)
+        launches = _Launches(setup.plan.job, num_ranks, parallel)
 
         def serve(place: int) -> None:
             def train(task: Task, words: list[str], log: Path) -> tuple[int, str]:
@@ -111,8 +105,8 @@ def deal_locally(
 class _Launches:
     """The launches that are under way."""
 
-    def __init__(self, job: str, num_ranks: int, parallel: int, launch_words: list[str]):
-        self.command = own_program(["launch", f"-n{num_ranks}", *launch_words, "train", job])
+    def __init__(self, job: str, num_ranks: int, parallel: int):
+        self.command = own_program(["launch", f"-n{num_ranks}", "train", job])
         self.environment = dict(os.environ)
         threads = max(1, usable_cores() // (num_ranks * parallel))
         self.environment.setdefault("OMP_NUM_THREADS", str(threads))
