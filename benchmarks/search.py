@@ -1,6 +1,6 @@
 """Does stopping early find what the whole grid finds, with how much less training, and how long do ranks stand idle?
 
-    python benchmarks/search.py [--rounds 3] [--epochs 20] [--ranks 4]
+    python benchmarks/search.py [--rounds 1] [--epochs 10] [--ranks 4]
 
 The digits job with 32 configurations (8 learning rates x 4 batch sizes), by `mpitrain launch -n 4 sweep`, every rank a
 group of its own: once as a grid, all trained to their end, and once with `--asha`. Each round has another seed. The
@@ -20,7 +20,7 @@ from common import make_parser, table, write_row
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = "1e-4,3e-4,6e-4,1e-3,2e-3,4e-3,8e-3,1.6e-2"
-BATCHES = "16,32,64,128"
+BATCHES = "32,64,128,256"
 
 
 def sweep(ranks: int, epochs: int, seed: int, *words: str) -> dict:
@@ -54,10 +54,10 @@ def sweep(ranks: int, epochs: int, seed: int, *words: str) -> dict:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="seeds (default: 3)")
-    parser.add_argument("--epochs", type=int, default=20, help="of the whole training (default: 20)")
+    parser.add_argument("--rounds", type=int, default=1, help="seeds (default: 1)")
+    parser.add_argument("--epochs", type=int, default=10, help="of the whole training (default: 10)")
     parser.add_argument("--ranks", type=int, default=4, help="of the launch (default: 4)")
-    parser.add_argument("--asha", default="asha(least=2, reduction=4)", help="the rule")
+    parser.add_argument("--asha", default="asha(least=1, reduction=4)", help="the rule")
     options = parser.parse_args()
     lines: list[tuple[str, ...]] = [("seed", "", "best accuracy", "samples", "seconds", "idle ranks")]
     for seed in range(options.rounds):
