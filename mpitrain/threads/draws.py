@@ -11,7 +11,7 @@ gradient only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,17 +31,20 @@ class Draws:
         self._seen: set[int] = set()
 
     @contextlib.contextmanager
-    def own(self, rank: int) -> Iterator[None]:
-        """For as long as replica `rank` computes a gradient."""
+    def own(self, rank: int, take_turn: Callable[[], None]) -> Iterator[None]:
+        """For as long as replica `rank` computes a gradient; `take_turn` waits for the lock, and holds it."""
         if rank in self._seen and not self.drawn:
             yield
             return
-        with LOCK:
+        take_turn()
+        try:
             generators = _generators()
             before = [one.get_state() for one in generators]
             yield
             self._seen.add(rank)
             self.drawn = self.drawn or any(map(_has_drawn, generators, before))
+        finally:
+            LOCK.release()
 
 
 def _generators() -> list[Any]:

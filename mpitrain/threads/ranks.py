@@ -22,7 +22,7 @@ from mpitrain.threads.hub import CalledOffError, Hub
 from mpitrain.threads.sums import Sums, WorkersSum
 from mpitrain.threads.world import ThreadWorld
 
-FAILURES = ("raise", "wedge", "nan")  # of `--inject`; the others end a process, or tear a message
+TURN_S = 0.2  # between two looks whether another rank has failed
 
 
 class ThreadRanks(Ranks):
@@ -147,7 +147,13 @@ class ThreadRanks(Ranks):
 
     def computing(self) -> AbstractContextManager[None]:
         """For as long as this rank computes a gradient."""
-        return self.draws.own(self.rank)
+        return self.draws.own(self.rank, self._take_turn)
+
+    def _take_turn(self) -> None:
+        """Hold the lock of random numbers; whoever has it may be stuck."""
+        with self._waiting():
+            while not LOCK.acquire(timeout=TURN_S):
+                self.hub.check()
 
     def building(self) -> AbstractContextManager[Any]:
         return LOCK

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 import mpitrain as mt
 from mpitrain.errors import AgreedError, InjectedError, UsageError
+from mpitrain.training.in_threads import run as in_threads
+from mpitrain.training.watchdog.watchdog import StalledError
 from mpitrain.values import parse
 from tests import toy
 from tests.mpi.test_replay import STRATEGIES
@@ -149,3 +151,21 @@ def test_torchs_threads_are_divided_and_given_back(tmp_path):
         assert seen == {2} and torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_replica_that_hangs_is_named_by_its_watchdog(tmp_path, monkeypatch):
+    monkeypatch.setattr(in_threads, "ENDING_S", 0.5)
+    free = threading.Event()
+
+    def loss(model, batch):
+        if threading.current_thread().name == "mpitrain-rank-2":
+            free.wait(60)
+        return toy.square_loss(model, batch)
+
+    try:
+        with pytest.raises(StalledError, match="rank 2 .*no progress for 2 s") as raised:
+            train(toy.make_job(loss=loss), "allreduce()", 3, tmp_path / "run", watchdog_s=2)
+    finally:
+        free.set()
+    assert "rank 2" in raised.value.__notes__[0]
+    assert "in loss" in (tmp_path / "run" / "stacks" / "rank-2.txt").read_text()

@@ -7,6 +7,7 @@ with its rank, and is what is raised. Torch's own threads are divided among the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -42,6 +43,7 @@ from mpitrain.training.parameter_server.run import run_servers
 from mpitrain.training.session import Session, begin, prepare
 from mpitrain.training.watchdog.watchdog import StalledError, Watchdog
 
+LOOK_S = 0.5  # between two looks whether a rank has failed that has not come to its end
 ENDING_S = 10.0  # how long replicas have to come to their end once the run is over
 
 
@@ -125,12 +127,15 @@ class ThreadRun:
         found: dict[int, Any] = {}
         agreed: AgreedError | None = None
         while len(found) < len(self.ranks) - len(self.ranks[0].evicted - set(found)):
-            rank, ended = self._ended.get()
-            found[rank] = ended
-            if isinstance(ended, AgreedError):
-                agreed = agreed or ended
             if self.hub.failure is not None:
                 raise self.hub.failure.error
+            with contextlib.suppress(queue.Empty):  # a failed rank may be in the middle of something for long
+                rank, ended = self._ended.get(timeout=LOOK_S)
+                found[rank] = ended
+                if isinstance(ended, AgreedError):
+                    agreed = agreed or ended
+        if self.hub.failure is not None:
+            raise self.hub.failure.error
         if agreed is not None:
             raise agreed
         if self.left:
