@@ -31,8 +31,7 @@ examples:
 --node needs no MPI, --comm three nodes or more to name a slow one, and
 --gpu-mpi a step of its own, because an MPI that cannot do it may crash.
 --collect names nodes that are slower than the others of their kind, of which
-there have to be three. The checks of GPUs have been tested on recorded output
-only."""
+there have to be three. The checks of GPUs have not seen a GPU."""
 
 
 def add_parser(commands: Any) -> None:

@@ -103,7 +103,7 @@ def collect(runtime: Ranks | None = None) -> dict[str, Any]:
         "schema": ENV_SCHEMA,
         "command": list(sys.argv),
         "directory": os.getcwd(),
-        "packages": _package_versions(),
+        "packages": _package_versions(PACKAGES),
         "python": {
             "version": platform.python_version(),
             "executable": sys.executable,
@@ -225,7 +225,7 @@ def code_places() -> list[str]:
     return [sys.executable, platform.python_version(), *map(str, loaded)]
 
 
-def _package_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
+def _package_versions(packages: Iterable[str]) -> dict[str, str | None]:
     from importlib import metadata
 
     versions: dict[str, str | None] = {}

@@ -230,8 +230,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def stand_in(module: str, function: str) -> None:
         double = types.ModuleType(module)
 
-        def record(*values: Any, settings: tuple[str, ...] = ()) -> int:
-            seen.append((function, *values, *settings))
+        def record(*values: Any, settings: tuple[str, ...] = (), threads: int | None = None) -> int:
+            seen.append((function, *values, *settings, *([f"{threads} threads"] if threads else [])))
             return 3
 
         setattr(double, function, record)
@@ -284,7 +284,11 @@ def test_train_hands_every_option_over(calls: list[tuple[Any, ...]]) -> None:
     assert calls == [("train_command", "j.py", everything)]
     calls.clear()
     cli.main(["train", "j.py"])
-    assert calls == [("train_command", "j.py", Overrides())]
+    cli.main(["train", "j.py", "--threads", "3"])
+    assert calls == [
+        ("train_command", "j.py", Overrides()),
+        ("train_command", "j.py", Overrides(), "3 threads"),
+    ]
 
 
 @pytest.mark.parametrize(
