@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import report_growth
 import report_jobs
 import report_literature
 import report_models
@@ -512,6 +513,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "signals": (["python benchmarks/signals.py"], signals),
     "threads": (["python benchmarks/threads.py"], threads),
     "hostile": (["make hostile"], hostile),
+    **report_growth.PROGRAMS,
     **report_virtual.PROGRAMS,
     **report_models.PROGRAMS,
     **report_jobs.PROGRAMS,

@@ -1,0 +1,89 @@
+"""The section of `benchmarks/README.md` on what a rank costs as the number of ranks grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from report_rows import Row, one, origin, size
+
+from docs.markdown import table
+
+
+def growth() -> str:
+    row = one("growth")
+    torch, package = (row["launches"][0]["stages"][stage]["others"] for stage in ("torch", "package"))
+    told = (
+        '"Others" is the largest of them. The start goes from the end of MPI\'s own to the first step. Before it, a '
+        f"rank imports torch ({torch['opens']:.0f} files, {torch['cpu_s']:.1f} s of CPU) and the package "
+        f"({package['opens']:.0f}, {package['cpu_s']:.1f} s)."
+    )
+    starts = [
+        f"From the launch of {start['ranks']} ranks to the first step of the last of them {start['first_step_s']:.1f} "
+        f"s; as many processes import torch in {start['torch_s']:.1f} s, and make one step of Adam, for which torch "
+        f"imports its compiler, in {start['torch_step_s']:.1f} s."
+        for start in row["starts"]
+    ]
+    before = (
+        '"Before" is what the same machine needs where every rank deals the batches of all, is told what all others '
+        "have said, and listens to each worker with a receive of its own."
+    )
+    parts = [stages(row), told, checkpoints(row), *starts, functions(row), before, origin(row)]
+    return "\n\n".join(parts)
+
+
+def stages(row: Row) -> str:
+    head = (
+        "run", "ranks", "rank", "MPI's own start, CPU s", "start, CPU s", "files", "bytes", "messages", "step, CPU ms",
+        "bytes", "messages", "end, CPU ms", "bytes", "messages",
+    )  # fmt: skip
+    body = []
+    for run in row["launches"]:
+        name = f"`{run['strategy']}`" + (", gone on" if run["resumed"] else "")
+        for who in ("rank 0", "others"):
+            mpi, start, step, end = (run["stages"][stage][who] for stage in ("MPI", "start", "step", "end"))
+            body.append((
+                name, str(run["ranks"]), who, f"{mpi['cpu_s']:.2f}", f"{start['cpu_s']:.2f}", f"{start['opens']:.0f}",
+                size(start["bytes"]), f"{start['messages']:.0f}",
+                *(cell for stage in (step, end) for cell in (
+                    f"{1e3 * stage['cpu_s']:.1f}", size(stage["bytes"]), f"{stage['messages']:.0f}",
+                )),
+            ))  # fmt: skip
+    return table(head, *body)
+
+
+def checkpoints(row: Row) -> str:
+    head = (
+        "a checkpoint of",
+        "parts",
+        "largest part",
+        "its CPU ms",
+        "its files",
+        "its fsyncs",
+        "files of all",
+    )
+    body = [
+        (f"`{run['strategy']}`, {run['ranks']} ranks", str(found["parts"]), size(found["bytes"]),
+         f"{1e3 * found['cpu_s']:.1f}", *(str(found[key]) for key in ("opens", "fsyncs", "all_opens")))
+        for run in row["launches"] if not run["resumed"] for found in [run["checkpoint"]]
+    ]  # fmt: skip
+    return table(head, *body)
+
+
+def functions(row: Row) -> str:
+    head = (
+        "ranks", "own lease, us", "before", "all of an epoch, s", "position in the data", "to agree, each rank",
+        "before", "result, each rank", "before", "messages of rank 0", "before", "a message completed, us", "before",
+    )  # fmt: skip
+    body = [
+        (f"{of['size']:,}", f"{1e6 * of['lease_s']:.1f}", f"{1e6 * of['lease_before_s']:,.1f}",
+         f"{of['leases_of_epoch_s']:.2f}", size(of["position_bytes"]), size(of["agree_bytes"]),
+         size(of["agree_before_bytes"]), size(of["end_bytes"]), size(of["end_before_bytes"]), str(of["end_messages"]),
+         f"{of['end_before_messages']:,}", f"{1e6 * of['completion_s']:.1f}", f"{1e6 * of['completion_before_s']:.1f}")
+        for of in row["functions"]
+    ]  # fmt: skip
+    return table(head, *body)
+
+
+PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
+    "growth": (["python benchmarks/growth.py"], growth),
+}
