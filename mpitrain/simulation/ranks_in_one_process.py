@@ -13,18 +13,17 @@ import torch
 from torch import nn
 
 from mpitrain.job import Job
-from mpitrain.model.loss import BatchLoss
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.sparse_gradients import numbers_of_gradients
 from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
-from mpitrain.training.synchronous.stepper import Parts, Stepper
+from mpitrain.training.synchronous.stepper import Parts, WeighsAtLast
 from mpitrain.training.synchronous.unused import check_used
 
 Around = Callable[[int, Callable[[], float]], float]  # computes the gradient of a rank
 Gradient = list[torch.Tensor | None]
 
 
-class RanksInOneProcess(Stepper):
+class RanksInOneProcess(WeighsAtLast):
     """The stepper of all ranks.
 
     Args:
@@ -33,8 +32,6 @@ class RanksInOneProcess(Stepper):
         codecs: of every rank's gradient, where numbers do not travel as they are.
         reports_mean: whether the loss to report is that of all ranks; by default it is the first one's.
     """
-
-    rescales_first = False
 
     def __init__(
         self, job: Job, num_replicas: int, epoch_samples: int, keys: Sequence[int],
@@ -45,7 +42,6 @@ class RanksInOneProcess(Stepper):
         self.touched: dict[
             int, tuple[int, int]
         ] = {}  # by parameter: rows that the ranks have sent, and different ones
-        self._weight: float | None = None  # of what the losses of this step are sums over
         self._buffers: list[list[torch.Tensor]] = []
 
     def train_all(self, module: nn.Module, rates: Rates) -> None:
@@ -60,7 +56,7 @@ class RanksInOneProcess(Stepper):
     def take_all(self, parts: Sequence[Parts], shares: Sequence[int], around: Around) -> float:
         """One step of all ranks, each on its own batches; returns the loss to report."""
         count, size = sum(shares), len(self.keys)
-        self._weight, self.touched = None, {}
+        self.weight, self.touched = None, {}
         values, everybody = [], list[Gradient]()
         sums: Gradient = []
         for rank, (one, share) in enumerate(zip(parts, shares, strict=True)):
@@ -100,8 +96,8 @@ class RanksInOneProcess(Stepper):
     def _use(self, sums: Gradient, size: int) -> None:
         """The mean of the ranks becomes the gradient."""
         factor = 1.0
-        if self._weight is not None:
-            factor = size / self._weight if self._weight else 0.0
+        if self.weight is not None:
+            factor = size / self.weight if self.weight else 0.0
         for index, (parameter, total) in enumerate(zip(self._shared, sums, strict=True)):
             if total is not None and total.is_sparse:
                 total = total.coalesce()
@@ -121,16 +117,6 @@ class RanksInOneProcess(Stepper):
             own.copy_(held)
 
     # ---- hooks of the step
-
-    def weigh(self, returned: BatchLoss, weight: float) -> tuple[torch.Tensor, float]:
-        if returned.weight is None:
-            return returned.mean, weight
-        return returned.total, self.weight_of_sums(returned.weight, weight)
-
-    def weight_of_sums(self, divisor: float, weight: float) -> float:
-        """1: sums are divided by the weight of all when that is known."""
-        self._weight = (self._weight or 0.0) + divisor
-        return 1.0
 
     def clip(self) -> None:
         if self.codecs is None:

@@ -34,6 +34,16 @@ def share_out(start: int, count: int, num_workers: int, worker: int) -> tuple[in
     return start + worker * share + min(worker, longer), share + (worker < longer)
 
 
+def check_position(state: dict[str, Any], expected: Iterable[str]) -> None:
+    """Raises CheckpointError where the position in the data that a checkpoint holds lacks what is expected."""
+    missing = [name for name in expected if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint's position in the data lacks {', '.join(missing)}: another version of mpitrain wrote"
+            " it; go on with that version, or start anew in another --run-dir"
+        )
+
+
 def stretch_length(unopened: int, num_workers: int, window_samples: int, unit: int) -> int:
     """Samples of a stretch that is opened where so many are left: a multiple of `unit`."""
     fair = max(window_samples, unopened // (2 * num_workers))
@@ -353,12 +363,7 @@ class BatchDealer:
         Raises:
             CheckpointError: `state` is another version's.
         """
-        missing = [name for name in self.state() if name not in state]
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint's position in the data lacks {', '.join(missing)}: another version of mpitrain wrote"
-                " it; go on with that version, or start anew in another --run-dir"
-            )
+        check_position(state, self.state())
         self.stretches = {worker: (start, end) for worker, start, end in state["stretches"]}
         self.epoch, self.cursor, self.num_dealt = state["epoch"], state["cursor"], state["num_dealt"]
         self.num_left_out, self.closed = state["num_left_out"], state["closed"]

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.errors import CheckpointError
-from mpitrain.strategies.sampling.dealer import Run, check_batch_size, laid_out
+from mpitrain.strategies.sampling.dealer import Run, check_batch_size, check_position, laid_out
 from mpitrain.strategies.sampling.epoch_steps import EpochSteps, Layout, Step
 
 UNTOUCHED = Layout({}, 0)
@@ -93,12 +92,7 @@ class StepPartition:
             UsageError: other batches in the middle of an epoch.
             CheckpointError: `state` is another version's.
         """
-        missing = [name for name in self.state() if name not in state]
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint's position in the data lacks {', '.join(missing)}: another version of mpitrain wrote"
-                " it; go on with that version, or start anew in another --run-dir"
-            )
+        check_position(state, self.state())
         self.epoch, num_steps = state["epoch"], state["steps"]
         layout = Layout({owner: (start, end) for owner, start, end in state["stretches"]}, state["cursor"])
         before = state["workers"], state["batch_size"], state["window"]

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from mpitrain.job import Job
-from mpitrain.model.loss import BatchLoss
 from mpitrain.model.optimizer import Rates
 from mpitrain.threads.ranks import ThreadRanks
 from mpitrain.threads.sums import Sums
@@ -24,7 +23,7 @@ from mpitrain.training.session import Session
 from mpitrain.training.synchronous.collectives import GroupCollectives
 from mpitrain.training.synchronous.ddp import ParallelModule
 from mpitrain.training.synchronous.launch import shared_model
-from mpitrain.training.synchronous.stepper import Parts, Stepper
+from mpitrain.training.synchronous.stepper import Parts, Stepper, WeighsAtLast
 from mpitrain.training.synchronous.trainer import Trainer
 from mpitrain.training.synchronous.unused import check_used
 
@@ -49,15 +48,13 @@ def threads_of(session: Session) -> ThreadRanks:
     return session.runtime
 
 
-class ThreadStepper(Stepper):
+class ThreadStepper(WeighsAtLast):
     """The stepper of one of the threads.
 
     Args:
         job, num_replicas, epoch_samples, random_key, where: as for a `Stepper`.
         sums: of all ranks; computing: is held while this rank computes.
     """
-
-    rescales_first = False
 
     def __init__(
         self,
@@ -71,14 +68,13 @@ class ThreadStepper(Stepper):
     ):
         super().__init__(job, num_replicas, epoch_samples, random_key, where)
         self.sums, self.computing = sums, computing
-        self._weight: float | None = None  # of what this rank's losses in this step are sums over
 
     def train(self, module: nn.Module, rates: Rates, parallel: ParallelModule | None = None) -> None:
         super().train(module, rates, parallel)
         self._shared = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     def compute(self, parts: Parts, share: int, count: int) -> float:
-        self._weight = None
+        self.weight = None
         with self.computing():
             value = super().compute(parts, share, count)
         check_used(self.job, self.module, self._shared)
@@ -89,7 +85,7 @@ class ThreadStepper(Stepper):
     def _reduce(self) -> None:
         """The mean of all ranks becomes the gradient."""
         kinds = [None if one.grad is None else one.grad.is_sparse for one in self._shared]
-        everybody = self.sums.bring((kinds, self._weight))
+        everybody = self.sums.bring((kinds, self.weight))
         weights = [weight for _, weight in everybody if weight is not None]
         factor = 1.0
         if weights:
@@ -121,18 +117,6 @@ class ThreadStepper(Stepper):
         total = total.coalesce()
         parameter.grad = total if factor == 1.0 else total * factor
         self.sums.bring(None)  # all have read what was brought
-
-    # ---- hooks of the step
-
-    def weigh(self, returned: BatchLoss, weight: float) -> tuple[torch.Tensor, float]:
-        if returned.weight is None:
-            return returned.mean, weight
-        return returned.total, self.weight_of_sums(returned.weight, weight)
-
-    def weight_of_sums(self, divisor: float, weight: float) -> float:
-        """1: sums are divided by the weight of all when that is known."""
-        self._weight = (self._weight or 0.0) + divisor
-        return 1.0
 
 
 class ThreadTrainer(Trainer):

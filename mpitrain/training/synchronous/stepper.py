@@ -316,5 +316,27 @@ class Stepper:
             self.failure = here or f"step {self.step}: the averaged gradient is not finite"
 
 
+class WeighsAtLast(Stepper):
+    """A stepper whose ranks are in one process: gradients of sums are divided by the weight of all when that is known,
+    which is after the backward pass.
+
+    Attributes:
+        weight: of what the losses of this step are sums over; None while none was.
+    """
+
+    rescales_first = False
+    weight: float | None = None
+
+    def weigh(self, returned: BatchLoss, weight: float) -> tuple[torch.Tensor, float]:
+        if returned.weight is None:
+            return returned.mean, weight
+        return returned.total, self.weight_of_sums(returned.weight, weight)
+
+    def weight_of_sums(self, divisor: float, weight: float) -> float:
+        """1: see above."""
+        self.weight = (self.weight or 0.0) + divisor
+        return 1.0
+
+
 def _nothing() -> None:
     """The hook of a world that has nothing to do there."""
