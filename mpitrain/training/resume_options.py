@@ -66,6 +66,7 @@ ON_RESUME = {
     "keep_checkpoints": ACTS,
     "mtbf_s": ACTS,
     "synthetic": REFUSED,  # they are data; the option as well as the job's field
+    "fold": REFUSED,  # another part of the data
     "stages": REFUSED,  # another cut of a pipeline
     "tensor_plan": REFUSED,  # other layers sliced
     "log": ACTS,

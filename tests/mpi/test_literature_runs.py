@@ -57,7 +57,8 @@ def test_a_server_trains_on_the_batches_of_all_its_workers_to_the_bit(trained, t
 @pytest.mark.parametrize("name", literature.NAMES)
 def test_a_dry_run_says_what_a_push_weighs(name, capsys):
     job = str(ROOT / "jobs" / f"{name}.py")
-    assert main(["train", job, "--dry-run", "--ranks", "4", "--strategy", "async(servers=1)"]) == 0
+    asked = ["--dry-run", "--synthetic", "--ranks", "4", "--strategy", "async(servers=1)"]
+    assert main(["train", job, *asked]) == 0
     num_bytes = 4 * sum(one.numel() for one in literature.job_of(name).model().parameters())
     assert f"each worker sends {num_bytes / 1024:.1f} KiB" in capsys.readouterr().out
 

@@ -251,6 +251,14 @@ CASES = [
     ),
     Case("synthetic", ALL, options="synthetic=True", said=("its data",)),
     Case(
+        "fold",
+        ALL,
+        f"data=toy.dataset({SAMPLES})",
+        "fold='2/4'",
+        base=(ALL, f"data=toy.dataset({SAMPLES})"),
+        said=("num_samples are 52", "39"),
+    ),
+    Case(
         "stages",
         "pipeline(stages=3)",
         "stages=lambda m, k: [m[:1], m[1:2], m[2:]]",
@@ -449,7 +457,8 @@ def test_every_option_has_its_entry_and_every_entry_a_case():
         "parser",
         "version",
     }
-    assert typed - ON_RESUME.keys() == DRY_RUN
+    world = {"threads"}  # which runs the workers: tests/threads/test_both_worlds.py
+    assert typed - ON_RESUME.keys() == DRY_RUN | world
     page = (ROOT / "docs" / "fault-tolerance.md").read_text().partition("Going on with other options")[2]
     assert [entry for entry in ON_RESUME if entry not in page] == []
     ends = {entry: {bool(case.said) for case in CASES if case.entry == entry} for entry in ON_RESUME}
