@@ -5,8 +5,7 @@ at a collective adds three numbers to a small nonblocking Allreduce, which is po
 
     digest     a hash of the call (operation, dtype, number of elements, root ...): all are equal iff sum = n x own
     balance    for exchanges of unequal parts, the hashes of what it sends minus those of what it expects: sum = 0
-    busy       1 if it has collectives of another group pending too, or cannot do this one in one blocking call; and
-               2**32 if it may give up without the others' having noticed a pause (`HASTY`)
+    busy       1 if it has collectives of another group pending too, or cannot do this one in one blocking call
 
 Sums in two's complement are exact, so every rank draws the same conclusion: a difference is an exception on all of
 them before anything was sent (Open MPI 5.0.11 crashes on a long message that does not fit its receive).
@@ -20,8 +19,6 @@ have been allowed to block.
 
 import functools
 import hashlib
-import math
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -33,8 +30,6 @@ from mpitrain.errors import MismatchError
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.operation import Op
 
-SURE_S = 0.1
-HASTY = 2**32
 LEFT_GROUP = "no collective: it has left the group"
 Task = Generator[
     Iterable[Op], None, Any
@@ -51,7 +46,7 @@ class PendingCollective:
     """One collective in a queue. `function(may_block)` runs when all ranks have arrived; it may return a Task. It may
     block where that of every rank `blocks` and none is busy."""
 
-    __slots__ = ("arrival", "digest", "function", "op", "own", "previous_s", "sums", "what")
+    __slots__ = ("arrival", "digest", "function", "op", "own", "sums", "what")
 
     def __init__(self, op: Op, function: Callable[[bool], Any], what: str, balance: int, blocks: bool = True):
         self.op, self.function, self.what = op, function, what
@@ -61,20 +56,16 @@ class PendingCollective:
         )  # numpy's would cost a microsecond more
         self.sums = array("Q", (0, 0, 0))
         self.arrival: Op | None = None
-        self.previous_s = -math.inf  # when this rank arrived at the collective before
 
     def say_busy(self, busy: bool) -> None:
         """Whether this rank has collectives of another group pending as it arrives."""
         self.own[2] |= busy
 
-    def make_arrival(self, queue: "CollectiveQueue", timeout_s: float | None) -> Op:
+    def make_arrival(self, control_comm: "MPI.Comm") -> Op:
         """The Op of this rank's arrival, which `start_arrival` begins."""
-        self.previous_s, queue.arrived_s = queue.arrived_s, time.monotonic()
-        if len(queue) or (timeout_s is not None and timeout_s < SURE_S):
-            self.own[2] |= HASTY
         # not this object itself: in a circle, tensors would live until the garbage collector comes
         self.arrival = Op("arrival", buffer=(self.own, self.sums), passive=True)
-        self.arrival.comm = queue.control_comm
+        self.arrival.comm = control_comm
         return self.arrival
 
     def start_arrival(self) -> "MPI.Request":
@@ -94,15 +85,14 @@ class PendingCollective:
             return True
         if self.arrival.error is not None:
             raise self.arrival.error
-        digests, balance, busy = self.sums
-        may_be_late = busy >= HASTY or time.monotonic() - self.previous_s >= SURE_S
-        if may_be_late and control_comm.Iprobe(MPI.ANY_SOURCE, last_tag()):
+        if control_comm.Iprobe(MPI.ANY_SOURCE, last_tag()):
             raise PeersTimedOutError(
                 f"{self.what}: other ranks have waited for this one until their timeout and given up"
             )
+        digests, balance, busy = self.sums
         if digests != self.digest * control_comm.size % 2**64 or balance:
             raise MismatchError(_describe_mismatch(control_comm, self.what))
-        return not busy % HASTY
+        return not busy
 
 
 class PeersTimedOutError(TimeoutError):
@@ -123,7 +113,6 @@ class CollectiveQueue:
         self.control_comm = control_comm
         self.pending: deque[PendingCollective] = deque()
         self.running: PendingCollective | None = None
-        self.arrived_s = -math.inf  # when this rank arrived at the newest one
         self.broken: BaseException | None = None  # after a timeout the ranks may disagree on who is where
 
     def __len__(self) -> int:

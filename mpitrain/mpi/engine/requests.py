@@ -111,10 +111,9 @@ class Progress:
             self.complete(collective.op, queue.broken)
             return
         collective.say_busy(any(len(other) for other in self._all_queues() if other is not queue))
-        arrival = collective.make_arrival(queue, timeout_s) if control_comm.size > 1 else None
         queue.pending.append(collective)
-        if arrival is not None:
-            self.post(arrival, collective.start_arrival)
+        if control_comm.size > 1:
+            self.post(collective.make_arrival(control_comm), collective.start_arrival)
         self._limit(collective.op, queue, timeout_s)
         self._run_arrived()
 
@@ -132,7 +131,7 @@ class Progress:
             self.complete(collective.op, queue.broken)
             return
         if control_comm.size > 1:
-            arrival = collective.make_arrival(queue, timeout_s)
+            arrival = collective.make_arrival(control_comm)
             try:
                 request = collective.start_arrival()
                 while not (arrived := request.Test()) and may_spin():

@@ -12,10 +12,9 @@ from mpitrain.effects import Recv, Send
 from mpitrain.messages import Join, Push, payload_of
 from mpitrain.model.buffers import FixedBuffer
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine.collective_queue import HASTY, SURE_S, CollectiveQueue, PendingCollective
+from mpitrain.mpi.engine.collective_queue import CollectiveQueue
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.engine.requests import Progress
-from mpitrain.mpi.operation import Op
 from mpitrain.mpi.world import MpiWorld
 from tests.mpi.cases import run_cases
 
@@ -381,22 +380,6 @@ def case_one_receive_listens_to_all_peers_and_messages_of_each_keep_their_order(
     tolerant.start()
     assert len(tolerant.engine.outstanding) == rt.size - 1
     tolerant.engine.stop()
-
-
-def case_only_who_waits_for_one_collective_after_another_is_no_hasty_rank(rt):
-    """A rank that arrives before it has ended the collective before, or has little time, may have given up earlier than
-    the others can tell from their own arrivals."""
-    queue = CollectiveQueue(rt._control_comm)
-
-    def arrives(timeout_s):
-        collective = PendingCollective(Op("collective"), lambda may_block: None, "", 0)
-        collective.make_arrival(queue, timeout_s)
-        return collective
-
-    first, hurried = arrives(SURE_S), arrives(SURE_S / 2)
-    assert first.previous_s < 0 < hurried.previous_s < queue.arrived_s
-    queue.pending.append(first)
-    assert [each.own[2] >= HASTY for each in (first, hurried, arrives(None))] == [False, True, True]
 
 
 if __name__ == "__main__":
