@@ -9,7 +9,7 @@ link carried over time: 2 (n - 1)/n of the tensor in an allreduce, (n - 1)/n in 
 ways take turns in every round; ratios are medians of the pairs of one round. `bound` is what a raw socket stream from
 each host to the next takes for the bytes that each link has to carry: measured between hosts only. `empty` is a
 process group in Python that does nothing, and `unchecked` one that only calls the library's blocking Allreduce: it sees
-no signal, no timeout, and no rank that calls something else, so no group in Python can take less.
+no signal, no timeout, and no rank that calls something else.
 `bf16` is the allreduce of a float32 tensor on a 16-bit wire, its bound that of half the bytes; gloo's turn is its
 float32 allreduce.
 """
