@@ -106,6 +106,15 @@ def test_a_failing_program_shows_its_traceback_and_its_code():
     assert failed.code == 1 and "in broken" in failed.stderr and "ValueError: of the program" in failed.stderr
 
 
+def test_a_program_ends_with_its_callbacks_and_its_code_and_what_c_still_has_to_write_is_written():
+    program = (
+        "import atexit, ctypes, sys\nimport mpi4py.MPI\n"
+        "atexit.register(print, 'a callback')\nctypes.CDLL(None).printf(b'of C\\n')\nsys.exit(5)\n"
+    )
+    ended = run_ranks(1, program)
+    assert ended.code == 5 and sorted(ended.stdout.splitlines()) == ["a callback", "of C"]
+
+
 @pytest.fixture
 def pool():
     python = find_mpi()[0]

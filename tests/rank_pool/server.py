@@ -5,10 +5,14 @@ is not started here, so every program gets ranks of its own: nothing of the one 
 
 It stays single-threaded, so that a fork is safe, and waits in `select` while nobody asks. It ends, with all ranks, when
 its standard input closes: whoever started it has ended then, also by being killed.
+
+A rank ends as any Python does, but takes down only what it has imported itself, and mpitrain: to take down torch, too,
+takes a fork a quarter of a second of a core, most of it to copy the pages that it shares with the server.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -29,6 +33,7 @@ import socket
 import struct
 import sys
 import types
+import weakref
 from typing import Any
 
 # What ranks import that does not start MPI; besides, `_preload_package`.
@@ -46,6 +51,9 @@ PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
 )
+# Holds the process groups that a program leaves to its end.
+_TAKEN_DOWN = "torch.distributed.distributed_c10d"
+_spared: dict[str, types.ModuleType] = {}
 _MOST_FILES = 250
 # A client may have a host name of its own, as on an emulated node; nothing else of where it lives can be taken over.
 _HOST_NAME, _SHARED = "uts", ("net", "mnt", "ipc", "pid", "user")
@@ -152,6 +160,7 @@ def _read(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _become(request: dict[str, Any], files: list[int], asker: int) -> None:
     """Take over all that the client has from its launcher."""
+    _skip_preloaded_destructors()
     os.setsid()
     if _namespace(asker, _HOST_NAME) != _namespace(os.getpid(), _HOST_NAME):
         with open(f"/proc/{asker}/ns/{_HOST_NAME}") as host_name:
@@ -278,6 +287,29 @@ def _load_backends() -> None:
         torch._import_device_backends()
 
 
+def _spare_preloaded(at_start: set[str]) -> None:
+    """Have a rank's end leave alone the modules that are there by now, besides those of `at_start`."""
+    for name, module in sys.modules.items():
+        if name not in at_start and name.partition(".")[0] != "mpitrain" and name != _TAKEN_DOWN:
+            _spared[name] = module
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_spared))  # or Python's end would release them
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
+def _forget_spared() -> None:
+    for name, module in _spared.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+
+
+def _skip_preloaded_destructors() -> None:
+    """The C library runs what was registered last first, so what the rank registers from here on is still run."""
+    library = ctypes.CDLL(None)
+    library.on_exit(library._exit, None)
+    library.__cxa_atexit(library.fflush, None, None)
+
+
 def _kill_session(session: int) -> None:
     """The rank, which leads a session, and whatever it has started."""
     for entry in os.listdir("/proc"):
@@ -296,6 +328,8 @@ def _signal(pid: int) -> None:
 
 def _prepare(address: str, has_package: bool) -> socket.socket:
     faulthandler.enable()
+    at_start = set(sys.modules)
+    atexit.register(_forget_spared)  # before all others, so it is called after them
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of which mpitrain is one
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
@@ -307,6 +341,7 @@ def _prepare(address: str, has_package: bool) -> socket.socket:
     assert len(threads) == 1, (
         f"{len(threads)} threads: a fork keeps only one, and what the others hold stays held"
     )
+    _spare_preloaded(at_start)
     gc.collect()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
