@@ -103,7 +103,7 @@ class MpiWorld:
         self._error: BaseException | None = None
         self._tear_next = False  # as injected: the stamps of the next payload are to differ
         self._start_s = time.monotonic()
-        self._started = False
+        self._started = self._is_over = False
         self._to_any: Op | None = None  # the receive that listens to all peers
         self._any_header = bytearray(HEADER_BYTES)
         self._step = 0  # of the role, by the messages that it has sent
@@ -251,11 +251,15 @@ class MpiWorld:
         return self.engine.isend(buffer, rank, tag).then(on_done)
 
     def _listen(self, peer: _Peer) -> None:
+        if self._is_over:
+            return
         op = self.engine.irecv(peer.header, peer.rank, HEADER_TAG, passive=True)
         peer.listening = op
         op.then(lambda op: self._on_header(peer, op))
 
     def _listen_to_any(self) -> None:
+        if self._is_over:
+            return
         self._to_any = self.engine.irecv(self._any_header, MPI.ANY_SOURCE, HEADER_TAG, passive=True)
         self._to_any.then(self._on_any_header)
 
@@ -380,13 +384,15 @@ class MpiWorld:
             raise self._error
 
     def _leave(self) -> None:
-        """Wait until everything that was sent has left, then withdraw the receives."""
+        """Wait until everything that was sent has left, then withdraw the receives. One that a message has come for
+        meanwhile is not posted again: it would take the messages of the next world in this process."""
         peers = self._peers.values()
         with contextlib.suppress(TimeoutError):
             self.engine.wait_any(
                 lambda: self._error or not any(one.num_unsent for one in peers if not one.lost), self._leave_s
             )
         self._raise_error()
+        self._is_over = True
         listening = [peer.listening for peer in peers if peer.listening is not None and not peer.lost]
         listening += [self._to_any] if self._to_any is not None else []
         for op in listening:

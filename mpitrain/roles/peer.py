@@ -121,6 +121,8 @@ class Peer:
                 if self.checkpoints.ended:
                     break
         yield from self._meet()
+        if self._has_left:
+            yield from self._hear_last()
         if info:
             self.report.progress(*info)  # the run has lasted until everybody was here
         return self._counts()
@@ -210,6 +212,12 @@ class Peer:
             yield Send(peer, Last(self.step))
         self._has_left = True
         self._compare_steps()
+
+    def _hear_last(self) -> Answers:
+        """Nothing of this loop is under way when it is over: the next one in this process would take it for its own."""
+        contacts = self.strategy.contacts(self.rank, self.number)
+        while not self._left.keys() >= set(contacts):
+            self._noted((yield Recv(kind="Last", sources=contacts)))
 
     def _compare_steps(self) -> None:
         """Nobody waits for somebody who has left: a step, or an end, that others do not share is reported at once."""

@@ -1,5 +1,6 @@
 """Peers in virtual time: laws of consensus, replicas that agree to the bit, and nobody who waits without need."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -23,6 +24,7 @@ from mpitrain.system.run_directory import Identity
 from mpitrain.training.decentralized.checkpoints import restore
 from mpitrain.training.measure import build
 from mpitrain.virtual import Constant, Ideal, VirtualWorld
+from mpitrain.virtual.network import NetworkLaw
 from tests import toy
 
 SMALL = Threshold(density=0.2, tau=2.0**-6, adaptive=False, dense_below=0)
@@ -298,10 +300,8 @@ class Loop:
         return self._replica.step(turn)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("topology", ["full", "ring", "exponential"])
-def test_a_peer_that_leaves_its_loop_early_is_told_by_name(topology, asynchronous):
-    """Whoever waits for it ends, at whatever step it leaves, also where the next thing is a meeting."""
+def run_loops(topology, asynchronous, counts, network=None, watch=lambda rank, role: role):
+    """Loops of somebody's own around five peers, each of so many steps."""
     number, module = 5, nn.Linear(2, 1, bias=False)
     model = FlatModel(module, torch.optim.SGD(module.parameters(), lr=0.1), 1)
     reader, strategy = (
@@ -315,12 +315,48 @@ def test_a_peer_that_leaves_its_loop_early_is_told_by_name(topology, asynchronou
                               shared=True)  # fmt: skip
         return Peer(rank, number, strategy, Endless(number, rank), Loop(replica, num_steps), NullReport())
 
-    def run(counts):
-        peers = {rank: peer(rank, num_steps).run() for rank, num_steps in enumerate(counts)}
-        return VirtualWorld(Constant(1.0, 0.2), Ideal()).run(peers)
+    peers = {rank: watch(rank, peer(rank, num_steps).run()) for rank, num_steps in enumerate(counts)}
+    return VirtualWorld(Constant(1.0, 0.2), network or Ideal()).run(peers)
 
-    run([8] * number)  # all leave together
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("topology", ["full", "ring", "exponential"])
+def test_a_peer_that_leaves_its_loop_early_is_told_by_name(topology, asynchronous):
+    """Whoever waits for it ends, at whatever step it leaves, also where the next thing is a meeting."""
+    run_loops(topology, asynchronous, [8] * 5)  # all leave together
     for leaver, steps in ((0, 0), (3, 3), (2, 4), (4, 7)):
         told = rf"rank {leaver} has left the loop after {steps} step.*rank \d \(peer\)"
         with pytest.raises(LostRankError, match=told):
-            run([steps if rank == leaver else 8 for rank in range(number)])
+            run_loops(topology, asynchronous, [steps if rank == leaver else 8 for rank in range(5)])
+
+
+class SlowBetween(NetworkLaw):
+    """Messages from one rank to another take a second, all others no time."""
+
+    def __init__(self, source, to):
+        vars(self).update(source=source, to=to)
+
+    def arrival_s(self, links, now_s, source, to, num_bytes):
+        return now_s + ((source, to) == (self.source, self.to))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("topology", ["full", "ring", "exponential"])
+def test_nothing_is_under_way_when_a_loop_is_over(topology, asynchronous):
+    """A second loop in the same processes would take it for its own."""
+    for slow in itertools.permutations(range(5), 2):
+        sent, received = Counter(), Counter()
+
+        def watch(rank, role, sent=sent, received=received):
+            def before(effect):
+                if isinstance(effect, Send):
+                    sent[rank, effect.to] += 1
+
+            def after(effect, answer):
+                if isinstance(effect, Recv) and answer is not None:
+                    received[answer[0], rank] += 1
+
+            return watched(role, before, after)
+
+        run_loops(topology, asynchronous, [4] * 5, SlowBetween(*slow), watch)
+        assert sent == received

@@ -382,5 +382,35 @@ def case_one_receive_listens_to_all_peers_and_messages_of_each_keep_their_order(
     tolerant.engine.stop()
 
 
+def one_message(rank, step):
+    yield Send(rank, Join(step))
+
+
+def nothing():
+    """A role that ends at once."""
+    return
+    yield
+
+
+def case_a_world_that_is_over_listens_no_more(rt):
+    """A message came for the last receive of a world as its role ended: the next world gets what is sent to it."""
+    for tolerant in (False, True):
+        engine = Engine(rt.comm, tolerant=tolerant)
+        if rt.rank == 1:
+            MpiWorld(engine, (0,), lambda source, kind: None).run(one_message(0, 1))
+        rt.barrier()  # its message is here
+        if rt.rank == 0:
+            world = MpiWorld(engine, (1,), lambda source, kind: None)
+            world.run(nothing())
+            assert not engine.outstanding
+        rt.barrier()
+        if rt.rank == 1:
+            MpiWorld(engine, (0,), lambda source, kind: None).run(one_message(0, 2))
+        elif rt.rank == 0:
+            heard = []
+            MpiWorld(engine, (1,), lambda source, kind: None).run(receiver(heard, 1))
+            assert [step for _, _, step, _ in heard] == [2]
+
+
 if __name__ == "__main__":
     run_cases(globals())
