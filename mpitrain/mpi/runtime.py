@@ -92,7 +92,7 @@ class Group(Protocol):
 
     def size(self) -> int: ...
     def transport(self) -> dict[str, Any]: ...
-    def shutdown(self) -> None: ...
+    def leave(self) -> Any: ...
 
 
 class Runtime(Ranks):
@@ -313,7 +313,7 @@ class Runtime(Ranks):
             abort.end_without_finalize(self)
         had_groups = bool(self.groups)
         for group in list(self.groups):
-            group.shutdown()
+            group.leave()
         try:
             if had_groups:
                 self._finish_groups()

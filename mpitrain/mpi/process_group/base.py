@@ -5,6 +5,7 @@ of submission within the group. A group has two communicators: `_control_comm` c
 messages, `_comm` the collectives and the bodies of messages. The constructor is local; `start()` makes them.
 """
 
+import contextlib
 import functools
 import math
 import time
@@ -30,6 +31,7 @@ from mpitrain.system import trace
 
 MOVE_TAG = 4  # on a group's communicator
 MEETING_TAG = 3  # on the world's communicator, whose other messages have other tags
+LEAVE_S = 5.0  # for ranks that leave the group later
 _PROBE_TAG, _PROBE_BYTES, _NUM_PROBES = 5, 1 << 18, 4
 _NO_TIME = timedelta(0)
 
@@ -99,12 +101,21 @@ class GroupBase(dist.ProcessGroup):
         return comm, comm.Dup()
 
     def shutdown(self) -> None:
-        """Leave the group; returns at once. Its communicators are freed when all have left. A rank that is still in a
-        collective of this group, or calls one, gets a MismatchError that names the ranks that have left."""
+        """Leave the group and wait, for LEAVE_S at most, until all have left: a program that calls mpi4py itself after
+        its last collective is then the only thread inside MPI."""
+        if (op := self.leave()) is not None:
+            with contextlib.suppress(TimeoutError):
+                self._engine.wait_any(lambda: op.done, LEAVE_S)
+
+    def leave(self) -> Op | None:
+        """Leave the group; returns at once, the first time with an Op that is done when all have left, and the group's
+        communicators are freed. A rank that is still in a collective of this group, or calls one, gets a MismatchError
+        that names the ranks that have left."""
         self._has_left = True
-        if self in self._runtime.groups:
-            self._runtime.groups.remove(self)
-            self._engine.submit_collective(lambda may_block: self._free(), self._control_comm, LEFT_GROUP)
+        if self not in self._runtime.groups:
+            return None
+        self._runtime.groups.remove(self)
+        return self._engine.submit_collective(lambda may_block: self._free(), self._control_comm, LEFT_GROUP)
 
     def _free(self) -> None:
         self._engine.forget(self._control_comm)
@@ -114,7 +125,7 @@ class GroupBase(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Leave without waiting for any rank."""
-        self.shutdown()
+        self.leave()
 
     def _timeout_s(self) -> float:
         return self._timeout.total_seconds()

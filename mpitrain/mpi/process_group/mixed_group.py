@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group.process_group import MpiProcessGroup, creating
 from mpitrain.torch_backend import BACKEND, devices_of
 
@@ -51,17 +52,17 @@ class MixedGroup(MpiProcessGroup):
         super().set_timeout(timeout)
         self._others.set_timeout(timeout)
 
-    def shutdown(self) -> None:
-        """Leave the group, in all backends."""
+    def leave(self) -> Op | None:
+        """Leave the group, in all backends; the Op is ours."""
         if not self._has_left:
             self._others.shutdown()
-        super().shutdown()
+        return super().leave()
 
     def abort(self) -> None:
         """Leave in all backends, without waiting for any rank."""
         if not self._has_left:
             self._others.abort()
-        super().shutdown()
+        super().leave()
 
 
 def _by_device(name: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ import tempfile
 import threading
 import warnings
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain
+from mpitrain.mpi.engine.collective_queue import LEFT_GROUP
+from mpitrain.mpi.process_group import base
 from tests.mpi.cases import raises, run_cases, starts
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames all_gather_into_tensor
@@ -316,6 +319,38 @@ def case_a_group_that_was_left_refuses(rt):
     ):
         raises(RuntimeError, "has left this process group", use)
     dist.barrier()
+
+
+def case_a_rank_that_leaves_waits_for_the_others(rt):
+    """One after another: whoever has left calls mpi4py itself next, and no other thread may be inside MPI then."""
+    group = dist.new_group(list(range(rt.size)))
+    leave = type(group).leave
+
+    def leave_and_tell(group):
+        op = leave(group)
+        if rt.rank < rt.size - 1:
+            rt.engine.wait(rt.engine.isend(b"1", rt.rank + 1, 77))
+        return op
+
+    if rt.rank > 0:
+        rt.engine.wait(rt.engine.irecv(bytearray(1), rt.rank - 1, 77))
+    with mock.patch.object(type(group), "leave", leave_and_tell):
+        dist.destroy_process_group(group)
+    assert not rt.engine.outstanding
+    dist.barrier()
+
+
+def case_a_rank_that_leaves_does_not_wait_for_ever(rt):
+    group = dist.new_group(list(range(rt.size)))
+    with mock.patch.object(base, "LEAVE_S", 0.05):
+        if rt.rank == 0:
+            dist.destroy_process_group(group)
+            assert [op.what for op in rt.engine.outstanding if op.kind == "collective"] == [LEFT_GROUP]
+        dist.barrier()
+        if rt.rank > 0:
+            dist.destroy_process_group(group)
+    dist.barrier()
+    rt.engine.wait_any(lambda: not rt.engine.outstanding)
 
 
 run_cases(globals())
