@@ -3,6 +3,7 @@
 Invariants: only the polling thread completes an Op; every thread may look at it. This file knows no MPI.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -65,3 +66,13 @@ class Op:
             except IndexError:  # the other thread was faster
                 return
             callback(self)
+
+
+def message_of(buffer: Any) -> Any:
+    """What mpi4py gets: tensors go through `as_buffer`, everything else is a message already."""
+    torch = sys.modules.get("torch")  # no torch in this process, no tensor
+    if torch is None or not isinstance(buffer, torch.Tensor):
+        return buffer
+    from mpitrain.mpi.memory.buffers import as_buffer
+
+    return as_buffer(buffer)

@@ -24,7 +24,6 @@ small, but Open MPI 5.0.11 crashes on a long one: send the length ahead, or use 
 """
 
 import contextlib
-import sys
 import threading
 import time
 from collections import deque
@@ -33,11 +32,11 @@ from typing import Any
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import Backoff, yield_core
-from mpitrain.mpi.engine.collective_queue import PendingCollective
-from mpitrain.mpi.engine.requests import Progress
+from mpitrain.mpi.engine.collective_queue import Announcement, PendingCollective
+from mpitrain.mpi.engine.requests import Progress, withdraw
 from mpitrain.mpi.engine.wakeup import Wakeup
 from mpitrain.mpi.failed_ranks import FailedRanks
-from mpitrain.mpi.operation import Op
+from mpitrain.mpi.operation import Op, message_of
 
 _GIVES_WAY_S = 1e-4  # between two looks whether another thread has the engine by now
 _CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
@@ -78,11 +77,9 @@ class Engine:
         timeout_s: float | None = None,
     ) -> Op:
         """Send `buffer` (a tensor, or anything mpi4py takes as a message) to rank `dest` of `comm`."""
-        op = Op("send", _message(buffer), dest, tag)
+        op = Op("send", message_of(buffer), dest, tag)
         op.comm = target = self.comm if comm is None else comm
-        return self._submit(
-            op, lambda: self._progress.post(op, lambda: target.Isend(op.buffer, dest, tag), timeout_s)
-        )
+        return self.post(op, lambda: target.Isend(op.buffer, dest, tag), timeout_s)
 
     def irecv(
         self,
@@ -99,11 +96,9 @@ class Engine:
             raise ValueError(
                 "receive from each rank by its number: under ANY_SOURCE a dead peer cannot be recognised"
             )
-        op = Op("receive", _message(buffer), source, tag, passive)
+        op = Op("receive", message_of(buffer), source, tag, passive)
         op.comm = target = self.comm if comm is None else comm
-        return self._submit(
-            op, lambda: self._progress.post(op, lambda: target.Irecv(op.buffer, source, tag), timeout_s)
-        )
+        return self.post(op, lambda: target.Irecv(op.buffer, source, tag), timeout_s)
 
     def call(self, function: Callable[[], Any]) -> Op:
         """Run `function()` in the thread that owns MPI, in order of submission; inline it runs at once."""
@@ -146,27 +141,59 @@ class Engine:
     ) -> bool:
         """Begin a collective in this thread, and end it if the other ranks arrive at once; whether nothing else is
         outstanding, so that it may be done so. Without threads it is begun here anyway."""
+        if not self._hold():
+            return False
+        began_s = time.monotonic()
+        try:
+            self._progress.run_collective(collective, control_comm, timeout_s, self._may_spin)
+            return True
+        except Exception as error:
+            self._break(error)
+            raise
+        finally:
+            self._let_go(began_s)
+
+    def run_at_once(
+        self,
+        made: Announcement,
+        function: Callable[[bool], Any],
+        control_comm: "MPI.Comm",
+        limit_s: Callable[[], float],
+    ) -> Op | bool:
+        """Begin a collective that its caller waits for, announced as `made`, in this thread. True: it is done. False:
+        other operations are outstanding, or there is no communication thread, and nothing has begun. An Op: other ranks
+        have yet to arrive, or do not agree; the memory of `made` is the Op's then. `function(may_block)` is as for
+        `submit_collective`, and returns nothing where it may block; `limit_s()` is asked for the Op's timeout. Raises
+        what the function raises."""
+        if not self._hold():
+            return False
+        began_s = time.monotonic()
+        try:
+            op = self._progress.run_at_once(made, function, control_comm, limit_s, self._may_spin)
+        finally:
+            self._let_go(began_s)
+        return True if op is None else op
+
+    def _hold(self) -> bool:
+        """Own MPI in this thread, where nothing is outstanding and nobody else has it."""
         if self._thread is None or not self._driving.acquire(blocking=False):
             return False
         if not self._lock.acquire(blocking=False):
             self._driving.release()
             self._notify()
             return False
-        try:
-            if self._commands or not self._progress.is_idle or self._broken is not None:
-                return False
-            self._owner = threading.get_ident()
-            self._backoff.traffic()
-            began_s = time.monotonic()
-            self._progress.run_collective(collective, control_comm, timeout_s, self._may_spin)
-            self.waited_s += time.monotonic() - began_s
-            return True
-        except Exception as error:
-            self._break(error)
-            raise
-        finally:
+        if self._commands or not self._progress.is_idle or self._broken is not None:
             self._driving.release()
             self._give()
+            return False
+        self._owner = threading.get_ident()
+        self._backoff.traffic()
+        return True
+
+    def _let_go(self, began_s: float) -> None:
+        self.waited_s += time.monotonic() - began_s
+        self._driving.release()
+        self._give()
 
     def _may_spin(self) -> bool:
         return not self._commands and self._backoff.spin()
@@ -177,8 +204,7 @@ class Engine:
 
     def nonblocking(self, start: Callable[[], "MPI.Request"], buffer: Any = None) -> Op:
         """Post any nonblocking MPI operation that `start()` begins; `buffer` is kept alive until it is done."""
-        op = Op("operation", buffer)
-        return self._submit(op, lambda: self._progress.post(op, start))
+        return self.post(Op("operation", buffer), start)
 
     def forget(self, control_comm: "MPI.Comm") -> None:
         """Drop the queue of `control_comm`, on which no further collective will be submitted."""
@@ -190,7 +216,7 @@ class Engine:
 
     def make_passive(self, peer: int) -> None:
         """Test what is outstanding with rank `peer` as seldom as a passive receive, because it may never be done."""
-        self._command(lambda: _make_passive(self._progress, peer))
+        self._command(lambda: self._progress.make_passive(peer))
 
     # ---- waiting
 
@@ -462,29 +488,6 @@ class Engine:
         if self._num_asleep:
             with self._finished:
                 self._finished.notify_all()
-
-
-def withdraw(op: Op) -> None:
-    """Cancel a receive that has not matched; called in the thread that owns MPI."""
-    if op.request is not None and op.kind == "receive":  # MPI cannot cancel an arrival at a collective
-        op.request.Cancel()
-
-
-def _make_passive(progress: Progress, peer: int) -> None:
-    for op in progress.outstanding():
-        if op.peer == peer and not op.passive:
-            op.passive = True
-            progress.num_awake -= 1
-
-
-def _message(buffer: Any) -> Any:
-    """What mpi4py gets: tensors go through `as_buffer`, everything else is a message already."""
-    torch = sys.modules.get("torch")  # no torch in this process, no tensor
-    if torch is None or not isinstance(buffer, torch.Tensor):
-        return buffer
-    from mpitrain.mpi.memory.buffers import as_buffer
-
-    return as_buffer(buffer)
 
 
 def _left_s(deadline_s: float | None, at_most_s: float) -> float:

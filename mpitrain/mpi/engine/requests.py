@@ -17,11 +17,13 @@ from typing import Any
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import (
     LEFT_GROUP,
+    Announcement,
     CollectiveQueue,
     PeersTimedOutError,
     PendingCollective,
     Task,
     failing,
+    last_tag,
 )
 from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op
@@ -147,6 +149,41 @@ class Progress:
         if not collective.op.done:
             self._limit(collective.op, queue, timeout_s)
 
+    def run_at_once(
+        self,
+        made: Announcement,
+        function: Callable[[bool], Any],
+        control_comm: "MPI.Comm",
+        limit_s: Callable[[], float],
+        may_spin: Callable[[], bool],
+    ) -> Op | None:
+        """`run_collective` for one that makes no task where it may block: None when it is done, which needs no Op. The
+        memory of `made` is the Op's where one comes back."""
+        queue = self._queue_of(control_comm)
+        if queue.broken is not None:
+            raise queue.broken
+        request = control_comm.Iallreduce(made.own, made.sums, MPI.SUM)
+        while not request.Test():
+            if not may_spin():
+                break
+        else:
+            if made.sums == made.agreed and not control_comm.Iprobe(MPI.ANY_SOURCE, last_tag()):
+                function(True)
+                return None
+        op = Op("collective")
+        op.what = made.what
+        collective = PendingCollective.announced(op, function, made)
+        arrival = collective.make_arrival(control_comm)
+        if request == MPI.REQUEST_NULL:
+            arrival.done = True
+            self._run_collective(queue, collective)
+        else:
+            queue.pending.append(collective)
+            self.post(arrival, lambda: request)
+        if not op.done:
+            self._limit(op, queue, limit_s())
+        return op
+
     def _limit(self, op: Op, queue: CollectiveQueue, timeout_s: float | None) -> None:
         if timeout_s is not None:
             self._set_deadline(op, timeout_s, lambda error: self._fail_queue(queue, error))
@@ -160,6 +197,13 @@ class Progress:
     def forget(self, control_comm: "MPI.Comm") -> None:
         """Drop the queue of a group that ends."""
         self._queues.pop(control_comm.handle, None)
+
+    def make_passive(self, peer: int) -> None:
+        """Let threads sleep although something is outstanding with rank `peer`."""
+        for op in self.outstanding():
+            if op.peer == peer and not op.passive:
+                op.passive = True
+                self.num_awake -= 1
 
     def poll(self) -> int:
         """Test everything outstanding, complete what is finished, return how many that were."""
@@ -351,3 +395,9 @@ class Progress:
             self.complete(collective.op, error)
             return
         self.run(collective.op, lambda: collective.function(may_block))
+
+
+def withdraw(op: Op) -> None:
+    """Cancel a receive that has not matched."""
+    if op.request is not None and op.kind == "receive":  # MPI cannot cancel an arrival at a collective
+        op.request.Cancel()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mpitrain.errors import MismatchError
 from mpitrain.mpi.allreduce_plan import Transport
 from mpitrain.mpi.bindings import MPI
-from mpitrain.mpi.engine.collective_queue import LEFT_GROUP, Task
+from mpitrain.mpi.engine.collective_queue import LEFT_GROUP, Announcement, Task
 from mpitrain.mpi.memory import buffers
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.process_group import algorithm_choice, profiled
@@ -54,6 +54,9 @@ class GroupBase(dist.ProcessGroup):
         ]  # as the world's ranks
         self._transport = runtime.allreduce_plan.known(self._layout)
         self._has_left = False
+        self._announcements: dict[str, Announcement] = {}
+        self._done = MpiWork(self._engine, "a collective that is done", [], timeout)
+        self._done.end(None)
         self._comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         self._control_comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
 
@@ -152,7 +155,7 @@ class GroupBase(dist.ProcessGroup):
         timeout = self._limit(opts)
         span = profiled.begin(name, result if inputs is None else inputs)
         work = MpiWork(self._engine, name, result, timeout, span)
-        text = f"{name}({what})" + (f" by {self._setting}" if self._setting != algorithm_choice.AUTO else "")
+        text = self._text(name, what)
         quiet = not getattr(opts, "asyncOp", True)  # torch waits for it next
         limit_s = timeout.total_seconds()
         try:
@@ -167,6 +170,36 @@ class GroupBase(dist.ProcessGroup):
             op.then(land)
         op.then(work.settle)
         return self._remember(work)
+
+    def _may_run_at_once(self) -> bool:
+        """Whether nobody looks at single collectives, and this group may begin one."""
+        return not (self._has_left or profiled.is_on() or trace.is_on()) and len(self._ranks) > 1
+
+    def _at_once(
+        self, name: str, what: str, carry: Callable[[bool], Task | None], result: Any, opts: Any
+    ) -> MpiWork:
+        """`_collective` for one that its caller waits for, without the objects that cost more than a small collective
+        itself: as a rule it is done when this returns."""
+        made = self._announcements.pop(what, None)
+        if made is None:
+            made = Announcement(self._text(name, what), len(self._ranks))
+        op = self._engine.run_at_once(
+            made,
+            lambda may_block: in_inference_mode(carry(may_block)),
+            self._control_comm,
+            lambda: self._limit(opts).total_seconds(),
+        )
+        if op is True:
+            self._announcements[what] = made
+            return self._done
+        if op is False:
+            return self._collective(name, what, carry, result, opts, writes=False)
+        work = MpiWork(self._engine, name, result, self._limit(opts))
+        op.then(work.settle)
+        return self._remember(work)
+
+    def _text(self, name: str, what: str) -> str:
+        return f"{name}({what})" + (f" by {self._setting}" if self._setting != algorithm_choice.AUTO else "")
 
     def _check_member(self, name: str) -> None:
         if self._has_left:

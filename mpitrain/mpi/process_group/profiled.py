@@ -27,6 +27,9 @@ _ending = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mpitrain-profile
 _autograd: Any = torch._C._autograd
 
 
+is_on = torch.autograd._profiler_enabled
+
+
 def waiting() -> contextlib.AbstractContextManager[Any]:
     """A span while a thread waits for a Work."""
     if not torch.autograd._profiler_enabled():

@@ -76,6 +76,8 @@ class Reductions(GroupBase):
             return None
 
         what = _what(tensor.dtype, tensor.numel(), reduction.kind)
+        if not getattr(opts, "asyncOp", True) and self._may_run_at_once():
+            return self._at_once("allreduce", what, at_once, result, opts)
         return self._collective(
             "allreduce", what, at_once, result, opts, writes=False
         )  # nothing in it overlaps

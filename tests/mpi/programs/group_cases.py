@@ -1,5 +1,6 @@
 """torch.distributed over MPI: every operation against numpy, DDP against serial training, errors, overlap."""
 
+import functools
 import gc
 import itertools
 import threading
@@ -431,6 +432,26 @@ def case_device_tensors_are_staged(rt):
         assert tensors[2].eq((rt.rank - 1) % rt.size).all()
     finally:
         buffers.use_accelerator(before)
+
+
+def case_small_collectives_of_ranks_that_come_late(rt):
+    """Some are done at once and some wait for ranks that come late, in every order; a call that others do not make is
+    refused, and the next one is as if it had not been."""
+    busy = torch.ones(200, 200)
+    for turn in range(60):
+        for _ in range(((turn + rt.rank) % 4) * 5):
+            busy @ busy
+        for count in (3, 4, 3):
+            tensor = torch.full((count,), float(turn + rt.rank))
+            dist.all_reduce(tensor)
+            assert tensor.eq(turn * rt.size + sum(range(rt.size))).all(), (turn, tensor)
+        if turn % 20 == 0:
+            wrong = torch.ones(3 if rt.rank else 4)
+            raises(ValueError, "different collectives", functools.partial(dist.all_reduce, wrong))
+        with torch.inference_mode(turn % 2 == 0):
+            tensor = torch.ones(3, requires_grad=True).detach()
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+            assert tensor.eq(1).all()
 
 
 def case_a_group_can_be_destroyed_and_made_again(rt):
