@@ -32,6 +32,7 @@ network laws:
   link(gbit_per_s=10)              each rank has one link, so pushes queue
   cluster(ranks_per_node=4)        ranks of a node share its adapter
   cluster(nodes_per_switch=16, oversubscription=4, sharing="fair")
+  cluster(eager_bytes=65536)       longer messages wait for their receiver
   gbe1() gbe10() gbe100() hdr() ndr() slingshot()      clusters with known links
   measured("comm.json")            what doctor --comm --json comm.json measured
 

@@ -34,12 +34,13 @@ def run_comm(runtime: Runtime, failing: Path | None, slow: float = SLOW, figures
     names = runtime.gather(node_name())
     between, verdict = _between_nodes(runtime, slow)
     within = _within_nodes(runtime)
+    more = _together(runtime) if figures is not None else {}
     devices = runtime.gather(_device(runtime.local_rank))
     code = 0
     if runtime.rank == 0 and names is not None and devices is not None:
         by_node = {node: names[rank] for rank, node in reversed(list(enumerate(runtime.nodes)))}
         if figures is not None:
-            _write(figures, runtime.nodes, names, by_node, between, within)
+            _write(figures, runtime.nodes, names, by_node, between, within, more)
         links = {(by_node[a], by_node[b]): link for (a, b), link in between.items()}
         found = Links(
             [by_node[int(node)] for node in verdict.nodes],
@@ -120,6 +121,34 @@ def _within_nodes(runtime: Runtime) -> list[list[Any]]:
     return [row for rows in runtime.gather(mine) or [] for row in rows]
 
 
+def _together(runtime: Runtime) -> dict[str, Any]:
+    """On rank 0: the eager limit of a pair, and what each node's first rank gets while those of all nodes send at once;
+    where there is one node, of its ranks."""
+    from mpitrain.mpi.ping_pong import eager_bytes, ring
+
+    first = [runtime.nodes.index(node) for node in sorted(set(runtime.nodes))]
+    ranks = first if len(first) > 1 else list(range(runtime.size))
+    if len(ranks) < 2:
+        return {}
+    a, b = sorted(ranks[:2])
+    limit, busy = 0, None
+    runtime.barrier()
+    if runtime.rank in (a, b):
+        limit = eager_bytes(runtime, b if runtime.rank == a else a)
+    runtime.barrier()
+    if runtime.rank in ranks:
+        busy = ring(runtime, ranks)
+    rows = [row for row in runtime.gather(busy) or [] if row is not None]
+    limits = runtime.gather(limit) or []
+    if not rows:
+        return {}
+    found: dict[str, Any] = {"eager_bytes": max(limits)}
+    if len(first) > 1:
+        latency_s, rate = max(row[0] for row in rows), min(row[1] for row in rows)
+        found["all_nodes_at_once"] = {"latency_s": latency_s, "bytes_per_s": rate}
+    return found
+
+
 def _write(
     path: Path,
     nodes: Sequence[int],
@@ -127,8 +156,9 @@ def _write(
     by_node: dict[int, str],
     between: dict[Pair, Link],
     within: list[list[Any]],
+    more: dict[str, Any],
 ) -> None:
-    """The figures of all pairs, for the network law `measured(FILE)`."""
+    """The figures of all pairs, and those of `_together`, for the network law `measured(FILE)`."""
 
     def rows(found: Iterable[list[Any]]) -> list[dict[str, Any]]:
         return [dict(zip(("a", "b", "latency_s", "bytes_per_s"), row, strict=True)) for row in sorted(found)]
@@ -140,6 +170,7 @@ def _write(
             [by_node[a], by_node[b], link.latency_s, link.rate] for (a, b), link in between.items()
         ),
         "within_nodes": rows(within),
+        **more,
     }
     write_whole(path, json.dumps(content, indent=1) + "\n")
 

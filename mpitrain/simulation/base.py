@@ -174,9 +174,14 @@ class VirtualRun:
 
     def start_alike(self) -> None:
         """`start`, for ranks that are all alike and report once a step of all."""
-        self.start(
-            self.job.step_samples * self.num_shares, VirtualWorld(self.compute, self.network, self.job.seed)
+        strategy = self.job.strategy
+        apart = (
+            isinstance(strategy, Decentralized) and strategy.asynchronous
+        )  # they compute on a thread of their own
+        world = VirtualWorld(
+            self.compute, self.network, self.job.seed, drive_computing=range(self.number) if apart else ()
         )
+        self.start(self.job.step_samples * self.num_shares, world)
 
     def measure(self, module: nn.Module) -> Measure | None:
         """What validates `module`, where the job has something to validate on."""

@@ -175,7 +175,10 @@ class _Simulation(VirtualRun):
         total = sum(sizes)
         parts = [size / total if total else 1 / len(sizes) for size in sizes]
         self.parts = dict(zip(self.servers, parts, strict=True))
-        world = VirtualWorld(self.compute, self.network, job.seed, workers, workers, hosts=self.servers)
+        world = VirtualWorld(
+            self.compute, self.network, job.seed, workers, workers, hosts=self.servers,
+            drive_computing=workers if self.strategy.inflight > 1 else (),
+        )  # fmt: skip
         self.start(job.step_samples * self.strategy.push_every, world, warns=self.replay is None)
         num_batches = None if self.options.steps is None else self.options.steps * self.number
         builder = RoleBuilder(self.strategy, self.roles, model, job, self.catalogue, num_batches)

@@ -101,7 +101,9 @@ class Collectives:
             layout = list(by_node.values())
             largest = max(layout, key=len)
             inside = link_cost(self.network, *largest[:2]) if len(largest) > 1 else LinkCost()
-            between = link_cost(self.network, layout[0][0], layout[1][0]) if len(layout) > 1 else LinkCost()
+            between = LinkCost()
+            if len(layout) > 1:
+                between = link_cost(self.network, layout[0][0], layout[1][0], len(layout))
             self._layouts[key] = layout, inside, between
         return self._layouts[key]
 

@@ -111,7 +111,8 @@ class _Timing:
         self.costs, self.trace = costs, trace
         self.parts: dict[int, float] = {}  # of the parameters that a rank holds, where it is not all of them
         self.codes, self.updates_itself = codec_of(strategy) is not None, updates_itself(strategy)
-        self.world = VirtualWorld(compute, network, seed)
+        peers = isinstance(strategy, Decentralized) and strategy.asynchronous
+        self.world = VirtualWorld(compute, network, seed, drive_computing=range(number) if peers else ())
 
     def over_servers(self, strategy: ServerStrategy) -> dict[str, Any]:
         """Servers and their workers."""
@@ -129,8 +130,9 @@ class _Timing:
         replies = [Bytes(load.payload_bytes(one, *reply, load.reply_share, "reply_share")) for one in numbers]
         finals = [Bytes(load.payload_bytes(one, "full", _UNCODED, None, "")) for one in numbers]
         self.world = VirtualWorld(
-            self.compute, self.network, self.seed, ranks.workers, ranks.workers, hosts=ranks.servers
-        )
+            self.compute, self.network, self.seed, ranks.workers, ranks.workers, hosts=ranks.servers,
+            drive_computing=ranks.workers if strategy.inflight > 1 else (),
+        )  # fmt: skip
         servers = [
             self._server(strategy, ranks, shard, EmptyStore(replies[shard], finals[shard]))
             for shard in range(len(numbers))

@@ -9,6 +9,8 @@
     hierarchical         reduce-scatter in a node, direct between the nodes, all-gather in the node
     library              recursive doubling up to 2 KiB, Rabenseifner beyond; over nodes of several ranks a tree in each
 
+A message longer than the eager limit takes 3 alpha: a header, the answer that the receiver is ready, and the data.
+
 n/p is rounded up to whole items. Where p is no power of two, those above it first hand what they have to another rank,
 and get the result from it at the end: 2 (alpha + n beta) + n gamma more. (Thakur, Rabenseifner, Gropp, "Optimization
 of collective communication operations in MPICH", 2005; Chan et al., "Collective communication: theory, practice, and
@@ -35,12 +37,18 @@ class LinkCost(NamedTuple):
         beta_s: seconds a byte on the wire.
         gamma_s: seconds a byte that is added.
         post_s: seconds of the processor a message of the direct algorithm.
+        eager_bytes: longer messages wait until their receiver has answered; 0: none does.
     """
 
     alpha_s: float = 0.0
     beta_s: float = 0.0
     gamma_s: float = 0.0
     post_s: float = 0.0
+    eager_bytes: int = 0
+
+    def start_s(self, num_bytes: int) -> float:
+        """Seconds until the first byte of a message is there."""
+        return (3 if 0 < self.eager_bytes < num_bytes else 1) * self.alpha_s
 
 
 class Cost(NamedTuple):
@@ -64,14 +72,14 @@ def ring_allreduce(num_ranks: int, num_bytes: int, link: LinkCost, item_bytes: i
     """p - 1 rounds in which everybody adds a part and hands it on, and as many in which sums go round. The longest
     part is under way in every round, so it sets the pace."""
     rounds, part = num_ranks - 1, part_bytes(num_bytes, num_ranks, item_bytes)
-    seconds = 2 * rounds * (link.alpha_s + part * link.beta_s) + rounds * part * link.gamma_s
+    seconds = 2 * rounds * (link.start_s(part) + part * link.beta_s) + rounds * part * link.gamma_s
     return Cost(seconds, 2 * rounds * part)
 
 
 def recursive_doubling(num_ranks: int, num_bytes: int, link: LinkCost) -> Cost:
     """lg p rounds, in each of which pairs exchange everything."""
     rounds, folded = _powers(num_ranks)
-    seconds = rounds * (link.alpha_s + num_bytes * (link.beta_s + link.gamma_s))
+    seconds = rounds * (link.start_s(num_bytes) + num_bytes * (link.beta_s + link.gamma_s))
     return _folded(Cost(seconds, rounds * num_bytes), folded, num_bytes, link)
 
 
@@ -79,8 +87,10 @@ def rabenseifner(num_ranks: int, num_bytes: int, link: LinkCost) -> Cost:
     """A reduce-scatter by halving distances, an all-gather by doubling them."""
     rounds, folded = _powers(num_ranks)
     in_core = 1 << rounds
-    travels = (in_core - 1) * part_bytes(num_bytes, in_core)
-    seconds = 2 * rounds * link.alpha_s + 2 * travels * link.beta_s + travels * link.gamma_s
+    part = part_bytes(num_bytes, in_core)
+    travels = (in_core - 1) * part
+    started_s = 2 * sum(link.start_s(part << number) for number in range(rounds))
+    seconds = started_s + 2 * travels * link.beta_s + travels * link.gamma_s
     return _folded(Cost(seconds, 2 * travels), folded, num_bytes, link)
 
 
@@ -90,7 +100,7 @@ def direct_allreduce(num_ranks: int, num_bytes: int, link: LinkCost, item_bytes:
     partners, part = num_ranks - 1, part_bytes(num_bytes, num_ranks, item_bytes)
     if not partners:
         return Cost(0.0, 0)
-    seconds = 2 * link.alpha_s + 2 * partners * (link.post_s + part * link.beta_s)
+    seconds = 2 * link.start_s(part) + 2 * partners * (link.post_s + part * link.beta_s)
     return Cost(seconds + partners * part * link.gamma_s, 2 * partners * part)
 
 
@@ -104,7 +114,7 @@ def smp_allreduce(node_sizes: Sequence[int], num_bytes: int, inside: LinkCost, b
     """What an MPI library takes over nodes of several ranks: a reduction to one rank of each along a binomial tree,
     these among themselves, and a broadcast in each node (MPICH's default for all sizes)."""
     rounds = num_rounds(max(node_sizes))
-    message_s = inside.alpha_s + num_bytes * inside.beta_s
+    message_s = inside.start_s(num_bytes) + num_bytes * inside.beta_s
     over = library_allreduce(len(node_sizes), num_bytes, between)
     seconds = 2 * rounds * message_s + rounds * num_bytes * inside.gamma_s + over.seconds
     return Cost(seconds, rounds * num_bytes + over.sent_bytes)
@@ -129,14 +139,14 @@ def hierarchical_allreduce(
 def reduce_scatter(num_ranks: int, num_bytes: int, link: LinkCost, item_bytes: int = 1) -> Cost:
     """Each rank gets the sum of its part of `num_bytes`, round a ring."""
     rounds, part = num_ranks - 1, part_bytes(num_bytes, num_ranks, item_bytes)
-    seconds = rounds * (link.alpha_s + part * link.beta_s) + rounds * part * link.gamma_s
+    seconds = rounds * (link.start_s(part) + part * link.beta_s) + rounds * part * link.gamma_s
     return Cost(seconds, rounds * part)
 
 
 def allgather(num_ranks: int, num_bytes: int, link: LinkCost, item_bytes: int = 1) -> Cost:
     """Each rank gets all parts of `num_bytes`, round a ring."""
     rounds, part = num_ranks - 1, part_bytes(num_bytes, num_ranks, item_bytes)
-    return Cost(rounds * (link.alpha_s + part * link.beta_s), rounds * part)
+    return Cost(rounds * (link.start_s(part) + part * link.beta_s), rounds * part)
 
 
 def allreduce_cost(
@@ -170,5 +180,5 @@ def _folded(core: Cost, num_left: int, num_bytes: int, link: LinkCost) -> Cost:
     """The cost where some ranks are left over by the power of two."""
     if not num_left:
         return core
-    more_s = 2 * (link.alpha_s + num_bytes * link.beta_s) + num_bytes * link.gamma_s
+    more_s = 2 * (link.start_s(num_bytes) + num_bytes * link.beta_s) + num_bytes * link.gamma_s
     return Cost(core.seconds + more_s, core.sent_bytes + num_bytes)

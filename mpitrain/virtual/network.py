@@ -21,6 +21,7 @@ from mpitrain.values import Value, register
 BYTES_PER_S = 1e9 / 8  # of one Gbit/s
 SHARINGS = ("fcfs", "fair")
 LinkName = tuple[str, int]
+ALL_NODES: LinkName = ("all nodes", 0)  # what they send one another passes it
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Links:
     Attributes:
         outgoing, incoming: of each rank's own link, by rank.
         shared: of each other link, by its name.
-        nodes: node of every rank, where the law does not say it.
+        nodes: node of every rank, where the law does not say it; num_nodes: how many there are, 0 where nobody knows.
         hosts: ranks that keep their data in host memory, such as servers, where others keep them in a device's.
     """
 
@@ -39,6 +40,7 @@ class Links:
     shared: dict[LinkName, float] = field(default_factory=dict)
     nodes: Sequence[int] = ()
     hosts: Collection[int] = ()
+    num_nodes: int = 0
 
 
 class Hop(NamedTuple):
@@ -64,6 +66,11 @@ class NetworkLaw(Value):
     def nodes(self, num_ranks: int) -> tuple[int, ...] | None:
         """The node of every rank; None: the law knows no nodes."""
         return None
+
+    @property
+    def eager_bytes(self) -> int:
+        """Messages of more bytes than this wait for their receiver, as a rendezvous; 0: none does."""
+        return 0
 
     @property
     def shares_fairly(self) -> bool:
@@ -132,6 +139,10 @@ class Cluster(NetworkLaw):
         nodes_per_switch: consecutive nodes under one switch, whose link to all others is shared. 0: no such link.
         oversubscription: what the nodes under a switch could send, in multiples of what its link to others carries.
         sharing: "fcfs", first come, first served, or "fair": max-min fair among pairs of ranks.
+        busy_gbit_per_s: what each node gets while all nodes send and receive at once, where switches or hosts carry
+            less than all adapters together; of fewer messages each gets more. 0: as much as alone.
+        eager_bytes: messages of more bytes wait for their receiver (`rendezvous.py`), as MPI sends what is longer than
+            its eager limit. 0: none waits.
     """
 
     ranks_per_node: int = 1
@@ -143,13 +154,16 @@ class Cluster(NetworkLaw):
     nodes_per_switch: int = 0
     oversubscription: float = 1.0
     sharing: str = "fcfs"
+    busy_gbit_per_s: float = 0.0
+    eager_bytes: int = 0
 
     def check(self) -> None:
         for key in ("gbit_per_s", "local_gbit_per_s", "oversubscription"):
             _hold(self, key, 0 < getattr(self, key) < math.inf, "must be finite and greater than 0")
-        for key in ("latency_s", "local_latency_s", "device_gbit_per_s"):
+        for key in ("latency_s", "local_latency_s", "device_gbit_per_s", "busy_gbit_per_s"):
             _hold(self, key, 0 <= getattr(self, key) < math.inf, "must be finite and not negative")
         _hold(self, "ranks_per_node", self.ranks_per_node >= 1, "must be at least 1")
+        _hold(self, "eager_bytes", self.eager_bytes >= 0, "must not be negative")
         _hold(self, "nodes_per_switch", self.nodes_per_switch >= 0, "must not be negative")
         _hold(self, "sharing", self.sharing in SHARINGS, f"must be one of {', '.join(SHARINGS)}")
         if self.oversubscription != 1 and not self.nodes_per_switch:
@@ -175,6 +189,8 @@ class Cluster(NetworkLaw):
         else:
             rate = self.gbit_per_s * BYTES_PER_S
             hops.append(Hop(("node out", one), rate))
+            if self.busy_gbit_per_s and links.num_nodes:
+                hops.append(Hop(ALL_NODES, self.busy_gbit_per_s * BYTES_PER_S * links.num_nodes))
             if self.nodes_per_switch and one // self.nodes_per_switch != other // self.nodes_per_switch:
                 up = rate * self.nodes_per_switch / self.oversubscription
                 hops.append(Hop(("switch up", one // self.nodes_per_switch), up))
@@ -259,7 +275,9 @@ class Slingshot(Cluster):
 @dataclass(frozen=True, repr=False)
 class MeasuredNetwork(NetworkLaw):
     """A `cluster` with the medians of what `mpitrain doctor --comm --json FILE` has measured between nodes and within
-    them. The link inside a node is left as a cluster has it where the file has one rank a node.
+    them. The link inside a node is left as a cluster has it where the file has one rank a node. Where the file says
+    what a message takes while all nodes send at once, the latency between nodes is that one: ranks of a job wait for
+    one another, so they send at once.
 
     Args:
         file: that it wrote.
@@ -285,6 +303,11 @@ class MeasuredNetwork(NetworkLaw):
                     latency_s = statistics.median(row["latency_s"] for row in rows)
                     rate = statistics.median(row["bytes_per_s"] for row in rows)
                     figures |= {f"{prefix}latency_s": latency_s, f"{prefix}gbit_per_s": rate / BYTES_PER_S}
+            figures["eager_bytes"] = int(found.get("eager_bytes", 0))
+            if between and (busy := found.get("all_nodes_at_once")):
+                figures["latency_s"] = max(figures["latency_s"], float(busy["latency_s"]))
+                rate = float(busy["bytes_per_s"]) / BYTES_PER_S
+                figures["busy_gbit_per_s"] = rate if rate < figures["gbit_per_s"] else 0.0
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"measured: cannot read {self.file!r} ({error}): write it with mpitrain doctor --comm --json FILE"
@@ -304,6 +327,10 @@ class MeasuredNetwork(NetworkLaw):
         """The cluster that was measured."""
         cluster: Cluster = getattr(self, "_cluster")  # noqa: B009 - no field: the file says it
         return cluster
+
+    @property
+    def eager_bytes(self) -> int:
+        return self.cluster.eager_bytes
 
     @property
     def shares_fairly(self) -> bool:

@@ -34,6 +34,7 @@ from mpitrain.system.trace import active
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
 from mpitrain.virtual.fair_sharing import Flows
 from mpitrain.virtual.network import Links, NetworkLaw
+from mpitrain.virtual.rendezvous import Clear, Header, Rendezvous
 from mpitrain.virtual.ring import Reduce, Ring
 from mpitrain.virtual.traces import VirtualTrace
 
@@ -77,6 +78,8 @@ class VirtualWorld:
         workers: ranks of the workers in order, where ranks are not their numbers.
         nodes: node of every rank, where the network law does not say it.
         hosts: ranks whose data stay in host memory, where others have a device.
+        drive_computing: ranks that drive their messages while they compute, as those do that compute on a thread of its
+            own; the messages of all others stand still meanwhile, where the network law has an eager limit.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class VirtualWorld:
         workers: Sequence[int] = (),
         nodes: Sequence[int] = (),
         hosts: Collection[int] = (),
+        drive_computing: Collection[int] = (),
     ):
         self.compute, self.network, self.seed = compute, network, seed
         self.now_s = 0.0
@@ -101,6 +105,10 @@ class VirtualWorld:
         self._links = Links(nodes=nodes, hosts=hosts)
         self.charge: Callable[[int, Compute], float] = _free  # seconds of a rank's task besides the law's
         self._flows = Flows(network, self._links) if network.shares_fairly else None
+        self._rendezvous: Rendezvous | None = None
+        if network.eager_bytes:
+            self._rendezvous = Rendezvous(self._begin, _discard, network.eager_bytes, HEADER_BYTES)
+        self._drive_computing = frozenset(drive_computing)
         self._heap: list[tuple[float, int, Any, Any]] = []
         self._serial = 0
         self._forgotten: set[int] = set()  # given up by somebody: nobody answers them any more
@@ -118,6 +126,7 @@ class VirtualWorld:
             ring = Ring(roles, reduce)
             roles = {rank: ring.follow(rank, role) for rank, role in roles.items()}
         self._processes = {rank: _Process(rank, role) for rank, role in roles.items()}
+        self._links.num_nodes = self._count_nodes()
         for process in self._processes.values():
             process.trace = self.traces.get(process.rank)
             self._schedule(self.now_s, process, None)
@@ -136,7 +145,10 @@ class VirtualWorld:
             elif process.rank in self.broken:
                 _throw_away(event)
             elif kind is tuple:
-                self._deliver(process, event)
+                if self._rendezvous is None:
+                    self._deliver(process, event)
+                else:
+                    self._arrive(self._rendezvous, process, event)
             elif kind is _Computed:
                 if not event.broken_off:
                     process.computing = None
@@ -149,6 +161,8 @@ class VirtualWorld:
                     self._advance(process, None)
             elif kind is Break:
                 self._break(process, event.how)
+            elif self._rendezvous is not None and (kind is Header or kind is Clear):
+                self._rendezvous.happens(event, self._drives(process))
             else:
                 assert event is None, f"{event!r} is no event"
                 self._advance(process, None)
@@ -159,6 +173,11 @@ class VirtualWorld:
         if waiting:
             raise DeadlockError(self._deadlock(waiting))
         return {rank: process.result for rank, process in self._processes.items()}
+
+    def _count_nodes(self) -> int:
+        """Of all ranks; 0 where the network knows none."""
+        placed = self._links.nodes or self.network.nodes(1 + max(self._processes, default=0))
+        return len(set(placed or ()))
 
     def _schedule(self, time_s: float, process: _Process | None, event: Any) -> None:
         self._serial += 1
@@ -173,6 +192,8 @@ class VirtualWorld:
         process.result = {"rank": process.rank, "broken": how}
         for message in process.inbox:
             _throw_away(message)
+        if self._rendezvous is not None:
+            self._rendezvous.forget(process.rank)
         if how not in DEADLY:
             return
         if process.rank not in self._may_die:
@@ -187,6 +208,18 @@ class VirtualWorld:
         """Whether somebody may yet be given up: then time passes although nothing is under way."""
         silent = [rank for rank, how in self.broken.items() if how not in DEADLY]
         return bool(silent) and self._num_looks < MOST_LOOKS
+
+    def _arrive(self, rendezvous: Rendezvous, process: _Process, message: tuple[int, Any]) -> None:
+        """A message is there as a whole; one that was sent behind another waits for that."""
+        for one in rendezvous.arrived(process.rank, message, self._drives(process)):
+            self._deliver(process, one)
+
+    def _drives(self, process: _Process) -> bool:
+        """Whether a rank is in MPI now, or drives it from another thread."""
+        if process.waiting or process.finished:
+            return True
+        computing = process.computing
+        return computing is not None and (computing.sleeps or process.rank in self._drive_computing)
 
     def _deliver(self, process: _Process, message: tuple[int, Any]) -> None:
         if type(message[1]) is _Torn:
@@ -212,6 +245,7 @@ class VirtualWorld:
                 effect: Effect = send(answer) if trace is None else _send_on(trace, send, answer)
             except StopIteration as end:
                 process.finished, process.result = True, end.value
+                self._drive(process)
                 self.ended_s[process.rank] = self.now_s
                 if trace is not None:
                     trace.write()
@@ -228,11 +262,13 @@ class VirtualWorld:
             elif type(effect) is Sleep:
                 if trace is not None:
                     trace.sleep(effect.seconds)
-                process.computing = _Computed(None, effect.interruptible)
+                process.computing = _Computed(None, effect.interruptible, sleeps=True)
                 self._schedule(self.now_s + effect.seconds, process, process.computing)
+                self._drive(process)
                 return
             elif type(effect) is Recv:
                 if not process.inbox:
+                    self._drive(process)
                     if effect.timeout_s == 0:
                         continue
                     process.waiting = True
@@ -284,25 +320,36 @@ class VirtualWorld:
         if sender.tears and payload is not None:
             sender.tears = False
             message = _Torn()
+        if self._rendezvous is not None:
+            self._rendezvous.send(source, to, num_bytes, message, effect.message)
+        else:
+            self._begin(source, to, num_bytes, (source, message), effect.message)
+
+    def _begin(self, source: int, to: int, num_bytes: int, event: Any, sent: Any = None) -> None:
+        """Bytes set out, and `event` happens to rank `to` when the last one is there. `sent`: the message that a trace
+        shows."""
         if self._flows is not None:
-            self._flows.start(
-                self.now_s, source, to, num_bytes, (source, message, effect.message, self.now_s)
-            )
+            self._flows.start(self.now_s, source, to, num_bytes, (source, event, sent, self.now_s))
             self._schedule(self._flows.next_s, None, _FlowEnds())
             return
         arrival_s = self.network.arrival_s(self._links, self.now_s, source, to, num_bytes)
-        if sender.trace is not None:
-            sender.trace.send(to, effect.message, self.now_s, arrival_s)
-        self._schedule(arrival_s, self._processes[to], (source, message))
+        if sent is not None and (trace := self._processes[source].trace) is not None:
+            trace.send(to, sent, self.now_s, arrival_s)
+        self._schedule(arrival_s, self._processes[to], event)
+
+    def _drive(self, process: _Process) -> None:
+        """What has waited for this rank to call MPI goes on."""
+        if self._rendezvous is not None:
+            self._rendezvous.drive(process.rank)
 
     def _end_flows(self) -> None:
         """A message may have passed all links by now; what sets out behind it, or goes on faster, ends later."""
         assert self._flows is not None
         arrivals = self._flows.take(self.now_s)
-        for arrival_s, to, (source, message, sent, sent_s) in arrivals:
-            if (trace := self._processes[source].trace) is not None:
+        for arrival_s, to, (source, event, sent, sent_s) in arrivals:
+            if sent is not None and (trace := self._processes[source].trace) is not None:
                 trace.send(to, sent, sent_s, arrival_s)
-            self._schedule(arrival_s, self._processes[to], (source, message))
+            self._schedule(arrival_s, self._processes[to], event)
         if arrivals and self._flows.next_s < math.inf:
             self._schedule(self._flows.next_s, None, _FlowEnds())
 
@@ -356,7 +403,13 @@ def _carry_out(trace: VirtualTrace, effect: Compute, took_s: float) -> Any:
 
 def _throw_away(event: Any) -> None:
     """Nobody is there to receive it."""
-    if isinstance(event, tuple) and (payload := payload_of(event[1])) is not None:
+    message = event[1] if isinstance(event, tuple) else getattr(event, "message", None)
+    if message is not None:
+        _discard(message)
+
+
+def _discard(message: Any) -> None:
+    if (payload := payload_of(message)) is not None:
         payload.release()
 
 
@@ -378,6 +431,6 @@ class _TimeUp:
 class _Computed:
     """A gradient (or a sleep's None) that will be there when its time has passed, unless a message breaks it off."""
 
-    def __init__(self, result: Any, interruptible: bool, took_s: float = 0.0):
-        self.result, self.interruptible, self.took_s = result, interruptible, took_s
+    def __init__(self, result: Any, interruptible: bool, took_s: float = 0.0, sleeps: bool = False):
+        self.result, self.interruptible, self.took_s, self.sleeps = result, interruptible, took_s, sleeps
         self.broken_off = False

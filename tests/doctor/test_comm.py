@@ -83,10 +83,18 @@ def hosts(tmp_path: Path) -> Iterator[list[str]]:
 def test_a_node_behind_a_slow_link_is_named(hosts: list[str], tmp_path: Path) -> None:
     failing = tmp_path / "failing_nodes.txt"
     command = [str(find_mpi()[0]), "-m", "mpitrain", "doctor", "--comm", "--failing", str(failing)]
+    command += ["--json", str(tmp_path / "comm.json")]
     told = run_plain([*hosts, "-n", "3", *command], code=4)
     assert "unfit: drh2: every link to it is slow, the best one" in told
     assert "drh0" not in told and "3 link(s) between 3 nodes: median" in told  # only what stands out
     assert failing.read_text() == "drh2\n"
+    found = json.loads((tmp_path / "comm.json").read_text())
+    together, pairs = found["all_nodes_at_once"], found["between_nodes"]
+    # each host sends to the next one, and waits for the one before: the slow link holds up all of them
+    assert 0 < together["bytes_per_s"] < 1.2 * min(row["bytes_per_s"] for row in pairs)
+    assert (
+        together["latency_s"] > 0 and 32 << 10 < found["eager_bytes"] < 64 << 10
+    )  # 64 KiB over TCP, with a header
 
 
 def test_on_one_node_nobody_is_slow_and_no_gpu_is_no_canary(tmp_path: Path) -> None:
@@ -103,6 +111,9 @@ def test_on_one_node_nobody_is_slow_and_no_gpu_is_no_canary(tmp_path: Path) -> N
         == sorted(row["bytes_per_s"] for row in found["within_nodes"])[1] * 8 / 1e9
     )
     assert parse(str(law), "network") == law
+    assert (
+        0 < law.eager_bytes < 1 << 20 and "all_nodes_at_once" not in found
+    )  # Open MPI has a limit, whatever carries
 
     assert "3 link(s) within 1 node(s): median" in run.ranks_out[0] and "ranks 0, 2" not in run.ranks_out[0]
     said = run.ranks_out[0][run.ranks_out[0].index("codes ") :]

@@ -12,6 +12,7 @@ from mpitrain.errors import UsageError
 from mpitrain.messages import Update
 from mpitrain.values import parse
 from mpitrain.virtual import Cluster, Constant, Link, MeasuredNetwork, VirtualWorld
+from mpitrain.virtual.link_costs import link_cost
 from mpitrain.virtual.network import Links
 from mpitrain.virtual.world import HEADER_BYTES
 
@@ -205,7 +206,30 @@ def test_measured_figures_make_a_cluster(tmp_path):
     assert law.cluster == wanted
     messages = [(0, 1, SIZE), (0, 2, SIZE), (1, 2, SIZE)]
     assert arrivals(law, messages) == arrivals(wanted, messages)
+    together = {"latency_s": 5e-6, "bytes_per_s": GBIT / 2}
+    path.write_text(json.dumps(found | {"eager_bytes": 4096, "all_nodes_at_once": together}))
+    wanted = Cluster(2, 2.0, 5e-6, 50.0, 1e-7, busy_gbit_per_s=0.5, eager_bytes=4096)
+    assert MeasuredNetwork(str(path)).cluster == wanted
+    path.write_text(json.dumps(found | {"all_nodes_at_once": {"latency_s": 1e-7, "bytes_per_s": 2 * GBIT}}))
+    assert MeasuredNetwork(str(path)).cluster == Cluster(
+        2, 2.0, 2e-6, 50.0, 1e-7
+    )  # no slower together than alone
     path.write_text(json.dumps(found | {"between_nodes": [], "nodes": [0, 0]}))
     assert MeasuredNetwork(str(path)).nodes(50) == (0,) * 50
     with pytest.raises(UsageError, match="one node"):
         MeasuredNetwork(str(path), ranks_per_node=2)
+
+
+@pytest.mark.parametrize("sharing", ["fcfs", "fair"])
+def test_what_all_nodes_carry_at_once_slows_many_messages_and_not_one(sharing):
+    law = cluster(busy_gbit_per_s=0.25, sharing=sharing)
+    alone, *_ = arrivals(law, [(0, 1, SIZE), (2, 3, HEADER_BYTES)])[1]
+    assert alone[0] == pytest.approx(
+        LATENCY_S + SIZE / GBIT, rel=1e-3
+    )  # four nodes carry what one adapter does
+    ring = arrivals(law, [(rank, (rank + 1) % 4, SIZE) for rank in range(4)])
+    last_s = max(row[0][0] for row in ring.values())
+    assert last_s == pytest.approx(LATENCY_S + 4 * SIZE / GBIT)
+    link = link_cost(law, 0, 1, num_nodes=4)
+    assert link.alpha_s == LATENCY_S and link.beta_s == pytest.approx(4 / GBIT)
+    assert link_cost(law, 0, 1).beta_s == pytest.approx(1 / GBIT)

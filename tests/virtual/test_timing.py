@@ -11,7 +11,7 @@ from mpitrain.errors import UsageError
 from mpitrain.simulation.timing import Workload, time_run
 from mpitrain.strategies import Async, Backup, Sync
 from mpitrain.values import parse
-from mpitrain.virtual import Constant, Exponential, Link, ShiftedExponential
+from mpitrain.virtual import Cluster, Constant, Exponential, Link, ShiftedExponential
 from tests import toy
 
 ALIKE = [
@@ -39,9 +39,11 @@ COUNTS = ["accepted", "late", "dropped", "versions_skipped", "samples", "pushed_
           "staleness_histogram", "staleness_identity", "samples_left_out", "steps", "averagings"]  # fmt: skip
 
 
+@pytest.mark.parametrize("eager_bytes", [0, 200])
 @pytest.mark.parametrize("strategy", ALIKE)
-def test_a_run_takes_the_time_of_the_one_with_gradients_and_counts_the_same(tmp_path, strategy):
-    compute, network = ShiftedExponential(0.5, 1.0), Link(gbit_per_s=1e-4, latency_s=0.01)
+def test_a_run_takes_the_time_of_the_one_with_gradients_and_counts_the_same(tmp_path, strategy, eager_bytes):
+    compute = ShiftedExponential(0.5, 1.0)
+    network = Cluster(gbit_per_s=1e-4, latency_s=0.01, eager_bytes=eager_bytes)
     job = toy.make_job(data=toy.Memory(100), batch_size=4, epochs=2, strategy=parse(strategy, "strategy"))
     job_alone = toy.make_job(data=toy.Memory(100), batch_size=4, epochs=2, validate=None)
     seen = mt.simulate(job, workers=4, compute=compute, network=network, run_dir=str(tmp_path), quiet=True)

@@ -179,3 +179,18 @@ def test_a_hierarchy_is_a_scatter_in_the_node_the_nodes_among_themselves_and_a_g
     assert hierarchical_allreduce([1, 1], 1200, inside, between) == direct_allreduce(2, 1200, between)
     alone = hierarchical_allreduce([4], 1200, inside, between)
     assert alone.seconds == reduce_scatter(4, 1200, inside).seconds + allgather(4, 1200, inside).seconds
+
+
+@pytest.mark.parametrize(
+    "collective, num_messages",
+    [(ring_allreduce, 14), (recursive_doubling, 3), (rabenseifner, 6), (direct_allreduce, 2), (allgather, 7)],
+)
+def test_messages_above_the_eager_limit_take_two_latencies_more(collective, num_messages):
+    """Of 8 ranks; all messages of 800 bytes are longer than 99, those of a part or two are not longer than 800."""
+    for limit, longer in ((0, 0), (99, num_messages), (10**6, 0)):
+        cost = collective(8, 800, PLAIN._replace(eager_bytes=limit))
+        assert cost.seconds == collective(8, 800, PLAIN).seconds + 2 * longer * PLAIN.alpha_s
+    assert rabenseifner(8, 800, PLAIN._replace(eager_bytes=100)).seconds == pytest.approx(
+        rabenseifner(8, 800, PLAIN).seconds
+        + 2 * 2 * 2 * PLAIN.alpha_s  # those of 200 and 400 bytes, not of 100
+    )
