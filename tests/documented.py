@@ -20,6 +20,11 @@ PAGES = [
 ELSEWHERE = (
     (r"^make (train|test)$", "the commands of a fresh clone: they are run by hand"),
     (r"^make (chaos|hostile)$", "takes minutes to hours; small runs are in the tests of their programs"),
+    (r"launch -n 4 train jobs/digits\.py$", "run as printed by `tests/mpi/test_digits.py`"),
+    (
+        r"launch -n 5 train jobs/digits\.py --strategy \"async\(\)\"$",
+        "is run as printed with three workers: `async(servers=1)` is `async()`",
+    ),
     (r"^(sbatch|srun|mpitrain slurm) ", "needs Slurm: `tests/slurm`"),
     (r" report runs/", "needs finished runs: `tests/reporting/test_page.py`"),
     (r" predict (runs|ensembles)/", "needs a finished run: `tests/mpi/test_predict.py`"),

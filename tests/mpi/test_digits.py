@@ -1,15 +1,19 @@
 """The main job, as the README starts it: real digits, synchronous and asynchronous, to the accuracy it promises."""
 
 import json
+import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.documented import commands
 from tests.ranks import ROOT, run_plain
 
 JOB = str(ROOT / "jobs" / "digits.py")
+AS_PRINTED = "mpitrain launch -n 4 train jobs/digits.py"  # on a page of the documentation
 FOM = re.compile(
     r"^FOM samples_per_second=[\d.]+ unit=samples/s status=ok job=digits strategy=(\S+) workers=\d+ servers=\d+ "
     r"nodes=1 steps=\d+ batch_size=16 device=(cpu|cuda) precision=float32 seed=0 synthetic=0 "
@@ -22,6 +26,7 @@ def place(tmp_path_factory):
     """A directory with the packed digits in data/digits."""
     folder = tmp_path_factory.mktemp("digits")
     run_plain([sys.executable, "-m", "mpitrain", "data", "pack", "digits", "data/digits"], cwd=folder)
+    (folder / "jobs").symlink_to(ROOT / "jobs")
     return folder
 
 
@@ -34,22 +39,22 @@ def place(tmp_path_factory):
     ],
 )
 def test_digits(place, ranks, strategy, accuracy):
-    run_dir = place / f"{strategy}-{ranks}"
-    command = [
-        sys.executable,
-        "-m",
-        "mpitrain",
-        "launch",
-        "-n",
-        str(ranks),
-        "train",
-        JOB,
-        "--strategy",
-        strategy,
-    ]
-    out = run_plain([*command, "--run-dir", str(run_dir), "--quiet"], cwd=place)
+    """Under `allreduce`, the command as it is printed."""
+    if strategy == "allreduce":
+        assert AS_PRINTED in [command for command, _ in commands()]
+        words = [
+            "env",
+            f"PATH={Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            *AS_PRINTED.split(),
+        ]
+    else:
+        words = [sys.executable, "-m", "mpitrain", *f"launch -n {ranks} train jobs/digits.py".split()]
+        words += ["--strategy", strategy]
+    before = set(place.glob("runs/*"))
+    out = run_plain(words, cwd=place)
+    (run_dir,) = set(place.glob("runs/*")) - before
     figures = FOM.match(out.strip().splitlines()[-1])
-    assert figures and figures[1] == strategy, out
+    assert figures and figures[1].removesuffix("()") == strategy, out
     result = json.loads((run_dir / "result.json").read_text())
     assert result["accuracy"] >= accuracy and result["status"] == "ok"
     assert result["samples"] == 20 * 1438

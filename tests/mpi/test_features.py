@@ -1,6 +1,6 @@
 """The cells of the table in `docs/features.py`, and clipping over ranks against torch's in one process.
 
-Strategies with a virtual world run there; the others all in one launch.
+Strategies with a virtual world run there; the others on two ranks, in one launch, unless they need four.
 """
 
 import json
@@ -41,6 +41,7 @@ CLIPPED = {
     "huge": {"clip_norm": 1e30, "clip_value": 1e30},
     "not": {},
 }
+LIKE_ONE_PROCESS = ("norm", "value", "both", "one cycle", "warm up")
 ACCUMULATED = {
     "thrice": {"accumulate": 3},
     "thrice, weighted": {"accumulate": 3, "loss": "weighted"},
@@ -70,18 +71,12 @@ def cell_name(feature, text):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    path = tmp_path_factory.mktemp("four")
-    x, y = toy.dataset().tensors
-    with mt.ShardWriter(path / "same") as writer:
-        writer.add({"x": x.numpy(), "y": y.numpy()})
-    real = [(feature, text) for feature, row, text in CELLS if not is_virtual(text) and not row.said]
-    runs = {cell_name(feature.name, text): (text, feature.fields) for feature, text in real}
-    runs |= {cell_name("none", text): (text, {}) for _, text in real}
-    runs |= {f"allreduce() {data}": ("allreduce()", {"data": data}) for data in ALIKE}
-    runs |= {f"{text} {how}": (text, fields) for text in NORMED_ON for how, fields in NORMED.items()}
+    runs = {f"{text} {how}": (text, fields) for text in NORMED_ON for how, fields in NORMED.items()}
     runs |= {f"{text} {how}": (text, CLIPPED[how]) for text, limits in SERVED.items() for how in limits}
     runs["cell normed in bfloat16"] = (NORMED_ON[0], IN_BFLOAT16)
-    return launch(path, 4, runs | clipped(ON_FOUR) | accumulated(IN_BATCHES_ON_FOUR))
+    return launch(
+        tmp_path_factory.mktemp("four"), 4, runs | clipped(ON_FOUR, CLIPPED) | accumulated(IN_BATCHES_ON_FOUR)
+    )
 
 
 ALIKE = ("shards", "dataset", "loader")
@@ -89,11 +84,24 @@ ALIKE = ("shards", "dataset", "loader")
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("two"), 2, clipped(WHOLE[:-1]) | accumulated(IN_BATCHES[:-1]))
+    path = tmp_path_factory.mktemp("two")
+    x, y = toy.dataset().tensors
+    with mt.ShardWriter(path / "same") as writer:
+        writer.add({"x": x.numpy(), "y": y.numpy()})
+    real = [(feature, text) for feature, row, text in CELLS if not is_virtual(text) and not row.said]
+    runs = {cell_name(feature.name, text): (text, feature.fields) for feature, text in real}
+    runs |= {cell_name("none", text): (text, {}) for _, text in real}
+    runs |= {f"allreduce() {data}": ("allreduce()", {"data": data}) for data in ALIKE}
+    return launch(path, 2, runs | clipped(WHOLE[:-1], LIKE_ONE_PROCESS) | accumulated(IN_BATCHES[:-1]))
 
 
-def clipped(strategies):
-    return {f"{text} {how}": (text, fields) for text in strategies for how, fields in CLIPPED.items()}
+def clipped_on_four(text):
+    """All, or one where two ranks have all."""
+    return LIKE_ONE_PROCESS if ALL_CELLS or text not in WHOLE[:-1] else ("both",)
+
+
+def clipped(strategies, hows):
+    return {f"{text} {how}": (text, CLIPPED[how]) for text in strategies for how in hows}
 
 
 def accumulated(strategies):
@@ -131,7 +139,7 @@ def test_what_the_table_says_of_a_feature_under_a_strategy_is_so(feature, row, t
             mt.simulate(job, parse(text, "strategy"), run_dir=str(tmp_path / name), **options)
         runs = (tmp_path / "with", tmp_path / "none")
     else:
-        path = request.getfixturevalue("four")
+        path = request.getfixturevalue("two")
         runs = (path / cell_name(feature.name, text), path / cell_name("none", text))
     results = [json.loads((run / "result.json").read_text()) for run in runs]
     assert all(result["status"] == "ok" for result in results)
@@ -143,17 +151,11 @@ def test_what_the_table_says_of_a_feature_under_a_strategy_is_so(feature, row, t
     assert not feature.changes_model or not same_model(*(run / "model.safetensors" for run in runs))
 
 
-TOGETHER = [*(("two", text) for text in WHOLE[:-1]), *(("four", text) for text in ON_FOUR)]
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "text", "how"),
     [
-        *(
-            (number, text, how)
-            for number, text in TOGETHER
-            for how in ("norm", "value", "both", "one cycle", "warm up")
-        ),
+        *(("two", text, how) for text in WHOLE[:-1] for how in LIKE_ONE_PROCESS),
+        *(("four", text, how) for text in ON_FOUR for how in clipped_on_four(text)),
         *(("four", text, how) for text, limits in SERVED.items() for how in limits),
     ],
 )
@@ -197,9 +199,9 @@ def test_parts_of_a_model_have_the_moving_average_of_the_whole(four, text):
 
 
 @pytest.mark.parametrize("data", ALIKE[1:])
-def test_ranks_train_on_a_dataset_to_the_bits_of_shards(four, data):
+def test_ranks_train_on_a_dataset_to_the_bits_of_shards(two, data):
     """Under the other families in virtual time."""
-    assert same_model(*(four / f"allreduce() {one}" / "model.safetensors" for one in ("shards", data)))
+    assert same_model(*(two / f"allreduce() {one}" / "model.safetensors" for one in ("shards", data)))
 
 
 @pytest.mark.parametrize("text", ON_FOUR)
