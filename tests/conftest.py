@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.ranks import SEGMENTS_FOLDER
+from tests.ranks import SEGMENTS_FOLDER, warm_environment
 
 # Before torch is imported, and for every process a test starts: ranks share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,6 +58,14 @@ def signal_mask() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.fixture
+def warm_children(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and commands are warm, too, that a test starts by itself or has mpitrain start."""
+    kept = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    for name, value in warm_environment(kept, tmp_path_factory.mktemp("ranks")).items():
+        monkeypatch.setenv(name, value)
 
 
 _SLOWEST = (

@@ -171,6 +171,11 @@ def warm_environment(env: Mapping[str, str], ranks: Path, mpi: str = "openmpi") 
     return pool_of(python, _environment({})).variables(str(ranks), env)
 
 
+def warm_command(argv: Sequence[str], ranks: Path) -> list[str]:
+    """The command that runs `python *argv` in a warm process; `ranks` is as above."""
+    return pool_of(Path(sys.executable), _environment({})).client(str(ranks), argv)
+
+
 def find_mpi(mpi: str = "openmpi") -> tuple[Path, Path]:
     """(python, mpirun) of the wanted MPI; skips the test with the reason where there is none."""
     if mpi == "mpich":

@@ -172,6 +172,7 @@ def test_bytes_are_those_of_the_busiest_or_of_the_ring():
     assert sent_bytes({"ranks": [{}], "steps": 10}, split, 100) is None
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_job_is_measured_under_mpi_and_in_virtual_time(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["--strategies", "allreduce", "async(servers=1, placement='spread')", "pipeline(stages=2)"]
@@ -207,6 +208,7 @@ def test_a_job_is_measured_under_mpi_and_in_virtual_time(tmp_path, capsys, monke
     assert page.read_text().count("<svg") >= 2 and "allreduce() (virtual)" in page.read_text()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_run_that_fails_is_named_and_ends_no_other(tmp_path, capsys):
     text, job = (ROOT / "jobs" / "digits.py").read_text(), tmp_path / "fails.py"
     loss = "    return nn.functional.cross_entropy"

@@ -18,6 +18,7 @@ from mpitrain.search.sweep.journal import Sweep
 from tests.ranks import find_mpi, run_ranks
 
 JOB = Path(__file__).with_name("job.py")
+pytestmark = pytest.mark.usefixtures("warm_children")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import mpitrain
 from mpitrain import strategies
 from mpitrain.strategies import registry
 from mpitrain.values import registered
+from tests.ranks import warm_command
 
 PACKAGE = Path(mpitrain.__file__).parent
 
@@ -189,10 +190,11 @@ def copy(tmp_path):
         first, rest = table.read_text().split("MODULES = {\n", 1)
         table.write_text(f'{first}MODULES = {{\n    "{public}": "{module}",\n{rest}')
 
-    def run(program):
+    def run(program, warm=True):
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        (ranks := tmp_path / "ranks").mkdir(exist_ok=True)
         done = subprocess.run(
-            [sys.executable, "-c", program],
+            warm_command(["-c", program], ranks) if warm else [sys.executable, "-c", program],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -224,9 +226,9 @@ def test_every_registered_value_has_a_row(kind):
 
 def test_importing_the_package_imports_no_value(copy):
     loaded = "import json, sys, mpitrain; print(json.dumps([m for m in sys.modules if '.strategies' in m]))"
-    assert copy(loaded) == []
+    assert copy(loaded, warm=False) == []
     asked = loaded.replace("import json, sys, mpitrain", "import json, sys, mpitrain; mpitrain.__all__")
-    assert copy(asked) == ["mpitrain.strategies.registry", "mpitrain.strategies"]
+    assert copy(asked, warm=False) == ["mpitrain.strategies.registry", "mpitrain.strategies"]
 
 
 def test_a_new_damping_is_one_file_and_one_row(copy):
@@ -384,7 +386,8 @@ print(json.dumps({
     "push": run("async(push_wire=signs(dense_below=0))", "push"),
     "both": run("async(servers=2,push_wire=signs(dense_below=0),reply_wire=signs(dense_below=0))", "both"),
 }))
-"""
+""",
+        warm=False,
     )
     assert made["public"] == "signs" and made["help"] and made["light"] == []
     assert made["row"][:4] == ["codec", "signs", "Signs", "signs()"]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import warm_command
+
 ROOT = Path(__file__).parents[2]
 # mpi4py is there, and no MPI library: what a laptop has after `pip install mpitrain`
 WITHOUT_MPI = """
@@ -44,7 +46,8 @@ job = toy.make_job(loss=loss, optimizer=toy.adam, epochs={epochs}, log_every=1, 
 
 def run(folder, *words):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WITHOUT_MPI, *words]
+    (ranks := folder / "ranks").mkdir(exist_ok=True)
+    command = warm_command(["-c", WITHOUT_MPI, *words], ranks)
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
