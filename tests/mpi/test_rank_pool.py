@@ -115,7 +115,7 @@ def test_a_program_ends_with_its_callbacks_and_its_code_and_what_c_still_has_to_
     assert ended.code == 5 and sorted(ended.stdout.splitlines()) == ["a callback", "of C"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool():
     python = find_mpi()[0]
     made = Pool(python, dict(os.environ))

@@ -1,5 +1,6 @@
 """Trained models in fewer bits: bounds of the rounding, files that need nothing of ours, and what is refused."""
 
+import json
 import os
 import subprocess
 import sys
@@ -50,28 +51,43 @@ def trained(path, model=Deep, **changes):
     return job
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_the_file_is_a_program_that_needs_nothing_of_ours(tmp_path, way):
-    """For batches of any size, in a process that cannot import this package; close to the trained model."""
-    job = trained(tmp_path)
-    done = mt.export(tmp_path / "run", tmp_path / "model.pt2", job=job, **way)
-    x = toy.Memory().reader(None, 0).batch(0, 3, 7)["x"]
-    torch.save(x, tmp_path / "x")
-    code = f"""
-import sys
+ELSEWHERE = """
+import json, sys
 sys.modules["mpitrain"] = None
 import torch
-{"import torchao.quantization" if way["form"] == "int8" else ""}
-program = torch.export.load({str(done.path)!r}).module()
-torch.save(program(torch.load({str(tmp_path / "x")!r})), {str(tmp_path / "y")!r})
+files, x = json.loads(sys.argv[1]), torch.load("x")
+for file in sorted(files, key=files.get):  # the one that needs nothing but torch first
+    if files[file]:
+        import torchao.quantization
+    else:
+        assert "torchao" not in sys.modules
+    torch.save(torch.export.load(f"{file}.pt2").module()(x), f"{file}.y")
 """
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The folder of a run and its job; of each way what was measured, and what its file answers elsewhere."""
+    path = tmp_path_factory.mktemp("exported")
+    job = trained(path)
+    done = {
+        str(way): mt.export(path / "run", path / f"{at}.pt2", job=job, **way) for at, way in enumerate(WAYS)
+    }
+    torch.save(toy.Memory().reader(None, 0).batch(0, 3, 7)["x"], path / "x")
+    needs_torchao = {str(at): way["form"] == "int8" for at, way in enumerate(WAYS)}
     env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # or torch imports the package by itself
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path, timeout=300, env=env
-    )
+    command = [sys.executable, "-W", "ignore", "-c", ELSEWHERE, json.dumps(needs_torchao)]
+    subprocess.run(command, check=True, cwd=path, timeout=300, env=env)
+    return path, job, done, {str(way): torch.load(path / f"{at}.y") for at, way in enumerate(WAYS)}
+
+
+@pytest.mark.parametrize("way", map(str, WAYS))
+def test_the_file_is_a_program_that_needs_nothing_of_ours(exported, way):
+    """For batches of any size, in a process that cannot import this package; close to the trained model."""
+    path, job, every, answers = exported
+    done, found, x = every[way], answers[way], torch.load(path / "x")
     with torch.no_grad():
-        expected = mt.load(tmp_path / "run", job=job)(x)
-    found = torch.load(tmp_path / "y")
+        expected = mt.load(path / "run", job=job)(x)
     assert found.dtype == torch.float32 and found.shape == (7, 1)
     assert 0 < (found - expected).abs().max() < 0.05 * expected.abs().max()
     before, after = (one["validation_loss"] for one in done.metrics)
