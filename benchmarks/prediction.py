@@ -128,7 +128,7 @@ def predict(options: argparse.Namespace, folder: Path) -> None:
                         rule = parse(strategy, "strategy")
                         (row,) = runs.run([rule], [num_workers(strategy)])["rows"]
                     found[strategy] = {
-                        "sample_s": 1 / row["samples_per_s"],
+                        "sample_s": (row["virtual_s"] - row["paused_s"]) / row["samples"],
                         "to_target_s": (row["to_target"] or {}).get("virtual_s"),
                     }
                 show(f"predicted, {rate}, {spread}, links {sharing}", found)
@@ -136,7 +136,11 @@ def predict(options: argparse.Namespace, folder: Path) -> None:
                 write_row("prediction", {
                     "kind": "predicted", "rate": rate, "spread": spread, "sharing": sharing,
                     "epochs": options.epochs or job.epochs,
-                    "link": {"gbit_per_s": cluster.gbit_per_s, "latency_s": cluster.latency_s},
+                    "link": {
+                        "gbit_per_s": cluster.gbit_per_s, "latency_s": cluster.latency_s,
+                        "busy_gbit_per_s": cluster.busy_gbit_per_s, "eager_bytes": cluster.eager_bytes,
+                    },
+                    "measured": runs.measured, "injections": injections(spread),
                     "batch_s": runs.measured["gradient_s"], "rules": found,
                 })  # fmt: skip
 

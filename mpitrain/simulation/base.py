@@ -231,6 +231,7 @@ class VirtualRun:
             "samples": samples,
             "samples_per_second": samples / self.world.now_s if self.world.now_s else 0.0,
             "virtual_s": self.world.now_s,
+            "paused_s": self.log.paused_s,
             "compute": self.compute_text,
             **({"measured": self.measured} if self.measured else {}),
             "network": str(self.network),

@@ -149,6 +149,7 @@ class Comparison:
             "steps": found["steps"],
             "samples": found["samples"],
             "virtual_s": found["virtual_s"],
+            "paused_s": found.get("paused_s", 0.0),
             "samples_per_s": per_s,
             "speed_up": per_s / alone if alone else 0.0,
             "utilisation": _utilisation(found),

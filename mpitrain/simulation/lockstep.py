@@ -214,7 +214,7 @@ class LockstepRun:
             parts = [self._parts(lease, max(shares)) for lease in leases]
             value = stepper.take_all(parts, shares, self._traced(before_s + last_s))
             if self.codecs is not None:
-                self.clock.schedule = self._coded_schedule(self.codecs)
+                self.clock.schedule, self.apply_s = self._coded_schedule(self.codecs), self._apply_s()
             elif self.sparse:
                 self.clock.schedule, self.apply_s = self._sparse_schedule(), self._apply_s()
         else:
@@ -305,11 +305,12 @@ class LockstepRun:
         """What every step takes after its exchange: the optimizer, and coding, which waits for the last gradient."""
         costs, num_bytes = self.virtual.costs, self._updated_bytes()
         held = num_bytes * len(self.owners) / self.virtual.number  # of each rank, where the model is split
-        coded_s = costs.seconds("gradient", num_bytes, 0, codes=True) if self.codecs is not None else 0.0
-        return (
-            costs.seconds("apply", held if isinstance(self.virtual.job.strategy, Split) else num_bytes)
-            + coded_s
-        )
+        coded_s, num_decoded = 0.0, 0
+        if self.codecs is not None:
+            coded_s = costs.seconds("gradient", num_bytes, 0, codes=True)
+            num_decoded = self.virtual.number if self.codecs.gathered_bytes else 1
+        updated = held if isinstance(self.virtual.job.strategy, Split) else num_bytes
+        return coded_s + costs.seconds("apply", updated, num_decoded, codes=self.codecs is not None)
 
     def _updated_bytes(self) -> int:
         """Of what a step changes: of a table with sparse gradients the rows that were touched last."""
@@ -364,7 +365,9 @@ class LockstepRun:
             return
         if self.measure is not None:
             part = self.measure.part_of(0, self.virtual.num_shares)  # the first has the largest
-            self._pass(self.virtual.costs.seconds("validate", 0.0, size=part))
+            validates_s = self.virtual.costs.seconds("validate", 0.0, size=part)
+            self._pass(validates_s)
+            self.virtual.log.pause(validates_s)
             metrics = self.measure(samples, self.stepper.averaged())
             self.virtual.log.event("validation", epoch=int(epoch), samples=samples, **metrics)
         validations.done()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpitrain.codecs import Part
+from mpitrain.codecs import Part, add_message
 from mpitrain.codecs.base import Codec
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.embedding.trained_rows import look_up_here
@@ -78,6 +78,8 @@ def charged(costs: Costs, measured: dict[str, Any]) -> Costs:
         changes["memory_gb_per_s"] = costs.passes * num_bytes / update_s / 1e9
     if not costs.codec_gb_per_s and encode_s:
         changes["codec_gb_per_s"] = num_bytes / encode_s / 1e9
+    if not costs.decode_gb_per_s and measured["decode_s"]:
+        changes["decode_gb_per_s"] = num_bytes / measured["decode_s"] / 1e9
     if not costs.validate_s:
         changes["validate_s"] = measured["validate_s"]
     return dataclasses.replace(costs, **changes)
@@ -156,7 +158,6 @@ def _measure(
     median = statistics.median
     forward_s = median(stepper.forward_s[WARMUP:])
     gradient_s = median(gradients[WARMUP:])
-    codec = codec_of(job.strategy)
     found = {
         "batches": number - WARMUP,
         "batch_samples": count,
@@ -167,7 +168,7 @@ def _measure(
         "read_s": median(reads[WARMUP:]),
         "optimizer_s": median(updates[WARMUP:]),
         "trained_bytes": sum(one.nbytes for one in parameters),
-        "encode_s": _encode_s(codec, module) if codec is not None else 0.0,
+        **_coding_s(codec_of(job.strategy), module),
         "validate_s": _validate_s(job, module, device, now_s, for_s),
     }
     return Resampled(tuple(gradients[WARMUP:])), found
@@ -189,8 +190,10 @@ def _validate_s(
     return passes * (now_s() - began_s) * measure.num_batches / number
 
 
-def _encode_s(codec: Codec, module: nn.Module) -> float:
-    """Seconds of coding a gradient of the module."""
+def _coding_s(codec: Codec | None, module: nn.Module) -> dict[str, float]:
+    """Seconds of encoding a gradient of the module, and of decoding it into a sum."""
+    if codec is None:
+        return {"encode_s": 0.0, "decode_s": 0.0}
     entries, coded = list[tuple[str, tuple[int, ...]]](), 0
     shapes = [(name, tuple(one.shape)) for name, one in module.named_parameters() if one.requires_grad]
     total = sum(torch.Size(shape).numel() for _, shape in shapes)
@@ -200,8 +203,14 @@ def _encode_s(codec: Codec, module: nn.Module) -> float:
             coded += torch.Size(entry[1]).numel()
     encoder = make_encoder(codec)
     encoder.warmup_steps = 0
-    parts = [Part(torch.randn(coded, generator=torch.Generator().manual_seed(0)), make_layout_of(entries))]
-    return statistics.median(_seconds(lambda: encoder.encode(parts)) for _ in range(LEAST)) * total / coded
+    layout = make_layout_of(entries)
+    parts = [Part(torch.randn(coded, generator=torch.Generator().manual_seed(0)), layout)]
+    message, sums = encoder.encode(parts), [Part(torch.zeros(coded), layout)]
+    encode_s, decode_s = (
+        statistics.median(_seconds(task) for _ in range(LEAST)) * total / coded
+        for task in (lambda: encoder.encode(parts), lambda: add_message(message, sums))
+    )
+    return {"encode_s": encode_s, "decode_s": decode_s}
 
 
 def _seconds(task: Callable[[], Any]) -> float:

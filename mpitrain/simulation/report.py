@@ -26,6 +26,7 @@ class VirtualLog:
     def __init__(self, report: Report, world: VirtualWorld, num_pushes: int, quiet: bool):
         self.report, self.world, self.quiet = report, world, quiet
         self.curve: list[dict[str, float]] = []
+        self.paused_s = 0.0  # virtual seconds in which nothing was trained, as a run over MPI counts them
         self._every = max(1, num_pushes // 20)
         self._losses: list[float] = []
 
@@ -39,7 +40,8 @@ class VirtualLog:
             self._losses.clear()
 
     def pause(self, seconds: float) -> None:
-        """Virtual time is charged for training only."""
+        """So much virtual time went into something that is not training."""
+        self.paused_s += seconds
 
     def until_now(self) -> None:
         """All virtual time counts."""

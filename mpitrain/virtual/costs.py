@@ -27,6 +27,8 @@ class Costs(Value):
         read_s: of reading a batch, where that is not hidden behind computing.
         validate_s: of a whole validation on one rank; ranks that divide it take their parts of that.
         checkpoint_gb_per_s: of parameters that are written, to a checkpoint or as the trained model.
+        decode_gb_per_s: of gradients that are decoded, each by itself: by a server, or by every rank where all ranks
+            send what they have encoded to all others.
     """
 
     memory_gb_per_s: float = 0.0
@@ -35,6 +37,7 @@ class Costs(Value):
     read_s: float = 0.0
     validate_s: float = 0.0
     checkpoint_gb_per_s: float = 0.0
+    decode_gb_per_s: float = 0.0
 
     def check(self) -> None:
         for key, value in vars(self).items():
@@ -54,7 +57,7 @@ class Costs(Value):
 
         Args:
             what: as in `Compute`; num_bytes: of the parameters that the rank holds.
-            num_batches, size: as in `Compute`; codes: whether a gradient is encoded; updates:
+            num_batches, size: as in `Compute`; codes: whether gradients are encoded; updates:
                 whether the rank that has computed it updates its own parameters with it.
         """
         if what == "gradient":
@@ -63,7 +66,8 @@ class Costs(Value):
                 num_batches * size * self.read_s + coded_s + (self._update_s(num_bytes) if updates else 0.0)
             )
         if what == "apply":
-            return self._update_s(num_bytes)
+            decoded_s = num_batches * _at(num_bytes, self.decode_gb_per_s) if codes else 0.0
+            return self._update_s(num_bytes) + decoded_s
         if what == "validate":
             return size * self.validate_s
         return _at(num_bytes, self.checkpoint_gb_per_s)

@@ -49,7 +49,9 @@ def test_a_codec_is_timed_and_parameters_are_those_of_any_other_law(tmp_path):
         return result, (tmp_path / name / "model.safetensors").read_bytes()
 
     (measured, one), (_, other) = run("measured", "measured(0.01)"), run("plain", "constant(1)")
-    assert measured["measured"]["encode_s"] > 0 and one == other
+    found = measured["measured"]
+    assert found["encode_s"] > 0 and found["decode_s"] > 0 and one == other
+    assert f"decode_gb_per_s={found['trained_bytes'] / found['decode_s'] / 1e9}" in measured["costs"]
 
 
 def test_measured_times_may_stand_in_another_law(tmp_path):

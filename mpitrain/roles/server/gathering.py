@@ -17,7 +17,7 @@ class Gathering:
 
     def __init__(self, store: Store):
         self.store = store
-        self.max_pending = 0
+        self.max_pending = self.num_taken = 0  # gradients that waited at once; those of the next update
         self._pending: dict[
             tuple[int, int], tuple[Any, float, float, str]
         ] = {}  # (worker, step): waits for its turn
@@ -34,6 +34,7 @@ class Gathering:
     ) -> None:
         """One more gradient; `options`: what came with it of the optimizer's."""
         self._pending[worker, step] = (payload, weight, share, options)
+        self.num_taken += 1
         self.max_pending = max(self.max_pending, len(self._pending))
 
     def pass_over(self, worker: int) -> None:
@@ -67,5 +68,6 @@ class Gathering:
 
     def clear(self) -> None:
         """The update has been made."""
+        self.num_taken = 0
         self._added.clear()
         self._without.clear()

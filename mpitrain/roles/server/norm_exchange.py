@@ -231,4 +231,4 @@ class ClippingServer(FaultTolerantServer):
             self._listener.waits_for_servers = False
         norm = self.exchange.take(number)
         if not is_empty:
-            yield Compute(lambda: store.apply(norm), "apply")
+            yield Compute(lambda: store.apply(norm), "apply", num_batches=self.gathering.num_taken)

@@ -258,7 +258,7 @@ class Server:
     def _apply(self) -> Steps:
         """The store's update, where something has been gathered for it."""
         if not self.gathering.empty:
-            yield Compute(self.store.apply, "apply")
+            yield Compute(self.store.apply, "apply", num_batches=self.gathering.num_taken)
 
     def _write_checkpoint(self) -> Steps:
         shards, present = self.strategy.servers, self.table.present
