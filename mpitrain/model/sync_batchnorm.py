@@ -50,10 +50,12 @@ def count_batch(module: nn.Module, counts: bool) -> None:
 def _synchronized(kind: Any) -> Any:
     """The same kind of layer, with statistics of all ranks. A class, not a function on the layer: copies of a model
     have to move their own statistics."""
+    # marked here and not where it is defined: the mark imports torch's compiler, a second of CPU
+    normalize = torch.compiler.disable(_normalize)
 
     def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
         if self.training and dist.is_initialized() and dist.get_world_size() > 1:
-            synchronized: torch.Tensor = _normalize(self, inputs)
+            synchronized: torch.Tensor = normalize(self, inputs)
             return synchronized
         normalized: torch.Tensor = kind.forward(self, inputs)
         return normalized
@@ -62,7 +64,6 @@ def _synchronized(kind: Any) -> Any:
     return type(kind.__name__, (kind,), same)
 
 
-@torch.compiler.disable
 def _normalize(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
     layer._check_input_dim(inputs)
     statistics = _statistics(inputs, vars(layer).get("_counts", True))

@@ -23,6 +23,7 @@ from mpitrain.embedding.tables import served_layers
 from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.activation_checkpointing import checkpoint_activations
+from mpitrain.model.compiler_import import without_compiler
 from mpitrain.model.compiling import compile_in_place
 from mpitrain.model.deferred import Deferred
 from mpitrain.model.optimizer import check_closure, set_learning_rate
@@ -152,7 +153,8 @@ def build_optimizer(job: Job, module: nn.Module, lr: float | None) -> torch.opti
 
 def _make_optimizer(make: Callable[..., Any], module: nn.Module, strategy: Any) -> torch.optim.Optimizer:
     given = module.named_parameters() if takes_names(make) else module.parameters()
-    optimizer = check_made_optimizer(make(given))
+    with without_compiler():
+        optimizer = check_made_optimizer(make(given))
     check_sparse_optimizer(module, optimizer)
     check_closure(optimizer, str(strategy or "a job"))
     return optimizer

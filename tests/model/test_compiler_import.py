@@ -1,0 +1,86 @@
+"""Optimizers made without torch's compiler: no sooner than it is needed, and torch is left as it was."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from mpitrain.model.compiler_import import KNOWN, without_compiler
+
+PARAMETERS = "[torch.nn.Parameter(torch.ones(2))]"
+MAKE = f"""
+import sys, torch
+from mpitrain.model.compiler_import import without_compiler
+
+def compiler():
+    return "torch._dynamo" in sys.modules
+
+with without_compiler():
+    made = torch.optim.Adam({PARAMETERS}, lr=0.5)
+"""
+
+
+def run(program):
+    ended = subprocess.run([sys.executable, "-c", MAKE + program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_an_optimizer_is_made_without_the_compiler_and_steps_as_usual():
+    run(f"""
+assert not compiler() and made.param_groups[0]["lr"] == 0.5
+other = {PARAMETERS}
+made.add_param_group({{"params": other}})
+assert compiler(), "outside the block torch does what it always does"
+for group in made.param_groups:
+    group["params"][0].grad = torch.ones(2)
+made.step()
+assert all(torch.allclose(group["params"][0], torch.full((2,), 0.5)) for group in made.param_groups)
+""")
+
+
+def test_a_block_that_fails_leaves_torch_as_it_was():
+    run(f"""
+try:
+    with without_compiler():
+        torch.optim.Adam({PARAMETERS}, lr=-1.0)
+except ValueError:
+    pass
+assert not compiler()
+torch.optim.Adam({PARAMETERS})
+assert compiler()
+""")
+
+
+def test_the_mark_is_kept_where_the_compiler_has_been_imported():
+    """A compiled function that makes an optimizer breaks its graph there, as it does without us."""
+    run(f"""
+import torch._dynamo
+add = torch.optim.Optimizer.add_param_group.__wrapped__
+with without_compiler():
+    torch.optim.Adam({PARAMETERS})
+mark = getattr(add, "{KNOWN}")
+with without_compiler():
+    torch.optim.Adam({PARAMETERS})
+    assert getattr(add, "{KNOWN}") is mark
+assert getattr(add, "{KNOWN}") is mark
+""")
+
+
+def test_a_compiler_that_is_imported_in_the_block_takes_its_mark_back(monkeypatch):
+    add = Optimizer.add_param_group.__wrapped__
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    monkeypatch.delattr(add, KNOWN, raising=False)
+    mark = object()
+    with without_compiler():
+        setattr(add, KNOWN, mark)
+    assert vars(add).pop(KNOWN) is mark
+
+
+def test_another_torch_is_left_alone(monkeypatch):
+    """One whose method is not marked."""
+    monkeypatch.setattr(Optimizer, "add_param_group", Optimizer.add_param_group.__wrapped__)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    with without_compiler(), pytest.raises(ValueError, match="Invalid learning rate"):
+        torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], lr=-1.0)
