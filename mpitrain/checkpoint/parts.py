@@ -3,12 +3,13 @@
     RUN_DIR/checkpoints/000000012800/shard-0.json  shard-0.safetensors  shard-1.json ...  worker-0.json ...
 
 Invariants: a part is there when its JSON is, for that is renamed into place last, after its tensors and after both have
-been fsynced. The JSON holds the SHA-256 of the tensors and of itself, and says which part it is, of which checkpoint,
-run and attempt, and which version of mpitrain wrote it. A checkpoint is complete when its first part (`shard-0`) names
-parts that are all there, belong to it and verify. So a rank that dies while it writes, a full disk, a flipped bit, or a
-part that was renamed or comes from another start leaves the previous checkpoint the newest complete one, and that one
-is loaded. Files may be hostile: only regular files inside the folder are read, and no more of them than a part can
-have.
+been fsynced; one fsync of their folder makes both names last, and should a power cut keep the JSON's alone, the tensors
+are missed or do not match. The JSON holds the SHA-256 of the tensors and of itself, and says which part it is, of which
+checkpoint, run and attempt, and which version of mpitrain wrote it. A checkpoint is complete when its first part
+(`shard-0`) names parts that are all there, belong to it and verify. So a rank that dies while it writes, a full disk, a
+flipped bit, or a part that was renamed or comes from another start leaves the previous checkpoint the newest complete
+one, and that one is loaded. Files may be hostile: only regular files inside the folder are read, and no more of them
+than a part can have.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain import __version__
+from mpitrain.checkpoint.part_places import found_at, place_of
 from mpitrain.errors import CheckpointError, UsageError
-from mpitrain.system.atomic import durably_replaced
+from mpitrain.system.atomic import all_durably_replaced
 from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import (
     CHECKPOINTS,
@@ -165,10 +167,12 @@ def write_part(
     try:
         if num_text_bytes > MAX_RECORD_BYTES or num_bytes > MAX_PART_BYTES:
             raise OSError(errno.EFBIG, f"{num_text_bytes} bytes of JSON, {num_bytes} of tensors")
-        make_private(folder.parent.parent, folder.parent.name, folder.name)
-        _write(folder / f"{name}.safetensors", payload, num_bytes // 2 if disk_full else None)
-        record["sha256"] = payload.digest.hexdigest()
-        _write(folder / f"{name}.json", [_text(record)])
+        run_dir, place = folder.parent.parent, place_of(folder, name)
+        make_private(run_dir, *place.relative_to(run_dir).parts)
+        with all_durably_replaced(place / f"{name}.safetensors", place / f"{name}.json") as temporaries:
+            _write(temporaries[0], payload, num_bytes // 2 if disk_full else None)
+            record["sha256"] = payload.digest.hexdigest()
+            _write(temporaries[1], [_text(record)])
     except OSError as error:
         raise CheckpointError(
             f"cannot write checkpoint part {folder / name}: {error.strerror or error}; the checkpoints before it are "
@@ -199,7 +203,7 @@ def _digest(record: dict[str, Any]) -> str:
 
 def corrupt_part(folder: Path, name: str) -> None:
     """Flip a bit in the middle of its tensors, as ordered by `--inject`."""
-    path = folder / f"{name}.safetensors"
+    path = found_at(folder, name) / f"{name}.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -207,7 +211,7 @@ def corrupt_part(folder: Path, name: str) -> None:
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview], room: int | None = None) -> None:
     """`room`: bytes after which the disk is full."""
-    with durably_replaced(path) as temporary, open(temporary, "wb") as file:
+    with open(path, "wb") as file:
         for piece in pieces:
             file.write(piece if room is None else piece[: max(0, room - file.tell())])
         if room is not None:
@@ -216,7 +220,7 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview], room: int | None = 
 
 def _read_record(folder: Path, name: str) -> dict[str, Any]:
     """A part's JSON, which belongs to this folder and name."""
-    path = folder / f"{name}.json"
+    path = found_at(folder, name) / f"{name}.json"
     try:
         record = json.loads(read_bounded(path, MAX_RECORD_BYTES))
         said = record.pop("self")
@@ -267,7 +271,7 @@ def _size(path: Path, handle: int, record: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def _payload(folder: Path, name: str) -> Iterator[tuple[Path, Any]]:
-    path = folder / f"{name}.safetensors"
+    path = found_at(folder, name) / f"{name}.safetensors"
     try:
         with open_regular(path) as file:
             yield path, file
@@ -347,7 +351,7 @@ def read_numbers(folder: Path, name: str, key: str, identity: Identity) -> Any:
 
 
 def _check_identity(folder: Path, name: str, record: dict[str, Any], identity: Identity) -> None:
-    path = folder / f"{name}.json"
+    path = found_at(folder, name) / f"{name}.json"
     if record["run"] != identity.run:
         raise CheckpointError(
             f"{path} does not belong there: it is of run {record['run']!r}, not {identity.run!r}"

@@ -6,8 +6,9 @@ temporary file is removed, and what was there before stays. There are two guaran
     whole      readers see the old file or the new one, never a part; a power cut may take the new one away again
                `write_whole` (text), `replaced` (the caller writes the temporary file by its name)
     durable    the same, and when the call returns the file survives a power cut: file and directory are fsynced
-               `write_durable` (bytes), `durably_replaced` (by its name), `replacing` (a raw file, for data sets:
-               a full disk is a DataError), `open_partial` and `publish` (the steps of `replacing`, for HDF5)
+               `write_durable` (bytes), `durably_replaced` and `all_durably_replaced` (by name), `replacing` (a raw
+               file, for data sets: a full disk is a DataError), `open_partial` and `publish` (the steps of
+               `replacing`, for HDF5)
 
 HDF5 cannot close a file whose last writes failed (it keeps the descriptor, so even the disk space, until the process
 ends), therefore its bytes pass through `Sink`, which remembers the first failure and lets HDF5 believe that the rest
@@ -93,11 +94,22 @@ def replaced(path: Path, tag: str = "tmp") -> Iterator[Path]:
 @contextlib.contextmanager
 def durably_replaced(path: Path) -> Iterator[Path]:
     """`replaced`, and the new file survives a power cut."""
-    with replaced(path) as temporary:
+    with all_durably_replaced(path) as (temporary,):
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-    sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def all_durably_replaced(*paths: Path) -> Iterator[tuple[Path, ...]]:
+    """`durably_replaced` of files of one directory, which is fsynced once. They are renamed in this order when all have
+    been fsynced; until the block has ended, a power cut may keep some of the renames without those before."""
+    with contextlib.ExitStack() as stack:
+        # whichever is entered last is renamed first
+        temporaries = [stack.enter_context(replaced(path)) for path in reversed(paths)][::-1]
+        yield tuple(temporaries)
+        for temporary in temporaries:
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(paths[0].parent)
 
 
 def write_whole(path: Path, text: str, tag: str = "tmp") -> None:

@@ -265,7 +265,7 @@ def why_no_room(run_dir: Path) -> str:
     newest = next(iter(listed(run_dir)), None)
     num_bytes, probe = 2**20, run_dir / f".room-{secrets.token_hex(4)}"
     try:
-        num_bytes += sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
+        num_bytes += sum(path.stat().st_size for path in newest.rglob("*")) if newest else 0
         handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(handle, 0, min(num_bytes, 2**30))

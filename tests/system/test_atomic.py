@@ -39,6 +39,32 @@ def test_a_durable_write_syncs_the_file_before_the_rename_and_the_directory_afte
     assert calls == ["rename"] and (tmp_path / "a").read_text() == "newer"
 
 
+def test_two_files_are_synced_before_either_is_renamed_and_their_directory_once(
+    tmp_path, monkeypatch
+) -> None:
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def spy(descriptor: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(f"rename {b.name}"), replace(a, b)))
+    with atomic.all_durably_replaced(tmp_path / "b", tmp_path / "a") as temporaries:
+        for path, text in zip(temporaries, ("first", "second"), strict=True):
+            path.write_text(text)
+    assert calls == [".b.tmp", ".a.tmp", "rename b", "rename a", tmp_path.name]
+    assert (tmp_path / "b").read_text() == "first" and (tmp_path / "a").read_text() == "second"
+    with (
+        pytest.raises(ZeroDivisionError),
+        atomic.all_durably_replaced(tmp_path / "b", tmp_path / "a") as files,
+    ):
+        files[0].write_text("half")
+        raise ZeroDivisionError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert (tmp_path / "b").read_text() == "first"
+
+
 @pytest.mark.parametrize(
     ("number", "passes"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)]
 )

@@ -1,5 +1,6 @@
 """A run's folders are for its owner alone, whoever makes them."""
 
+import os
 import stat
 
 import torch
@@ -37,3 +38,19 @@ def test_what_is_there_keeps_its_permissions(tmp_path):
     before = mode(tmp_path / "run")
     make_private(tmp_path / "run", "errors")
     assert mode(tmp_path / "run") == before and mode(tmp_path / "run" / "errors") == 0o700
+
+
+def test_the_names_of_new_folders_survive_a_power_cut(tmp_path, monkeypatch):
+    """Their parents are fsynced, by whoever makes them and nobody else."""
+    synced, fsync = [], os.fsync
+
+    def spy(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    run = tmp_path / "run"
+    make_private(run, "checkpoints", "000000000008")
+    assert synced == [str(tmp_path), str(run), str(run / "checkpoints")]
+    make_private(run, "checkpoints", "000000000008")
+    assert len(synced) == 3

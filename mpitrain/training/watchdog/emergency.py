@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpitrain.checkpoint import CheckpointWriter
+from mpitrain.checkpoint.part_places import is_there
 from mpitrain.checkpoint.parts import FIRST, folder_of, verify
 from mpitrain.errors import CheckpointError
 from mpitrain.training.watchdog.alarm_files import LOOK_EVERY_S, Alarm, EmergencyCheckpoint
@@ -130,7 +131,7 @@ class Emergency:
             self.writer.write_now(checkpoint.checkpoint_at, taken.state, checkpoint.parts)
             deadline_s = time.monotonic() + OTHERS_S
             while time.monotonic() < deadline_s and not all(
-                (folder / f"{part}.json").exists() for part in checkpoint.parts
+                is_there(folder, part) for part in checkpoint.parts
             ):
                 time.sleep(LOOK_EVERY_S)
 
