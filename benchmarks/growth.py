@@ -11,9 +11,11 @@ at the end; and how long a completion takes among as many receives from this pro
 
 from __future__ import annotations
 
+import compileall
 import json
 import math
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -48,19 +50,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="starts and imports of torch, taking turns")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="of the functions of N")
     options = parser.parse_args()
+    # as an installed package is; where Python may not write bytecode every rank compiles every file of a checkout
+    assert compileall.compile_dir(HERE.parent / "mpitrain", quiet=1)
     launches = [
         found
         for strategy in options.strategies
         for ranks in options.ranks
         for found in measure(strategy, ranks, ranks <= options.resume_up_to)
     ]
-    starts = [start_against_torch(max(options.ranks), options.strategies[0]) for _ in range(options.rounds)]
+    starts = [
+        start_against_torch(max(options.ranks), strategy)
+        for _ in range(options.rounds)
+        for strategy in options.strategies
+    ]
     functions = [of_size(size, launches) for size in options.sizes]
     print(table([LAUNCH_HEAD, *(line for found in launches for line in launch_lines(found))]))
     for found in starts:
         print(
-            f"{found['ranks']} ranks: {found['first_step_s']:.1f} s to the first step; as many processes: "
-            f"{found['torch_s']:.1f} s to import torch, {found['torch_step_s']:.1f} s with a step of their own"
+            f"{found['ranks']} ranks, {found['strategy']}: {found['first_step_s']:.1f} s to the first step, "
+            f"{found['first_step_cpu_s']:.1f} s of CPU; as many processes: {found['torch_s']:.1f} s to import torch, "
+            f"{found['torch_cpu_s']:.1f} s of CPU; with a step of their own {found['torch_step_s']:.1f} s, "
+            f"{found['torch_step_cpu_s']:.1f} s of CPU"
         )
     print(table([FUNCTION_HEAD, *map(function_line, functions)]))
     write_row("growth", {"launches": launches, "starts": starts, "functions": functions})
@@ -94,6 +104,7 @@ def launch(folder: Path, name: str, strategy: str, ranks: int, steps: int) -> di
     return {
         "strategy": strategy, "ranks": ranks, "resumed": name == "again",
         "first_step_s": max(first_step(row)["time_s"] for row in rows) - began_s,
+        "first_step_cpu_s": sum(first_step(row)["cpu_s"] for row in rows),
         "stages": {
             "torch": between(rows, "python", "torch"), "package": between(rows, "torch", "package"),
             "MPI": between(rows, "package", "connected"), "start": between(rows, "connected", None),
@@ -159,13 +170,20 @@ def start_against_torch(ranks: int, strategy: str) -> dict[str, Any]:
     """From the launch to the first step, and as many processes that import torch, or make a step of their own."""
     with tempfile.TemporaryDirectory() as folder:
         ours = launch(Path(folder), "first", strategy, ranks, STEPS)
-    found = {"ranks": ranks, "first_step_s": ours["first_step_s"]}
-    for name, program in (("torch_s", IMPORT), ("torch_step_s", ONE_STEP)):
-        began_s = time.time()
+    found = {key: ours[key] for key in ("ranks", "strategy", "first_step_s", "first_step_cpu_s")}
+    for name, program in (("torch", IMPORT), ("torch_step", ONE_STEP)):
+        began_s, before_s = time.time(), cpu_of_children()
         alone = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(ranks)]
-        assert not any(one.wait() for one in alone)
-        found[name] = time.time() - began_s
+        codes = [one.wait() for one in alone]  # of all of them, before the clock is read
+        assert not any(codes)
+        found |= {f"{name}_s": time.time() - began_s, f"{name}_cpu_s": cpu_of_children() - before_s}
     return found
+
+
+def cpu_of_children() -> float:
+    """CPU seconds of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 # ---- functions of the number of ranks

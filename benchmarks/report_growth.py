@@ -18,9 +18,12 @@ def growth() -> str:
         f"({package['opens']:.0f}, {package['cpu_s']:.1f} s)."
     )
     starts = [
-        f"From the launch of {start['ranks']} ranks to the first step of the last of them {start['first_step_s']:.1f} "
-        f"s; as many processes import torch in {start['torch_s']:.1f} s, and make one step of Adam, for which torch "
-        f"imports its compiler, in {start['torch_step_s']:.1f} s."
+        f"`{start['strategy']}`, {start['ranks']} ranks: from the launch to the first step of the last of them "
+        f"{start['first_step_s']:.1f} s, {start['first_step_cpu_s']:.1f} s of CPU in all. As many processes import "
+        f"torch in {start['torch_s']:.1f} s, {start['torch_cpu_s']:.1f} s of CPU: the start takes "
+        f"{start['first_step_s'] / start['torch_s']:.2f} times as long, and "
+        f"{start['first_step_cpu_s'] / start['torch_cpu_s']:.2f} times the CPU. They make one step of Adam, for which "
+        f"torch imports its compiler, in {start['torch_step_s']:.1f} s, {start['torch_step_cpu_s']:.1f} s of CPU."
         for start in row["starts"]
     ]
     before = (
