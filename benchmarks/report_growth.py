@@ -23,7 +23,8 @@ def growth() -> str:
         f"torch in {start['torch_s']:.1f} s, {start['torch_cpu_s']:.1f} s of CPU: the start takes "
         f"{start['first_step_s'] / start['torch_s']:.2f} times as long, and "
         f"{start['first_step_cpu_s'] / start['torch_cpu_s']:.2f} times the CPU. They make one step of Adam, for which "
-        f"torch imports its compiler, in {start['torch_step_s']:.1f} s, {start['torch_step_cpu_s']:.1f} s of CPU."
+        f"torch imports its compiler, in {start['torch_step_s']:.1f} s, {start['torch_step_cpu_s']:.1f} s of CPU. What "
+        "else the machine did meanwhile shows in the times, and less in the CPU seconds."
         for start in row["starts"]
     ]
     before = (

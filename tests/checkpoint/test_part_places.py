@@ -15,9 +15,9 @@ NAMES = ("shard-0", "shard-256", "worker-0", "worker-255", "worker-256", "worker
 OURS = Identity("run", "attempt")
 
 
-def write(run_dir, name, checkpoint_at=8, identity=OURS, value=0.0):
+def write(run_dir, name, checkpoint_at=8, identity=OURS, value=0.0, size=100):
     folder = folder_of(run_dir, checkpoint_at)
-    write_part(folder, name, {"x": torch.full((100,), value)}, identity, NAMES if name == "shard-0" else ())
+    write_part(folder, name, {"x": torch.full((size,), value)}, identity, NAMES if name == "shard-0" else ())
     return folder
 
 
@@ -87,6 +87,7 @@ def test_a_part_that_is_missing_or_damaged_is_missed_wherever_it_lies(tmp_path, 
 def test_old_ones_go_with_their_folders_and_room_is_asked_for_all_of_it(tmp_path, monkeypatch):
     for checkpoint_at in (8, 16, 24):
         folder = write_all(tmp_path, checkpoint_at)
+    write(tmp_path, "worker-300", 24, size=100_000)  # much more than the entries of folders
     prune(tmp_path, 1, 24, OURS)
     assert [path.name for path in sorted(folder.parent.iterdir())] == [folder.name]
     files = [path for path in folder.rglob("*") if path.is_file()]
