@@ -27,6 +27,7 @@ examples:
   mpitrain plan jobs/digits.py --compute "lognormal(0.02, 0.3)" \\
       --network "gbe1()" --nodes 16 --ranks-per-node 4 --best accuracy-in=2h
   mpitrain plan jobs/digits.py --probe --machine cluster.toml --best speed
+  srun -N2 mpitrain plan jobs/digits.py --probe --workers 1,2,4,8,16
   mpitrain plan jobs/digits.py --probe --network "gbe1()" --workers 1,2,4,8 \\
       --best accuracy-in=1m --train 4"""
 
@@ -86,7 +87,11 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_times(times: Any) -> None:
-    times.add_argument("--probe", action="store_true", help="measure the job's steps on this host")
+    times.add_argument(
+        "--probe",
+        action="store_true",
+        help="measure the job's steps on this host, and, as a launch on several nodes without --network, their links",
+    )
     times.add_argument(
         "--probe-s", type=above_zero, default=30.0, metavar="S", help="how long, in seconds (default: 30)"
     )

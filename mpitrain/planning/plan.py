@@ -28,6 +28,7 @@ from mpitrain.planning.advice import (
     rank,
     virtual_candidates,
 )
+from mpitrain.planning.link_probe import probe_link
 from mpitrain.planning.plan_text import plan_text
 from mpitrain.planning.probe import Probed, Weights, probe, weigh
 from mpitrain.planning.scaling import (
@@ -53,6 +54,7 @@ from mpitrain.strategies.parameter_server.asynchronous import Async
 from mpitrain.strategies.parameter_server.batch_size import PerWorker
 from mpitrain.strategies.parameter_server.sync import Backup, Sync
 from mpitrain.system.atomic import check_output, durably_replaced
+from mpitrain.system.launch_variables import launched_rank, launched_size
 from mpitrain.training.job_file import load_job
 from mpitrain.values import parse
 from mpitrain.virtual.collectives import LinkCost
@@ -100,8 +102,14 @@ class Request:
 
 
 def plan_command(request: Request) -> int:
-    """`mpitrain plan`: prints the plan; returns the exit code."""
+    """`mpitrain plan`: prints the plan; returns the exit code. In a launch the first rank does so, and all measure the
+    link between their nodes, where there is a probe and nobody says the network."""
     check_output(request.json, "--json")
+    request = _with_machine(request)
+    if request.network is None and request.budget_s is not None and launched_size() not in (None, 1):
+        request = dataclasses.replace(request, network=probe_link())
+    if launched_rank() != 0:
+        return EXIT_OK
     found = make_plan(request)
     print(printable(plan_text(found)))
     if request.json:
@@ -155,7 +163,7 @@ def make_plan(request: Request) -> dict[str, Any]:
         "advice": _advice(request, conditions, weights, catalogue, job, options),
     }
     if probed:
-        found["probe"] = dataclasses.asdict(probed)
+        found["probe"] = dataclasses.asdict(probed) | {"network": request.network}
     if request.best:
         ranked = merged(rank(options, request.best), request.best)
         found["best"] = {"criterion": request.best, "options": [_row(one) for one in ranked]}
@@ -215,7 +223,10 @@ def _check_given(request: Request) -> None:
     if request.compute is None and request.budget_s is None:
         missing.append('how long a batch takes (--compute "constant(0.1)", or --probe)')
     if request.network is None:
-        missing.append('the network (--network "gbe10()", or network = "gbe10()" in --machine FILE)')
+        missing.append(
+            'the network (--network "gbe10()", or network = "gbe10()" in --machine FILE, or a launch of --probe on two '
+            "nodes or more)"
+        )
     if not request.workers and request.nodes is None:
         missing.append("the numbers of workers (--workers 1,2,4,8, or --nodes)")
     if missing:

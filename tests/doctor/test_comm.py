@@ -97,6 +97,27 @@ def test_a_node_behind_a_slow_link_is_named(hosts: list[str], tmp_path: Path) ->
     )  # 64 KiB over TCP, with a header
 
 
+def test_a_plan_in_a_launch_measures_the_link_and_is_printed_once(hosts: list[str], tmp_path: Path) -> None:
+    job = Path(__file__).resolve().parents[2] / "jobs" / "digits.py"
+    command = [
+        str(find_mpi()[0]),
+        "-m",
+        "mpitrain",
+        "plan",
+        str(job),
+        "--synthetic",
+        "--workers",
+        "1,2",
+        "--probe",
+    ]
+    command += ["--probe-s", "0.1", "--json", str(tmp_path / "plan.json")]
+    told = run_plain([*hosts, "-n", "2", *command])
+    law = parse(json.loads((tmp_path / "plan.json").read_text())["probe"]["network"], "network")
+    assert 0.2 < law.gbit_per_s < 0.5 and law.ranks_per_node == 1  # the first two hosts have 400 Mbit/s
+    assert 32 << 10 < law.eager_bytes < 64 << 10
+    assert told.count("what holds it back") == 1, told
+
+
 def test_on_one_node_nobody_is_slow_and_no_gpu_is_no_canary(tmp_path: Path) -> None:
     run = run_ranks(3, PROGRAMS / "wrong_sums.py", cwd=tmp_path).check()
     import torch

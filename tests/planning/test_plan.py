@@ -21,6 +21,7 @@ from mpitrain.virtual.compute import Constant, Exponential
 from mpitrain.virtual.link_costs import link_cost
 from mpitrain.virtual.network import Cluster
 from mpitrain.virtual.serial_fraction import fit_serial_fraction
+from tests.ranks import find_mpi, run_ranks
 
 ALLREDUCE = Setting("allreduce()", "allreduce")
 ASYNC = Setting("async(servers=1)", "async", 1)
@@ -140,6 +141,12 @@ def test_a_plan_by_hand_is_the_same_bytes_twice_and_fits_80_columns(tmp_path, ca
 def test_what_is_missing_or_wrong_is_named(words, message, capsys):
     assert main(["plan", "jobs/digits.py", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_launch_on_one_node_has_no_link_to_probe():
+    words = ["plan", "jobs/digits.py", "--synthetic", "--workers", "1,2", "--probe"]
+    run = run_ranks(2, [str(find_mpi()[0]), "-m", "mpitrain", *words])
+    assert run.code == 2 and "all 2 ranks are on one node" in str(run)
 
 
 def test_a_probe_measures_the_jobs_steps(tmp_path, capsys):
