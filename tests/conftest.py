@@ -17,11 +17,12 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.ranks import SEGMENTS_FOLDER, warm_environment
+from tests.ranks import OPEN_MPI, SEGMENTS_FOLDER, warm_environment
 
 # Before torch is imported, and for every process a test starts: ranks share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # see ranks.NO_FABRIC
+for _name, _value in OPEN_MPI.items():
+    os.environ.setdefault(_name, _value)
 # Tests behave alike inside an allocation or under mpirun: what a launcher left in the environment is removed.
 _LEFT_BY_LAUNCHERS = (
     "OMPI_COMM_",

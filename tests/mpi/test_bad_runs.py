@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from mpitrain.data.write.shard_file import write_shard
 from tests.mpi.cases import PROGRAMS, launch_program
-from tests.ranks import run_ranks
+from tests.ranks import ROOT, run_ranks, warm_environment
 from tests.sampling import sampled
 
 MPITRAIN = [sys.executable, "-m", "mpitrain"]
@@ -62,7 +62,8 @@ def test_an_exception_on_a_worker_under_ulfm_is_its_own_end_and_the_others_go_on
 
 def test_ranks_started_with_different_options(tmp_path):
     common = [*MPITRAIN, "train", job("failing_job"), "--run-dir", str(tmp_path / "run"), "--quiet"]
-    run = run_ranks(1, [*common, "--lr", "0.5", ":", "-n", "2", *common, "--lr", "0.25", "--epochs", "3"])
+    words = [*common, "--lr", "0.5", ":", "-n", "2", *common, "--lr", "0.25", "--epochs", "3"]
+    run = run_ranks(1, words, env=warm_environment({"PYTHONPATH": str(ROOT)}, tmp_path / "ranks"))
     assert run.code == 2, str(run)
     assert run.stderr.count("the ranks were started differently") == 1
     assert "lr: 0.5 on rank 0; 0.25 on ranks 1-2" in run.stderr

@@ -81,7 +81,8 @@ DOCTOR=(--devices '{root}/nodes/$SLURMD_NODENAME/gpu*' --min-free-gib 0.01 --min
 """
 _OPENMPI = """\
 LAUNCH=(srun --mpi=pmix)
-export OPAL_PREFIX={prefix} PMIX_PREFIX={prefix} PMIX_MCA_psec=native PMIX_MCA_gds=hash OMPI_MCA_btl=^ofi"""
+export OPAL_PREFIX={prefix} PMIX_PREFIX={prefix} PMIX_MCA_psec=native PMIX_MCA_gds=hash OMPI_MCA_btl=^ofi
+export OMPI_MCA_threads_pthreads_yield_strategy=nanosleep"""
 _MPICH = "LAUNCH=(srun --mpi=pmi2)"
 
 # What a site's prolog does: each node has a temporary directory of its own.
