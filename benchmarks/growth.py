@@ -1,6 +1,6 @@
 """What does a rank cost at its start, at a step, a checkpoint, a resume and the end, as the number of ranks grows?
 
-    python benchmarks/growth.py [--ranks 2 8 32] [--strategies "allreduce()" "async(servers=1)"] [--rounds 1]
+    python benchmarks/growth.py [--ranks 2 8 32] [--strategies "allreduce()" "async(servers=1)"] [--rounds 1] [--starts]
 
 A small job on synthetic data is trained by so many ranks on this machine, checkpointed, and gone on with; every rank
 counts what it opens, sends and receives, and its CPU seconds (`growth_rank.py`). MPI's own start is a column of its
@@ -48,10 +48,15 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=["allreduce()", "async(servers=1)"])
     parser.add_argument("--resume-up-to", type=int, default=8, metavar="N", help="ranks; more do not go on")
     parser.add_argument("--rounds", type=int, default=1, help="starts and imports of torch, taking turns")
+    parser.add_argument(
+        "--starts", action="store_true", help="of the largest number of ranks, and nothing else"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="of the functions of N")
     options = parser.parse_args()
     # as an installed package is; where Python may not write bytecode every rank compiles every file of a checkout
     assert compileall.compile_dir(HERE.parent / "mpitrain", quiet=1)
+    if options.starts:
+        return show_starts(max(options.ranks), options.strategies, options.rounds)
     launches = [
         found
         for strategy in options.strategies
@@ -166,12 +171,24 @@ optimizer.step()
 """
 
 
-def start_against_torch(ranks: int, strategy: str) -> dict[str, Any]:
+def show_starts(ranks: int, strategies: list[str], rounds: int) -> None:
+    """Starts and imports of torch, taking turns, as a row of their own."""
+    starts = [start_against_torch(ranks, strategy, False) for _ in range(rounds) for strategy in strategies]
+    for found in starts:
+        times, cpu = (found[f"first_step_{unit}"] / found[f"torch_{unit}"] for unit in ("s", "cpu_s"))
+        print(
+            f"{ranks} ranks, {found['strategy']}: {times:.2f} times as long as importing torch, {cpu:.2f} in CPU"
+        )
+    write_row("growth_start", {"starts": starts})
+
+
+def start_against_torch(ranks: int, strategy: str, with_step: bool = True) -> dict[str, Any]:
     """From the launch to the first step, and as many processes that import torch, or make a step of their own."""
     with tempfile.TemporaryDirectory() as folder:
         ours = launch(Path(folder), "first", strategy, ranks, STEPS)
     found = {key: ours[key] for key in ("ranks", "strategy", "first_step_s", "first_step_cpu_s")}
-    for name, program in (("torch", IMPORT), ("torch_step", ONE_STEP)):
+    programs = {"torch": IMPORT, "torch_step": ONE_STEP} if with_step else {"torch": IMPORT}
+    for name, program in programs.items():
         began_s, before_s = time.time(), cpu_of_children()
         alone = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(ranks)]
         codes = [one.wait() for one in alone]  # of all of them, before the clock is read
