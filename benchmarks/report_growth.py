@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from report_rows import Row, one, origin, size
+from report_rows import Row, one, origin, rows_of, size
 
 from docs.markdown import table
 
@@ -31,8 +31,39 @@ def growth() -> str:
         '"Before" is what the same machine needs where every rank deals the batches of all, is told what all others '
         "have said, and listens to each worker with a receive of its own."
     )
-    parts = [stages(row), told, checkpoints(row), *starts, functions(row), before, origin(row)]
+    parts = [
+        stages(row), told, checkpoints(row), *starts, functions(row), before, origin(row), *starts_alone(),
+    ]  # fmt: skip
     return "\n\n".join(parts)
+
+
+def starts_alone() -> list[str]:
+    """Starts and imports of torch that have taken turns, where they have been measured apart."""
+    if not rows_of("growth_start"):
+        return []
+    row = one("growth_start")
+    head = (
+        "start of",
+        "first step, s",
+        "CPU s",
+        "as many imports of torch, s",
+        "CPU s",
+        "ratio of s",
+        "of CPU s",
+    )
+    body = [
+        (
+            f"`{start['strategy']}`, {start['ranks']} ranks",
+            *(f"{start[key]:.1f}" for key in ("first_step_s", "first_step_cpu_s", "torch_s", "torch_cpu_s")),
+            *(f"{start[f'first_step_{unit}'] / start[f'torch_{unit}']:.2f}" for unit in ("s", "cpu_s")),
+        )
+        for start in row["starts"]
+    ]
+    return [
+        "With `--starts`, starts and imports take turns; others used the machine, which shows in the times most:",
+        table(head, *body),
+        origin(row),
+    ]
 
 
 def stages(row: Row) -> str:
