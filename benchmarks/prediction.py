@@ -10,7 +10,9 @@
 Twelve update rules on four hosts of one rank each, whose links carry 50, 200 or 1000 Mbit/s (`hosts.py`), once with
 even workers and once with one that takes five times as long a batch. A rule with servers has fewer workers, because
 each server takes a host. What `predict` knows: the links as `mpitrain doctor --comm` measures them on these hosts
-before, and the time of the job's batches, as the compute law `measured` takes it. Nothing is fitted to a run.
+before, alone and while all send at once, with the eager limit, and the time of the job's batches, as the compute law
+`measured` takes it. Nothing is fitted to a run. The time of a sample leaves out validations where the runs over MPI
+leave them out. A round of all conditions takes 3 minutes to predict and 22 to run on 2 cores that nobody else uses.
 
 A batch sleeps 60 ms besides its own computing (emulated compute), for two cores cannot compute for four workers at
 once; the slow worker sleeps four times that longer. Figures: seconds a sample of all workers together, and the seconds
