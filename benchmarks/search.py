@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="seeds (default: 1)")
     parser.add_argument("--epochs", type=int, default=10, help="of the whole training (default: 10)")
     parser.add_argument("--ranks", type=int, default=4, help="of the launch (default: 4)")
-    parser.add_argument("--asha", default="asha(least=1, reduction=4)", help="the rule")
+    parser.add_argument("--asha", default="asha()", help="the rule (default: asha())")
     options = parser.parse_args()
     lines: list[tuple[str, ...]] = [("seed", "", "best accuracy", "samples", "seconds", "idle ranks")]
     for seed in range(options.rounds):
