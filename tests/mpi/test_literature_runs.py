@@ -83,6 +83,7 @@ def test_the_trained_cnn_predicts_and_goes_into_eight_bits(trained, tmp_path):
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["digits", "ranking", *literature.NAMES])
 def test_it_reaches_its_target_with_allreduce_and_with_a_server(tmp_path, name):
-    command = [sys.executable, str(ROOT / "benchmarks" / "literature.py"), "--jobs", name, "--workers", "3"]
+    """On two workers: more of them take larger steps, fewer in the job's epochs."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "literature.py"), "--jobs", name, "--workers", "2"]
     out = run_plain(command, cwd=tmp_path, timeout_s=560)  # exits with 3 where one missed it
     assert out.count("1 of 1") == 2
