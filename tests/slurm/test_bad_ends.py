@@ -14,20 +14,14 @@ from tests.slurm.test_templates import SMALL, fom
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(580)]
 
-# A site file whose preflight stands still on the job's first start until HELD_BY is told to go on.
+# A command whose look at the node stands still on the job's first start.
 WAITING = """\
-source {site}
-mkdir -p waiting-bin
-cat >waiting-bin/mpitrain <<'END'
 #!/bin/bash
 if [[ $1 == doctor && $2 == --node && ${{SLURM_RESTART_COUNT:-0}} == 0 && ${{SLURM_ARRAY_TASK_ID:-1}} == 1 ]]; then
     touch "preflight-$SLURM_JOB_ID"
     while :; do sleep 0.1; done
 fi
 exec {program} "$@"
-END
-chmod +x waiting-bin/mpitrain
-export PATH=$PWD/waiting-bin:$PATH
 """
 
 
@@ -39,9 +33,12 @@ def notes(site: Site, run: str) -> list[list[str]]:
 def test_a_signal_before_ranks_exist_requeues_and_a_cancelled_job_stays_cancelled(site: Site) -> None:
     """Both stand still in the preflight when it comes. The first, a sweep's last task, is started again, alone,
     and trains, on one GPU of two."""
+    waiting = site.folder / "waiting-bin" / "mpitrain"  # written once: the jobs begin at one moment
+    waiting.parent.mkdir()
+    waiting.write_text(WAITING.format(program=site.cluster.root / "bin-openmpi" / "mpitrain"))
+    waiting.chmod(0o755)
     path = site.folder / "waiting.sh"
-    program = site.cluster.root / "bin-openmpi" / "mpitrain"
-    path.write_text(WAITING.format(site=site.cluster.site(site.python), program=program))
+    path.write_text(f"source {site.cluster.site(site.python)}\nexport PATH={waiting.parent}:$PATH\n")
     (site.folder / "two.txt").write_text("--epochs 2\n--lr 2e-3\n")
     words = ("--gpus-per-node=1", "--array=0-1", "slurm/array-sweep.sbatch", "two.txt", SMALL)
     early = site.sbatch(*words, RUN_ROOT="sweep-early", MPITRAIN_SITE=str(path))
