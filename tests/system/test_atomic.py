@@ -21,35 +21,29 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(manager, tmp_path: Path)
     assert path.read_text() == "old" and [each.name for each in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_durable_write_syncs_the_file_before_the_rename_and_the_directory_after(
-    tmp_path, monkeypatch
-) -> None:
-    calls, fsync, replace = [], os.fsync, os.replace
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """What is fsynced and renamed, in order."""
+    calls, fsync, replace = list[str](), os.fsync, os.replace
 
     def spy(descriptor: int) -> None:
         calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", spy)
-    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("rename"), replace(a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(f"rename {Path(b).name}"), replace(a, b)))
+    return calls
+
+
+def test_a_durable_write_syncs_the_file_before_the_rename_and_the_directory_after(tmp_path, calls) -> None:
     atomic.write_durable(tmp_path / "a", b"new")
-    assert calls == [".a.tmp", "rename", tmp_path.name] and (tmp_path / "a").read_bytes() == b"new"
+    assert calls == [".a.tmp", "rename a", tmp_path.name] and (tmp_path / "a").read_bytes() == b"new"
     calls.clear()
     atomic.write_whole(tmp_path / "a", "newer", tag="7")
-    assert calls == ["rename"] and (tmp_path / "a").read_text() == "newer"
+    assert calls == ["rename a"] and (tmp_path / "a").read_text() == "newer"
 
 
-def test_two_files_are_synced_before_either_is_renamed_and_their_directory_once(
-    tmp_path, monkeypatch
-) -> None:
-    calls, fsync, replace = [], os.fsync, os.replace
-
-    def spy(descriptor: int) -> None:
-        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", spy)
-    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(f"rename {b.name}"), replace(a, b)))
+def test_two_files_are_synced_before_either_is_renamed_and_their_directory_once(tmp_path, calls) -> None:
     with atomic.all_durably_replaced(tmp_path / "b", tmp_path / "a") as temporaries:
         for path, text in zip(temporaries, ("first", "second"), strict=True):
             path.write_text(text)

@@ -32,6 +32,7 @@ from mpitrain.system import trace
 MOVE_TAG = 4  # on a group's communicator
 MEETING_TAG = 3  # on the world's communicator, whose other messages have other tags
 LEAVE_S = 5.0  # for ranks that leave the group later
+_MOST_ANNOUNCEMENTS = 256  # kept: a program's tensors may have ever new lengths
 _PROBE_TAG, _PROBE_BYTES, _NUM_PROBES = 5, 1 << 18, 4
 _NO_TIME = timedelta(0)
 
@@ -55,8 +56,8 @@ class GroupBase(dist.ProcessGroup):
         self._transport = runtime.allreduce_plan.known(self._layout)
         self._has_left = False
         self._announcements: dict[str, Announcement] = {}
-        self._done = MpiWork(self._engine, "a collective that is done", [], timeout)
-        self._done.end(None)
+        self._done_work = MpiWork(self._engine, "a collective that is done", [], timeout)
+        self._done_work.end(None)
         self._comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         self._control_comm: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
 
@@ -190,8 +191,10 @@ class GroupBase(dist.ProcessGroup):
             lambda: self._limit(opts).total_seconds(),
         )
         if op is True:
+            if len(self._announcements) >= _MOST_ANNOUNCEMENTS:
+                self._announcements.clear()
             self._announcements[what] = made
-            return self._done
+            return self._done_work
         if op is False:
             return self._collective(name, what, carry, result, opts, writes=False)
         work = MpiWork(self._engine, name, result, self._limit(opts))

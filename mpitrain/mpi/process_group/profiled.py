@@ -25,14 +25,12 @@ _NAMES = {  # torch's for them
 }  # fmt: skip
 _ending = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mpitrain-profile")
 _autograd: Any = torch._C._autograd
-
-
 is_on = torch.autograd._profiler_enabled
 
 
 def waiting() -> contextlib.AbstractContextManager[Any]:
     """A span while a thread waits for a Work."""
-    if not torch.autograd._profiler_enabled():
+    if not is_on():
         return _NO_SPAN
     return torch.autograd.profiler.record_function(f"{BACKEND}:wait")
 
@@ -40,7 +38,7 @@ def waiting() -> contextlib.AbstractContextManager[Any]:
 def begin(name: str, inputs: Any) -> Any:
     """Begin the span of a collective or a message whose inputs are a tensor, or lists of them; None where nobody
     profiles."""
-    if not torch.autograd._profiler_enabled():
+    if not is_on():
         return None
     return _autograd._record_function_with_args_enter(
         f"{BACKEND}:{_NAMES.get(name, name)}", *_tensors(inputs)

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 import weakref
+from unittest import mock
 
 import numpy as np
 import torch
@@ -452,6 +453,15 @@ def case_small_collectives_of_ranks_that_come_late(rt):
             tensor = torch.ones(3, requires_grad=True).detach()
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
             assert tensor.eq(1).all()
+
+
+def case_what_is_kept_of_small_collectives_is_bounded(rt):
+    """Of a program whose tensors have ever new lengths; here each is done as soon as it is called."""
+    with mock.patch.object(rt.engine, "run_at_once", lambda *arguments: True):
+        for count in range(1, 300):
+            dist.all_reduce(torch.ones(count))
+    kept = dist.group.WORLD._announcements
+    assert 0 < len(kept) <= 256, len(kept)
 
 
 def case_a_group_can_be_destroyed_and_made_again(rt):
