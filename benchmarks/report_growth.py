@@ -60,7 +60,7 @@ def starts_alone() -> list[str]:
         for start in row["starts"]
     ]
     return [
-        "With `--starts`, starts and imports take turns; others used the machine, which shows in the times most:",
+        "With `--starts`, starts and imports take turns:",
         table(head, *body),
         origin(row),
     ]
