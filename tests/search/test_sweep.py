@@ -9,12 +9,17 @@ import subprocess
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from mpitrain.cli import main as cli
+from mpitrain.reporting.targets import Choice
+from mpitrain.search.sweep.axes import read_axis
 from mpitrain.search.sweep.deal import MAX_DEATHS
 from mpitrain.search.sweep.journal import Sweep
+from mpitrain.search.sweep.proposals import Proposals
 from tests.ranks import find_mpi, run_ranks
 
 JOB = Path(__file__).with_name("job.py")
@@ -212,6 +217,22 @@ def test_optuna_proposes_by_what_has_finished(here: Path) -> None:
     trials = optuna.load_study(study_name="sweep", storage=storage).trials
     told = {trial.user_attrs["number"]: trial.value for trial in trials if trial.value is not None}
     assert told == {number: pytest.approx(1 - abs(hidden[number] - 3) / 10) for number in range(0, 48, 2)}
+
+
+def test_two_dealers_may_tell_what_one_setting_has_reached(tmp_path: Path) -> None:
+    """The one that comes second has looked before the first one told; a proposal that was not taken has failed."""
+    pytest.importorskip("optuna")
+    axes, sweep = [read_axis("lr=log_uniform(1e-3, 1e-1)")], SimpleNamespace(folder=tmp_path)
+    plans: Any = [SimpleNamespace(axes=axes, sampler_seed=seed) for seed in range(2)]
+    first, second = (Proposals(cast(Sweep, sweep), plan, Choice("accuracy", False)) for plan in plans)
+    taken, other = first.ask(0), second.ask(0)
+    first.ask(1)
+    seen = second._study.get_trials(deepcopy=True)
+    first.tell(0, taken, 0.5)
+    second._study.get_trials = lambda **options: seen  # type: ignore[method-assign]
+    second.tell(0, taken, 0.5)
+    assert [trial.state.name for trial in first._study.trials] == ["COMPLETE", "FAIL", "RUNNING"]
+    assert taken != other
 
 
 def test_optuna_that_is_missing_is_named(

@@ -83,11 +83,13 @@ class Proposals:
                 if trial.user_attrs.get(NUMBER) != number:
                     continue
                 taken = value is not None and self._setting(trial.params) == setting
-                with contextlib.suppress(
-                    optuna.exceptions.UpdateFinishedTrialError
-                ):  # another dealer was first
+                # another dealer may be first, before this call looks or after it
+                with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
                     self._study.tell(
-                        trial.number, value if taken else None, state=None if taken else state.FAIL
+                        trial.number,
+                        value if taken else None,
+                        state=None if taken else state.FAIL,
+                        skip_if_finished=True,
                     )
 
     def _setting(self, params: Mapping[str, Any]) -> Options:
