@@ -1,5 +1,6 @@
 """Threads and ranks over MPI: the same bits where sums are exact, and each goes on from what the other has written."""
 
+import functools
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 import mpitrain as mt
 from mpitrain.values import parse
 from tests.mpi.cases import launch_program
-from tests.threads.course import BEGUN, WHOLE, dyadic_job
+from tests.threads.course import BEGUN, WHOLE, dyadic_job, until_complete
 
 RANKS = 4
 EXACT = (
@@ -34,7 +35,8 @@ def runs(tmp_path_factory):
     folders = {text: path / str(index) for index, text in enumerate((*EXACT, *OTHERS))}
     for text, folder in folders.items():
         train(text, folder / "threads", epochs=WHOLE)
-        train(text, folder / "threads-begin", epochs=BEGUN)
+        begun = folder / "threads-begin"
+        until_complete(functools.partial(train, text, begun, epochs=BEGUN), begun)
     launch_program(RANKS, "both_worlds", str(path), *folders).check()
     for text, folder in folders.items():
         train(text, folder / "threads-end", epochs=WHOLE, resume=str(folder / "ranks-begin"))
