@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 from mpitrain.errors import UsageError
 from mpitrain.mpi import json_collectives, json_messages
 from mpitrain.mpi.allreduce_plan import Plan
+from mpitrain.mpi.any_source import may_miss_from_any
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.failed_ranks import failed_ranks
@@ -152,6 +153,7 @@ class Runtime(Ranks):
         brought = self.allgather([node_key(), socket.gethostname(), processes.identity(), self.thread_level])
         node_keys, self.hosts, self.processes, self._thread_levels = map(list, zip(*brought))
         self._place(node_keys)
+        self.engine.listens_to_each |= may_miss_from_any(self.library, self.nodes)
         if self.rank == 0:
             warn_of_multiple(self._thread_levels, self.library)
         self.allreduce_plan = Plan(self.nodes, self.library)

@@ -2,8 +2,9 @@
 
 Invariants: one role a rank, driven by the thread that owns MPI; the role is never blocked by a send.
 Where the job may go on without ranks that die, one header receive is always listening to each peer (directed, never
-ANY_SOURCE: a dead peer must be tellable), and every completion is looked for among all of them. Everywhere else one
-receive listens to all peers, so that a completion costs as much among ten thousand peers as among two. What a header
+ANY_SOURCE: a dead peer must be tellable), and every completion is looked for among all of them; so, too, where the MPI
+library does not keep to ANY_SOURCE (`any_source.py`). Everywhere else one receive listens to all peers, so that a
+completion costs as much among ten thousand peers as among two. What a header
 announces is then received into the wire buffer that `buffer_for` provides, and only after that the peer's next header
 is looked at, so messages of one peer keep their order. A payload whose length or whose stamps at the two ends are not
 what its header says is an error, never an update.
@@ -111,7 +112,7 @@ class MpiWorld:
     def start(self) -> None:
         """Listen to every peer; `advance` calls it first where nobody has."""
         self._started = True
-        if not self.engine.tolerant:
+        if not self.engine.listens_to_each:
             self._listen_to_any()
             return
         for peer in self._peers.values():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mpitrain.mpi.any_source import may_miss_from_any
 from mpitrain.system.node_map import name_ranks, node_indices
 from tests.mpi.cases import assert_passed, case_names, launch, launch_program
 
@@ -44,3 +45,19 @@ def test_nodes_are_told_apart_where_mpiexec_hands_one_slurm_node_name_to_all():
         pytest.skip("a host name of its own needs root")
     run.check()
     assert run.ranks_out == ("0 1 0 2 0 hosta\n", "0 1 0 2 0 hostb\n", "0 1 0 2 1 hosta\n")
+
+
+@pytest.mark.parametrize(
+    ("library", "nodes", "may_miss"),
+    [
+        ("MPICH Version:      5.0.2", [0, 0, 1], True),
+        ("MPICH Version:      5.0.2", [0, 0, 0], False),
+        ("MPICH Version:      5.0.2", [0, 1, 2], False),
+        ("Intel(R) MPI Library 2021.13 for Linux* OS", [0, 1, 1], True),
+        ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution", [0, 0, 1], False),
+    ],
+)
+def test_one_receive_listens_to_all_peers_unless_they_come_by_two_ways_into_another_library_than_open_mpi(
+    library, nodes, may_miss
+):
+    assert may_miss_from_any(library, nodes) is may_miss

@@ -49,6 +49,7 @@ class Engine:
 
     def __init__(self, comm: "MPI.Comm", ulfm: bool = False, tolerant: bool = False):
         self.comm, self.tolerant = comm, tolerant or ulfm
+        self.listens_to_each = self.tolerant  # worlds post a receive for each peer, not one for all of them
         self.on_wait: Callable[[], None] = lambda: None  # called again and again while a thread waits
         self._progress = Progress(self._notify, FailedRanks() if ulfm else None)
         self._backoff = Backoff()

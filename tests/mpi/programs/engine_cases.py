@@ -380,6 +380,12 @@ def case_one_receive_listens_to_all_peers_and_messages_of_each_keep_their_order(
     tolerant.start()
     assert len(tolerant.engine.outstanding) == rt.size - 1
     tolerant.engine.stop()
+    rt.barrier()
+    each = MpiWorld(Engine(rt.comm), world._peers, buffers)
+    each.engine.listens_to_each = True
+    each.start()
+    assert len(each.engine.outstanding) == rt.size - 1
+    each.engine.stop()
 
 
 def one_message(rank, step):
