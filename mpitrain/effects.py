@@ -12,7 +12,7 @@ so the same role runs under `mpirun` and in virtual time. A worker, in full, wou
             yield Send(server, Push(reply.version, reply.step, samples=1, payload=gradient))
 
 `Now()` answers the world's clock in seconds. `AllReduce` is answered when all workers have come to it: over MPI by
-collectives, in virtual time by messages round a ring. The messages stand in `messages/`.
+collectives, in virtual time when those would have ended. The messages stand in `messages/`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, default_run_dir
+from mpitrain.simulation.collective_costs import all_reduces
 from mpitrain.simulation.measured_step import charged, with_measured
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.simulation.workload import codec_of, updates_itself
@@ -35,7 +36,7 @@ from mpitrain.training.measure import MODEL_FILE, build, save_model
 from mpitrain.training.tracing import nothing_traced
 from mpitrain.training.validation import Measure, make_measure
 from mpitrain.virtual import ComputeLaw, Costs, NetworkLaw, VirtualWorld
-from mpitrain.virtual.ring import Reduce
+from mpitrain.virtual.all_reduces import Reduce
 from mpitrain.virtual.traces import VirtualTrace
 
 # What a figure of merit says of a run that starts no process, warms nothing up and goes on from nothing.
@@ -206,8 +207,11 @@ class VirtualRun:
     def run(self, roles: Sequence[Role], reduce: Reduce | None = None) -> list[Any]:
         """What each rank's role returns; `reduce` carries out the collectives of roles that all-reduce."""
         pairs = zip(self.stragglers, roles, strict=True)
+        together = None
+        if reduce is not None:
+            together = all_reduces(range(self.number), reduce, self.network, self.number)
         returned = self.world.run(
-            {rank: straggler.wrap(role) for rank, (straggler, role) in enumerate(pairs)}, reduce
+            {rank: straggler.wrap(role) for rank, (straggler, role) in enumerate(pairs)}, together
         )
         return [returned[rank] for rank in range(self.number)]
 

@@ -1,7 +1,7 @@
 """Local SGD in virtual time.
 
-Invariants: it composes. Workers are those of the run over MPI: they draw their times, averagings are messages round a
-ring, and parameters are the same. Every worker has its own module: so many models have to fit into memory.
+Invariants: it composes. Workers are those of the run over MPI: they draw their times, an averaging takes what its
+all-reduce would, and parameters are the same. Every worker has its own module: so many models have to fit into memory.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from mpitrain.model.optimizer import Rates
 from mpitrain.model.sparse_gradients import row_bytes, sparse_parameters
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
+from mpitrain.simulation.collective_costs import Collectives
 from mpitrain.simulation.ranks_in_one_process import RanksInOneProcess
 from mpitrain.simulation.step_costs import (
-    Collectives,
     check_split,
     gradient_buckets,
     num_bytes_of,
@@ -331,7 +331,9 @@ class LockstepRun:
                 costs.append(self.costs.allreduce(sizes[-1], everybody))
             else:
                 sizes.append(min(rows) * row_bytes(together[0]))
-                costs.append(self.costs.sparse_allreduce(*rows, together[0], everybody))
+                costs.append(
+                    self.costs.sparse_allreduce(*rows, len(together[0]), row_bytes(together[0]), everybody)
+                )
         self.step_bytes = sum(cost.sent_bytes for cost in costs)
         return overlapped(sizes, costs)
 

@@ -26,6 +26,7 @@ from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server
 from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.base import VirtualRun
+from mpitrain.simulation.collective_costs import all_reduces
 from mpitrain.simulation.local_sgd import simulate_local_sgd
 from mpitrain.simulation.lockstep import simulate_lockstep
 from mpitrain.simulation.peers import simulate_peers
@@ -47,7 +48,6 @@ from mpitrain.training.served_tables import save_tables
 from mpitrain.training.validate import validate_simulation
 from mpitrain.training.validation import Measure
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
-from mpitrain.virtual.ring import Ring
 
 
 def simulate(
@@ -203,11 +203,12 @@ class _Simulation(VirtualRun):
                 rank: self._in_order(shard, servers[shard].run())
                 for shard, rank in enumerate(self.roles.servers)
             }
-            ring = Ring(workers, _sum_for_all) if self.strategy.reduces else None
             for rank, replica in replicas.items():
-                role = self._worker(builder, rank, replica, measure)
-                roles[rank] = role if ring is None else ring.follow(rank, role)
-            returned = world.run(roles)
+                roles[rank] = self._worker(builder, rank, replica, measure)
+            together = None
+            if self.strategy.reduces:
+                together = all_reduces(workers, _sum_for_all, self.network, len(roles))
+            returned = world.run(roles, together)
         for rank, replica in replicas.items():
             replica.finish()
             returned[rank] |= {"codec": replica.statistics()} if replica.coder else {}

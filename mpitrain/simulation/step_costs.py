@@ -1,9 +1,8 @@
-"""What the steps of a job cost under strategies whose ranks all take them together: which collectives there are, over
-how many bytes, and by which algorithm.
+"""What the steps of a job cost under strategies whose ranks all take them together: which collectives there are, and
+over how many bytes.
 
-Invariants: it asks the functions that a run asks: how DDP forms buckets, which algorithm carries an allreduce, how
-layers become units, slices and stages. What a part of a model takes of the time of a batch is its share of the
-parameters.
+Invariants: it asks the functions that a run asks: how DDP forms buckets, how layers become units, slices and stages.
+What a part of a model takes of the time of a batch is its share of the parameters.
 """
 
 from __future__ import annotations
@@ -19,93 +18,20 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.layer_cuts import slices, units
 from mpitrain.model.pipeline_stages import split_stages
-from mpitrain.model.sparse_gradients import row_bytes
-from mpitrain.mpi.allreduce_plan import AUTO, Transport, pinned
-from mpitrain.mpi.process_group.algorithm_choice import adds_up, choose, index_bytes
+from mpitrain.simulation.collective_costs import Collectives
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.strategies.model_parallel.pipeline import Pipeline
 from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
 from mpitrain.training.model_parallel.loss_proxy import model_inputs
-from mpitrain.virtual.collectives import Cost, LinkCost, allgather, allreduce_cost, reduce_scatter
-from mpitrain.virtual.link_costs import link_cost
+from mpitrain.virtual.collectives import Cost
 from mpitrain.virtual.lockstep import Bucket, Overlapped, Schedule
-from mpitrain.virtual.network import NetworkLaw
 from mpitrain.virtual.split_steps import PipelineSteps, ShardedSteps, Unit
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's
 
 Batch = dict[str, torch.Tensor]
-
-
-class Collectives:
-    """Costs of the collectives of a run.
-
-    Args:
-        network: between ranks; nodes: of every rank.
-    """
-
-    def __init__(self, network: NetworkLaw, nodes: Sequence[int]):
-        self.network, self.nodes = network, nodes
-        self.used: dict[int, str] = {}  # bytes of an allreduce: its algorithm
-        self._layouts: dict[tuple[int, ...], tuple[list[list[int]], LinkCost, LinkCost]] = {}
-
-    def allreduce(self, num_bytes: int, ranks: Sequence[int]) -> Cost:
-        """Of so many bytes over these ranks, by the algorithm that a run would take."""
-        if len(ranks) == 1:
-            return Cost(0.0, 0)
-        layout, inside, between = self._layout(ranks)
-        slowest = between if len(layout) > 1 else inside
-        transport = Transport.modelled(slowest.alpha_s, slowest.beta_s)
-        self.used[num_bytes] = algorithm = choose(num_bytes, layout, transport, pinned() or AUTO)
-        return allreduce_cost(algorithm, [len(node) for node in layout], num_bytes, inside, between)
-
-    def allgather(self, num_bytes: int, ranks: Sequence[int]) -> Cost:
-        """Of parts that are so many bytes together."""
-        return allgather(len(ranks), num_bytes, self._slowest(ranks))
-
-    def sparse_allreduce(
-        self, num_entries: int, num_different: int, table: torch.Tensor, ranks: Sequence[int]
-    ) -> Cost:
-        """Of rows of `table`, so many of all ranks together: how many each has, which they are, and their values."""
-        counts = self.allreduce(8 * len(ranks), ranks)
-        indices = self.allgather(num_entries * index_bytes(table.shape[:1]), ranks)
-        if adds_up(num_entries, num_different):
-            values = self.allreduce(num_different * row_bytes(table), ranks)
-        else:
-            values = self.allgather(num_entries * row_bytes(table), ranks)
-        parts = (counts, indices, values)
-        return Cost(sum(part.seconds for part in parts), sum(part.sent_bytes for part in parts))
-
-    def reduce_scatter(self, num_bytes: int, ranks: Sequence[int]) -> Cost:
-        """Of so many bytes on every rank."""
-        return reduce_scatter(len(ranks), num_bytes, self._slowest(ranks))
-
-    def message_s(self, num_bytes: int, source: int, to: int) -> float:
-        """From one rank to another."""
-        cost = link_cost(self.network, source, to)
-        return cost.alpha_s + num_bytes * cost.beta_s
-
-    def _slowest(self, ranks: Sequence[int]) -> LinkCost:
-        layout, inside, between = self._layout(ranks)
-        return between if len(layout) > 1 else inside
-
-    def _layout(self, ranks: Sequence[int]) -> tuple[list[list[int]], LinkCost, LinkCost]:
-        """(the ranks by node, the link within a node, the link between nodes)."""
-        key = tuple(ranks)
-        if key not in self._layouts:
-            by_node: dict[int, list[int]] = {}
-            for rank in ranks:
-                by_node.setdefault(self.nodes[rank], []).append(rank)
-            layout = list(by_node.values())
-            largest = max(layout, key=len)
-            inside = link_cost(self.network, *largest[:2]) if len(largest) > 1 else LinkCost()
-            between = LinkCost()
-            if len(layout) > 1:
-                between = link_cost(self.network, layout[0][0], layout[1][0], len(layout))
-            self._layouts[key] = layout, inside, between
-        return self._layouts[key]
 
 
 def gradient_buckets(

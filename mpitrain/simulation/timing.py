@@ -22,6 +22,7 @@ from mpitrain.roles import FaultTolerantServer, Worker
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.roles.peer import Peer
+from mpitrain.simulation.collective_costs import all_reduces
 from mpitrain.simulation.empty import (
     Bytes,
     EmptyLocalReplica,
@@ -42,7 +43,7 @@ from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
 from mpitrain.system.trace import TraceSteps, file_name, switch
 from mpitrain.virtual import ComputeLaw, Constant, Costs, Ideal, NetworkLaw, VirtualWorld
-from mpitrain.virtual.ring import Ring
+from mpitrain.virtual.all_reduces import AllReduces
 from mpitrain.virtual.traces import VirtualTrace
 
 _UNCODED = Uncompressed()
@@ -138,15 +139,14 @@ class _Timing:
             for shard in range(len(numbers))
         ]
         roles = {rank: server.run() for rank, server in zip(ranks.servers, servers, strict=True)}
-        ring = Ring(ranks.workers, _nobody_asks) if strategy.reduces else None
         for index, rank in enumerate(ranks.workers):
-            role = self._straggling(index, self._worker(strategy, ranks, rank, pushes).run())
-            roles[rank] = role if ring is None else ring.follow(rank, role)
+            roles[rank] = self._straggling(index, self._worker(strategy, ranks, rank, pushes).run())
+        together = self._all_reduces(ranks.workers, size) if strategy.reduces else None
         self.parts = {
             rank: part / load.num_parameters for rank, part in zip(ranks.servers, numbers, strict=True)
         }
         self._observe(dict.fromkeys(ranks.servers, "server") | dict.fromkeys(ranks.workers, "worker"))
-        returned = self.world.run(roles)
+        returned = self.world.run(roles, together)
         shards = [returned[rank] for rank in ranks.servers]
         counts = dict(shards[0])
         return {
@@ -225,7 +225,8 @@ class _Timing:
             LocalSGDWorker(rank, course, replica, Quiet(), self.workload.part_samples)
             for rank, (course, replica) in enumerate(zip(courses, replicas, strict=True))
         ]
-        rows = self._run([worker.run() for worker in workers], _nobody_asks)
+        everybody = range(self.number)
+        rows = self._run([worker.run() for worker in workers], self._all_reduces(everybody, self.number))
         return {
             "accepted": courses[0].step * self.number,
             "samples": replicas[0].samples,
@@ -235,6 +236,9 @@ class _Timing:
             "per_worker": rows,
         }
 
+    def _all_reduces(self, ranks: Sequence[int], num_ranks: int) -> AllReduces:
+        return all_reduces(ranks, _nobody_asks, self.network, num_ranks)
+
     def _course(self, rank: int, strategy: Decentralized | None = None) -> PeerPartition:
         load = self.workload
         warmup = {} if strategy is None else {"warmup": strategy.warmup}
@@ -243,12 +247,12 @@ class _Timing:
             **warmup,
         )  # fmt: skip
 
-    def _run(self, roles: Sequence[Role], reduce: Any = None) -> list[dict[str, Any]]:
+    def _run(self, roles: Sequence[Role], together: AllReduces | None = None) -> list[dict[str, Any]]:
         followed = {rank: self._straggling(rank, role) for rank, role in enumerate(roles)}
         self._observe(
             dict.fromkeys(followed, "peer" if isinstance(self.strategy, Decentralized) else "worker")
         )
-        returned = self.world.run(followed, reduce)
+        returned = self.world.run(followed, together)
         return [returned[rank] for rank in range(self.number)]
 
     def _observe(self, names: Mapping[int, str]) -> None:

@@ -23,6 +23,7 @@ class VirtualTrace(Trace):
         super().__init__(*arguments, **options)
         self._owner = threading.get_ident()
         self._waits_since: float | None = None
+        self._waits_for = "", WAIT
         self._computed: tuple[list[Event], float, float, float] | None = None
 
     def add(
@@ -76,15 +77,16 @@ class VirtualTrace(Trace):
             self.add(one.name, one.category, first, last, one.args)
         self.add("gradient", COMPUTE, began_s, now_s)
 
-    def wait(self) -> None:
-        """The rank waits for a message."""
+    def wait(self, what: str = "wait for a message", category: str = WAIT) -> None:
+        """The rank waits from now on until it is resumed."""
         self._waits_since = self.clock() if self.recording else None
+        self._waits_for = what, category
 
     def resume(self, answer: Any) -> None:
         """The rank goes on with this answer."""
         if self._waits_since is not None:
             if self.recording and self.clock() > self._waits_since:
-                self.add("wait for a message", WAIT, self._waits_since, self.clock())
+                self.add(*self._waits_for, self._waits_since, self.clock())
             self._waits_since = None
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Push):
             with active(self):
@@ -97,8 +99,11 @@ class VirtualTrace(Trace):
 
     def send(self, to: int, message: Message, sent_s: float, arrival_s: float) -> None:
         """A message has been sent, and arrives then."""
+        payload = payload_of(message)
+        num_bytes = payload.num_bytes if payload is not None else 0
+        self.fly(f"{type(message).__name__} to {to}", num_bytes, sent_s, arrival_s)
+
+    def fly(self, name: str, num_bytes: int, sent_s: float, arrival_s: float) -> None:
+        """So many bytes are under way from then to then."""
         if self.recording:
-            payload = payload_of(message)
-            args = {"bytes": payload.num_bytes if payload is not None else 0}
-            name = f"{type(message).__name__} to {to}"
-            self.add(name, COMMUNICATION, sent_s, arrival_s, args, next(self._numbers))
+            self.add(name, COMMUNICATION, sent_s, arrival_s, {"bytes": num_bytes}, next(self._numbers))

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mpitrain.effects import (
+    AllReduce,
+    Begin,
     Break,
     Compute,
     Effect,
@@ -30,12 +32,12 @@ from mpitrain.effects import (
 )
 from mpitrain.errors import DeadlockError, LostRankError, WireError
 from mpitrain.messages import Alive, Assist, Lost, Measured, payload_of
-from mpitrain.system.trace import active
+from mpitrain.system.trace import COMMUNICATION, active
+from mpitrain.virtual.all_reduces import AllReduces
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
 from mpitrain.virtual.fair_sharing import Flows
 from mpitrain.virtual.network import Links, NetworkLaw
 from mpitrain.virtual.rendezvous import Clear, Header, Rendezvous
-from mpitrain.virtual.ring import Reduce, Ring
 from mpitrain.virtual.traces import VirtualTrace
 
 DEADLY = ("kill", "segv", "raise")  # the others of `--inject` fall silent
@@ -109,22 +111,21 @@ class VirtualWorld:
         if network.eager_bytes:
             self._rendezvous = Rendezvous(self._begin, _discard, network.eager_bytes, HEADER_BYTES)
         self._drive_computing = frozenset(drive_computing)
+        self._all_reduces: AllReduces | None = None
         self._heap: list[tuple[float, int, Any, Any]] = []
         self._serial = 0
         self._forgotten: set[int] = set()  # given up by somebody: nobody answers them any more
         self._num_pending = 0  # events other than deadlines
         self._processes: dict[int, _Process] = {}
 
-    def run(self, roles: dict[int, Role], reduce: Reduce | None = None) -> dict[int, Any]:
-        """Run every role to its end; returns what each returned, by rank. `reduce` carries out the collectives of
-        roles that all-reduce.
+    def run(self, roles: dict[int, Role], all_reduces: AllReduces | None = None) -> dict[int, Any]:
+        """Run every role to its end; returns what each returned, by rank. `all_reduces`: those of the ranks whose
+        roles have some.
 
         Raises:
             DeadlockError: somebody waits for a message that nobody will send.
         """
-        if reduce is not None:
-            ring = Ring(roles, reduce)
-            roles = {rank: ring.follow(rank, role) for rank, role in roles.items()}
+        self._all_reduces = all_reduces
         self._processes = {rank: _Process(rank, role) for rank, role in roles.items()}
         self._links.num_nodes = self._count_nodes()
         for process in self._processes.values():
@@ -194,6 +195,8 @@ class VirtualWorld:
             _throw_away(message)
         if self._rendezvous is not None:
             self._rendezvous.forget(process.rank)
+        if self._all_reduces is not None:
+            self._all_reduces.forget(process.rank)
         if how not in DEADLY:
             return
         if process.rank not in self._may_die:
@@ -271,16 +274,12 @@ class VirtualWorld:
                     self._drive(process)
                     if effect.timeout_s == 0:
                         continue
-                    process.waiting = True
-                    process.num_waits += 1
-                    process.awaited, process.waits_since_s = effect, self.now_s
-                    if trace is not None:
-                        trace.wait()
-                    pending = self._num_pending or self._waits_for_silent()
-                    if effect.timeout_s is not None and pending:  # else nobody is left who could send
-                        self._schedule(self.now_s + effect.timeout_s, process, _TimeUp(process.num_waits))
+                    self._wait(process, effect)
                     return
                 answer = process.inbox.popleft()
+            elif type(effect) is AllReduce:
+                self._all_reduce(process, effect)
+                return
             elif type(effect) is Forget:
                 if trace is not None:
                     trace.forget(effect.rank)
@@ -293,8 +292,39 @@ class VirtualWorld:
                 else:
                     self._break(process, effect.how)
                     return
-            else:
+            elif type(effect) is not Begin:
                 raise AssertionError(f"rank {process.rank} yielded {effect!r}, which is no effect")
+
+    def _wait(self, process: _Process, effect: Recv) -> None:
+        """Nothing is here: the rank goes on when a message is, or its time is up."""
+        process.waiting = True
+        process.num_waits += 1
+        process.awaited, process.waits_since_s = effect, self.now_s
+        if process.trace is not None:
+            process.trace.wait()
+        pending = self._num_pending or self._waits_for_silent()
+        if effect.timeout_s is not None and pending:  # else nobody is left who could send
+            self._schedule(self.now_s + effect.timeout_s, process, _TimeUp(process.num_waits))
+
+    def _all_reduce(self, process: _Process, effect: AllReduce) -> None:
+        """The rank waits in it; once the last one has come, all go on when it has taken its time."""
+        assert self._all_reduces is not None, "nobody carries out all-reduces"
+        process.computing = _Computed(None, False, sleeps=True)
+        process.awaited, process.waits_since_s = Recv(kind="an all-reduce"), self.now_s
+        if process.trace is not None:
+            process.trace.wait("all-reduce", COMMUNICATION)
+        self._drive(process)
+        ended = self._all_reduces.bring(process.rank, effect.reduction)
+        if ended is None:
+            return
+        for rank, result in ended.results.items():
+            one = self._processes[rank]
+            assert one.computing is not None
+            one.computing.result = result
+            ended_s = self.now_s + ended.took_s
+            if one.trace is not None:
+                one.trace.fly("allreduce", ended.num_bytes, self.now_s, ended_s)
+            self._schedule(ended_s, one, one.computing)
 
     def _compute(self, process: _Process, effect: Compute) -> Any:
         """Carry out a task; returns its result at once where it takes no time."""
@@ -355,6 +385,10 @@ class VirtualWorld:
 
     def _deadlock(self, waiting: Sequence[int]) -> str:
         """Who waits for what, from whom and since when."""
+        for rank in waiting[:MOST_NAMED]:
+            if self._all_reduces is not None and (missing := self._all_reduces.missing(rank)):
+                process = self._processes[rank]
+                process.awaited = process.awaited._replace(sources=missing)
         rows = [_wait_of(self._processes[rank]) for rank in waiting[:MOST_NAMED]]
         if len(waiting) > MOST_NAMED:
             rows.append(f"and {len(waiting) - MOST_NAMED} more")
@@ -429,7 +463,8 @@ class _TimeUp:
 
 
 class _Computed:
-    """A gradient (or a sleep's None) that will be there when its time has passed, unless a message breaks it off."""
+    """A gradient (or a sleep's None, or what an all-reduce has come to) that will be there when its time has passed,
+    unless a message breaks it off."""
 
     def __init__(self, result: Any, interruptible: bool, took_s: float = 0.0, sleeps: bool = False):
         self.result, self.interruptible, self.took_s, self.sleeps = result, interruptible, took_s, sleeps

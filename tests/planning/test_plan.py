@@ -15,7 +15,7 @@ from mpitrain.planning.scaling import (
     reason,
     throughput,
 )
-from mpitrain.simulation.step_costs import Collectives
+from mpitrain.simulation.collective_costs import Collectives
 from mpitrain.virtual.collectives import LinkCost, rabenseifner
 from mpitrain.virtual.compute import Constant, Exponential
 from mpitrain.virtual.link_costs import link_cost

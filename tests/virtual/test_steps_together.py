@@ -9,8 +9,8 @@ import mpitrain as mt
 from mpitrain.errors import DeadlockError, LostRankError, UsageError
 from mpitrain.job import Overrides
 from mpitrain.simulation.base import VirtualRun
+from mpitrain.simulation.collective_costs import Collectives
 from mpitrain.simulation.lockstep import simulate_lockstep
-from mpitrain.simulation.step_costs import Collectives
 from mpitrain.virtual import Cluster, Constant, Ideal, Link, LogNormal
 from mpitrain.virtual.collectives import (
     Cost,
