@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 import pytest
 
-import mpitrain as mt
 from mpitrain.effects import AllReduce, Begin, Break, Compute, Now, Recv, Send, Sleep
 from mpitrain.errors import DeadlockError, LostRankError
 from mpitrain.messages import Join, Update
 from mpitrain.simulation.collective_costs import all_reduces
-from mpitrain.values import parse
 from mpitrain.virtual import Cluster, Constant, Ideal, Link, VirtualWorld
 from mpitrain.virtual.all_reduces import AllReduces
 from mpitrain.virtual.collectives import (
@@ -23,7 +21,6 @@ from mpitrain.virtual.collectives import (
     recursive_doubling,
 )
 from mpitrain.virtual.link_costs import link_cost
-from tests import toy
 from tests.virtual.test_virtual_collectives import Chunk
 
 
@@ -108,19 +105,6 @@ def test_a_setting_of_the_launch_chooses_in_virtual_time_too(monkeypatch):
     monkeypatch.setenv("MPITRAIN_ALLREDUCE", "library")
     ended = run([worker((1,), length=1e5) for _ in range(3)], Link(gbit_per_s=1e-9, latency_s=1.0))
     assert {at_s for _, at_s in ended.values()} == {library_allreduce(3, 10**5, SLOW).seconds}
-
-
-def test_averagings_take_what_their_all_reduces_take(tmp_path):
-    """48 samples in batches of 4 on 3 workers, an averaging after every second of 8 steps, of float32 numbers."""
-    link, job = Link(gbit_per_s=1e-6, latency_s=0.5), toy.make_job(epochs=2)
-    parameters = sum(one.numel() for one in job.model().parameters())
-    result = mt.simulate(
-        job, parse("localsgd(period=2)", "strategy"), workers=3, run_dir=str(tmp_path), quiet=True,
-        compute=Constant(1.0, 0.0), network=link,
-    )  # fmt: skip
-    each_s = library_allreduce(3, 4 * parameters, link_cost(link)).seconds
-    assert result["averagings"] == result["steps"] // 2 > 0
-    assert result["virtual_s"] == pytest.approx(result["steps"] + result["averagings"] * each_s, rel=1e-12)
 
 
 def test_ranks_that_are_ahead_come_to_the_next_one_early_and_mix_up_nothing():

@@ -7,6 +7,8 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import Slow
 from mpitrain.simulation.report import VirtualLog
 from mpitrain.virtual import Constant, Ideal, Link
+from mpitrain.virtual.collectives import library_allreduce
+from mpitrain.virtual.link_costs import link_cost
 from tests import toy
 
 
@@ -15,21 +17,18 @@ def run_virtually(path, strategy, workers=4, compute=Constant(1.0, 0.0), network
     return simulate(job, strategy, workers, compute, network, run_dir=str(path), quiet=True)
 
 
-def test_an_averaging_takes_what_a_ring_takes_and_is_taken_once_a_period(tmp_path):
-    """12 steps of 1 s, and, every `period`, 6 messages one after another, each of a quarter of the model."""
+def test_an_averaging_takes_what_its_all_reduce_takes_and_is_taken_once_a_period(tmp_path):
+    """12 steps of 1 s, and, every `period`, as much as the MPI library takes for few bytes."""
     link = Link(gbit_per_s=1e-6, latency_s=0.5)
     numbers = 5 * 7 + 7 + 7 + 1
-    seconds = {}
+    each_s = library_allreduce(4, 4 * numbers, link_cost(link)).seconds
     for period in (2, 6):
         run = run_virtually(
             tmp_path / str(period), LocalSGD(period=period), network=link, batch_size=2, epochs=2
         )
         assert run["steps"] == 12 and run["averagings"] == 12 // period
         assert run["averaging_bytes"] == 12 // period * 1.5 * 4 * numbers
-        seconds[period] = run["virtual_s"] - 12.0
-    assert seconds[2] == pytest.approx(3 * seconds[6])
-    # a message is 160 bytes of header and a quarter of the numbers (the last piece of 50 is padded)
-    assert seconds[6] == pytest.approx(2 * 6 * (0.5 + 8 * (160 + 4 * numbers / 4) / 1e3), rel=0.1)
+        assert run["virtual_s"] == pytest.approx(12.0 + 12 // period * each_s, rel=1e-12)
 
 
 def test_a_straggler_is_waited_for_at_averagings_only(tmp_path):
