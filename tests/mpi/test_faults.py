@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from mpitrain.mpi import failed_ranks
 from mpitrain.mpi.operation import Op
 from tests import toy
-from tests.mpi.cases import launch_program
+from tests.mpi.cases import TCP, launch_program
 
 ULFM = ("--with-ft", "ulfm")
-TCP = ("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo")
 DEADLINE_S = 180.0  # of a launch that takes 8 s where the cores are free
 
 

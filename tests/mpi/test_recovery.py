@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 
 from mpitrain.checkpoint.parts import folder_of
 from mpitrain.training.measure import same_model
-from tests.mpi.cases import launch_program
+from tests.mpi.cases import TCP, launch_program
 from tests.ranks import ROOT, run_ranks
 
 ULFM = ("--with-ft", "ulfm")
-TCP = ("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo")
 DEADLINE_S = 180.0
 BENCHMARKS = ROOT / "benchmarks"
 

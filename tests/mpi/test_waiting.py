@@ -114,3 +114,37 @@ def test_a_wakeup_counts_once_however_often_it_was_set_and_no_wait_is_longer_tha
     wakeup.set()
     waiter.join(60.0)
     assert not waiter.is_alive()
+
+
+def test_a_nap_is_begun_once_left_alone_by_what_is_short_and_ended_by_what_is_not():
+    from mpitrain.mpi.engine.wakeup import NappingWakeup
+
+    wakeup, looks = NappingWakeup(), []
+
+    def is_over():
+        looks.append(True)
+        return len(looks) == 3
+
+    wakeup.nap(is_over)
+    assert not looks, "nobody asked for a nap"
+    wakeup.nap_next()
+    assert wakeup.wait(0.0), "the sleep ends, so that the nap begins"
+    wakeup.nap_next()
+    assert not wakeup.wait(0.0), "it naps already"
+    wakeup.nap(is_over)
+    assert len(looks) == 3
+
+    def looks_once_more():
+        wakeup.set_awake()
+        looks.append(True)
+        if len(looks) == 5:
+            wakeup.set()
+        assert len(looks) < 6, "a nap that nothing ends"
+        return False
+
+    wakeup.nap_next()
+    wakeup.wait(0.0)
+    wakeup.nap(looks_once_more)
+    assert len(looks) == 5 and not wakeup.wait(0.0)
+    wakeup.set_awake()
+    assert wakeup.wait(0.0), "no nap: it is set"

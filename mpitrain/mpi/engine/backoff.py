@@ -29,10 +29,14 @@ class Backoff:
         """Note that an operation was completed or posted, so that the next pauses are short again."""
         self._quiet_since_s = time.monotonic()
 
+    def quiet_s(self) -> float:
+        """Seconds since the last traffic."""
+        return time.monotonic() - self._quiet_since_s
+
     def sleep_s(self, arriving: bool = False) -> float:
         """Seconds to sleep now, where no transfer is under way; 0.0 means only to yield. `arriving`: this rank waits
         for others at a collective."""
-        quiet_s = time.monotonic() - self._quiet_since_s
+        quiet_s = self.quiet_s()
         if quiet_s < YIELD_S:
             return 0.0
         quiet_after_s = QUIET_AFTER_ARRIVING_S if arriving else QUIET_AFTER_S

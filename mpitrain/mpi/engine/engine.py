@@ -1,13 +1,13 @@
 """The progress engine: post nonblocking operations, poll everything outstanding, notify the threads that wait.
 
-Invariants: MPI is called by one thread at a time, the one that holds `_lock` (thread level SERIALIZED). Inline, that
-is the thread that calls `poll` and `wait` (the main thread of a server or worker). After `start_thread()` a daemon
-communication thread drives what is outstanding while other threads compute; a thread that waits drives MPI itself
-until what it waits for is done, because handing every small collective to another thread and back costs five times
-the collective (2 ranks, 1 KB: 250 us against 40). Everything that is posted returns an Op at once, from any thread;
-what MPI has to do for it is queued to the thread that drives. A collective that its caller waits for begins in the
-caller's thread where nothing else is outstanding, and ends there if the other ranks are about to arrive. World and
-process group share this class, and a process has one engine (`Runtime.engine`).
+Invariants: MPI is called by one thread at a time, the one that owns it (`ownership.py`). Inline, that is the thread
+that calls `poll` and `wait` (the main thread of a server or worker). After `start_thread()` a daemon communication
+thread drives what is outstanding while other threads compute; a thread that waits drives MPI itself until what it
+waits for is done, because handing every small collective to another thread and back costs five times the collective.
+Everything that is posted returns an Op at once, from any thread; what MPI has to do for it is queued to the thread
+that drives. A collective that its caller waits for begins in the caller's thread where nothing else is outstanding,
+and ends there if the other ranks are about to arrive; short messages begin there, too (`wakeup.py`). World and process
+group share this class, and a process has one engine (`Runtime.engine`).
 
 The engine never blocks in one operation while others are outstanding: a pipeline posts its receive before the
 matching send on both sides, so an engine that finished one operation before the next would deadlock. Blocking
@@ -33,12 +33,13 @@ from typing import Any
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import Backoff, yield_core
 from mpitrain.mpi.engine.collective_queue import Announcement, PendingCollective
+from mpitrain.mpi.engine.ownership import Ownership, left_s
 from mpitrain.mpi.engine.requests import Progress, withdraw
-from mpitrain.mpi.engine.wakeup import Wakeup
+from mpitrain.mpi.engine.wakeup import NAP_S, NappingWakeup, Wakeup
 from mpitrain.mpi.failed_ranks import FailedRanks
 from mpitrain.mpi.operation import Op, message_of
 
-_GIVES_WAY_S = 1e-4  # between two looks whether another thread has the engine by now
+_NAPS_FOR_S = 0.01  # after the last traffic
 _CHECK_AGAIN_S = 0.5  # how long a thread sleeps at most without asking whether it still has to
 
 
@@ -55,11 +56,9 @@ class Engine:
         self._backoff = Backoff()
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # held while MPI is called, once there is a communication thread
-        self._owner = 0  # the thread that holds it
-        self._claims: deque[int] = deque()  # of threads that are to have MPI for themselves next
+        self._mpi = Ownership()  # once there is a communication thread
         self._driving = threading.Lock()  # held by the one waiting thread that drives MPI
-        self._thread_wakeup = Wakeup()  # for the communication thread
+        self._thread_wakeup = NappingWakeup()  # for the communication thread
         self._driver_wakeup = Wakeup()  # for the waiting thread that drives
         self._stopping = False
         self._finished = threading.Condition()
@@ -101,10 +100,10 @@ class Engine:
         op.comm = target = self.comm if comm is None else comm
         return self.post(op, lambda: target.Irecv(op.buffer, source, tag), timeout_s)
 
-    def call(self, function: Callable[[], Any]) -> Op:
-        """Run `function()` in the thread that owns MPI, in order of submission; inline it runs at once."""
+    def call(self, function: Callable[[], Any], short: bool = False) -> Op:
+        """Run `function()` in the thread that owns MPI, in order of submission; inline at once. `short`: see `post`."""
         op = Op("call")
-        return self._submit(op, lambda: self._progress.run(op, function))
+        return self._submit(op, lambda: self._progress.run(op, function), short=short)
 
     def collective(self, function: Callable[[], Any], control_comm: "MPI.Comm") -> Op:
         """Run the blocking collective `function()` once every rank of `control_comm` has arrived.
@@ -179,7 +178,7 @@ class Engine:
         """Own MPI in this thread, where nothing is outstanding and nobody else has it."""
         if self._thread is None or not self._driving.acquire(blocking=False):
             return False
-        if not self._lock.acquire(blocking=False):
+        if not self._mpi.take(0):
             self._driving.release()
             self._notify()
             return False
@@ -187,7 +186,6 @@ class Engine:
             self._driving.release()
             self._give()
             return False
-        self._owner = threading.get_ident()
         self._backoff.traffic()
         return True
 
@@ -199,9 +197,13 @@ class Engine:
     def _may_spin(self) -> bool:
         return not self._commands and self._backoff.spin()
 
-    def post(self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None) -> Op:
-        """Post what `start()` begins as `op`, which the caller has made."""
-        return self._submit(op, lambda: self._progress.post(op, start, timeout_s))
+    def post(
+        self, op: Op, start: Callable[[], "MPI.Request"], timeout_s: float | None = None, short: bool = False
+    ) -> Op:
+        """Post what `start()` begins as `op`, which the caller has made. `short`: as a rule somebody waits for it
+        before it has to be driven, so it begins in this thread where that may be, and no other is woken; it may be done
+        then."""
+        return self._submit(op, lambda: self._progress.post(op, start, timeout_s, looks=short), short=short)
 
     def nonblocking(self, start: Callable[[], "MPI.Request"], buffer: Any = None) -> Op:
         """Post any nonblocking MPI operation that `start()` begins; `buffer` is kept alive until it is done."""
@@ -258,33 +260,29 @@ class Engine:
             try:
                 if not predicate():
                     self._check(deadline_s)
-                    self._finished.wait(_left_s(deadline_s, _CHECK_AGAIN_S))
+                    self._finished.wait(left_s(deadline_s, _CHECK_AGAIN_S))
             finally:
                 self._num_asleep -= 1
 
     def _drive(self, predicate: Callable[[], Any], deadline_s: float | None) -> None:
         """Drive MPI until `predicate()` holds, then release `_driving`, which the caller holds."""
         try:
-            while not self._lock.acquire(timeout=_left_s(deadline_s, _CHECK_AGAIN_S)):
+            while not self._mpi.take(left_s(deadline_s, _CHECK_AGAIN_S)):
                 if predicate():
                     return
                 self._check(deadline_s)
-            self._owner = threading.get_ident()
             try:
                 while not predicate():
-                    self._give_way()
+                    self._mpi.give_way()
                     if not self._step():
                         self.on_wait()
                         self._check(deadline_s)
                         self._rest(self._driver_wakeup)
             finally:
-                self._owner = 0
-                self._lock.release()
+                self._mpi.release()
         finally:
             self._driving.release()
-            if self._commands or not self._progress.is_idle:
-                self._thread_wakeup.set()
-            self._notify()  # another waiting thread may drive now
+            self._leave()  # another waiting thread may drive now
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -303,35 +301,24 @@ class Engine:
 
     def _take(self) -> bool:
         """Own MPI in this thread; False, and it is given back, where a collective is under way."""
-        self._claims.append(threading.get_ident())
-        try:
-            self._driver_wakeup.set()
-            self._lock.acquire()
-        finally:  # also where Ctrl-C ends the wait
-            self._claims.pop()
-        self._owner = threading.get_ident()
+        self._mpi.claim(self._driver_wakeup.set)
         self._step()
         if self._broken is None and self._progress.has_collectives:
             self._give()
             return False
         return True
 
-    def _give_way(self) -> None:
-        """Let a thread that claims MPI have it: what this one waits for may be sent after that."""
-        if self._claims:
-            owner, self._owner = self._owner, 0
-            self._lock.release()
-            while self._claims:
-                time.sleep(_GIVES_WAY_S)
-            self._lock.acquire()
-            self._owner = owner
+    def _give(self, short: bool = False) -> None:
+        """Let other threads own MPI again, and have the communication thread drive what is outstanding; after a nap, if
+        that is `short`."""
+        self._mpi.release()
+        self._leave(short)
 
-    def _give(self) -> None:
-        """Let other threads own MPI again, and have the communication thread drive what is outstanding."""
-        self._owner = 0
-        self._lock.release()
-        if self._commands or not self._progress.is_idle:
-            self._thread_wakeup.set()
+    def _leave(self, short: bool = False) -> None:
+        if short:
+            self._thread_wakeup.nap_next()
+        elif self._commands or not self._progress.is_idle:
+            self._thread_wakeup.set_awake()
         self._notify()
 
     def run(self, function: Callable[[], Any], control_comm: "MPI.Comm | None" = None) -> Any:
@@ -345,7 +332,7 @@ class Engine:
     @property
     def owns_mpi(self) -> bool:
         """True in the thread that may call MPI now: in any thread as long as no communication thread runs."""
-        return self._thread is None or self._owner == threading.get_ident()
+        return self._thread is None or self._mpi.is_mine
 
     @property
     def arriving(self) -> bool:
@@ -410,17 +397,23 @@ class Engine:
 
     def _serve(self) -> None:
         while self._broken is None:
-            with self._lock:
-                self._owner = threading.get_ident()
-                num_done = self._step()
-                self._owner = 0
-                self._give_way()
-                if self._stopping and not self._commands and not len(self._progress):
-                    return
+            self._thread_wakeup.nap(self._ends_nap)
+            self._mpi.take()
+            num_done = self._step()
+            self._mpi.give_way()
+            is_over = self._stopping and not self._commands and not len(self._progress)
+            self._mpi.release()
+            if is_over:
+                return
             if self._driving.locked():  # a waiting thread drives; it sets the wakeup when it stops driving
                 self._thread_wakeup.wait(_CHECK_AGAIN_S)
             elif not num_done:
                 self._rest(self._thread_wakeup)
+
+    def _ends_nap(self) -> bool:
+        """Whether what is outstanding has been left alone for a nap, or nothing has been posted for long."""
+        is_left = (self._commands or not self._progress.is_idle) and not self._driving.locked()
+        return self._backoff.quiet_s() > (NAP_S if is_left else _NAPS_FOR_S)
 
     def _step(self) -> int:
         """Run what other threads have queued and poll once; returns how much was done. A callback that fails breaks the
@@ -461,7 +454,10 @@ class Engine:
 
     # ---- handing over to the thread that owns MPI
 
-    def _submit(self, op: Op, start: Callable[[], Any], quiet: bool = False) -> Op:
+    def _submit(self, op: Op, start: Callable[[], Any], quiet: bool = False, short: bool = False) -> Op:
+        if short and self._begin_here(start):
+            return op
+
         def command() -> None:
             if self._broken is None:
                 self._backoff.traffic()
@@ -471,6 +467,20 @@ class Engine:
 
         self._command(command, quiet)
         return op
+
+    def _begin_here(self, start: Callable[[], Any]) -> bool:
+        """Call `start()` where no other thread has MPI, nor has anything queued for it."""
+        if self._thread is None or self._driving.locked() or not self._mpi.take(0):
+            return False
+        may = not self._commands and self._broken is None
+        try:
+            if may:
+                self._backoff.traffic()
+                start()
+        except Exception as error:
+            self._break(error)
+        self._give(short=may)
+        return may
 
     def _command(self, command: Callable[[], None], quiet: bool = False) -> None:
         """Run it here or queue it. `quiet`: this thread is about to wait, so it need not wake another one."""
@@ -489,8 +499,3 @@ class Engine:
         if self._num_asleep:
             with self._finished:
                 self._finished.notify_all()
-
-
-def _left_s(deadline_s: float | None, at_most_s: float) -> float:
-    """Seconds to wait for a lock at once, so that a deadline is seen."""
-    return at_most_s if deadline_s is None else min(at_most_s, max(0.0, deadline_s - time.monotonic()))

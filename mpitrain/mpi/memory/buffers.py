@@ -77,6 +77,26 @@ def as_buffer(tensor: torch.Tensor, *, reduction: bool = False) -> Message:
     return message
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its numbers, one behind the other in host memory, and there are some; and whether they may be
+    written in any mode."""
+    return (
+        tensor.layout == torch.strided
+        and not on_device(tensor)
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+        and 0 < tensor.numel() <= MAX_COUNT
+    )
+
+
+def bytes_of_plain(tensor: torch.Tensor) -> "MPI.buffer":
+    """The memory of a plain tensor, which the caller keeps alive."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
 def of_plain(tensor: torch.Tensor) -> list[Any]:
     """`as_buffer` for a blocking reduction of a contiguous host tensor, which the caller keeps alive, that holds its
     numbers as they are."""

@@ -6,6 +6,7 @@ fits: Open MPI 5.0.11 crashes when a long message is longer than its receive. Wh
 is an error where it is received.
 """
 
+import functools
 import struct
 from datetime import timedelta
 from typing import Any
@@ -29,7 +30,8 @@ from mpitrain.mpi.process_group.work import MpiWork
 from mpitrain.system import trace
 
 _HEAD = struct.Struct("<QQQQ")  # digest(dtype), elements, bytes, number of the body
-_INLINE_BYTES = 8192  # a second message costs more than a longer first one
+_INLINE_BYTES = 65536  # a second message costs more than a longer first one
+_QUICK_BYTES = 1 << 20  # done sooner than another thread is woken
 _ANY = "receive from any rank"
 _BODY_TAG = 16384  # bodies are numbered above it; the algorithms' tags lie below
 
@@ -41,6 +43,8 @@ class PointToPoint(GroupBase):
         """Send one tensor to rank `dst` of this group."""
         (tensor,) = as_list(tensors)
         _check_tag(tag)
+        if self._is_short(tensor):
+            return self._send_short(tensor, dst, tag)
         event = buffers.record_event(tensor)
 
         def carry() -> Task:
@@ -52,7 +56,7 @@ class PointToPoint(GroupBase):
             )
             number, self._num_bodies = self._num_bodies, (self._num_bodies + 1) % _BODY_TAG
             head = bytearray(_HEAD.size + min(raw.numel(), _INLINE_BYTES))
-            _HEAD.pack_into(head, 0, digest(str(tensor.dtype)), tensor.numel(), raw.numel(), number)
+            _HEAD.pack_into(head, 0, _digest_of(tensor.dtype), tensor.numel(), raw.numel(), number)
             memoryview(head)[_HEAD.size :] = raw[:_INLINE_BYTES].numpy().data
             limit_s = self._timeout_s()
             ops = [self._engine.isend(head, dst, tag, self._control_comm, timeout_s=limit_s)]
@@ -67,6 +71,23 @@ class PointToPoint(GroupBase):
 
         return self._transfer(f"send to {dst}", tensor, carry)
 
+    def _is_short(self, tensor: torch.Tensor) -> bool:
+        """Whether a message is all head, and nobody looks at single transfers."""
+        return buffers.is_plain(tensor) and tensor.nbytes <= _INLINE_BYTES and self._may_run_at_once()
+
+    def _send_short(self, tensor: torch.Tensor, dst: int, tag: int) -> MpiWork:
+        """`send` without the machinery, which costs more than a short message itself."""
+        head = _HEAD.pack(_digest_of(tensor.dtype), tensor.numel(), tensor.nbytes, 0)
+        message = head + buffers.bytes_of_plain(tensor).tobytes()
+        op, comm = Op("send", message, dst, tag), self._control_comm
+        op.comm = comm
+        self._engine.post(op, lambda: comm.Isend(message, dst, tag), self._timeout_s(), short=True)
+        if op.done and op.error is None:
+            return self._remember(self._done_work)
+        work = MpiWork(self._engine, f"send to {dst}", [tensor], self._timeout)
+        op.then(work.settle)
+        return self._remember(work)
+
     def recv(self, tensors: Any, src: int, tag: int = 0) -> MpiWork:
         """Receive one tensor from rank `src` of this group; MismatchError if another dtype or length comes."""
         return self._recv(tensors, src, tag, f"receive from {src}")
@@ -78,34 +99,58 @@ class PointToPoint(GroupBase):
     def _recv(self, tensors: Any, source: int, tag: int, what: str) -> MpiWork:
         (tensor,) = as_list(tensors)
         _check_tag(tag)
+        if self._is_short(tensor):
+            return self._receive_short(tensor, source, tag, what)
         check_writable(what, tensor)
         event = buffers.record_event(tensor)
 
         def carry() -> Task:
-            head = bytearray(_HEAD.size + _INLINE_BYTES)
-            op = Op("receive", head, source, tag, passive=True)
-            op.what = what
-            yield (
-                self._engine.post(op, lambda: self._control_comm.Irecv(head, source, tag), self._timeout_s()),
-            )
-            dtype_digest, num_elements, num_bytes, number = _HEAD.unpack_from(head)
-            fits = dtype_digest == digest(str(tensor.dtype)) and num_elements == tensor.numel()
-            target = (
-                tensor if fits else torch.empty(num_bytes, dtype=torch.uint8)
-            )  # the sender has to get rid of it
-            held = buffers.lease(
-                target, reads=False, writes=True, after=event if fits else None, on_host=True
-            )
-            yield self._receive_rest(head, held.memory, num_bytes, op.source, number)
-            held.finish()
-            if not fits:
-                raise MismatchError(
-                    f"rank {op.source} sent {num_elements} elements of"
-                    f" {_name(dtype_digest)} with tag {tag}, rank {self.rank()} receives into {shape_of([tensor])}"
-                )
-            return op.source
+            op = self._receive_head(source, tag, what)
+            yield (op,)
+            return (yield from self._take_in(op, tensor, event))
 
         return self._transfer(what, tensor, carry)
+
+    def _receive_short(self, tensor: torch.Tensor, source: int, tag: int, what: str) -> MpiWork:
+        """`_recv` without the machinery, where what fits the tensor is a short message."""
+        work = MpiWork(self._engine, what, [tensor], self._timeout)
+
+        def arrived(op: Op) -> None:
+            if op.error is None and _fits(op.buffer, tensor):
+                size = tensor.nbytes
+                buffers.bytes_of_plain(tensor)[:] = memoryview(op.buffer)[_HEAD.size : _HEAD.size + size]
+                work.source = op.source
+            elif op.error is None:  # an error to come
+                rest = self._engine.call(lambda: in_inference_mode(self._take_in(op, tensor, None)))
+                rest.then(work.settle)
+                return
+            work.settle(op)
+
+        self._receive_head(source, tag, what, short=True).then(arrived)
+        return self._remember(work)
+
+    def _receive_head(self, source: int, tag: int, what: str, short: bool = False) -> Op:
+        head = bytearray(_HEAD.size + _INLINE_BYTES)
+        op = Op("receive", head, source, tag, passive=True)
+        op.what = what
+        comm = self._control_comm
+        return self._engine.post(op, lambda: comm.Irecv(head, source, tag), self._timeout_s(), short)
+
+    def _take_in(self, op: Op, tensor: torch.Tensor, event: Any) -> Task:
+        """What follows the head that `op` has received; returns the rank that has sent it."""
+        dtype_digest, num_elements, num_bytes, number = _HEAD.unpack_from(op.buffer)
+        fits = _fits(op.buffer, tensor)
+        # where it does not fit, the sender has to get rid of it yet
+        target = tensor if fits else torch.empty(num_bytes, dtype=torch.uint8)
+        held = buffers.lease(target, reads=False, writes=True, after=event if fits else None, on_host=True)
+        yield self._receive_rest(op.buffer, held.memory, num_bytes, op.source, number)
+        held.finish()
+        if not fits:
+            raise MismatchError(
+                f"rank {op.source} sent {num_elements} elements of"
+                f" {_name(dtype_digest)} with tag {op.tag}, rank {self.rank()} receives into {shape_of([tensor])}"
+            )
+        return op.source
 
     def _receive_rest(
         self, head: bytearray, memory: torch.Tensor, num_bytes: int, source: int, number: int
@@ -132,7 +177,9 @@ class PointToPoint(GroupBase):
                 work.source = op.result
             work.settle(op)
 
-        op = self._engine.call(lambda: in_inference_mode(carry()))
+        op = self._engine.call(
+            lambda: in_inference_mode(carry()), short=tensor.numel() * tensor.element_size() <= _QUICK_BYTES
+        )
         if (land := trace.flight(what)) is not None:
             op.then(land)
         op.then(over)
@@ -203,6 +250,17 @@ def _barrier_failure(me: int, missing: list[int], limit: timedelta, wait_all_ran
 def _nothing() -> Task:
     return
     yield ()
+
+
+@functools.cache
+def _digest_of(dtype: torch.dtype) -> int:
+    return digest(str(dtype))
+
+
+def _fits(head: bytearray, tensor: torch.Tensor) -> bool:
+    """Whether the message with this head is what a tensor can hold."""
+    dtype_digest, num_elements, _, _ = _HEAD.unpack_from(head)
+    return bool(dtype_digest == _digest_of(tensor.dtype) and num_elements == tensor.numel())
 
 
 _NAMES = {digest(str(dtype)): str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -115,14 +115,7 @@ class Reductions(GroupBase):
         return (
             len(self._nodes) == 1
             and self._setting in (algorithm_choice.AUTO, algorithm_choice.LIBRARY)
-            and tensor.layout == torch.strided
-            and not buffers.on_device(tensor)
-            and tensor.is_contiguous()
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and not tensor.is_quantized
-            and not tensor.is_inference()
-            and 0 < tensor.numel() <= buffers.MAX_COUNT
+            and buffers.is_plain(tensor)
             and not is_sixteen(tensor.dtype)
         )
 

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 import weakref
+from datetime import timedelta
 from unittest import mock
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain  # noqa: F401  (this import is all a script needs)
+from mpitrain.errors import MismatchError
 from mpitrain.mpi.memory import buffers
-from mpitrain.mpi.process_group import process_group
+from mpitrain.mpi.process_group import point_to_point, process_group
 from tests.mpi.cases import raises, run_cases, starts
 
 DEADLINE_S = 30.0
@@ -210,6 +212,77 @@ def case_send_and_receive(rt):
         for work in works:
             work.wait()
         assert got.eq(before).all()
+
+
+def case_messages_of_every_type_and_length(rt):
+    """Messages that are all head, and a little longer; the receiver's memory dense, with holes, and of inference mode:
+    what one rank takes for short another may not."""
+    after, before = (rt.rank + 1) % rt.size, (rt.rank - 1) % rt.size
+    types = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+    lengths = (1, 64, point_to_point._INLINE_BYTES, point_to_point._INLINE_BYTES + 8)
+    for dtype, num_bytes in itertools.product(types, lengths):
+        count = max(1, num_bytes // dtype.itemsize)
+        own, wanted = (values(rank, torch.uint8, count).to(dtype) for rank in (rt.rank, before))
+        holes = torch.zeros(count, 2, dtype=dtype)
+        with torch.inference_mode():
+            unwritable = torch.zeros(count, dtype=dtype)
+        for got in (torch.zeros(count, dtype=dtype), holes[:, 0], unwritable):
+            received, sent = dist.irecv(got, before), dist.isend(own, after)
+            received.wait()
+            sent.wait()
+            assert torch.equal(got, wanted), (dtype, count)
+        assert not holes[:, 1].any()
+    sent = torch.full((3,), float(rt.rank))
+    work = dist.isend(sent, after)
+    work.wait()
+    sent.fill_(-1)  # it is the caller's again
+    got = torch.zeros(3, requires_grad=True)
+    assert dist.recv(got) == before and got.eq(before).all()
+    dist.barrier()
+
+
+def case_a_message_that_does_not_fit(rt):
+    """Of another type, shorter or longer than what is to be received, on both sides of what is short: it is received
+    aside, and what follows arrives."""
+    edge = point_to_point._INLINE_BYTES // 4
+    for sent, wanted in itertools.product((torch.ones(3), torch.ones(edge + 1)), (edge, edge + 2, 4)):
+        if rt.rank == 0:
+            dist.send(sent, 1)
+            dist.send(torch.full((2,), 7.0), 1)
+        elif rt.rank == 1:
+            got = torch.full((wanted,), -1.0)
+            raises(
+                MismatchError,
+                f"rank 0 sent {sent.numel()} elements of torch.float32",
+                lambda got=got: dist.recv(got, 0),
+            )
+            assert got.eq(-1).all()
+            dist.recv(got[:2], 0)
+            assert got[:2].tolist() == [7, 7]
+    if rt.rank == 0:
+        dist.send(torch.ones(3), 1)
+    elif rt.rank == 1:
+        raises(MismatchError, "of torch.float32", lambda: dist.recv(torch.ones(3, dtype=torch.int32), 0))
+    dist.barrier()
+
+
+def case_short_messages_that_nobody_waits_for_arrive(rt):
+    """The communication thread ends its nap for them, and they end in time where they never come."""
+    after, before = (rt.rank + 1) % rt.size, (rt.rank - 1) % rt.size
+    for _ in range(20):
+        got = torch.zeros(2)
+        work = dist.irecv(got, before)
+        hand_on = work.get_future().then(lambda _, got=got: got.sum().item())
+        dist.isend(torch.full((2,), float(rt.rank)), after)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not work.is_completed():
+            assert time.monotonic() < deadline_s, "nobody drives what this rank does not wait for"
+        assert hand_on.wait() == 2 * before
+    group = dist.new_group(timeout=timedelta(seconds=0.2))
+    never = dist.irecv(torch.zeros(1), group=group, group_src=before)
+    while not never.is_completed():
+        assert time.monotonic() < deadline_s
+    raises(TimeoutError, "timed out", never.wait)
 
 
 def case_asynchronous_works_complete_in_any_order_of_waiting(rt):
