@@ -309,8 +309,7 @@ class Engine:
         return True
 
     def _give(self, short: bool = False) -> None:
-        """Let other threads own MPI again, and have the communication thread drive what is outstanding; after a nap, if
-        that is `short`."""
+        """Let other threads own MPI, and the communication thread drive what is outstanding; after a nap if `short`."""
         self._mpi.release()
         self._leave(short)
 
