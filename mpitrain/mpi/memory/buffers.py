@@ -98,9 +98,8 @@ def bytes_of_plain(tensor: torch.Tensor) -> "MPI.buffer":
 
 
 def of_plain(tensor: torch.Tensor) -> list[Any]:
-    """`as_buffer` for a blocking reduction of a contiguous host tensor, which the caller keeps alive, that holds its
-    numbers as they are."""
-    return [tensor.numpy(), tensor.numel(), _wire_type(tensor.dtype, True)[1]]
+    """`as_buffer` for a blocking reduction of a plain tensor, which the caller keeps alive."""
+    return [bytes_of_plain(tensor), tensor.numel(), _wire_type(tensor.dtype, True)[1]]
 
 
 def _wire_type(dtype: torch.dtype, reduction: bool) -> tuple[torch.dtype | None, "MPI.Datatype"]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.memory.buffers import as_buffer
@@ -76,7 +77,9 @@ class Reduction:
     def of(dtype: torch.dtype, opts: Any) -> "Reduction":
         """From torch's options (None: SUM); TypeError for what this dtype cannot do."""
         wanted = getattr(opts, "reduceOp", opts)
-        kind = "SUM" if wanted is None else _name_of(getattr(wanted, "op", wanted))
+        if wanted is None or wanted == dist.ReduceOp.SUM:
+            return _plain(dtype, "SUM")
+        kind = _name_of(getattr(wanted, "op", wanted))
         if kind == "PREMUL_SUM":
             return Reduction(kind, check(dtype, kind), wanted.__getstate__()[1])
         return _plain(dtype, kind)

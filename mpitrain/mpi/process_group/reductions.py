@@ -70,7 +70,7 @@ class Reductions(GroupBase):
                 return self._carried([tensor], [reduction], [None], None, False)
             memory = tensor.detach() if tensor.requires_grad else tensor
             reduction.before(memory)
-            self._comm.Allreduce(buffers.IN_PLACE, buffers.of_plain(memory), reduction.operation)
+            self._comm.Allreduce(buffers.IN_PLACE, buffers.of_plain(tensor), reduction.operation)
             if reduction.kind == "AVG":
                 reduction.after(memory, self.size())
             return None
