@@ -34,7 +34,7 @@ runtime = start()  # before mpi4py.MPI is imported: it chooses the thread level
 from mpi4py import MPI  # noqa: E402
 
 SIZES = "4,64,1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB"
-NAMES = ("allreduce", "bf16", "broadcast", "allgather", "reduce_scatter", "alltoall", "sendrecv")
+NAMES = ("allreduce", "bf16", "broadcast", "allgather", "reduce_scatter", "alltoall", "sendrecv", "barrier")
 WAYS = ("mpitrain", "gloo", "bare mpi4py", "empty", "unchecked", "bound")
 WARMUP_ROUNDS = 3  # in which the number of repeats grows with how fast the call turns out to be
 
@@ -153,6 +153,7 @@ def calls(name, num_bytes, groups, comm, streams):
             "reduce_scatter": lambda: dist.reduce_scatter_single(small, padded, group=group),
             "alltoall": lambda: dist.all_to_all_single(other, padded, group=group),
             "sendrecv": both,
+            "barrier": lambda: dist.barrier(group=group),
         }[name]
 
     whole, small, padded = (
@@ -168,6 +169,7 @@ def calls(name, num_bytes, groups, comm, streams):
         "reduce_scatter": lambda: comm.Reduce_scatter_block(padded, small),
         "alltoall": lambda: comm.Alltoall(padded, other),
         "sendrecv": lambda: comm.Sendrecv(whole, after, 0, got, before, 0),
+        "barrier": comm.Barrier,
     }
     found = {"mpitrain": by_torch(ours), "gloo": by_torch(gloo)}
     if name in bare:
@@ -276,7 +278,7 @@ def main():
         print(told, flush=True)
     rows = []
     for name in options.only.split(","):
-        for text in options.sizes.split(","):
+        for text in options.sizes.split(",") if name != "barrier" else "0":
             num_bytes = parse_bytes(text)
             seconds = measure(calls(name, num_bytes, groups, comm, streams), options.rounds, options.budget)
             rows.append(row_of(name, num_bytes, seconds))
