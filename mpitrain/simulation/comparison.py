@@ -22,6 +22,7 @@ from typing import Any
 from mpitrain.errors import EXIT_OK, DeadlockError, LostRankError, UsageError
 from mpitrain.inject.values import Injection
 from mpitrain.job import Job, Overrides
+from mpitrain.job.job import VALIDATED
 from mpitrain.model.sparse_gradients import sparse_parameters
 from mpitrain.reporting.fom import fom_line
 from mpitrain.reporting.report import default_run_dir
@@ -180,7 +181,8 @@ class Comparison:
         """
         job = replace(self.job, strategy=strategy)
         options = self._asked(job)
-        job = replace(job, validate=None, target={}, keep_best=None, patience=None, log=())
+        nothing: dict[str, Any] = dict.fromkeys(("validate", *VALIDATED))
+        job = replace(job, validate_ema=False, target={}, log=(), **nothing)
         if isinstance(strategy, AllReduce | Split):
             with tempfile.TemporaryDirectory() as scratch:
                 run_dir = str(folder) if job.trace is not None else scratch

@@ -70,7 +70,7 @@ class Costs(Value):
             return self._update_s(num_bytes) + decoded_s
         if what == "validate":
             return size * self.validate_s
-        return _at(num_bytes, self.checkpoint_gb_per_s)
+        return size * _at(num_bytes, self.checkpoint_gb_per_s)
 
     def _update_s(self, num_bytes: float) -> float:
         return _at(self.passes * num_bytes, self.memory_gb_per_s)

@@ -90,6 +90,13 @@ def test_costs_of_steps_that_all_take_together_are_added_up(tmp_path):
     assert seen["virtual_s"] == pytest.approx(seen["steps"] + 2.0 * len(epochs)) and epochs
 
 
+def test_timing_alone_leaves_out_all_that_asks_for_a_validation(tmp_path):
+    asks = {"validate_every": "6 samples", "keep_best": "validation_loss", "patience": 3, "ema": 0.5}
+    job = toy.make_job(validate=toy.Memory(), validate_ema=True, **asks)
+    rows = compared(tmp_path, ALIKE, (2,), True, job)["rows"]
+    assert all(row["virtual_s"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("strategy", ["allreduce()", "localsgd(period=2)", "decentralized()"])
 def test_ranks_that_divide_a_validation_take_their_parts_of_its_time(tmp_path, strategy):
     """Four batches on four ranks."""

@@ -24,8 +24,21 @@ def test_seconds_are_bytes_over_rates():
     assert costs.seconds("validate", 4e9) == 3.0 and costs.seconds("validate", 4e9, size=0.0) == 0.0
     assert costs.seconds("checkpoint", 4e9) == 0.0
     assert Costs(checkpoint_gb_per_s=8.0).seconds("deliver", 4e9) == 0.5
+    assert Costs(checkpoint_gb_per_s=8.0).seconds("checkpoint", 4e9, size=0.0) == 0.0
     with pytest.raises(UsageError):
         Costs(read_s=-1.0)
+
+
+@pytest.mark.parametrize("strategy", ["localsgd(period=2)", "decentralized()"])
+def test_who_writes_nothing_pays_for_no_checkpoint(tmp_path, strategy):
+    took_s = [
+        mt.simulate(
+            toy.make_job(), parse(strategy, "strategy"), workers=2, run_dir=str(tmp_path / str(number)),
+            quiet=True, compute=Constant(1.0, 0.0), costs=costs,
+        )["virtual_s"]
+        for number, costs in enumerate((Costs(), Costs(checkpoint_gb_per_s=1e-6)))
+    ]  # fmt: skip
+    assert took_s[0] == took_s[1] > 0
 
 
 def test_a_server_that_applies_hears_nothing_meanwhile_and_messages_wait():
