@@ -181,7 +181,7 @@ class Comparison:
         """
         job = replace(self.job, strategy=strategy)
         options = self._asked(job)
-        nothing: dict[str, Any] = dict.fromkeys(("validate", "keep_best", "patience"))
+        nothing: dict[str, Any] = dict.fromkeys(("validate", *VALIDATED))
         job = replace(job, validate_ema=False, target={}, log=(), **nothing)
         if isinstance(strategy, AllReduce | Split):
             with tempfile.TemporaryDirectory() as scratch:
