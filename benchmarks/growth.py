@@ -91,8 +91,10 @@ def measure(strategy: str, ranks: int, resumes: bool) -> list[dict[str, Any]]:
         return [first, launch(Path(folder), "again", strategy, ranks, STEPS + 4)] if resumes else [first]
 
 
-def launch(folder: Path, name: str, strategy: str, ranks: int, steps: int) -> dict[str, Any]:
-    """One launch: what its ranks have counted, by stage; `resumed` where it goes on."""
+def run_ranks(
+    folder: Path, name: str, strategy: str, ranks: int, steps: int
+) -> tuple[float, list[dict[str, Any]], dict[str, Any]]:
+    """One launch: when it began, what its ranks have counted, and its result."""
     (folder / name).mkdir()
     every = 3 * BATCH * (ranks - (1 if "servers" in strategy else 0))
     words = {
@@ -105,7 +107,12 @@ def launch(folder: Path, name: str, strategy: str, ranks: int, steps: int) -> di
     ended = subprocess.run([*start, *program], capture_output=True, text=True)
     rows = [json.loads(path.read_text()) for path in sorted((folder / name).glob("rank-*.json"))]
     assert len(rows) == ranks, ended.stderr[-3000:]
-    result = json.loads((folder / "run" / "result.json").read_text())
+    return began_s, rows, json.loads((folder / "run" / "result.json").read_text())
+
+
+def launch(folder: Path, name: str, strategy: str, ranks: int, steps: int) -> dict[str, Any]:
+    """What the ranks of a launch have counted, by stage; `resumed` where it goes on."""
+    began_s, rows, result = run_ranks(folder, name, strategy, ranks, steps)
     return {
         "strategy": strategy, "ranks": ranks, "resumed": name == "again",
         "first_step_s": max(first_step(row)["time_s"] for row in rows) - began_s,

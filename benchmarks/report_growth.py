@@ -119,6 +119,29 @@ def functions(row: Row) -> str:
     return table(head, *body)
 
 
+def aggregation() -> str:
+    row = one("aggregation")
+    measured = table(
+        ("strategy", "workers", "messages", "bytes", "CPU, ms"),
+        *((f"`{run['strategy']}`", str(run["workers"]), f"{run['messages']:.2f}", size(run["bytes"]),
+           f"{1e3 * run['cpu_s']:.2f}") for run in row["launches"]),
+    )  # fmt: skip
+    virtual = table(
+        ("strategy", "workers", "nodes", "messages in", "out", "bytes in", "out", "pushes a second"),
+        *((f"`{run['strategy']}`", f"{run['workers']:,}", str(run["nodes"]), f"{run['messages_in']:.3f}",
+           f"{run['messages_out']:.3f}", size(run["bytes_in"]), size(run["bytes_out"]), f"{run['pushes_per_s']:,.0f}")
+          for run in row["virtual"]),
+    )  # fmt: skip
+    told = (
+        f"In virtual time, on nodes of {row['per_node']} ranks behind links of {row['gbit_per_s']:g} Gbit/s, a model "
+        f"of {row['numbers']:,} numbers, {row['compute_s']:g} s for a gradient, and memory of "
+        f"{row['memory_gb_per_s']:g} GB/s on servers and aggregators, start and end included:"
+    )
+    first = "For each push, what one server on this machine receives and sends, and its CPU time:"
+    return "\n\n".join([first, measured, told, virtual, origin(row)])
+
+
 PROGRAMS: dict[str, tuple[Sequence[str], Callable[[], str]]] = {
     "growth": (["python benchmarks/growth.py"], growth),
+    "aggregation": (["python benchmarks/aggregation.py"], aggregation),
 }

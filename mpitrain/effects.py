@@ -42,7 +42,7 @@ class Recv(NamedTuple):
 
 class Compute(NamedTuple):
     """Run `task()` and answer its result. `what` names what a virtual world charges for: "gradient", "apply",
-    "validate", "checkpoint" or "deliver", `size` by how much more than usual, or for which part of a validation;
+    "sum", "validate", "checkpoint" or "deliver", `size` by how much more than usual, or for which part of a validation;
     `interruptible`: there, a message breaks it off. `num_batches`: computed one after the other, each of which
     takes its own time; of an "apply", the gradients that have come for it. `step`: of this rank, counted from 0, where
     this is a gradient.

@@ -1,6 +1,9 @@
 """One message of every class, each with something in every field."""
 
+import dataclasses
+
 from mpitrain.messages import (
+    LEFT,
     Agreed,
     Alive,
     Ask,
@@ -8,6 +11,7 @@ from mpitrain.messages import (
     Assist,
     Average,
     Away,
+    Bundle,
     CheckpointRequest,
     Claim,
     Credit,
@@ -16,6 +20,7 @@ from mpitrain.messages import (
     Divide,
     Done,
     Ended,
+    Entry,
     Final,
     FinalRequest,
     Idle,
@@ -69,6 +74,18 @@ REPLY = Reply(
 )  # fmt: skip
 DIFFERENCE = Difference(43, 9, 992, PAYLOAD, LEASES[1:], num_batches=25, checkpoint=CheckpointRequest())
 UPDATE, MEAN, SAVE = Update(6, PAYLOAD), Mean(2, 30, PAYLOAD), Save(4, 77, '{"keep": 2}')
+# what a server is sent of two workers whose gradients were summed, and a model that two workers share
+BUNDLE = Bundle(
+    (
+        Entry(2, 0, Note('{"name": "Größe"}')),
+        Entry(2, 0, dataclasses.replace(PUSH, payload=Bytes(640))),
+        Entry(3, 0, dataclasses.replace(PUSH, payload=LEFT)),
+        Entry(1, 2, REPLY),
+        Entry(1, 3, dataclasses.replace(REPLY, leases=())),
+        Entry(1, 3, Alive()),
+    ),
+    num_taken=3,
+)
 
 MESSAGES: tuple[Message, ...] = (
     Join(7),
@@ -108,6 +125,7 @@ MESSAGES: tuple[Message, ...] = (
     Ordered(3, "silent"),
     PullRows(7, PAYLOAD, trains=False),
     Rows(41, PAYLOAD),
+    BUNDLE,
 )
 
 

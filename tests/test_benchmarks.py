@@ -37,6 +37,7 @@ BENCHMARKS = {
 SAMPLE = ("codec_cost", "reader", "step_time")  # what `make test` runs of them
 
 BY_HAND = {
+    "aggregation",
     "averaging",
     "chaos",
     "codec_accuracy",

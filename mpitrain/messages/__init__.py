@@ -10,6 +10,9 @@ pushes it has made, so it numbers its pushes from 0.
 
 from __future__ import annotations
 
+from mpitrain.messages.bundles import LEFT as LEFT
+from mpitrain.messages.bundles import Bundle as Bundle
+from mpitrain.messages.bundles import Entry as Entry
 from mpitrain.messages.common import CheckpointRequest as CheckpointRequest
 from mpitrain.messages.common import Kind as Kind
 from mpitrain.messages.common import Lease as Lease
@@ -77,7 +80,7 @@ ToServer = (
 ToWorker = Reply | Difference | Rows | Final | Wake | Alive | Assist | Unit | Measured | Average
 AmongPeers = Update | Sum | Mean | Ask | Agreed | Last | Credit
 AmongServers = PartialNorm | Ordered | Ended
-Message = ToServer | ToWorker | AmongPeers | AmongServers
+Message = ToServer | ToWorker | AmongPeers | AmongServers | Bundle
 
 
 _WITH_PAYLOAD = (
@@ -88,3 +91,29 @@ _WITH_PAYLOAD = (
 def payload_of(message: Message) -> Payload | None:
     """The payload of a message that carries one."""
     return message.payload if isinstance(message, _WITH_PAYLOAD) else None
+
+
+def pushes_of(source: int, message: Message) -> list[tuple[int, Push]]:
+    """The pushes in a message from `source`, each with the worker that has made it."""
+    if not isinstance(message, Bundle):
+        return [(source, message)] if isinstance(message, Push) else []
+    return [(entry.source, entry.message) for entry in message.entries if isinstance(entry.message, Push)]
+
+
+def payloads_of(message: Message) -> list[Payload]:
+    """The payloads of a message, or of all messages of a bundle; one that several share comes once for each."""
+    inside = [entry.message for entry in message.entries] if isinstance(message, Bundle) else [message]
+    return [payload for one in inside if (payload := payload_of(one)) is not None]
+
+
+def payload_bytes(message: Message) -> int:
+    """Of all payloads; one that several share is counted once."""
+    if not isinstance(message, Bundle):
+        return payload.num_bytes if (payload := payload_of(message)) is not None else 0
+    return sum({id(payload): payload.num_bytes for payload in payloads_of(message)}.values())
+
+
+def release(message: Message) -> None:
+    """Release what the message carries, which nobody will use."""
+    for payload in payloads_of(message):
+        payload.release()

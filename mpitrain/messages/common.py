@@ -48,6 +48,7 @@ class Kind(enum.IntEnum):
     CREDIT = 34
     PULL_ROWS = 35
     ROWS = 36
+    BUNDLE = 37
 
 
 class Payload(Protocol):

@@ -8,6 +8,7 @@ from mpitrain.messages import (
     Answer,
     Assist,
     Average,
+    Bundle,
     Final,
     Lost,
     Measured,
@@ -24,8 +25,19 @@ _WITHOUT_STEP = Note | Wake | Lost | Alive | Assist | Unit | Measured | AmongSer
 
 def step_after(message: Message, before: int) -> int:
     """The step, or a server's version, that its sender has come to."""
+    if isinstance(message, Bundle):
+        for entry in message.entries:
+            before = step_after(entry.message, before)
+        return before
     if isinstance(message, Push):
         return message.step + 1
     if isinstance(message, Answer | Rows | Final | Average):
         return message.version
     return before if isinstance(message, _WITHOUT_STEP) else message.step
+
+
+def is_progress(message: Message) -> bool:
+    """Whether it is more than a sign of life."""
+    if isinstance(message, Bundle):
+        return any(is_progress(entry.message) for entry in message.entries)
+    return not isinstance(message, Alive)

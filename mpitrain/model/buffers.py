@@ -9,6 +9,7 @@ buffer that was half overwritten, or only half arrived, is noticed for the price
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -73,10 +74,11 @@ class FixedBuffer:
 
 class VariableBuffer:
     """A coded message in a buffer that can travel: a wire buffer whose length is known when it arrives. `body` is the
-    message; its length stands in the pad in front, behind the stamp.
+    message; its length stands in the pad in front, behind the stamp. `take(num_bytes)`: where the buffer comes from.
     """
 
-    def __init__(self, message: torch.Tensor | None = None):
+    def __init__(self, message: torch.Tensor | None = None, take: Callable[[int], FixedBuffer] | None = None):
+        self._take = take or _fresh
         self._wire_buffer: FixedBuffer | None = None
         if message is not None:
             self._wire_buffer = FixedBuffer(message.numel(), torch.uint8)
@@ -85,7 +87,7 @@ class VariableBuffer:
 
     def fit(self, num_bytes: int) -> bool:
         """Make room for so many bytes."""
-        self._wire_buffer = FixedBuffer(num_bytes - 2 * PAD_BYTES, torch.uint8)
+        self._wire_buffer = self._take(num_bytes - 2 * PAD_BYTES)
         return self._wire_buffer.num_bytes == num_bytes
 
     @property
@@ -136,6 +138,10 @@ class VariableBuffer:
     def release(self) -> None:
         """One holder less."""
         self.wire_buffer.release()
+
+
+def _fresh(num_bytes: int) -> FixedBuffer:
+    return FixedBuffer(num_bytes, torch.uint8)
 
 
 def wire_dtype(wire: str, full: torch.dtype) -> torch.dtype:

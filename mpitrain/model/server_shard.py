@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
 from mpitrain.embedding.shard import TableShard
+from mpitrain.messages import LEFT
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.ema import ema_of
@@ -92,6 +93,7 @@ class ShardStore:
         ] = {}  # for a correction: what each worker read, the oldest first
         self.ema = ema_of(ema, lambda: [self.live.body])
         self._gathered: FixedBuffer | None = None
+        self._own_weight = 1.0  # of what is gathered, which it has not met yet
         self._weights: list[float] = []  # of what is gathered, times its share
         self._shares: list[float] = []
         self._unit = 1.0
@@ -156,17 +158,21 @@ class ShardStore:
         return self._options.heard
 
     def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
-        """Gather `weight * share * gradient`; takes the buffer over and releases it when it is done with it.
-        PeerPartition are counted in the first one's, so equal ones change no bit."""
+        """Gather `weight * share * gradient`; takes the buffer over and releases it when it is done with it. A gradient
+        that is in another one's sum (`LEFT`) only counts. Shares are counted in the first one's, so equal ones change
+        no bit."""
         self._unit = self._unit if self._shares else share or 1.0
         self._shares.append(share / self._unit)
         weight *= self._shares[-1]
         self._weights.append(weight)
-        if self._gathered is None:
-            self._gathered = self._widen(payload)
+        if payload is LEFT:
             return
-        if len(self._weights) == 2 and self._weights[0] != 1.0:
-            self._gathered.body.mul_(self._weights[0])
+        if self._gathered is None:
+            self._gathered, self._own_weight = self._widen(payload), weight
+            return
+        if self._own_weight != 1.0:
+            self._gathered.body.mul_(self._own_weight)
+            self._own_weight = 1.0
         if isinstance(payload, VariableBuffer) and self._decoder is not None and weight == 1.0:
             self._decoder.add(payload, self._gathered.body)
             return
@@ -238,13 +244,11 @@ class ShardStore:
 
     def _to_mean(self) -> float:
         """Make the gathered sum the mean, multiplied as `_scale_of` says; returns the factor on the rate."""
-        count, total, shares = len(self._weights), sum(self._weights), sum(self._shares)
+        total, shares = sum(self._weights), sum(self._shares)
         if not total:  # no sample of any of them counts
             factor = 0.0
-        elif self._is_proportional:
-            factor = total / shares if count == 1 else 1.0 / shares  # a single one has not met its weight yet
         else:
-            factor = 1.0 if count == 1 else 1.0 / total
+            factor = self._own_weight / (shares if self._is_proportional else total)
         for one in self._sums() if factor != 1.0 else ():
             one.mul_(factor)
         return total / shares if shares else 1.0

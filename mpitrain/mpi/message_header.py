@@ -3,7 +3,8 @@
 Invariants: a header is believed only when its magic number, its checksum and its place in the
 sequence are right. It is small enough to travel eagerly; what follows it (a payload, or a
 note's text) has its exact length in it. It is the same for all kinds of messages: `_TABLE` says which of its fields
-carry those of which kind, and the others have the values of `_UNUSED`.
+carry those of which kind, and the others have the values of `_UNUSED`. A bundle's entries travel as its text: for each
+one its ranks, its own header and text, and the number of its payload among those that follow.
 
     magic 4s | kind u8 | finite, stop, pull, final, promoted, standby u8 | leases u8 | - |
     sequence, version, step, samples i64 | checkpoint_at, checkpoint, batches i64 | loss, share f64 | payload bytes,
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mpitrain.errors import WireError
 from mpitrain.messages import (
+    LEFT,
     Agreed,
     Alive,
     Ask,
@@ -27,6 +30,7 @@ from mpitrain.messages import (
     Assist,
     Average,
     Away,
+    Bundle,
     CheckpointRequest,
     Claim,
     Credit,
@@ -35,6 +39,7 @@ from mpitrain.messages import (
     Divide,
     Done,
     Ended,
+    Entry,
     Final,
     FinalRequest,
     Idle,
@@ -71,6 +76,10 @@ _FIELDS = struct.Struct("<4sBBBxqqqqqqqddqq" + 3 * "IqII")
 _CHECKSUM = struct.Struct("<I")
 _MAX_LEASES = 3
 _UNNAMED = -1  # `checkpoint_at` of a request that leaves the point to the dealing server
+_ENTRY = struct.Struct(
+    "<iiii"
+)  # of a bundle: from which rank, to which, bytes of text, number of the payload
+_NO_PAYLOAD, _LEFT = -1, -2  # instead of that number
 assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
 
 # What a header holds, and the value that stands there where a kind does not use it. The last three are not fields of
@@ -80,6 +89,7 @@ _UNUSED: dict[str, Any] = {
     "version": 0, "step": 0, "samples": 0, "checkpoint_at": 0, "checkpoint": 0, "batches": 0, "loss": 0.0, "share": 1.0,
     "finite": True, "stop": False, "pull": True, "final": False, "promoted": False, "standby": False,
     "leases": (), "text": "", "payload": None, "request": None, "lease": None, "flag": False,
+    "entries": (),
 }  # fmt: skip
 _PLACES = {name: place for place, name in enumerate(_UNUSED)}
 
@@ -127,6 +137,7 @@ _TABLE: dict[type[Message], str] = {
     PartialNorm: "version=update loss=squares",
     Ended: "",
     Ordered: "step=worker text=how",
+    Bundle: "entries samples=num_taken",
 }
 
 
@@ -143,20 +154,26 @@ class _Row:
         self.places = [places[field.name] for field in fields(message)]
 
 
-_TEXT, _PAYLOAD = _PLACES["text"], _PLACES["payload"]
+_TEXT, _PAYLOAD, _ENTRIES = _PLACES["text"], _PLACES["payload"], _PLACES["entries"]
 _ROWS = {message: _Row(message, text) for message, text in _TABLE.items()}
 _BY_KIND = {row.kind: row for row in _ROWS.values() if row.message is not FinalRequest}
 _NEED_PAYLOAD = (Push, PullRows, Rows, Update, Mean, Divide, Measured, Average)
 
 
+class OutgoingPayload(NamedTuple):
+    """One payload, which is sent with `stamp` at both ends, and then released by so many holders."""
+
+    payload: Payload
+    stamp: int
+    num_holders: int
+
+
 class Outgoing(NamedTuple):
-    """What is sent for a message: the header, the text and the payload where there are any, the payload with `stamp`
-    at both ends."""
+    """What is sent for a message: the header, then the text where there is one, then the payloads."""
 
     header: bytearray
     text: bytes
-    payload: Payload | None
-    stamp: int
+    payloads: list[OutgoingPayload]
 
 
 class Incoming(NamedTuple):
@@ -169,10 +186,12 @@ class Incoming(NamedTuple):
     row: _Row
     values: list[Any]
 
-    def message(self, text: str = "", payload: Payload | None = None) -> Message:
+    def message(
+        self, text: str = "", payload: Payload | None = None, entries: tuple[Entry, ...] = ()
+    ) -> Message:
         """The message, with what came after its header."""
         values = self.values
-        values[_TEXT], values[_PAYLOAD] = text, payload
+        values[_TEXT], values[_PAYLOAD], values[_ENTRIES] = text, payload, entries
         return self.row.message(*[values[place] for place in self.row.places])
 
 
@@ -183,7 +202,7 @@ def encode(message: Message, sequence: int) -> Outgoing:
         values[place] = get(message)
     (
         version, step, samples, checkpoint_at, checkpoint, batches, loss, share, finite, stop, pull, final, promoted,
-        standby, leases, text, payload, request, lease, flag,
+        standby, leases, text, payload, request, lease, flag, entries,
     ) = values  # fmt: skip
     if request is not None:
         checkpoint_at, final = (_UNNAMED if request.at is None else request.at), request.final
@@ -191,7 +210,11 @@ def encode(message: Message, sequence: int) -> Outgoing:
     assert len(leases) <= _MAX_LEASES, leases
     numbers = [number for lease in leases for number in lease]
     flags = finite | stop << 1 | pull << 2 | final << 3 | promoted << 4 | standby << 5
-    encoded = text.encode()
+    encoded, payloads = text.encode(), list[OutgoingPayload]()
+    if payload is not None:
+        payloads.append(OutgoingPayload(payload, _stamp(message.kind, version, step), 1))
+    elif entries:
+        encoded, payloads = _pack_entries(entries)
     header = bytearray(HEADER_BYTES)
     _FIELDS.pack_into(
         header, 0, _MAGIC, message.kind, flags, len(leases), sequence, version, step, samples, checkpoint_at,
@@ -199,11 +222,73 @@ def encode(message: Message, sequence: int) -> Outgoing:
         *numbers, *[0] * (4 * _MAX_LEASES - len(numbers)),
     )  # fmt: skip
     _CHECKSUM.pack_into(header, _FIELDS.size, zlib.crc32(memoryview(header)[: _FIELDS.size]))
-    return Outgoing(header, encoded, payload, _stamp(message.kind, version, step))
+    return Outgoing(header, encoded, payloads)
 
 
-def decode(header: bytearray, sequence: int, source: int) -> Incoming:
-    """What is announced by the `sequence`-th header from rank `source`.
+def _pack_entries(entries: tuple[Entry, ...]) -> tuple[bytes, list[OutgoingPayload]]:
+    """The entries of a bundle, and their payloads: one that several hold is sent once."""
+    packed, payloads = bytearray(), list[OutgoingPayload]()
+    numbers: dict[int, int] = {}  # by the payload's identity
+    for entry in entries:
+        inner, number = encode(entry.message, 0), _NO_PAYLOAD
+        for one in inner.payloads:
+            number = _LEFT if one.payload is LEFT else numbers.setdefault(id(one.payload), len(payloads))
+            if number == len(payloads):
+                payloads.append(one._replace(num_holders=0))
+            if number >= 0:
+                payloads[number] = payloads[number]._replace(num_holders=payloads[number].num_holders + 1)
+        packed += _ENTRY.pack(entry.source, entry.to, len(inner.text), number) + inner.header + inner.text
+    return bytes(packed), payloads
+
+
+class IncomingEntry(NamedTuple):
+    """One entry of a bundle that has come."""
+
+    source: int
+    to: int
+    text: str
+    number: int  # of its payload
+    incoming: Incoming
+
+    def complete(self, payloads: Mapping[int, Any]) -> Entry:
+        """The entry, with its payload out of those that came with the bundle."""
+        payload = LEFT if self.number == _LEFT else payloads[self.number] if self.number >= 0 else None
+        return Entry(self.source, self.to, self.incoming.message(self.text, payload))
+
+
+def unpack_entries(packed: bytearray, source: int) -> tuple[list[IncomingEntry], list[list[IncomingEntry]]]:
+    """The entries of a bundle from rank `source`, and, for each payload that follows, those that hold it.
+
+    Raises:
+        WireError: as `decode`, or they do not fit together.
+    """
+    entries, holders, place = list[IncomingEntry](), list[list[IncomingEntry]](), 0
+    while place < len(packed):
+        if len(packed) - place < _ENTRY.size + HEADER_BYTES:
+            raise WireError(f"rank {source} sent a bundle that ends within an entry")
+        sender, to, text_bytes, number = _ENTRY.unpack_from(packed, place)
+        place += _ENTRY.size
+        incoming = decode(packed[place : place + HEADER_BYTES], 0, source, is_left=number == _LEFT)
+        place += HEADER_BYTES
+        text = packed[place : place + text_bytes]
+        place += text_bytes
+        entry = IncomingEntry(sender, to, text.decode(), number, incoming)
+        entries.append(entry)
+        if number == len(holders):
+            holders.append([])
+        fits = _LEFT <= number < len(holders) and len(text) == text_bytes == incoming.text_bytes
+        fits = fits and (number >= 0) == bool(incoming.payload_bytes) and incoming.kind != Kind.BUNDLE
+        if not fits or (number == _LEFT and incoming.kind != Kind.PUSH):
+            raise WireError(f"rank {source} sent a bundle whose entry for rank {to} does not fit its header")
+        if number >= 0:
+            holders[number].append(entry)
+            if incoming.payload_bytes != holders[number][0].incoming.payload_bytes:
+                raise WireError(f"rank {source} sent a bundle whose entries differ on a payload")
+    return entries, holders
+
+
+def decode(header: bytearray, sequence: int, source: int, is_left: bool = False) -> Incoming:
+    """What is announced by the `sequence`-th header from rank `source`; `is_left`: its payload does not travel.
 
     Raises:
         WireError: damaged, foreign, out of order, of a kind this version does not know, or without the payload that
@@ -230,7 +315,7 @@ def decode(header: bytearray, sequence: int, source: int) -> Incoming:
         )
     if not payload_bytes and row.message is Final:
         row = _ROWS[FinalRequest]
-    if not payload_bytes and row.message in _NEED_PAYLOAD:
+    if not payload_bytes and row.message in _NEED_PAYLOAD and not is_left:
         raise WireError(
             f"rank {source} sent {row.kind.name} (step {step}, version {version}) without the payload that belongs to "
             "it; start all ranks with the same version of mpitrain"
@@ -242,7 +327,7 @@ def decode(header: bytearray, sequence: int, source: int) -> Incoming:
     values = [
         version, step, samples, checkpoint_at, checkpoint, batches, loss, share, bool(flags & 1), bool(flags & 2),
         bool(flags & 4), final, bool(flags & 16), bool(flags & 32), leases, "", None, request,
-        leases[0] if leases else None, bool(checkpoint),
+        leases[0] if leases else None, bool(checkpoint), (),
     ]  # fmt: skip
     stamp = _stamp(row.kind, version, step)
     return Incoming(row.kind, payload_bytes, text_bytes, stamp, row, values)

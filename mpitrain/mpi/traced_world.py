@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.effects import AllReduce, Compute, Effect, Forget, Recv, Role, Send, Sleep
-from mpitrain.messages import Message, Push, payload_of
+from mpitrain.messages import Message, payload_bytes, pushes_of
 from mpitrain.mpi.message_header import Incoming
 from mpitrain.mpi.operation import Op
 from mpitrain.mpi.world import MpiWorld, _Peer
@@ -53,14 +53,14 @@ class TracedMpiWorld(MpiWorld):
             return super()._answer(effect)
         with trace.span(*_SPANS[type(effect)]):
             answer = super()._answer(effect)
-        if isinstance(effect, Recv) and answer is not None and isinstance(answer[1], Push):
-            trace.hear_push(answer[0], answer[1].step)
+        if isinstance(effect, Recv) and answer is not None:
+            for worker, push in pushes_of(*answer):
+                trace.hear_push(worker, push.step)
         return answer
 
     def _send(self, peer: _Peer, message: Message) -> None:
         self._leaving = None
-        payload = payload_of(message)
-        num_bytes = payload.num_bytes if payload is not None else 0
+        num_bytes = payload_bytes(message)
         super()._send(peer, message)
         land = trace.flight(f"{type(message).__name__} to {peer.rank}", bytes=num_bytes)
         if land is not None and self._leaving is not None:
@@ -98,4 +98,4 @@ def _handling(answer: Any) -> Any:
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Message)):
         return trace.span("role", trace.OTHER)
     name = f"handle {type(answer[1]).__name__} from {answer[0]}"
-    return trace.span(name, trace.SERVER if isinstance(answer[1], Push) else trace.OTHER)
+    return trace.span(name, trace.SERVER if pushes_of(*answer) else trace.OTHER)

@@ -13,6 +13,7 @@ what its header says is an error, never an update.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator
@@ -34,20 +35,22 @@ from mpitrain.effects import (
     drive,
 )
 from mpitrain.errors import WireError
-from mpitrain.messages import (
-    Alive,
-    Kind,
-    Lost,
-    Message,
-    payload_of,
-)
-from mpitrain.messages.steps import step_after
+from mpitrain.messages import Kind, Lost, Message, release
+from mpitrain.messages.steps import is_progress, step_after
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import LONG_SLEEP_S, SHORT_SLEEP_S, yield_core
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.faults.errors import is_dead_peer
 from mpitrain.mpi.faults.self_destruct import self_destruct
-from mpitrain.mpi.message_header import HEADER_BYTES, Incoming, decode, encode
+from mpitrain.mpi.message_header import (
+    HEADER_BYTES,
+    Incoming,
+    IncomingEntry,
+    OutgoingPayload,
+    decode,
+    encode,
+    unpack_entries,
+)
 from mpitrain.mpi.operation import Op
 
 HEADER_TAG, PAYLOAD_TAG = 11, 12
@@ -220,10 +223,9 @@ class MpiWorld:
 
     def _send(self, peer: _Peer, message: Message) -> None:
         if peer.lost:
-            if (unsent := payload_of(message)) is not None:
-                unsent.release()
+            release(message)
             return
-        if not isinstance(message, Alive):  # that is no progress
+        if is_progress(message):
             self._step = step_after(message, self._step)
             self.on_step(self._step)
         outgoing = encode(message, peer.num_sent)
@@ -231,13 +233,21 @@ class MpiWorld:
         self._isend(outgoing.header, peer.rank, HEADER_TAG)
         if outgoing.text:
             self._isend(bytearray(outgoing.text), peer.rank, PAYLOAD_TAG)
+        for one in outgoing.payloads:
+            self._send_payload(peer, one)
+
+    def _send_payload(self, peer: _Peer, outgoing: OutgoingPayload) -> None:
         payload: Any = outgoing.payload
-        if payload is not None:
-            payload.stamp(outgoing.stamp)
-            if self._tear_next:
-                payload.raw[:8].zero_().sub_(1)
-                self._tear_next = False
-            self._isend(payload.raw, peer.rank, PAYLOAD_TAG, payload.release)
+        payload.stamp(outgoing.stamp)
+        if self._tear_next:
+            payload.raw[:8].zero_().sub_(1)
+            self._tear_next = False
+
+        def sent() -> None:
+            for _ in range(outgoing.num_holders):
+                payload.release()
+
+        self._isend(payload.raw, peer.rank, PAYLOAD_TAG, sent)
 
     def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> Op:
         peer = self._peers[rank]
@@ -308,6 +318,9 @@ class MpiWorld:
         text = bytearray(incoming.text_bytes)
 
         def unpack() -> Message | None:
+            if incoming.kind == Kind.BUNDLE:
+                self._receive_entries(peer, incoming, *unpack_entries(text, peer.rank))
+                return None
             if not incoming.payload_bytes:
                 return incoming.message(text.decode())
             self._receive_payload(peer, incoming, text.decode())
@@ -316,22 +329,48 @@ class MpiWorld:
         op = self.engine.irecv(text, peer.rank, PAYLOAD_TAG)
         op.then(lambda op: self._checked(peer, op, incoming.text_bytes, unpack))
 
+    def _receive_entries(
+        self, peer: _Peer, bundle: Incoming, entries: list[IncomingEntry], holders: list[list[IncomingEntry]]
+    ) -> None:
+        """The payloads of a bundle, which several of its entries may hold."""
+        payloads: dict[int, Any] = {}
+
+        def complete() -> Message:
+            return bundle.message(entries=tuple([entry.complete(payloads) for entry in entries]))
+
+        def unpack(number: int, wire_buffer: Any) -> Message | None:
+            for _ in holders[number][1:]:
+                wire_buffer.hold()
+            payloads[number] = wire_buffer
+            return complete() if len(payloads) == len(holders) else None
+
+        for number, (first, *_) in enumerate(holders):
+            self._receive_into(peer, first.source, first.incoming, functools.partial(unpack, number))
+        if not holders:
+            self._arrived(peer, complete())
+
     def _receive_payload(self, peer: _Peer, incoming: Incoming, text: str = "") -> None:
+        self._receive_into(peer, peer.rank, incoming, lambda wire_buffer: incoming.message(text, wire_buffer))
+
+    def _receive_into(
+        self, peer: _Peer, source: int, incoming: Incoming, message_of: Callable[[Any], Message | None]
+    ) -> None:
+        """Receive the payload of a message that rank `source` has sent, by way of `peer`."""
         num_bytes, stamp = incoming.payload_bytes, incoming.stamp
-        wire_buffer = self.buffer_for(peer.rank, incoming.kind)
+        wire_buffer = self.buffer_for(source, incoming.kind)
         if not wire_buffer.fit(num_bytes):
             raise WireError(
                 f"rank {peer.rank} announces {num_bytes} bytes for a shard of {wire_buffer.num_bytes}: "
                 "other model or sharding?"
             )
 
-        def unpack() -> Message:
+        def unpack() -> Message | None:
             if wire_buffer.stamps() != (stamp, stamp):
                 raise WireError(
                     f"payload of rank {peer.rank} is torn: stamps {wire_buffer.stamps()}, expected "
                     f"{stamp} at both ends"
                 )
-            return incoming.message(text, wire_buffer)
+            return message_of(wire_buffer)
 
         self.engine.irecv(wire_buffer.raw, peer.rank, PAYLOAD_TAG).then(
             lambda op: self._checked(peer, op, num_bytes, unpack)
@@ -377,8 +416,8 @@ class MpiWorld:
                 self._listen(peer)
             elif peer.headers:
                 self._on_message(peer, peer.headers.popleft())
-        elif (payload := payload_of(message)) is not None:
-            payload.release()
+        else:
+            release(message)
 
     def _raise_error(self) -> None:
         if self._error is not None:

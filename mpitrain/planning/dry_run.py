@@ -52,8 +52,9 @@ class Machine:
         """Node index of every rank."""
         placement = strategy.placement
         return allot(
-            self.num_nodes, self.workers_per_node, strategy.num_servers(), placement, self.num_server_nodes
-        )
+            self.num_nodes, self.workers_per_node, strategy.num_servers(), placement, self.num_server_nodes,
+            strategy.aggregate == "node",
+        )  # fmt: skip
 
 
 def dry_run_command(
@@ -140,7 +141,10 @@ def check_roles(job: Job, overrides: Overrides, nodes: tuple[int, ...], num_serv
     from mpitrain.training.validate import validate_run
 
     assert job.strategy is not None
-    roles = assign(nodes, job.strategy.num_servers(), job.strategy.placement, num_server_nodes)
+    strategy = job.strategy
+    roles = assign(
+        nodes, strategy.num_servers(), strategy.placement, num_server_nodes, strategy.aggregate == "node"
+    )
     if job.strategy.why_not_over_mpi():
         raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
     job.strategy.check_workers(len(roles.workers))
@@ -179,8 +183,10 @@ def _placement(roles: Roles, nodes: tuple[int, ...], hosts: tuple[str, ...]) -> 
         ranks = [rank for rank, home in enumerate(nodes) if home == node]
         servers = [rank for rank in ranks if rank in roles.servers]
         shards = ", ".join(f"rank {rank} serves shard {roles.servers.index(rank)}" for rank in servers)
-        workers = len(ranks) - len(servers)
+        between = [rank for rank in ranks if rank in roles.aggregators]
+        workers = len(ranks) - len(servers) - len(between)
         text = f"{workers} worker(s)" + (f"; {shards}" if shards else "")
+        text += "".join(f"; rank {rank} stands between them and the servers" for rank in between)
         lines.append(f"{hosts[node] if hosts else node:>5}  {f'{ranks[0]}-{ranks[-1]}':<12} {text}")
     lines.append(
         f"       rank {roles.validator} validates and saves the model"
@@ -262,6 +268,12 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
     pushes, pulls = _every(strategy.push_every), _every(strategy.pulls)
     sent = f"sends {size_text(push)}" + ("" if pushes == pulls else f" {pushes}")
     lines.append(f"            each worker {sent} and receives {size_text(reply)} {pulls}")
+    if roles.aggregators:
+        what = (
+            f"the sum of its workers' pushes, {size_text(push)} an update" if strategy.sums_on_nodes else ""
+        )
+        what = what or "its workers' pushes, those together that have come while the server was busy"
+        lines.append(f"            each of {len(roles.aggregators)} aggregator(s) sends {what}")
     lines += describe_tables(job, strategy, module, catalogue)
     lines += describe_server_codecs(strategy, module, num_bytes)
     return lines

@@ -352,6 +352,11 @@ def setting_of(text: str, module: Any, weights: Weights, runs: VirtualRuns) -> S
 
     strategy = parse(text, "strategy")
     assert isinstance(strategy, Strategy)
+    if strategy.aggregate == "node":
+        raise UsageError(
+            f"{text}: a plan gives servers nodes of their own and knows of no aggregators: leave aggregate out, or ask "
+            "mpitrain simulate --timing-only"
+        )
     if runs.touches_rows:
         return setting_with_rows(text, strategy, runs)
     if isinstance(strategy, AllReduce) and strategy.codec.is_none:

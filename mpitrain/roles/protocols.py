@@ -5,6 +5,7 @@ Invariants: protocols only. Whoever implements them knows torch; the roles do no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mpitrain.messages import Lease, Payload
@@ -40,6 +41,13 @@ class Store(Protocol):
     def read(self, worker: int, full: bool = False, uses: int = 1) -> Payload:
         """The present parameters for `worker`, which will compute `uses` pushes on them (or the difference that answers
         its elastic push), unchanged for as long as the payload is held; `full`: the parameters, unrounded."""
+
+
+class NodeSums(Protocol):
+    """Adds up the gradients of one node, opaque to the role."""
+
+    def add(self, total: Any, others: Sequence[tuple[float, Any]]) -> None:
+        """Add `factor * gradient` of each of the others, in this order, to `total`; the others are released."""
 
 
 class TabledStore(Store, Protocol):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class VirtualRun:
 
     world: VirtualWorld
     log: VirtualLog
-    servers: tuple[int, ...] = ()
+    helpers: Mapping[int, str] = MappingProxyType({})  # ranks that compute no gradients, with their roles
     _loaded: dict[str, Any]
 
     def __init__(
@@ -141,7 +142,7 @@ class VirtualRun:
         switch(job.trace is not None)
         if (steps := read_steps(job.trace)) is not None:
             world.traces = {
-                rank: self._trace(steps, rank, world) for rank in range(self.number + len(self.servers))
+                rank: self._trace(steps, rank, world) for rank in range(self.number + len(self.helpers))
             }
         self.log = VirtualLog(report, world, math.ceil(planned / samples_per_row), self.options.quiet)
         if warns:
@@ -163,9 +164,7 @@ class VirtualRun:
 
     def _trace(self, steps: TraceSteps, rank: int, world: VirtualWorld) -> VirtualTrace:
         strategy = self.job.strategy
-        role = (
-            "server" if rank in self.servers else "peer" if isinstance(strategy, Decentralized) else "worker"
-        )
+        role = self.helpers.get(rank, "peer" if isinstance(strategy, Decentralized) else "worker")
         return VirtualTrace(
             steps, self.run_dir / file_name(rank), rank, f"rank {rank} ({role}, virtual)",
             clock=lambda: world.now_s,

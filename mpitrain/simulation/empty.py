@@ -5,7 +5,7 @@ Invariants: they satisfy `roles/protocols.py`; a payload knows nothing but its b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from mpitrain.messages import Lease
@@ -61,10 +61,11 @@ class Quiet:
 
 
 class EmptyStore:
-    """A shard of no numbers; `reply`, `final`: what it answers with."""
+    """A shard of no numbers; `reply`, `final`: what it answers with; `codes`: each worker is answered with something of
+    its own."""
 
-    def __init__(self, reply: Bytes, final: Bytes):
-        self.reply, self.final = reply, final
+    def __init__(self, reply: Bytes, final: Bytes, codes: bool = False):
+        self.reply, self.final, self.codes = reply, final, codes
 
     def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
         """Nothing is added."""
@@ -81,7 +82,8 @@ class EmptyStore:
         return payload
 
     def apply(self) -> None:
-        """Nothing changes."""
+        """What is read from here on is no longer what was read."""
+        self.reply = Bytes(self.reply.num_bytes)
 
     def set_rate(self, factor: Any) -> None:
         """There is no optimizer."""
@@ -92,7 +94,16 @@ class EmptyStore:
 
     def read(self, worker: int, full: bool = False, uses: int = 1) -> Bytes:
         """As large as the parameters."""
-        return self.final if full else self.reply
+        if full:
+            return self.final
+        return Bytes(self.reply.num_bytes) if self.codes else self.reply
+
+
+class EmptySums:
+    """Adds nothing up."""
+
+    def add(self, total: Any, others: Sequence[tuple[float, Any]]) -> None:
+        """It is as large as one."""
 
 
 class _Steps:
@@ -140,8 +151,8 @@ class EmptyReplica(_Steps):
         return self.of(lease.num_samples)
 
     def take(self) -> list[Any]:
-        """What to push."""
-        return self.pushes
+        """What to push, this worker's own."""
+        return [Bytes(one.num_bytes) for one in self.pushes]
 
     def finish(self) -> None:
         """Nothing is kept back."""

@@ -24,6 +24,8 @@ from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.options import settings_of
 from mpitrain.reporting.report import NullReport
 from mpitrain.roles import Server
+from mpitrain.roles.aggregator import summary
+from mpitrain.roles.bundles import bundled
 from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.base import VirtualRun
 from mpitrain.simulation.collective_costs import all_reduces
@@ -36,7 +38,7 @@ from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.parameter_server.staleness import disagreement
-from mpitrain.strategies.placement import Roles, assign
+from mpitrain.strategies.placement import Roles, assign_workers
 from mpitrain.training.averaged_model import join
 from mpitrain.training.job_file import load_job
 from mpitrain.training.judge import NOBODY_LEFT
@@ -124,7 +126,10 @@ def simulate_again(
     simulation = _Simulation(
         apply_overrides(job, recorded), recorded, num_workers, Constant(), Ideal(), run_dir
     )
-    simulation.roles = Roles(tuple(run["servers"]), tuple(run["workers"]))
+    groups = {int(rank): tuple(workers) for rank, workers in run.get("aggregators", {}).items()}
+    simulation.roles = Roles(
+        tuple(run["servers"]), tuple(run["workers"]), tuple(groups), tuple(groups.values())
+    )
     return simulation.simulate()
 
 
@@ -153,13 +158,11 @@ class _Simulation(VirtualRun):
         super().__init__(job, options, num_workers, compute, network, costs)
         self.strategy = job.strategy
         num_servers = self.strategy.num_servers()
-        nodes = network.nodes(num_workers + num_servers)
-        self.num_nodes = len(set(nodes)) if nodes is not None else 1
-        self.roles: Roles = (
-            assign((0,) * (num_workers + num_servers), num_servers)
-            if nodes is None
-            else assign(nodes, num_servers, job.strategy.placement)
-        )
+        self.roles, nodes = assign_workers(
+            num_workers, lambda size: network.nodes(size) or (0,) * size, num_servers,
+            job.strategy.placement, job.strategy.aggregate == "node",
+        )  # fmt: skip
+        self.num_nodes = len(set(nodes))
         self._servers: Sequence[Server] = ()
         self.silence = any(isinstance(one, SILENT) for one in options.injections)  # somebody falls silent
 
@@ -170,13 +173,11 @@ class _Simulation(VirtualRun):
         choose_roads(job, module, self.catalogue)
         check_optimizer(optimizer, self.strategy)
         model = flat_model(module, optimizer, self.strategy)
-        workers, self.servers = self.roles.workers, self.roles.servers
-        sizes = [model.layout.size(shard) for shard in range(len(self.servers))]
-        total = sum(sizes)
-        parts = [size / total if total else 1 / len(sizes) for size in sizes]
-        self.parts = dict(zip(self.servers, parts, strict=True))
+        workers = self.roles.workers
+        self._lay_out([model.layout.size(shard) for shard in range(len(self.roles.servers))])
         world = VirtualWorld(
-            self.compute, self.network, job.seed, workers, workers, hosts=self.servers,
+            self.compute, self.network, job.seed, () if self.roles.aggregators else workers, workers,
+            hosts=tuple(self.helpers),
             drive_computing=workers if self.strategy.inflight > 1 else (),
         )  # fmt: skip
         self.start(job.step_samples * self.strategy.push_every, world, warns=self.replay is None)
@@ -185,7 +186,7 @@ class _Simulation(VirtualRun):
         with job.data.reader(self.catalogue, job.seed) as reader:
             measure = self.measure(module)
             # virtual seconds have no scale: nobody is too late, unless somebody is to fall silent
-            floor_s = None if self.silence else math.inf
+            floor_s = None if self.silence and not self.roles.aggregators else math.inf
             stores = [builder.store(shard, optimizer) for shard in range(len(self.roles.servers))]
             servers = [
                 builder.server(
@@ -200,11 +201,12 @@ class _Simulation(VirtualRun):
             self._servers = servers
             replicas = {rank: self._replica(builder, rank, reader) for rank in self.roles.workers}
             roles = {
-                rank: self._in_order(shard, servers[shard].run())
+                rank: self._bundled(rank, self._in_order(shard, servers[shard].run()))
                 for shard, rank in enumerate(self.roles.servers)
             }
+            roles |= {rank: builder.aggregator(rank).run() for rank in self.roles.aggregators}
             for rank, replica in replicas.items():
-                roles[rank] = self._worker(builder, rank, replica, measure)
+                roles[rank] = self._bundled(rank, self._worker(builder, rank, replica, measure))
             together = None
             if self.strategy.reduces:
                 together = all_reduces(workers, _sum_for_all, self.network, len(roles))
@@ -224,8 +226,20 @@ class _Simulation(VirtualRun):
         self.log.finish(result)
         return result
 
+    def _lay_out(self, sizes: list[int]) -> None:
+        """Who computes no gradients, and which part of the parameters, in shards of these sizes, each of them holds."""
+        servers, aggregators = self.roles.servers, self.roles.aggregators
+        self.helpers = {rank: self.roles.of(rank) for rank in (*servers, *aggregators)}
+        total = sum(sizes)
+        parts = [size / total if total else 1 / len(sizes) for size in sizes]
+        self.parts = dict(zip(servers, parts, strict=True))
+        self.parts |= dict.fromkeys(aggregators, 1 / len(sizes))
+
     def _deliver(self, replica: Replica) -> dict[str, Any]:
         return {"metrics": {}, "model": str(self.save(replica.take_module()))}
+
+    def _bundled(self, rank: int, role: Role) -> Role:
+        return bundled(role, rank, self.roles.routes(rank), serves=rank in self.roles.servers)
 
     def _in_order(self, shard: int, role: Role) -> Role:
         return role if self.replay is None else repeat(role, load_order(self.replay, shard))
@@ -261,6 +275,7 @@ class _Simulation(VirtualRun):
             "ended_early": bool(self._servers and self._servers[0].checkpoints.ended),
             "steps": counts["version"],
             "servers": len(self.roles.servers),
+            **summary(self.roles.aggregators, returned),
             "shards": [returned[rank] for rank in self.roles.servers],
             "per_worker": [returned[rank] for rank in self.roles.workers],
             "model": delivered.get("model"),

@@ -19,6 +19,8 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import SILENT, Straggler, check_workers
 from mpitrain.inject.values import Injection
 from mpitrain.roles import FaultTolerantServer, Worker
+from mpitrain.roles.aggregator import Aggregator, summary
+from mpitrain.roles.bundles import bundled
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.roles.peer import Peer
@@ -30,6 +32,7 @@ from mpitrain.simulation.empty import (
     EmptyReduction,
     EmptyReplica,
     EmptyStore,
+    EmptySums,
     Quiet,
 )
 from mpitrain.simulation.workload import Workload as Workload
@@ -38,7 +41,7 @@ from mpitrain.strategies.base import ServerStrategy, Strategy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.batch_size import PerRound, PerWorker
-from mpitrain.strategies.placement import Roles, assign
+from mpitrain.strategies.placement import Roles, assign_workers
 from mpitrain.strategies.sampling.dealer import BatchDealer
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
 from mpitrain.system.trace import TraceSteps, file_name, switch
@@ -118,10 +121,11 @@ class _Timing:
     def over_servers(self, strategy: ServerStrategy) -> dict[str, Any]:
         """Servers and their workers."""
         strategy.check_workers(self.number)
-        load, number = self.workload, self.number
-        size = number + strategy.num_servers()
-        nodes = self.network.nodes(size) or (0,) * size
-        ranks = assign(nodes, strategy.num_servers(), strategy.placement)
+        load = self.workload
+        ranks, _ = assign_workers(
+            self.number, lambda size: self.network.nodes(size) or (0,) * size, strategy.num_servers(),
+            strategy.placement, strategy.aggregate == "node",
+        )  # fmt: skip
         numbers = load.shard_numbers(len(ranks.servers))
         push, reply = (
             (strategy.push_numbers, strategy.push_codec),
@@ -131,21 +135,31 @@ class _Timing:
         replies = [Bytes(load.payload_bytes(one, *reply, load.reply_share, "reply_share")) for one in numbers]
         finals = [Bytes(load.payload_bytes(one, "full", _UNCODED, None, "")) for one in numbers]
         self.world = VirtualWorld(
-            self.compute, self.network, self.seed, ranks.workers, ranks.workers, hosts=ranks.servers,
+            self.compute, self.network, self.seed, () if ranks.aggregators else ranks.workers, ranks.workers,
+            hosts=(*ranks.servers, *ranks.aggregators),
             drive_computing=ranks.workers if strategy.inflight > 1 else (),
         )  # fmt: skip
+        self.silence = self.silence and not ranks.aggregators  # behind which nobody is given up
+        codes = not strategy.reply_codec.is_none
         servers = [
-            self._server(strategy, ranks, shard, EmptyStore(replies[shard], finals[shard]))
+            self._server(strategy, ranks, shard, EmptyStore(replies[shard], finals[shard], codes))
             for shard in range(len(numbers))
         ]
-        roles = {rank: server.run() for rank, server in zip(ranks.servers, servers, strict=True)}
+        roles = {
+            rank: bundled(server.run(), rank, ranks.routes(rank), serves=True)
+            for rank, server in zip(ranks.servers, servers, strict=True)
+        }
+        for rank in ranks.aggregators:
+            sums = EmptySums() if strategy.sums_on_nodes else None
+            roles[rank] = Aggregator(rank, ranks.servers, ranks.behind(rank), sums).run()
         for index, rank in enumerate(ranks.workers):
-            roles[rank] = self._straggling(index, self._worker(strategy, ranks, rank, pushes).run())
-        together = self._all_reduces(ranks.workers, size) if strategy.reduces else None
+            role = self._straggling(index, self._worker(strategy, ranks, rank, pushes).run())
+            roles[rank] = bundled(role, rank, ranks.routes(rank), serves=False)
+        together = self._all_reduces(ranks.workers, len(roles)) if strategy.reduces else None
         self.parts = {
             rank: part / load.num_parameters for rank, part in zip(ranks.servers, numbers, strict=True)
-        }
-        self._observe(dict.fromkeys(ranks.servers, "server") | dict.fromkeys(ranks.workers, "worker"))
+        } | dict.fromkeys(ranks.aggregators, 1 / len(numbers))
+        self._observe({rank: ranks.of(rank) for rank in sorted(roles)})
         returned = self.world.run(roles, together)
         shards = [returned[rank] for rank in ranks.servers]
         counts = dict(shards[0])
@@ -154,6 +168,7 @@ class _Timing:
             "samples": counts["samples_accepted"],
             "steps": counts["version"],
             "servers": len(shards),
+            **summary(ranks.aggregators, returned),
             "bytes_in": [one["pushed_bytes"] for one in shards],
             "bytes_out": [one["replied_bytes"] for one in shards],
             "shards": shards,

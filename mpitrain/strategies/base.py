@@ -72,6 +72,7 @@ class Verdict(NamedTuple):
 
 WIRES = ("full", "float16", "bfloat16")
 OPTIMIZERS = ("server", "worker")
+AGGREGATES = ("none", "node")
 
 
 def _numbers_of(wire: str | Codec) -> str:
@@ -89,9 +90,10 @@ NOTHING = Verdict(0.0, False, ())
 
 @dataclass(frozen=True, repr=False)
 class Strategy(Value):
-    """Base of every value that `--strategy` accepts. `placement`: of servers, where there are any."""
+    """Base of every value that `--strategy` accepts. `placement`, `aggregate`: of servers, where there are any."""
 
     placement = "spread"
+    aggregate = "none"
 
     @property
     def family(self) -> str:
@@ -184,6 +186,10 @@ class ServerStrategy(Strategy):
         batching: how large each worker's batches are.
         placement: which ranks serve when there are several nodes: "spread" evenly over them, "packed" on the first
             ones, "beside" the workers, equally many on every node.
+        aggregate: "node": on every node of two workers or more one rank besides computes nothing and stands between
+            them and the servers, which exchange one message with it where they would exchange one with each: it sums
+            the gradients of one version where an update is the mean of all (`sync`), and elsewhere passes on those that
+            have come while the server was busy, unsummed. "none": every worker speaks to the servers itself.
     """
 
     servers: int = 1
@@ -198,12 +204,16 @@ class ServerStrategy(Strategy):
     inflight: int = 1
     batching: Batching = field(default=PerWorker(), metadata={"kind": "batching"})
     placement: str = "spread"
+    aggregate: str = "none"
 
     lockstep: ClassVar[bool] = False  # whether an update is the mean of gradients of one version
     elastic: ClassVar[bool] = False  # whether a push carries parameters and is answered with a difference
     sums: ClassVar[bool] = False  # whether an update is the weighted sum of what was gathered, not its mean
     reduces: ClassVar[bool] = (
         False  # whether workers all-reduce and step what is in no table, and servers do the rest
+    )
+    aggregates_by: ClassVar[str] = (
+        ""  # "sum", "forward", or empty where nothing stands between it and workers
     )
 
     @property
@@ -212,7 +222,10 @@ class ServerStrategy(Strategy):
         return kind + (" with the workers' optimizers" if self.optimizer == "worker" else "")
 
     def check(self) -> None:
-        choices = {"push_wire": WIRES, "reply_wire": WIRES, "optimizer": OPTIMIZERS, "placement": PLACEMENTS}
+        choices = {
+            "push_wire": WIRES, "reply_wire": WIRES, "optimizer": OPTIMIZERS, "placement": PLACEMENTS,
+            "aggregate": AGGREGATES,
+        }  # fmt: skip
         for key, known in choices.items():
             value = getattr(self, key)
             if not isinstance(value, Codec) and value not in known:
@@ -250,6 +263,28 @@ class ServerStrategy(Strategy):
                 f"{self.name}: reply_wire={self.reply_codec} carries differences of parameters, which have neither a "
                 "momentum nor a norm to clip"
             )
+        if self.aggregate == "node":
+            self._check_aggregate()
+
+    def _check_aggregate(self) -> None:
+        if not self.aggregates_by:
+            raise UsageError(
+                f'{self.name}: aggregate="node" is for sync, async, softsync and ssp: leave it out, or use one of these'
+            )
+        fits = {
+            "push_wire": (self.push_wire == "full", "gradients are summed on their node in full numbers"),
+            "damping": (self.damping == Keep(), "a sum cannot be corrected gradient by gradient"),
+            "optimizer": (self.optimizer == "server", "gradients are summed, not finished updates"),
+            "push_every": (not self.moves, "gradients of single batches are summed"),
+            "warmup": (not self.warmup.epochs, "all workers of a node are summed, from the start"),
+            "batching": (not self.batching.measures, "gradients are summed by their samples alone"),
+        }
+        for key, (fit, why) in fits.items():
+            if self.aggregates_by == "sum" and not fit:
+                raise UsageError(
+                    f'{self.name}: {key}={getattr(self, key)} does not go with aggregate="node", because {why}: leave '
+                    "either out"
+                )
 
     @property
     def push_codec(self) -> Codec:
@@ -314,7 +349,22 @@ class ServerStrategy(Strategy):
         """Whether one shard may hold a worker for as long as a third one computes, that another has let go."""
         return False
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether nobody goes on without a worker that dies."""
+        return self.reduces or self.aggregate == "node"
+
+    @property
+    def sums_on_nodes(self) -> bool:
+        """Whether what a server is sent of a node is the sum of its workers' gradients."""
+        return self.aggregate == "node" and self.aggregates_by == "sum"
+
     def why_not_sparse(self) -> str:
+        if self.aggregate == "node":
+            return (
+                'aggregate="node" passes whole gradients on, and rows of tables are asked for by each worker: leave it '
+                "out"
+            )
         if self.elastic or self.optimizer == "worker":
             return f"{self} moves all parameters on every worker, and rows of tables are trained by servers alone"
         if self.moves:
@@ -336,6 +386,8 @@ class ServerStrategy(Strategy):
         return self.servers
 
     def why_not_wrapped(self) -> str:
+        if self.aggregate == "node":
+            return 'aggregate="node" takes ranks that only `train` starts, not `wrap`: leave it out'
         counted = "a warm-up is counted in epochs of data, which only `train` knows, not `wrap`"
         return counted if self.warmup.epochs else ""
 

@@ -13,22 +13,30 @@ In a heterogeneous job nothing is to choose: the ranks of the first component's 
 `allot` is the way back: which node each rank has to start on so that `assign` leaves every node its workers.
 
 The lowest worker validates and owns the BatchNorm buffers; the lowest server deals the data.
+
+With aggregators, each node that has at least two workers besides gives its highest rank that does not serve: all that
+its workers and the servers send one another passes through it. A node of fewer ranks has none, and its workers send
+directly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from mpitrain.errors import UsageError
 
 PLACEMENTS = ("spread", "packed", "beside")
+LEAST_AGGREGATED = 2  # workers of a node with an aggregator
 
 
 class Roles(NamedTuple):
-    """Ranks by role; `servers[i]` owns shard i."""
+    """Ranks by role; `servers[i]` owns shard i, and the workers `members[i]` send through `aggregators[i]`."""
 
     servers: tuple[int, ...]
     workers: tuple[int, ...]
+    aggregators: tuple[int, ...] = ()
+    members: tuple[tuple[int, ...], ...] = ()
 
     @property
     def validator(self) -> int:
@@ -41,12 +49,29 @@ class Roles(NamedTuple):
         return self.servers[0]
 
     def of(self, rank: int) -> str:
-        """`"server"` or `"worker"`."""
-        return "server" if rank in self.servers else "worker"
+        """`"server"`, `"aggregator"` or `"worker"`."""
+        if rank in self.servers:
+            return "server"
+        return "aggregator" if rank in self.aggregators else "worker"
+
+    def behind(self, aggregator: int) -> tuple[int, ...]:
+        """The workers that send through this rank."""
+        return self.members[self.aggregators.index(aggregator)]
+
+    def routes(self, rank: int) -> dict[int, int]:
+        """The ranks that `rank`, a server or a worker, speaks to through an aggregator, each with that."""
+        groups = zip(self.aggregators, self.members, strict=True)
+        if rank in self.servers:
+            return {worker: aggregator for aggregator, workers in groups for worker in workers}
+        return {server: one for one, workers in groups if rank in workers for server in self.servers}
 
 
 def assign(
-    nodes: tuple[int, ...], num_servers: int, placement: str = "spread", num_server_nodes: int = 0
+    nodes: tuple[int, ...],
+    num_servers: int,
+    placement: str = "spread",
+    num_server_nodes: int = 0,
+    aggregates: bool = False,
 ) -> Roles:
     """Deal out the roles.
 
@@ -56,10 +81,11 @@ def assign(
         placement: one of `PLACEMENTS`.
         num_server_nodes: in a heterogeneous job, how many nodes the servers' component has: the first ones, whose
             ranks are the servers, whatever the placement. 0: the job is homogeneous.
+        aggregates: whether nodes have aggregators.
 
     Raises:
-        UsageError: no rank would be left to work, "beside" does not come out even, or the servers' component has not
-            as many ranks as there are servers.
+        UsageError: no rank would be left to work, "beside" does not come out even, the servers' component has not
+            as many ranks as there are servers, or no node has two workers to aggregate.
     """
     num_ranks = len(nodes)
     if num_servers >= num_ranks:
@@ -78,7 +104,59 @@ def assign(
         servers = tuple(range(num_servers))
     else:
         servers = (_beside if placement == "beside" else _spread)(nodes, num_servers)
-    return Roles(servers, tuple(rank for rank in range(num_ranks) if rank not in servers))
+    serves = frozenset(servers)
+    others = tuple(rank for rank in range(num_ranks) if rank not in serves)
+    return _with_aggregators(nodes, servers, others) if aggregates else Roles(servers, others)
+
+
+def _with_aggregators(nodes: tuple[int, ...], servers: tuple[int, ...], others: tuple[int, ...]) -> Roles:
+    by_node: dict[int, list[int]] = {}
+    for rank in others:
+        by_node.setdefault(nodes[rank], []).append(rank)
+    groups = [tuple(ranks) for ranks in by_node.values() if len(ranks) > LEAST_AGGREGATED]
+    if not groups:
+        raise UsageError(
+            f'aggregate="node" takes one rank of each node that has {LEAST_AGGREGATED} workers or more, and no node '
+            f"has {LEAST_AGGREGATED + 1} ranks besides servers: start more ranks on a node, or leave it out"
+        )
+    groups.sort(key=lambda ranks: ranks[-1])
+    aggregators = tuple(ranks[-1] for ranks in groups)
+    taken = frozenset(aggregators)
+    workers = tuple(rank for rank in others if rank not in taken)
+    return Roles(servers, workers, aggregators, tuple(ranks[:-1] for ranks in groups))
+
+
+def assign_workers(
+    num_workers: int,
+    nodes_of: Callable[[int], tuple[int, ...]],
+    num_servers: int,
+    placement: str = "spread",
+    aggregates: bool = False,
+) -> tuple[Roles, tuple[int, ...]]:
+    """The roles of as many ranks as leave `num_workers` workers, and the node of each; `nodes_of`: those of so many
+    ranks.
+
+    Raises:
+        UsageError: as `assign`, or no number of ranks leaves that many.
+    """
+    num_ranks, tried = num_workers + num_servers, set[int]()
+    while num_ranks not in tried:
+        tried.add(num_ranks)
+        nodes = nodes_of(num_ranks)
+        try:
+            roles = assign(nodes, num_servers, placement, aggregates=aggregates)
+        except UsageError:
+            if not aggregates or num_workers < LEAST_AGGREGATED or num_ranks > num_workers + num_servers:
+                raise
+            num_ranks += 1
+            continue
+        if len(roles.workers) == num_workers:
+            return roles, nodes
+        num_ranks += num_workers - len(roles.workers)
+    raise UsageError(
+        f"no number of ranks on these nodes leaves {num_workers} workers beside {num_servers} server(s) and the "
+        "aggregators: take one worker more or fewer"
+    )
 
 
 def allot(
@@ -87,13 +165,15 @@ def allot(
     num_servers: int,
     placement: str = "spread",
     num_server_nodes: int = 0,
+    aggregates: bool = False,
 ) -> tuple[int, ...]:
     """Node index of every rank, node by node, so that `assign` leaves each node `workers_per_node` workers.
 
     Args:
         num_nodes: all nodes, those of a servers' component included.
-        workers_per_node: one for each GPU as a strategy; the servers' ranks come on top.
+        workers_per_node: one for each GPU as a strategy; the servers' ranks, and the aggregators', come on top.
         num_server_nodes: as in `assign`; these nodes get the servers, evenly, and no workers.
+        aggregates: as in `assign`.
 
     Raises:
         UsageError: as `assign`, or no node is left for the workers.
@@ -118,8 +198,11 @@ def allot(
     else:
         share, rest = divmod(num_servers, num_nodes)
         ranks = [workers_per_node + share + (node < rest) for node in range(num_nodes)]
+    if aggregates and workers_per_node >= LEAST_AGGREGATED:
+        ranks = [count + (node >= num_server_nodes) for node, count in enumerate(ranks)]
     nodes = tuple(node for node, count in enumerate(ranks) for _ in range(count))
-    assign(nodes, num_servers, placement, num_server_nodes)  # refuses what the run would refuse
+    # refuses what the run would refuse
+    assign(nodes, num_servers, placement, num_server_nodes, aggregates)
     return nodes
 
 

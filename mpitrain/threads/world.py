@@ -27,8 +27,8 @@ from mpitrain.effects import (
     Sleep,
     drive,
 )
-from mpitrain.messages import Alive, payload_of
-from mpitrain.messages.steps import step_after
+from mpitrain.messages import release
+from mpitrain.messages.steps import is_progress, step_after
 from mpitrain.threads.hub import Hub
 
 if TYPE_CHECKING:
@@ -110,10 +110,9 @@ class ThreadWorld:
     def _send(self, effect: Send) -> None:
         message = effect.message
         if effect.to in self._forgotten:
-            if (unsent := payload_of(message)) is not None:
-                unsent.release()
+            release(message)
             return
-        if not isinstance(message, Alive):  # that is no progress
+        if is_progress(message):
             self._step = step_after(message, self._step)
             self.on_step(self._step)
         self.hub.inboxes[effect.to].put((self.rank, message))
@@ -132,8 +131,7 @@ class ThreadWorld:
                 return None
             if found[0] not in self._forgotten:
                 return found
-            if (payload := payload_of(found[1])) is not None:
-                payload.release()
+            release(found[1])
 
     def _wait(self, until_s: float | None) -> Any:
         """The next message, or None when the time is up."""

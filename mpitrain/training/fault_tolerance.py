@@ -1,8 +1,9 @@
 """The fault tolerance of a run: what a worker's death costs, as the run's report names it.
 
 Invariants: the answer holds for this launch and this strategy together, and promises nothing that was not seen to work.
-Peers, split models and `hybrid` end with a dead rank under ULFM too. Under MPICH server strategies survive a worker's
-death where srun leaves the other ranks alone; everywhere else it ends the job.
+Peers, split models and `hybrid` end with a dead rank under ULFM too, and what aggregates on nodes takes no such launch.
+Under MPICH server strategies survive a worker's death where srun leaves the other ranks alone; everywhere else it ends
+the job.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def survives(runtime: Ranks, strategy: Strategy) -> bool:
     """Whether the other ranks go on inside the job when a worker dies."""
-    if isinstance(strategy, ServerStrategy) and strategy.reduces:
+    if isinstance(strategy, ServerStrategy) and strategy.needs_all:
         return False
     if runtime.fault_tolerance == "heartbeat":
         return isinstance(strategy, ServerStrategy)
@@ -41,6 +42,15 @@ def warning(runtime: Ranks, strategy: Strategy) -> str:
         f"this launch does not end when a rank dies, and {strategy} cannot go on without one: only --watchdog-s ends "
         "such a run. Leave out --ft heartbeat (MPITRAIN_FT), or take a strategy with servers"
     )
+
+
+def check_aggregated(runtime: Ranks, strategy: Strategy) -> None:
+    """Raise `UsageError` where a launch is to survive deaths, and the workers of a node have one rank in common."""
+    if strategy.aggregate == "node" and runtime.fault_tolerance != "none":
+        raise UsageError(
+            f"--ft {runtime.fault_tolerance} (MPITRAIN_FT) goes on without a rank that dies, and {strategy} cannot: "
+            "the workers of a node wait for one another, and for their aggregator. Leave either out"
+        )
 
 
 def check_own_loop(runtime: Ranks) -> None:

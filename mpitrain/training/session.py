@@ -37,7 +37,7 @@ from mpitrain.training import signals
 from mpitrain.training.accounting import Account
 from mpitrain.training.agree import attempt as attempt
 from mpitrain.training.best_model import Validations
-from mpitrain.training.fault_tolerance import level, survives, warning
+from mpitrain.training.fault_tolerance import check_aggregated, level, survives, warning
 from mpitrain.training.fingerprint import contents_of, file_digest, options
 from mpitrain.training.judge import NOBODY_LEFT, judge
 from mpitrain.training.mllog_facts import mllog_facts
@@ -99,7 +99,7 @@ class Session:
 
     @property
     def role(self) -> str:
-        """This rank's role: "server", "worker" or "peer"."""
+        """This rank's role: "server", "aggregator", "worker" or "peer"."""
         return self.roles.of(self.place)
 
     def in_emergency(self, writer: Emergency | str) -> None:
@@ -160,7 +160,7 @@ class Session:
         from mpitrain.training.measure import device_type
 
         outcome |= self.account.counted() if self.account else {}
-        outcome["device"] = "" if self.role == "server" else device_type()
+        outcome["device"] = "" if self.role in ("server", "aggregator") else device_type()
 
         # where ranks may be lost: messages from those that answer, no collective
         served = isinstance(self.strategy, ServerStrategy)
@@ -279,8 +279,15 @@ def assign_roles(runtime: Ranks, strategy: Strategy, own_loop: bool = False) -> 
     why_not = (strategy.why_not_wrapped() if own_loop else "") or strategy.why_not_over_mpi()
     if why_not:
         raise UsageError(f"{strategy}: {why_not}")
-    roles = assign(runtime.nodes, strategy.num_servers(), strategy.placement, launched_server_nodes())
+    roles = assign(
+        runtime.nodes,
+        strategy.num_servers(),
+        strategy.placement,
+        launched_server_nodes(),
+        strategy.aggregate == "node",
+    )
     strategy.check_workers(len(roles.workers))
+    check_aggregated(runtime, strategy)
     return roles
 
 
@@ -308,9 +315,16 @@ def _how_started(session: Session, job_file: str | None) -> dict[str, Any]:
         "options": dict(session.job.options),
         "servers": list(session.roles.servers),
         "workers": list(session.roles.workers),
+        "aggregators": dict(zip(session.roles.aggregators, session.roles.members, strict=True)),
         "num_threads": torch.get_num_threads(),
         **_threads(session),
     }
+
+
+def _aggregators(session: Session) -> dict[str, int]:
+    """How many there are, where there are any."""
+    number = len(session.roles.aggregators)
+    return {"aggregators": number} if number else {}
 
 
 def _threads(session: Session) -> dict[str, int]:
@@ -322,7 +336,7 @@ def _threads(session: Session) -> dict[str, int]:
 def _describe_start(session: Session) -> None:
     session.report.event(
         "start", job=session.job.name, strategy=str(session.strategy), workers=len(session.roles.workers),
-        servers=len(session.roles.servers), samples=session.catalogue.num_samples,
+        servers=len(session.roles.servers), **_aggregators(session), samples=session.catalogue.num_samples,
         batch_size=session.job.batch_size, accumulate=session.job.accumulate, run_dir=str(session.run_dir),
         fault_tolerance=level(session.runtime, session.strategy), **_threads(session),
     )  # fmt: skip
@@ -382,6 +396,7 @@ def result_of(session: Session, gathered: list[dict[str, Any]]) -> dict[str, Any
         **judge(session.job, merged["metrics"], failures, session.overrides, requeue),
         "workers": len(session.roles.workers),
         "servers": len(session.roles.servers),
+        **_aggregators(session),
         "nodes": session.runtime.num_nodes,
         "device": "+".join(sorted({outcome.get("device") or "" for outcome in gathered} - {""})),
         "leg": session.leg,

@@ -9,6 +9,7 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import AtWorker, KillAtEnd, Nan, Torn, check_virtual, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import MLLOG, check_installed, read_logs
+from mpitrain.roles.server.fault_tolerant import MOST_NONFINITE
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy
 from mpitrain.strategies.model_parallel.base import Split
@@ -30,12 +31,13 @@ def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
     _check_batch_statistics(job)
     _check_joint_steps(job)
     _check_patience(job)
+    _check_sums(job)
     if overrides.heartbeat_s is not None and not isinstance(job.strategy, ServerStrategy):
         raise UsageError(
             f"--heartbeat-s is how long a server waits for a silent worker, and {job.strategy} has no servers: leave "
             "it out, or choose a strategy with servers"
         )
-    if overrides.heartbeat_s is not None and getattr(job.strategy, "reduces", False):
+    if overrides.heartbeat_s is not None and getattr(job.strategy, "needs_all", False):
         raise UsageError(
             f"--heartbeat-s is how long a silent worker keeps its part, and {job.strategy} cannot go on without one: "
             "leave it out, or use sync()"
@@ -65,6 +67,7 @@ def validate_simulation(job: Job, overrides: Overrides) -> None:
     _check_joint_steps(job)
     check_precision(job, on_cuda=False)
     _check_patience(job)
+    _check_sums(job)
     if read_validation_policy(job.validate_every).seconds:
         raise UsageError(
             f"validate_every={job.validate_every!r} counts seconds of a clock, and virtual time has none: count epochs "
@@ -75,6 +78,14 @@ def validate_simulation(job: Job, overrides: Overrides) -> None:
 def _check_patience(job: Job) -> None:
     if job.patience is not None and job.strategy is not None and (why_not := job.strategy.why_not_ended()):
         raise UsageError(f"{job.strategy}: {why_not}")
+
+
+def _check_sums(job: Job) -> None:
+    if job.on_nonfinite == "skip" and getattr(job.strategy, "sums_on_nodes", False):
+        raise UsageError(
+            f'on_nonfinite="skip" has servers give up a worker that sends {MOST_NONFINITE} such gradients in a row, '
+            f'and {job.strategy} has what it sends in a sum with others: use "stop", or leave aggregate out'
+        )
 
 
 def _check_clipping(job: Job) -> None:

@@ -20,7 +20,7 @@ class Costs(Value):
 
     Args:
         memory_gb_per_s: of the memory of a server, or of a rank that updates its own parameters, through which an
-            update goes `passes` times.
+            update goes `passes` times; of an aggregator, too, through which each gradient goes 3 times.
         passes: over its parameters in one update: reading the gradient, reading and writing the parameters; 2 more for
             each number that the optimizer keeps a parameter.
         codec_gb_per_s: of gradients that a worker encodes, where the strategy has a codec.
@@ -68,6 +68,8 @@ class Costs(Value):
         if what == "apply":
             decoded_s = num_batches * _at(num_bytes, self.decode_gb_per_s) if codes else 0.0
             return self._update_s(num_bytes) + decoded_s
+        if what == "sum":  # a gradient and the sum are read, and the sum is written
+            return num_batches * _at(3 * num_bytes, self.memory_gb_per_s)
         if what == "validate":
             return size * self.validate_s
         return size * _at(num_bytes, self.checkpoint_gb_per_s)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mpitrain.messages import Message, Push, payload_of
+from mpitrain.messages import Message, payload_bytes, pushes_of
 from mpitrain.system.trace import COMMUNICATION, COMPUTE, KINDS, OTHER, WAIT, Event, Trace, active
 
 
@@ -88,9 +88,10 @@ class VirtualTrace(Trace):
             if self.recording and self.clock() > self._waits_since:
                 self.add(*self._waits_for, self._waits_since, self.clock())
             self._waits_since = None
-        if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Push):
+        if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Message):
             with active(self):
-                self.hear_push(answer[0], answer[1].step)
+                for worker, push in pushes_of(*answer):
+                    self.hear_push(worker, push.step)
 
     def sleep(self, seconds: float) -> None:
         """The rank sleeps from now on."""
@@ -99,9 +100,7 @@ class VirtualTrace(Trace):
 
     def send(self, to: int, message: Message, sent_s: float, arrival_s: float) -> None:
         """A message has been sent, and arrives then."""
-        payload = payload_of(message)
-        num_bytes = payload.num_bytes if payload is not None else 0
-        self.fly(f"{type(message).__name__} to {to}", num_bytes, sent_s, arrival_s)
+        self.fly(f"{type(message).__name__} to {to}", payload_bytes(message), sent_s, arrival_s)
 
     def fly(self, name: str, num_bytes: int, sent_s: float, arrival_s: float) -> None:
         """So many bytes are under way from then to then."""

@@ -31,7 +31,17 @@ from mpitrain.effects import (
     Sleep,
 )
 from mpitrain.errors import DeadlockError, LostRankError, WireError
-from mpitrain.messages import Alive, Assist, Lost, Measured, payload_of
+from mpitrain.messages import (
+    Alive,
+    Assist,
+    Bundle,
+    Lost,
+    Measured,
+    Message,
+    payload_bytes,
+    payloads_of,
+    release,
+)
 from mpitrain.system.trace import COMMUNICATION, active
 from mpitrain.virtual.all_reduces import AllReduces
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
@@ -109,7 +119,7 @@ class VirtualWorld:
         self._flows = Flows(network, self._links) if network.shares_fairly else None
         self._rendezvous: Rendezvous | None = None
         if network.eager_bytes:
-            self._rendezvous = Rendezvous(self._begin, _discard, network.eager_bytes, HEADER_BYTES)
+            self._rendezvous = Rendezvous(self._begin, release, network.eager_bytes, HEADER_BYTES)
         self._drive_computing = frozenset(drive_computing)
         self._all_reduces: AllReduces | None = None
         self._heap: list[tuple[float, int, Any, Any]] = []
@@ -233,7 +243,7 @@ class VirtualWorld:
             self._advance(process, process.inbox.popleft())
             return
         computing = process.computing
-        if computing is None or not computing.interruptible or isinstance(message[1], _CHANGES_NOTHING):
+        if computing is None or not computing.interruptible or _changes_nothing(message[1]):
             return
         if process.trace is not None:
             process.trace.computed(computing.took_s)
@@ -342,12 +352,12 @@ class VirtualWorld:
         return result
 
     def _send(self, source: int, effect: Send) -> None:
-        payload = payload_of(effect.message)
-        num_bytes = HEADER_BYTES + (payload.num_bytes if payload is not None else 0)
+        num_headers = 1 + (len(effect.message.entries) if type(effect.message) is Bundle else 0)
+        num_bytes = num_headers * HEADER_BYTES + payload_bytes(effect.message)
         sender, to = self._processes[source], effect.to
         sender.last_sent = effect
         message: Any = effect.message
-        if sender.tears and payload is not None:
+        if sender.tears and payloads_of(effect.message):
             sender.tears = False
             message = _Torn()
         if self._rendezvous is not None:
@@ -439,12 +449,13 @@ def _throw_away(event: Any) -> None:
     """Nobody is there to receive it."""
     message = event[1] if isinstance(event, tuple) else getattr(event, "message", None)
     if message is not None:
-        _discard(message)
+        release(message)
 
 
-def _discard(message: Any) -> None:
-    if (payload := payload_of(message)) is not None:
-        payload.release()
+def _changes_nothing(message: Message) -> bool:
+    if type(message) is Bundle:
+        return all(isinstance(entry.message, _CHANGES_NOTHING) for entry in message.entries)
+    return isinstance(message, _CHANGES_NOTHING)
 
 
 class _Torn:

@@ -8,6 +8,7 @@ import pytest
 
 from mpitrain.errors import WireError
 from mpitrain.messages import (
+    Bundle,
     CheckpointRequest,
     Final,
     FinalRequest,
@@ -16,9 +17,10 @@ from mpitrain.messages import (
     Message,
     Reply,
     Sum,
+    payload_bytes,
     payload_of,
 )
-from mpitrain.mpi.message_header import HEADER_BYTES, decode, encode
+from mpitrain.mpi.message_header import HEADER_BYTES, decode, encode, unpack_entries
 from tests import messages
 
 # The n-th header is that of message n, as it was packed before every kind had a class of its own.
@@ -32,10 +34,18 @@ def carried(message, sequence=0):
     outgoing = encode(message, sequence)
     assert len(outgoing.header) == HEADER_BYTES
     incoming = decode(outgoing.header, sequence, 3)
-    assert incoming.kind == message.kind and incoming.stamp == outgoing.stamp
-    assert incoming.text_bytes == len(outgoing.text)
-    assert incoming.payload_bytes == (outgoing.payload.num_bytes if outgoing.payload else 0)
-    return incoming.message(outgoing.text.decode(), outgoing.payload)
+    assert incoming.kind == message.kind and incoming.text_bytes == len(outgoing.text)
+    payloads = [one.payload for one in outgoing.payloads]
+    if isinstance(message, Bundle):
+        entries, holders = unpack_entries(bytearray(outgoing.text), 3)
+        assert [len(held) for held in holders] == [one.num_holders for one in outgoing.payloads]
+        stamps = [held[0].incoming.stamp for held in holders]
+        assert stamps == [one.stamp for one in outgoing.payloads]
+        found = dict(enumerate(payloads))
+        return incoming.message(entries=tuple(entry.complete(found) for entry in entries))
+    assert [one.stamp for one in outgoing.payloads] in ([], [incoming.stamp])
+    assert incoming.payload_bytes == sum(payload.num_bytes for payload in payloads)
+    return incoming.message(outgoing.text.decode(), payloads[0] if payloads else None)
 
 
 def test_there_is_an_example_of_every_class_and_a_class_of_every_kind():
@@ -95,3 +105,20 @@ def test_a_header_is_believed_only_when_it_is_whole_and_due():
         damaged[place] ^= 1
         with pytest.raises(WireError, match="rank 3 sent a damaged header"):
             decode(damaged, 4, 3)
+
+
+def test_a_bundle_sends_once_what_its_entries_share_and_not_what_is_left_behind():
+    payloads = encode(messages.BUNDLE, 0).payloads
+    assert [(one.payload.num_bytes, one.num_holders) for one in payloads] == [(640, 1), (4096, 2)]
+    assert payload_bytes(messages.BUNDLE) == 640 + 4096
+
+
+@pytest.mark.parametrize("damage", ["cut", "number", "text"])
+def test_a_bundle_is_believed_only_when_its_entries_are_whole(damage):
+    packed = bytearray(encode(messages.BUNDLE, 0).text)
+    if damage == "cut":
+        del packed[-1]
+    else:
+        packed[12 if damage == "number" else 8] ^= 1
+    with pytest.raises(WireError, match="rank 3 sent a bundle"):
+        unpack_entries(packed, 3)

@@ -34,6 +34,8 @@ STRATEGIES = (
     "ssp(bound=1,push_wire=qsgd(dense_below=0))",
     "softsync(updates=2,inflight=2,push_wire=onebit(dense_below=0))",
     "bounded(staleness=1,servers=2)",
+    "sync(servers=2,aggregate='node')",
+    "async(servers=2,aggregate='node')",
 )
 
 

@@ -42,6 +42,16 @@ def test_roles_batches_and_bytes_of_a_server_run():
     assert f"shard 1 (rank 5): push {numbers // 2 * 2} B, reply {numbers // 2 * 4} B" in text
 
 
+def test_aggregators_are_named_with_what_they_send():
+    text = plan(mt.Sync(aggregate="node"), 9, 2)
+    assert "3 worker(s); rank 4 serves shard 0; rank 3 stands between them and the servers" in text
+    assert "3 worker(s); rank 8 stands between them and the servers" in text
+    assert "each of 2 aggregator(s) sends the sum of its workers' pushes, 200 B an update" in text
+    assert "those together that have come while the server was busy" in plan(mt.Async(aggregate="node"), 4)
+    with pytest.raises(UsageError, match="no node has 3 ranks besides servers"):
+        plan(mt.Sync(aggregate="node"), 3)
+
+
 def test_allreduce_says_its_steps_and_the_least_it_sends():
     text = plan(mt.AllReduce(), 4)
     assert "4 worker(s)" in text and "4 steps of 4 x 6 samples" in text

@@ -79,8 +79,8 @@ def test_accepted_spellings(text, value):
         ("async(servers=1, servers=2)", "given twice"),
         ("async(1, servers=2)", "given twice"),
         (
-            "async(1, keep(), warmup(), 'full', 'full', 'server', 1, 0, 1, per_worker(), 'spread', 6)",
-            "at most 11",
+            "async(1, keep(), warmup(), 'full', 'full', 'server', 1, 0, 1, per_worker(), 'spread', 'none', 6)",
+            "at most 12",
         ),
         ("async(servers=0)", "at least 1"),
         ("async(servers='2')", "must be int"),

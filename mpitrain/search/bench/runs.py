@@ -22,6 +22,7 @@ from mpitrain.search.bench.settings import Request, Setting
 from mpitrain.simulation.comparison import Comparison
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
+from mpitrain.strategies.placement import assign_workers
 from mpitrain.system.run_directory import read_json
 from mpitrain.values import parse
 from mpitrain.virtual import ComputeLaw, NetworkLaw
@@ -30,9 +31,18 @@ LAST_LINES = 12  # of what a failed run has said, where it is not in our words
 _OURS = re.compile(r"(?:\[rank \d+\] )?mpitrain: (.*)")
 
 
+def num_ranks(strategy: Strategy, workers: int) -> int:
+    """Of a run with so many workers on this machine."""
+    aggregates = strategy.aggregate == "node"
+    _, nodes = assign_workers(
+        workers, lambda size: (0,) * size, strategy.num_servers(), aggregates=aggregates
+    )
+    return len(nodes)
+
+
 def command(request: Request, setting: Setting, seed: int, folder: Path) -> list[str]:
     """The words that start one run under MPI."""
-    ranks = setting.workers + setting.strategy.num_servers()
+    ranks = num_ranks(setting.strategy, setting.workers)
     return [
         sys.executable, "-m", "mpitrain", "launch", "--mpi", request.mpi, "-n", str(ranks), "train", request.path,
         *request.words, "--strategy", setting.asked,

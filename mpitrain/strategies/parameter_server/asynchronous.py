@@ -10,7 +10,7 @@ Downpour SGD, Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mpitrain.strategies.base import Arrival, ServerStrategy, Verdict
 from mpitrain.values import register
@@ -23,6 +23,8 @@ class Async(ServerStrategy):
 
     Dean et al., "Large Scale Distributed Deep Networks" (DistBelief), NIPS 2012.
     """
+
+    aggregates_by: ClassVar[str] = "forward"
 
     def start(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {}

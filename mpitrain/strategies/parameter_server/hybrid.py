@@ -41,6 +41,7 @@ class Hybrid(Sync):
     tables: str = "auto"
 
     reduces: ClassVar[bool] = True
+    aggregates_by: ClassVar[str] = ""
 
     def check(self) -> None:
         super().check()

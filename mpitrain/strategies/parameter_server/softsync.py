@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import NOTHING, Arrival, ServerStrategy, Verdict
@@ -33,6 +33,8 @@ class SoftSync(ServerStrategy):
 
     updates: int = 2
     blocking: bool = False
+
+    aggregates_by: ClassVar[str] = "forward"
 
     def check(self) -> None:
         super().check()

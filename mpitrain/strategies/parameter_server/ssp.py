@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError
 from mpitrain.strategies.base import Arrival, ServerStrategy, Verdict
@@ -32,6 +32,8 @@ class StaleSync(ServerStrategy):
     """
 
     bound: int = 3
+
+    aggregates_by: ClassVar[str] = "forward"
 
     def check(self) -> None:
         super().check()

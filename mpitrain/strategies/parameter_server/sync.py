@@ -53,6 +53,7 @@ class Sync(ServerStrategy):
     """
 
     lockstep: ClassVar[bool] = True
+    aggregates_by: ClassVar[str] = "sum"
 
     def check(self) -> None:
         super().check()

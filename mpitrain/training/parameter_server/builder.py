@@ -29,12 +29,14 @@ from mpitrain.model import (
 )
 from mpitrain.model.buffers import FixedBuffer, VariableBuffer
 from mpitrain.model.hybrid_replica import HybridReplica
+from mpitrain.model.node_sums import NodeSums
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.precision import loss_scale
 from mpitrain.model.reduced_parameters import ReducedParameters
 from mpitrain.model.tabled_replica import TabledReplica
 from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.roles import ClippingServer, FaultTolerantServer, SaveRequest, SavingServer, Worker
+from mpitrain.roles.aggregator import Aggregator
 from mpitrain.roles.divided_validation import Measures
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.protocols import CheckpointWriter, Report
@@ -239,6 +241,11 @@ class RoleBuilder:
             tables=replica if isinstance(replica, TabledReplica) else None,
             reduction=replica.reduction if isinstance(replica, HybridReplica) else None,
         )
+
+    def aggregator(self, rank: int, asked: Callable[[], bool] = lambda: False) -> Aggregator:
+        """The aggregator on `rank`; `asked`: as in `Aggregator`."""
+        sums = NodeSums(self.model.layout.dtype) if self.strategy.sums_on_nodes else None
+        return Aggregator(rank, self.roles.servers, self.roles.behind(rank), sums, asked)
 
     def buffer_for(self, server: int, kind: Kind) -> Any:
         """The buffer in which a worker receives the next message of the server on rank `server`."""

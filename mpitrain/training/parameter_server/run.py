@@ -14,18 +14,21 @@ from torch.optim import Optimizer
 
 from mpitrain.checkpoint import Checkpoint
 from mpitrain.embedding.tables import tables_of
+from mpitrain.errors import UsageError
 from mpitrain.messages import Kind
 from mpitrain.model import LocalSteps, Replica, check_optimizer, flat_model, reshard
 from mpitrain.model.buffers import VariableBuffer
 from mpitrain.model.flat import Layout, make_layout
 from mpitrain.model.hybrid_replica import HybridReplica
+from mpitrain.model.node_sums import ByteBuffers
 from mpitrain.model.step_hooks import StepHooks
 from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.roles import Server, Worker
 from mpitrain.roles.replay import record, recording
 from mpitrain.roles.server.fault_tolerant import NOT_FINITE
-from mpitrain.roles.server.resharding import num_row_pieces, reshard_role
+from mpitrain.roles.server.resharding import num_row_pieces, processed_by, reshard_role
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.training import signals
 from mpitrain.training.averaged_model import join_parts, save_part
 from mpitrain.training.deliver import save_final
 from mpitrain.training.fault_tolerance import survives
@@ -59,7 +62,7 @@ _SHOWN = (
 def run_servers(session: Session) -> dict[str, Any]:
     """Serve or work, as this rank's role says; returns what this rank knows of the run."""
     runtime = session.runtime
-    device = torch.device("cpu") if session.role == "server" else pick_device(runtime.local_rank)
+    device = pick_device(runtime.local_rank) if session.role == "worker" else torch.device("cpu")
     module, optimizer = build_on_ranks(session, device, session.overrides.lr)
     strategy = server_strategy(session)
     if strategy.reduces:
@@ -79,6 +82,7 @@ def run_servers(session: Session) -> dict[str, Any]:
     tables = [f"table {table.name} {(table.num_rows, table.width)}" for table in tables_of(module)]
     about_this_run = about(session, layout, describe_optimizer(module, optimizer), tables)
     attempt(runtime, lambda: check(session, about_this_run))
+    attempt(runtime, lambda: check_sums(session))
     model = flat_model(module, optimizer, strategy)
     builder = RoleBuilder(
         strategy, session.roles, model, session.job, session.catalogue, session.num_batches()
@@ -89,6 +93,8 @@ def run_servers(session: Session) -> dict[str, Any]:
     try:
         if session.role == "server":
             return _serve(session, builder, optimizer, about_this_run)
+        if session.role == "aggregator":
+            return _aggregate(session, builder)
         return _work(session, builder, local, optimizer, device, about_this_run)
     finally:
         if model.lookups is not None:  # a job may have brought the module itself
@@ -104,6 +110,19 @@ def about(
     if server_strategy(session).reduces:
         found["workers"] = len(session.roles.workers)
     return found
+
+
+def check_sums(session: Session) -> None:
+    """Raise `UsageError` where a checkpoint's shards have not processed the same, so that some of them would have to
+    leave out what others add, and their gradients come as sums."""
+    if session.resume is None or not server_strategy(session).sums_on_nodes:
+        return
+    first, *others = processed_by(session.resume.servers(), session.catalogue.num_samples)
+    if any(other != first for other in others):
+        raise UsageError(
+            f"{session.resume.folder}: its shards were cut at different pushes, so a push may be new to one shard "
+            f"alone, and sums cannot be taken apart: leave aggregate out of {session.strategy} until a later checkpoint"
+        )
 
 
 def server_strategy(session: Session) -> ServerStrategy:
@@ -129,8 +148,7 @@ def _serve(
         session, f"shard-{shard}", about_this_run, lambda: {"store": store.state()}, writers
     )
     by_heartbeat = runtime.fault_tolerance == "heartbeat"
-    # where workers step together nobody goes on without a silent one
-    floor_s = math.inf if strategy.reduces else session.overrides.heartbeat_s
+    floor_s = math.inf if strategy.needs_all else session.overrides.heartbeat_s
     server = builder.server(shard, store, meter, writer, floor_s, by_heartbeat)
     attempt(runtime, lambda: restore_shard(resume, server, store, model.layout, shard))
     may_die = roles.workers if survives(runtime, strategy) and runtime.fault_tolerance == "ulfm" else ()
@@ -165,6 +183,17 @@ def _serve(
     return outcome
 
 
+def _aggregate(session: Session, builder: RoleBuilder) -> dict[str, Any]:
+    """Stand between this node's workers and the servers. Nothing of this rank belongs to a checkpoint."""
+    session.in_emergency("")
+    attempt(session.runtime, lambda: None)  # the others restore what they go on from
+    buffers, aggregator = ByteBuffers(), builder.aggregator(session.place, signals.asked)
+    peers = (*session.roles.servers, *session.roles.behind(session.place))
+    counts = run_role(session, peers, lambda source, kind: buffers.empty(), aggregator.run())
+    detail = {"role": "aggregator", **counts, "peak_waiting_buffers": buffers.num_buffers}
+    return {"detail": detail}
+
+
 def restore_shard(
     resume: Checkpoint | None, server: Server, store: AnyStore, layout: Layout, shard: int
 ) -> None:
@@ -195,7 +224,7 @@ def _work(
     about_this_run: dict[str, Any],
 ) -> dict[str, Any]:
     runtime, job, model = session.runtime, session.job, builder.model
-    runtime.may_die_alone = not builder.strategy.reduces
+    runtime.may_die_alone = not builder.strategy.needs_all
     with job.data.reader(session.catalogue, job.seed) as reader:
         # on every worker: any may have to take over
         validations = session.validations()

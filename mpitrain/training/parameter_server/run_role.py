@@ -11,6 +11,7 @@ from typing import Any
 
 from mpitrain.effects import Role
 from mpitrain.errors import EvictedError, LostRankError
+from mpitrain.roles.bundles import bundled
 from mpitrain.roles.failure_detector.silence import MID_SILENCE_S
 from mpitrain.roles.failure_detector.worker_side import report_failure
 from mpitrain.training.session import Session
@@ -28,11 +29,13 @@ def run_role(
     computer: Executor | None = None, may_die: tuple[int, ...] = (), workers_sum: Any = None,
 ) -> Any:  # fmt: skip
     """Run `role` among `peers` and return what it returned; the arguments are those of `MpiWorld`;
-    `workers_sum`: of a role that all-reduces.
+    `workers_sum`: of a role that all-reduces. Peers behind an aggregator are reached through it.
 
     Where MPI would not report the failure of a worker, the worker reports it to its servers before the error goes on.
     """
-    runtime = session.runtime
+    runtime, routes = session.runtime, session.roles.routes(session.place)
+    role = bundled(role, session.place, routes, serves=session.role == "server")
+    peers = tuple(dict.fromkeys(routes.get(peer, peer) for peer in peers))
 
     def on_step(step: int) -> None:
         runtime.step = step

@@ -167,7 +167,7 @@ class Watchdog:
         if isinstance(self.session.strategy, ServerStrategy):
             roles = self.session.roles
             return self.runtime.idle_s() < PATIENCE * self.timeout_s and not silent.intersection(
-                roles.servers
+                (*roles.servers, *roles.aggregators)
             )
         if not (self.runtime.fault_tolerance == "ulfm" and self.runtime.survives_shrink):
             return False
