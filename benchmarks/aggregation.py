@@ -105,8 +105,7 @@ def timed(strategy: Sync | Async, workers: int, per_node: int) -> dict[str, Any]
     """The same of a run in virtual time, with everything from its start to its end."""
     network = Cluster(ranks_per_node=per_node, gbit_per_s=GBIT_PER_S)
     load = Workload(num_parameters=NUMBERS, num_samples=10**9, step_samples=1, steps=TIMED_STEPS)
-    aggregates = strategy.aggregate == "node"
-    roles, nodes = assign_workers(workers, network.nodes, 1, aggregates=aggregates)
+    roles, nodes = assign_workers(workers, network.nodes, 1, aggregates=strategy.aggregates)
     with Counts(roles.dealer) as counts:
         costs = Costs(memory_gb_per_s=MEMORY_GB_PER_S)
         found = time_run(strategy, load, workers, Constant(COMPUTE_S, 0.1), network, costs=costs)

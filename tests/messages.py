@@ -3,7 +3,7 @@
 import dataclasses
 
 from mpitrain.messages import (
-    LEFT,
+    NOT_SENT,
     Agreed,
     Alive,
     Ask,
@@ -79,7 +79,7 @@ BUNDLE = Bundle(
     (
         Entry(2, 0, Note('{"name": "Größe"}')),
         Entry(2, 0, dataclasses.replace(PUSH, payload=Bytes(640))),
-        Entry(3, 0, dataclasses.replace(PUSH, payload=LEFT)),
+        Entry(3, 0, dataclasses.replace(PUSH, payload=NOT_SENT)),
         Entry(1, 2, REPLY),
         Entry(1, 3, dataclasses.replace(REPLY, leases=())),
         Entry(1, 3, Alive()),

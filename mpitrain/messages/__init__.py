@@ -10,7 +10,7 @@ pushes it has made, so it numbers its pushes from 0.
 
 from __future__ import annotations
 
-from mpitrain.messages.bundles import LEFT as LEFT
+from mpitrain.messages.bundles import NOT_SENT as NOT_SENT
 from mpitrain.messages.bundles import Bundle as Bundle
 from mpitrain.messages.bundles import Entry as Entry
 from mpitrain.messages.common import CheckpointRequest as CheckpointRequest

@@ -37,7 +37,7 @@ class Bundle:
     num_taken: int = 0
 
 
-class Left:
+class NotSent:
     """Stands for the gradient of a push that does not travel: it is in the sum that another push of the same bundle
     carries, or is not finite, and nobody wants it."""
 
@@ -47,7 +47,7 @@ class Left:
         """Nothing is known of the numbers."""
         return {}
 
-    def hold(self) -> Left:
+    def hold(self) -> NotSent:
         """There is nothing to hold."""
         return self
 
@@ -55,4 +55,4 @@ class Left:
         """There is nothing to release."""
 
 
-LEFT = Left()
+NOT_SENT = NotSent()

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from mpitrain.codecs.base import Codec
 from mpitrain.codecs.none import Uncompressed
 from mpitrain.embedding.shard import TableShard
-from mpitrain.messages import LEFT
+from mpitrain.messages import NOT_SENT
 from mpitrain.model.buffers import BufferPool, FixedBuffer, VariableBuffer, wire_dtype
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.ema import ema_of
@@ -159,13 +159,13 @@ class ShardStore:
 
     def add(self, worker: int, payload: Any, weight: float, share: float = 1.0) -> None:
         """Gather `weight * share * gradient`; takes the buffer over and releases it when it is done with it. A gradient
-        that is in another one's sum (`LEFT`) only counts. Shares are counted in the first one's, so equal ones change
-        no bit."""
+        that is in another one's sum (`NOT_SENT`) only counts. Shares are counted in the first one's, so equal ones
+        change no bit."""
         self._unit = self._unit if self._shares else share or 1.0
         self._shares.append(share / self._unit)
         weight *= self._shares[-1]
         self._weights.append(weight)
-        if payload is LEFT:
+        if payload is NOT_SENT:
             return
         if self._gathered is None:
             self._gathered, self._own_weight = self._widen(payload), weight

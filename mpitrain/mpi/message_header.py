@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import WireError
 from mpitrain.messages import (
-    LEFT,
+    NOT_SENT,
     Agreed,
     Alive,
     Ask,
@@ -79,7 +79,7 @@ _UNNAMED = -1  # `checkpoint_at` of a request that leaves the point to the deali
 _ENTRY = struct.Struct(
     "<iiii"
 )  # of a bundle: from which rank, to which, bytes of text, number of the payload
-_NO_PAYLOAD, _LEFT = -1, -2  # instead of that number
+_NO_PAYLOAD, _NOT_SENT = -1, -2  # instead of that number
 assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
 
 # What a header holds, and the value that stands there where a kind does not use it. The last three are not fields of
@@ -210,7 +210,8 @@ def encode(message: Message, sequence: int) -> Outgoing:
     assert len(leases) <= _MAX_LEASES, leases
     numbers = [number for lease in leases for number in lease]
     flags = finite | stop << 1 | pull << 2 | final << 3 | promoted << 4 | standby << 5
-    encoded, payloads = text.encode(), list[OutgoingPayload]()
+    encoded = text.encode()
+    payloads: list[OutgoingPayload] = []
     if payload is not None:
         payloads.append(OutgoingPayload(payload, _stamp(message.kind, version, step), 1))
     elif entries:
@@ -232,7 +233,9 @@ def _pack_entries(entries: tuple[Entry, ...]) -> tuple[bytes, list[OutgoingPaylo
     for entry in entries:
         inner, number = encode(entry.message, 0), _NO_PAYLOAD
         for one in inner.payloads:
-            number = _LEFT if one.payload is LEFT else numbers.setdefault(id(one.payload), len(payloads))
+            number = (
+                _NOT_SENT if one.payload is NOT_SENT else numbers.setdefault(id(one.payload), len(payloads))
+            )
             if number == len(payloads):
                 payloads.append(one._replace(num_holders=0))
             if number >= 0:
@@ -252,7 +255,9 @@ class IncomingEntry(NamedTuple):
 
     def complete(self, payloads: Mapping[int, Any]) -> Entry:
         """The entry, with its payload out of those that came with the bundle."""
-        payload = LEFT if self.number == _LEFT else payloads[self.number] if self.number >= 0 else None
+        payload = (
+            NOT_SENT if self.number == _NOT_SENT else payloads[self.number] if self.number >= 0 else None
+        )
         return Entry(self.source, self.to, self.incoming.message(self.text, payload))
 
 
@@ -268,7 +273,7 @@ def unpack_entries(packed: bytearray, source: int) -> tuple[list[IncomingEntry],
             raise WireError(f"rank {source} sent a bundle that ends within an entry")
         sender, to, text_bytes, number = _ENTRY.unpack_from(packed, place)
         place += _ENTRY.size
-        incoming = decode(packed[place : place + HEADER_BYTES], 0, source, is_left=number == _LEFT)
+        incoming = decode(packed[place : place + HEADER_BYTES], 0, source, is_not_sent=number == _NOT_SENT)
         place += HEADER_BYTES
         text = packed[place : place + text_bytes]
         place += text_bytes
@@ -276,9 +281,9 @@ def unpack_entries(packed: bytearray, source: int) -> tuple[list[IncomingEntry],
         entries.append(entry)
         if number == len(holders):
             holders.append([])
-        fits = _LEFT <= number < len(holders) and len(text) == text_bytes == incoming.text_bytes
+        fits = _NOT_SENT <= number < len(holders) and len(text) == text_bytes == incoming.text_bytes
         fits = fits and (number >= 0) == bool(incoming.payload_bytes) and incoming.kind != Kind.BUNDLE
-        if not fits or (number == _LEFT and incoming.kind != Kind.PUSH):
+        if not fits or (number == _NOT_SENT and incoming.kind != Kind.PUSH):
             raise WireError(f"rank {source} sent a bundle whose entry for rank {to} does not fit its header")
         if number >= 0:
             holders[number].append(entry)
@@ -287,8 +292,8 @@ def unpack_entries(packed: bytearray, source: int) -> tuple[list[IncomingEntry],
     return entries, holders
 
 
-def decode(header: bytearray, sequence: int, source: int, is_left: bool = False) -> Incoming:
-    """What is announced by the `sequence`-th header from rank `source`; `is_left`: its payload does not travel.
+def decode(header: bytearray, sequence: int, source: int, is_not_sent: bool = False) -> Incoming:
+    """What is announced by the `sequence`-th header from rank `source`; `is_not_sent`: its payload does not travel.
 
     Raises:
         WireError: damaged, foreign, out of order, of a kind this version does not know, or without the payload that
@@ -315,7 +320,7 @@ def decode(header: bytearray, sequence: int, source: int, is_left: bool = False)
         )
     if not payload_bytes and row.message is Final:
         row = _ROWS[FinalRequest]
-    if not payload_bytes and row.message in _NEED_PAYLOAD and not is_left:
+    if not payload_bytes and row.message in _NEED_PAYLOAD and not is_not_sent:
         raise WireError(
             f"rank {source} sent {row.kind.name} (step {step}, version {version}) without the payload that belongs to "
             "it; start all ranks with the same version of mpitrain"

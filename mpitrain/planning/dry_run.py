@@ -53,7 +53,7 @@ class Machine:
         placement = strategy.placement
         return allot(
             self.num_nodes, self.workers_per_node, strategy.num_servers(), placement, self.num_server_nodes,
-            strategy.aggregate == "node",
+            strategy.aggregates,
         )  # fmt: skip
 
 
@@ -142,9 +142,7 @@ def check_roles(job: Job, overrides: Overrides, nodes: tuple[int, ...], num_serv
 
     assert job.strategy is not None
     strategy = job.strategy
-    roles = assign(
-        nodes, strategy.num_servers(), strategy.placement, num_server_nodes, strategy.aggregate == "node"
-    )
+    roles = assign(nodes, strategy.num_servers(), strategy.placement, num_server_nodes, strategy.aggregates)
     if job.strategy.why_not_over_mpi():
         raise UsageError(f"{job.strategy}: {job.strategy.why_not_over_mpi()}")
     job.strategy.check_workers(len(roles.workers))
@@ -269,10 +267,10 @@ def _messages(job: Job, roles: Roles, module: nn.Module, optimizer: Any, catalog
     sent = f"sends {size_text(push)}" + ("" if pushes == pulls else f" {pushes}")
     lines.append(f"            each worker {sent} and receives {size_text(reply)} {pulls}")
     if roles.aggregators:
-        what = (
-            f"the sum of its workers' pushes, {size_text(push)} an update" if strategy.sums_on_nodes else ""
-        )
-        what = what or "its workers' pushes, those together that have come while the server was busy"
+        if strategy.sums_on_nodes:
+            what = f"the sum of its workers' pushes, {size_text(push)} an update"
+        else:
+            what = "its workers' pushes, those together that have come while the server was busy"
         lines.append(f"            each of {len(roles.aggregators)} aggregator(s) sends {what}")
     lines += describe_tables(job, strategy, module, catalogue)
     lines += describe_server_codecs(strategy, module, num_bytes)

@@ -352,7 +352,7 @@ def setting_of(text: str, module: Any, weights: Weights, runs: VirtualRuns) -> S
 
     strategy = parse(text, "strategy")
     assert isinstance(strategy, Strategy)
-    if strategy.aggregate == "node":
+    if strategy.aggregates:
         raise UsageError(
             f"{text}: a plan gives servers nodes of their own and knows of no aggregators: leave aggregate out, or ask "
             "mpitrain simulate --timing-only"

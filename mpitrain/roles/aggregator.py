@@ -12,8 +12,8 @@ it has nothing to push. Then they leave as one: the pushes of all, in the order 
 
     g = sum over the workers of (share / first share) g_i
 
-with the first push that counts at all; the others come without (`LEFT`), and so do gradients that are not finite, which
-enter no sum. The server counts each push, and adds g with the share of the push that carries it.
+with the first push that counts at all; the others come without (`NOT_SENT`), and so do gradients that are not finite,
+which enter no sum. The server counts each push, and adds g with the share of the push that carries it.
 
 Invariants: the messages of one worker to one server keep their order, but that a push which waits is overtaken by what
 its worker sends meanwhile: signs of life and parts of a validation, which change no count. What a sum is made of
@@ -28,7 +28,7 @@ from typing import Any
 
 from mpitrain.effects import Compute, Effect, Recv, Role, Send
 from mpitrain.messages import (
-    LEFT,
+    NOT_SENT,
     Answer,
     Bundle,
     CheckpointRequest,
@@ -64,16 +64,16 @@ class Aggregator:
     ):
         self.rank, self.servers, self.sums, self.asked = rank, tuple(servers), sums, asked
         self._present = set(members)
-        self._lanes = {server: _Lane(server, self._present) for server in self.servers}
+        self._queues = {server: _Queue(server, self._present) for server in self.servers}
         self.num_bundles = self.num_pushes = self.num_sums = 0
 
     def run(self) -> Role:
         """Pass messages on until every worker has ended, and the servers have what they sent; returns counts."""
-        while self._present or any(lane.num_sent or lane.entries for lane in self._lanes.values()):
+        while self._present or any(queue.num_sent or queue.entries for queue in self._queues.values()):
             arrived = yield Recv(kind="a message", sources=self._present | set(self.servers))
             yield from self._take(*arrived)
-            for server, lane in self._lanes.items():
-                yield from self._send_on(server, lane)
+            for server, queue in self._queues.items():
+                yield from self._send_on(server, queue)
         return {
             "rank": self.rank,
             "bundles": self.num_bundles,
@@ -82,17 +82,18 @@ class Aggregator:
         }
 
     def _take(self, source: int, message: Message) -> Steps:
-        if not isinstance(message, Bundle) or not (source in self._present or source in self._lanes):
+        if not isinstance(message, Bundle) or not (source in self._present or source in self._queues):
             raise out_of_turn(source, message, f"rank {self.rank} (aggregator)")
-        if source in self._lanes:
+        if source in self._queues:
             yield from self._hand_down(source, message)
-        elif not message.entries:
+            return
+        if not message.entries:
             self._present.discard(source)
-        for entry in message.entries if source not in self._lanes else ():
+        for entry in message.entries:
             if isinstance(entry.message, Push):
                 self.num_pushes += 1
                 entry = entry._replace(message=self._with_request(entry.to, entry.message))
-            self._lanes[entry.to].take(entry, self.sums is not None)
+            self._queues[entry.to].take(entry, self.sums is not None)
 
     def _with_request(self, server: int, push: Push) -> Push:
         """The push, which asks the dealing server for a checkpoint and the end where this process has been asked."""
@@ -102,28 +103,28 @@ class Aggregator:
         return dataclasses.replace(push, checkpoint=CheckpointRequest())
 
     def _hand_down(self, server: int, bundle: Bundle) -> Steps:
-        lane = self._lanes[server]
-        lane.num_sent -= bundle.num_taken
+        queue = self._queues[server]
+        queue.num_sent -= bundle.num_taken
         for member in dict.fromkeys(entry.to for entry in bundle.entries):
             entries = tuple(entry for entry in bundle.entries if entry.to == member)
             if member in self._present:
                 for entry in entries:
-                    lane.answered(entry)
+                    queue.answered(entry)
                 yield Send(member, Bundle(entries))
             else:  # it has ended, and the server did not know yet
                 release(Bundle(entries))
 
-    def _send_on(self, server: int, lane: _Lane) -> Steps:
-        if lane.held and not lane.expected:
-            yield from self._sum(lane)
-        if lane.entries and not lane.num_sent:
-            entries, lane.entries = tuple(lane.entries), []
-            lane.num_sent, self.num_bundles = 1, self.num_bundles + 1
+    def _send_on(self, server: int, queue: _Queue) -> Steps:
+        if queue.held and not queue.expected:
+            yield from self._sum(queue)
+        if queue.entries and not queue.num_sent:
+            entries, queue.entries = tuple(queue.entries), []
+            queue.num_sent, self.num_bundles = 1, self.num_bundles + 1
             yield Send(server, Bundle(entries))
 
-    def _sum(self, lane: _Lane) -> Steps:
+    def _sum(self, queue: _Queue) -> Steps:
         """All pushes that wait, and their sum with the first that counts."""
-        pushes, lane.held = dict(sorted(lane.held.items())), {}
+        pushes, queue.held = dict(sorted(queue.held.items())), {}
         finite = [worker for worker, push in pushes.items() if push.finite]
         carrier = next((worker for worker in finite if pushes[worker].share), min(finite, default=-1))
         others = []
@@ -134,16 +135,16 @@ class Aggregator:
                 others.append((push.share / pushes[carrier].share, push.payload))
             else:
                 push.payload.release()
-            pushes[worker] = dataclasses.replace(push, payload=LEFT)
+            pushes[worker] = dataclasses.replace(push, payload=NOT_SENT)
         if others:
             assert self.sums is not None, "only where there are sums"
             sums, total = self.sums, pushes[carrier].payload
             yield Compute(lambda: sums.add(total, others), "sum", num_batches=len(others))
             self.num_sums += 1
-        lane.entries += [Entry(worker, lane.server, push) for worker, push in pushes.items()]
+        queue.entries += [Entry(worker, queue.server, push) for worker, push in pushes.items()]
 
 
-class _Lane:
+class _Queue:
     """What an aggregator has for one server, and knows of it."""
 
     def __init__(self, server: int, members: Iterable[int]):

@@ -1,8 +1,8 @@
-"""The door of a worker or a server behind which messages travel in bundles.
+"""What makes bundles of the messages that a worker or a server sends, and takes apart those that come for it.
 
-Invariants: it stands at the effect seam and changes no role. What a role sends leaves before the role waits or computes
-something that takes long, so nothing is late; what a server answers to all messages of one bundle leaves together. A
-server reports to an aggregator, with the answers, that it has dealt with what was in a bundle.
+Invariants: it answers the effects of a role, which it does not change. What a role sends leaves before the role waits
+or computes something that takes long, so nothing is late; what a server answers to all messages of one bundle leaves
+together. A server reports to an aggregator, with the answers, that it has dealt with what was in a bundle.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def bundled(role: Role, rank: int, routes: Mapping[int, int], serves: bool) -> R
     Args:
         serves: it is a server's; otherwise it is a worker's, and its end is reported.
     """
-    return _Door(rank, routes, serves).follow(role) if routes else role
+    return _Bundler(rank, routes, serves).follow(role) if routes else role
 
 
-class _Door:
+class _Bundler:
     def __init__(self, rank: int, routes: Mapping[int, int], serves: bool):
         self.rank, self.routes, self.serves = rank, routes, serves
         self._inside: deque[tuple[int, Message]] = deque()  # messages that have come, and not been taken up

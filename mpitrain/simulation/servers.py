@@ -160,7 +160,7 @@ class _Simulation(VirtualRun):
         num_servers = self.strategy.num_servers()
         self.roles, nodes = assign_workers(
             num_workers, lambda size: network.nodes(size) or (0,) * size, num_servers,
-            job.strategy.placement, job.strategy.aggregate == "node",
+            job.strategy.placement, job.strategy.aggregates,
         )  # fmt: skip
         self.num_nodes = len(set(nodes))
         self._servers: Sequence[Server] = ()

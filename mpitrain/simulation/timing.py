@@ -124,7 +124,7 @@ class _Timing:
         load = self.workload
         ranks, _ = assign_workers(
             self.number, lambda size: self.network.nodes(size) or (0,) * size, strategy.num_servers(),
-            strategy.placement, strategy.aggregate == "node",
+            strategy.placement, strategy.aggregates,
         )  # fmt: skip
         numbers = load.shard_numbers(len(ranks.servers))
         push, reply = (

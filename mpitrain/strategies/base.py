@@ -96,6 +96,11 @@ class Strategy(Value):
     aggregate = "none"
 
     @property
+    def aggregates(self) -> bool:
+        """Whether one rank of a node stands between its workers and the servers."""
+        return self.aggregate == "node"
+
+    @property
     def family(self) -> str:
         """What one strategy's checkpoints share with another's that can go on from them."""
         return self.name
@@ -263,7 +268,7 @@ class ServerStrategy(Strategy):
                 f"{self.name}: reply_wire={self.reply_codec} carries differences of parameters, which have neither a "
                 "momentum nor a norm to clip"
             )
-        if self.aggregate == "node":
+        if self.aggregates:
             self._check_aggregate()
 
     def _check_aggregate(self) -> None:
@@ -352,15 +357,15 @@ class ServerStrategy(Strategy):
     @property
     def needs_all(self) -> bool:
         """Whether nobody goes on without a worker that dies."""
-        return self.reduces or self.aggregate == "node"
+        return self.reduces or self.aggregates
 
     @property
     def sums_on_nodes(self) -> bool:
         """Whether what a server is sent of a node is the sum of its workers' gradients."""
-        return self.aggregate == "node" and self.aggregates_by == "sum"
+        return self.aggregates and self.aggregates_by == "sum"
 
     def why_not_sparse(self) -> str:
-        if self.aggregate == "node":
+        if self.aggregates:
             return (
                 'aggregate="node" passes whole gradients on, and rows of tables are asked for by each worker: leave it '
                 "out"
@@ -386,7 +391,7 @@ class ServerStrategy(Strategy):
         return self.servers
 
     def why_not_wrapped(self) -> str:
-        if self.aggregate == "node":
+        if self.aggregates:
             return 'aggregate="node" takes ranks that only `train` starts, not `wrap`: leave it out'
         counted = "a warm-up is counted in epochs of data, which only `train` knows, not `wrap`"
         return counted if self.warmup.epochs else ""

@@ -46,7 +46,7 @@ def warning(runtime: Ranks, strategy: Strategy) -> str:
 
 def check_aggregated(runtime: Ranks, strategy: Strategy) -> None:
     """Raise `UsageError` where a launch is to survive deaths, and the workers of a node have one rank in common."""
-    if strategy.aggregate == "node" and runtime.fault_tolerance != "none":
+    if strategy.aggregates and runtime.fault_tolerance != "none":
         raise UsageError(
             f"--ft {runtime.fault_tolerance} (MPITRAIN_FT) goes on without a rank that dies, and {strategy} cannot: "
             "the workers of a node wait for one another, and for their aggregator. Leave either out"

@@ -284,7 +284,7 @@ def assign_roles(runtime: Ranks, strategy: Strategy, own_loop: bool = False) -> 
         strategy.num_servers(),
         strategy.placement,
         launched_server_nodes(),
-        strategy.aggregate == "node",
+        strategy.aggregates,
     )
     strategy.check_workers(len(roles.workers))
     check_aggregated(runtime, strategy)

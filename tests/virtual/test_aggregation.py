@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import mpitrain as mt
 from mpitrain.effects import Compute, Recv, Send
 from mpitrain.errors import DeadlockError, LostRankError, UsageError, WireError
-from mpitrain.messages import LEFT, Bundle, CheckpointRequest, Done, Entry, Idle, Join, Note, Push, Reply
+from mpitrain.messages import NOT_SENT, Bundle, CheckpointRequest, Done, Entry, Idle, Join, Note, Push, Reply
 from mpitrain.model.buffers import FixedBuffer
 from mpitrain.model.node_sums import NodeSums
 from mpitrain.roles.aggregator import Aggregator
@@ -110,7 +110,7 @@ def test_a_server_exchanges_one_message_with_a_node(tmp_path, sent):
         pushes = [m for _, to, m in sent if to == server and holds(m, Push)]
         answers = [m for source, _, m in sent if source == server and holds(m, Reply)]
         payloads = sum(
-            entry.message.payload is not LEFT
+            entry.message.payload is not NOT_SENT
             for m in pushes
             for entry in (m.entries if isinstance(m, Bundle) else [Entry(0, 0, m)])
             if isinstance(entry.message, Push)
@@ -240,7 +240,8 @@ def push(value, version=0, **fields):
 
 def values(entries):
     return [
-        (e.source, None if e.message.payload is LEFT else e.message.payload.body.tolist()) for e in entries
+        (e.source, None if e.message.payload is NOT_SENT else e.message.payload.body.tolist())
+        for e in entries
     ]
 
 

@@ -1,8 +1,8 @@
 """A wakeup that one thread waits for and others set; a wakeup that is set before the wait is remembered.
 
-A thread that helps others with what they cannot wait for can nap while they do short work, which they end themselves:
-to wake it for each piece of that costs more than the work. `nap_next` ends its sleep once and lets it nap, `set_awake`
-leaves a nap alone, and `set` ends it.
+The communication thread naps while other threads send and receive short messages, which they post and complete
+themselves: waking it for each message costs more than the message. `nap_next` wakes it once, so that it naps;
+`set_awake` leaves a nap alone, and `set` ends it.
 
 `Wakeup` is no `queue.SimpleQueue`: `get(timeout)` of that class recomputes the time left after a spurious wakeup, and
 where that has become negative (a sleep of 0.1 ms, a thread that lost its core for longer) CPython 3.11 waits for ever.

@@ -33,9 +33,8 @@ _OURS = re.compile(r"(?:\[rank \d+\] )?mpitrain: (.*)")
 
 def num_ranks(strategy: Strategy, workers: int) -> int:
     """Of a run with so many workers on this machine."""
-    aggregates = strategy.aggregate == "node"
     _, nodes = assign_workers(
-        workers, lambda size: (0,) * size, strategy.num_servers(), aggregates=aggregates
+        workers, lambda size: (0,) * size, strategy.num_servers(), aggregates=strategy.aggregates
     )
     return len(nodes)
 

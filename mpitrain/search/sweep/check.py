@@ -95,8 +95,9 @@ def _check_run(job: Job, overrides: Overrides, num_ranks: int) -> None:
     assert strategy is not None
     if why_not := strategy.why_not_over_mpi():
         raise UsageError(f"{strategy}: {why_not}")
-    aggregates = strategy.aggregate == "node"
-    roles = assign((0,) * num_ranks, strategy.num_servers(), strategy.placement, aggregates=aggregates)
+    roles = assign(
+        (0,) * num_ranks, strategy.num_servers(), strategy.placement, aggregates=strategy.aggregates
+    )
     strategy.check_workers(len(roles.workers))
     validate_run(job, overrides, len(roles.workers))
 

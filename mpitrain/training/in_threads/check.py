@@ -40,7 +40,7 @@ def check_job(job: Job, overrides: Overrides, num_threads: int) -> None:
             f"{strategy}: --threads trains whole models, one a thread, and this strategy cuts one model among ranks: "
             f"run it over MPI (mpitrain launch -n {max(2, num_threads)} train ...)"
         )
-    if strategy is not None and strategy.aggregate == "node":
+    if strategy is not None and strategy.aggregates:
         raise UsageError(
             f"{strategy}: between threads no message travels, so there is nothing to aggregate: leave aggregate out"
         )
