@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from mpitrain.cli.parser import positives
-from mpitrain.cli.train import add_job_options, overrides
+from mpitrain.cli.train import CHECKPOINT_TIMES, add_job_options, overrides
 from mpitrain.errors import EXIT_ERROR, MpitrainError, printable
 
 _DESCRIPTION = """\
@@ -38,7 +38,8 @@ network laws:
 
 costs (of what is neither a gradient nor a message):
   costs(memory_gb_per_s=20)        a server's update takes its memory's time
-  costs(codec_gb_per_s=2, read_s=0.01, validate_s=3, checkpoint_gb_per_s=1)
+  costs(codec_gb_per_s=2, read_s=0.01, validate_s=3)
+  costs(checkpoint_gb_per_s=1, restart_s=120)      writing, and starting again
 
 The figure of merit says virtual=1: its seconds are those of the laws above, not
 measured ones.
@@ -51,6 +52,8 @@ examples:
       --workers 1,2,4,8 --network "gbe1()" --target accuracy=0.9 --html s.html
   mpitrain simulate jobs/digits.py --strategy "allreduce()" --timing-only \\
       --workers 100,1000 --steps 50 --synthetic
+  mpitrain simulate jobs/digits.py --strategy "allreduce()" --timing-only \\
+      --inject "crash(mtbf_s=600)" --costs "costs(restart_s=60)" --workers 64
   mpitrain simulate --replay runs/digits-20261121-024707"""
 
 
@@ -82,6 +85,12 @@ def add_parser(commands: Any) -> None:
         default="costs()",
         metavar="COSTS",
         help="what else takes time, such as costs(memory_gb_per_s=20) (default: nothing)",
+    )
+    world.add_argument(
+        "--checkpoint-every",
+        metavar="WHEN",
+        help=f"{CHECKPOINT_TIMES}; some are written where this is given, where --costs says what one or a restart "
+        "takes, or where --inject orders a crash",
     )
     world.add_argument(
         "--replay", metavar="RUN_DIR", help="repeat a real run's updates in their recorded order, to the bit"

@@ -27,6 +27,7 @@ The run directory gets metrics.jsonl, env.json, result.json and the model
 (model.safetensors); the last line on stdout is the figure of merit."""
 
 # Where each kind of value stands.
+CHECKPOINT_TIMES = 'samples ("5000"), seconds ("60s"), auto (the default) or never'
 _HEADINGS = {
     "strategy": 'strategies, as in --strategy "ssp(bound=3)"',
     "damping": "dampings, for damping= of a server strategy",
@@ -105,8 +106,7 @@ def add_parser(commands: Any) -> None:
     run.add_argument(
         "--checkpoint-every",
         metavar="WHEN",
-        help='samples ("5000"), seconds ("60s"), auto (the default) or never; SIGUSR1 and SIGTERM '
-        "write one and end the run with exit code 75",
+        help=f"{CHECKPOINT_TIMES}; SIGUSR1 and SIGTERM write one and end the run with exit code 75",
     )
     run.add_argument(
         "--resume",
@@ -216,7 +216,8 @@ def add_job_options(
         help='delay a worker, as often as you like: "slow(worker=2, factor=5)", "pause(worker=1, '
         'at_step=50, seconds=2)" or "stall(worker=0, chance=0.1, seconds=1)"; or make it fail by kill, segv, exit, '
         'raise, stop, wedge, nan or torn, as in "kill(worker=2, at_step=50)"; or "disk_full(at_write=0)", '
-        '"corrupt_file(at_write=0)" of checkpoints; the worker is its index among the workers, from 0',
+        '"corrupt_file(at_write=0)" of checkpoints; or, simulated, "crash(mtbf_s=3600)" the whole job; the worker is '
+        "its index among the workers, from 0",
     )
     _add_parameter_options(job)
     _add_output_options(parser.add_argument_group("output"))

@@ -15,7 +15,8 @@ gradients are hit is a function of (seed, worker, step), never of timing. Off un
                           never computes again: nobody is informed
     nan                   its next push says that it is not finite: refused, and the run ends or goes on
     torn                  the stamps of its next payload differ: the server that gets it ends the run
-    disk_full, corrupt_file    of checkpoints; virtual runs write none, and refuse the order
+    disk_full, corrupt_file    of checkpoints: a run goes on from one before it
+    crash                 refused                                 the whole job is started again
 
 `worker` is the worker's index, 0 to N - 1, whatever its rank is; `step` counts its own gradients from 0.
 """
@@ -25,6 +26,7 @@ from mpitrain.inject.values import (
     SILENT,
     AtWorker,
     CorruptFile,
+    Crash,
     DiskFull,
     Exit,
     Fault,
@@ -41,7 +43,7 @@ from mpitrain.inject.values import (
     Stop,
     Torn,
     Wedge,
-    check_virtual,
+    check_real,
     check_workers,
     read,
     texts,
@@ -50,6 +52,7 @@ from mpitrain.inject.values import (
 __all__ = [
     "AtWorker",
     "CorruptFile",
+    "Crash",
     "DiskFull",
     "Exit",
     "Fault",
@@ -68,7 +71,7 @@ __all__ = [
     "Straggler",
     "Torn",
     "Wedge",
-    "check_virtual",
+    "check_real",
     "check_workers",
     "read",
     "texts",

@@ -195,6 +195,27 @@ class CorruptFile(FileFault):
     """A bit of its tensors flips when it has been written."""
 
 
+@register("inject", "crash")
+@dataclass(frozen=True, repr=False)
+class Crash(Injection):
+    """The whole job ends, as when a node, its power or its time is gone, and is started again from its newest
+    checkpoint; in virtual time only.
+
+    Args:
+        mtbf_s: mean time between two ends, which are drawn from an exponential law; 0: none are drawn.
+        at_s: the job ends once, so many seconds after it began.
+    """
+
+    mtbf_s: float = 0.0
+    at_s: float | None = None
+
+    def check(self) -> None:
+        for key in ("mtbf_s", "at_s"):
+            _check_seconds(f"{self.name}: {key}", getattr(self, key) or 0.0)
+        if not self.mtbf_s and self.at_s is None:
+            raise UsageError('crash: say when, as in "crash(mtbf_s=86400)" or "crash(at_s=3600)"')
+
+
 SILENT = (Exit, Stop, Wedge)  # nobody is informed, in virtual time
 
 
@@ -234,12 +255,15 @@ def check_workers(injections: tuple[Injection, ...], num_workers: int) -> None:
             )
 
 
-def check_virtual(injections: tuple[Injection, ...]) -> None:
-    """Refuse what would have no effect where no checkpoints are written.
+def check_real(injections: tuple[Injection, ...]) -> None:
+    """Refuse what only virtual time can do.
 
     Raises:
         UsageError: names the injection.
     """
     for injection in injections:
-        if isinstance(injection, FileFault):
-            raise UsageError(f'--inject "{injection}": a virtual run writes no checkpoints')
+        if isinstance(injection, Crash):
+            raise UsageError(
+                f'--inject "{injection}" ends a whole job in virtual time (mpitrain simulate): order kill(...) for a '
+                "worker here, and start the run again with --resume auto"
+            )

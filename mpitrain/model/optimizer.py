@@ -210,6 +210,25 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def state_bytes(trained: Sequence[nn.Parameter], optimizer: Optimizer) -> int | None:
+    """Of the optimizer's state after a step with gradients of zero, which it takes here; the parameters are put back.
+    None: it cannot take one."""
+    before = [one.detach().clone() for one in trained]
+    for one in trained:
+        one.grad = torch.zeros_like(one)
+    try:
+        optimizer.step()
+        states = [one for state in optimizer.state.values() for one in state.values()]
+        return sum(one.numel() * one.element_size() for one in states if isinstance(one, torch.Tensor))
+    except Exception:  # such as one that wants a closure
+        return None
+    finally:
+        with torch.no_grad():
+            for one, old in zip(trained, before, strict=True):
+                one.copy_(old)
+                one.grad = None
+
+
 def attached_schedulers(optimizer: Optimizer) -> list[LRScheduler]:
     """torch's schedulers of this optimizer, which does not know them; they leave `initial_lr` in its groups."""
     if not any("initial_lr" in group for group in optimizer.param_groups):

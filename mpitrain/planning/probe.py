@@ -18,6 +18,7 @@ from torch import nn
 from mpitrain.data.format.catalogue import Catalogue
 from mpitrain.job import Job
 from mpitrain.model.loss import read_loss
+from mpitrain.model.optimizer import state_bytes
 from mpitrain.simulation.measured_step import build_to_measure, measure_step
 from mpitrain.training.measure import pick_device
 
@@ -102,7 +103,7 @@ def weigh(job: Job, catalogue: Catalogue) -> tuple[Weights, nn.Module, Any]:
     weights = Weights(
         parameters=_bytes(module.parameters()),
         gradients=_bytes(trained),
-        optimizer=_state_bytes(trained, optimizer),
+        optimizer=state_bytes(trained, optimizer),
         activations=sum(kept.values()),
         sample=None if any(one.variable for one in specs) else sum(one.sample_bytes for one in specs),
         numbers=sum(one.numel() for one in trained),
@@ -134,24 +135,6 @@ def probe(job: Job, lr: float | None, catalogue: Catalogue, budget_s: float) -> 
 
 def _bytes(tensors: Any) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
-
-
-def _state_bytes(trained: list[nn.Parameter], optimizer: Any) -> int | None:
-    """Of the state after a step with gradients of zero, the parameters being put back."""
-    before = [one.detach().clone() for one in trained]
-    for one in trained:
-        one.grad = torch.zeros_like(one)
-    try:
-        optimizer.step()
-        states = [one for state in optimizer.state.values() for one in state.values()]
-        return _bytes(one for one in states if isinstance(one, torch.Tensor))
-    except Exception:  # such as one that wants a closure
-        return None
-    finally:
-        with torch.no_grad():
-            for one, old in zip(trained, before, strict=True):
-                one.copy_(old)
-                one.grad = None
 
 
 def _median_s(function: Callable[[], object], budget_s: float) -> float:

@@ -149,7 +149,7 @@ class LocalSGDWorker:
         if self.rank == 0:
             fields: dict[str, Any] = dict(replica.statistics())
             self.report.progress(replica.samples, turn.step + 1, turn.epoch + 1, loss, **fields)
-        yield Compute(replica.settle, "checkpoint", size=0.0)  # virtual time writes none here
+        yield Compute(replica.settle, "checkpoint")
 
     def _reduce(self, reduction: Reduction | None) -> Generator[Effect, Any, None]:
         if reduction is not None:

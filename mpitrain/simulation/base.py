@@ -20,13 +20,17 @@ from mpitrain.effects import Compute, Role
 from mpitrain.errors import UsageError
 from mpitrain.inject import Straggler, check_workers
 from mpitrain.job import Job, Overrides
+from mpitrain.model.optimizer import state_bytes
 from mpitrain.reporting.listeners import read_logs
 from mpitrain.reporting.report import Report, default_run_dir
+from mpitrain.simulation.checkpoints import Checkpoints, StateBytes, policy_of
 from mpitrain.simulation.collective_costs import all_reduces
 from mpitrain.simulation.measured_step import charged, with_measured
 from mpitrain.simulation.report import VirtualLog
+from mpitrain.simulation.step_costs import num_bytes_of
 from mpitrain.simulation.workload import codec_of, updates_itself
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.validation_policy import ValidationCadence, read_validation_policy
 from mpitrain.system.trace import TraceSteps, file_name, read_steps, switch
@@ -42,27 +46,6 @@ from mpitrain.virtual.traces import VirtualTrace
 
 # What a figure of merit says of a run that starts no process, warms nothing up and goes on from nothing.
 NO_MEASUREMENT = {"device": "cpu", "spread": None, "warmup_steps": 0, "leg": 1}
-
-
-class Ends:
-    """Stands for a checkpoint's writer in virtual time, where a run that ends early leaves nothing to go on from."""
-
-    writers: tuple[int, ...] = ()
-
-    def time_is_up(self) -> bool:
-        """Never: nothing is written by time."""
-        return False
-
-    def next_checkpoint_at(self, samples: int) -> int:
-        """Nothing is due."""
-        return 0
-
-    def asked(self) -> bool:
-        """Nobody sends signals."""
-        return False
-
-    def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: list[str] | tuple[()]) -> None:
-        """Nothing is written."""
 
 
 class VirtualRun:
@@ -110,15 +93,26 @@ class VirtualRun:
         self.stragglers = [Straggler(options.injections, index, job.seed) for index in range(number)]
         self.validations = Validations(job, self.run_dir, read_validation_policy(job.validate_every))
         self.started_s = 0.0
+        self.checkpoint_policy = policy_of(job, options.checkpoint_every, self.costs, options.injections)
+        self.state_bytes = StateBytes()
         self._loaded = {}
         self._diverged = ""  # why the model that was saved is of no use
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The job's module and optimizer, with the weights that the job starts from."""
+        if self.checkpoint_policy != CheckpointPolicy():
+            self.state_bytes = self._weigh_state()
         made = build(self.job, self.options.lr, torch.device("cpu"))
         self._num_bytes = sum(one.nbytes for one in made[0].parameters() if one.requires_grad)
         self._loaded = start_from(self.job, made[0])
         return made
+
+    def _weigh_state(self) -> StateBytes:
+        """Of a module and an optimizer that nobody else uses."""
+        module, optimizer = build(self.job, self.options.lr, torch.device("cpu"))
+        trained = [one for one in module.parameters() if one.requires_grad]
+        kept = state_bytes(trained, optimizer) or 0
+        return StateBytes(num_bytes_of(trained), kept, num_bytes_of(list(module.buffers())))
 
     def start(self, samples_per_row: int, world: VirtualWorld, warns: bool = True) -> None:
         """Begin the report.
@@ -137,6 +131,8 @@ class VirtualRun:
         )  # fmt: skip
         begin_from(self.run_dir, None, None)
         self.world = world
+        orders = self.options.injections
+        self.checkpoints = Checkpoints(world, self.checkpoint_policy, self.costs, orders, job.seed)
         if self.costs != Costs():
             world.charge = self._charge
         switch(job.trace is not None)
@@ -153,6 +149,8 @@ class VirtualRun:
 
     def _charge(self, rank: int, effect: Compute) -> float:
         """Seconds of a task besides those of the compute law."""
+        if effect.what == "checkpoint":
+            return self.checkpoints.hold_up_s(rank)
         return self.costs.seconds(
             effect.what,
             self._num_bytes * self.parts.get(rank, 1.0),
@@ -192,9 +190,11 @@ class VirtualRun:
         """When a rank validates, or the others come together with the one that does: each counts for itself."""
         return self.validations if rank == 0 else Validations(self.job, self.run_dir, self.validations.policy)
 
-    def ends(self) -> Ends | None:
-        """What lets roles agree on an end, where a validation may end the run."""
-        return Ends() if self.validations.may_end else None
+    @property
+    def writes(self) -> bool:
+        """Whether roles have checkpoints to agree on: those that are due, or the one with which a validation may end
+        the run."""
+        return self.checkpoints.are_due or self.validations.may_end
 
     def save(self, module: nn.Module, name: str = MODEL_FILE) -> Path:
         """Write the trained module; returns the file."""
@@ -216,7 +216,7 @@ class VirtualRun:
 
     def result(self, samples: int, metrics: dict[str, float], *failures: str) -> dict[str, Any]:
         """What was asked for, what it took, and the verdict on it; of `failures` those count that are not empty."""
-        traces = self.world.traces.values()
+        traces, elapsed_s = self.world.traces.values(), self.world.elapsed_s
         if self.job.trace is not None and not any(one.num_steps for one in traces):
             self.log.event("warning", text=nothing_traced(self.job.trace))
         return {
@@ -227,13 +227,14 @@ class VirtualRun:
             "nodes": self.num_nodes,
             "virtual": True,
             **NO_MEASUREMENT,
+            **self.checkpoints.summary(),
             "spread": self.log.spread(),
             "injected": [row for straggler in self.stragglers for row in straggler.counts()],
             "run_dir": str(self.run_dir),
             "model": str(self.run_dir / MODEL_FILE),
             "samples": samples,
-            "samples_per_second": samples / self.world.now_s if self.world.now_s else 0.0,
-            "virtual_s": self.world.now_s,
+            "samples_per_second": samples / elapsed_s if elapsed_s else 0.0,
+            "virtual_s": elapsed_s,
             "paused_s": self.log.paused_s,
             "compute": self.compute_text,
             **({"measured": self.measured} if self.measured else {}),

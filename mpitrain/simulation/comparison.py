@@ -29,6 +29,7 @@ from mpitrain.reporting.report import default_run_dir
 from mpitrain.reporting.run_files import read_runs
 from mpitrain.reporting.targets import first_met
 from mpitrain.simulation.base import NO_MEASUREMENT, VirtualRun
+from mpitrain.simulation.checkpoints import policy_of
 from mpitrain.simulation.lockstep import simulate_lockstep
 from mpitrain.simulation.measured_step import charged, with_measured
 from mpitrain.simulation.servers import simulate_job
@@ -134,7 +135,8 @@ class Comparison:
         try:
             if self.timing_only:
                 found = self.timed(strategy, number, folder)
-                print(fom_line(found), flush=True)
+                if not isinstance(strategy, AllReduce | Split):  # whose report has printed it
+                    print(fom_line(found), flush=True)
             else:
                 found = self._trained(job, number, folder)
         except UsageError as error:
@@ -159,6 +161,7 @@ class Comparison:
             "dropped_share": _dropped(found),
             **_bytes(found),
         }
+        row.update({key: found[key] for key in ("checkpoints", "restarts") if key in found})
         if (folder / "metrics.jsonl").exists():
             row["run_dir"] = str(folder)
             row |= _progress(folder, found, job.target)
@@ -204,6 +207,7 @@ class Comparison:
         found = time_run(
             strategy, load, number, self.compute, self.network, job.seed, injections, self.costs,
             None if steps is None else (steps, folder),
+            policy_of(job, options.checkpoint_every, self.costs, injections),
         )  # fmt: skip
         nodes = self.network.nodes(number + found["servers"]) or (0,)
         about = {**asked_for(job, options), **NO_MEASUREMENT}

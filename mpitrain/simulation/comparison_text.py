@@ -28,6 +28,11 @@ def comparison_text(found: Mapping[str, Any]) -> str:
     ]
     if found["limits"]:
         lines += ["", *_limits(found["limits"])]
+    for row in rows:
+        if number := row.get("restarts", {}).get("num_restarts"):
+            lines += wrapped(
+                f"{row['strategy']}, {row['workers']} workers: {_restarts(number, row['restarts'])}"
+            )
     for row in found["rows"]:
         if why := row.get("refused") or row.get("failure"):
             lines += wrapped(f"{row['strategy']}, {row['workers']} workers: {why}")
@@ -60,6 +65,13 @@ def _traffic(rows: list[Mapping[str, Any]], has_target: bool) -> Iterator[str]:
             cells += f"{met['virtual_s']:>9.4g}{_short(met['samples']):>9}" if met else f"{'-':>9}{'-':>9}"
         yield from named_row(row, cells)
     yield "  (bytes that the busiest server takes in and sends out, or that a rank sends)"
+
+
+def _restarts(number: int, restarts: Mapping[str, Any]) -> str:
+    return (
+        f"started again {number} time{'s' * (number > 1)}: {restarts['repeated_s']:.4g} s of work repeated, "
+        f"{restarts['starting_s']:.4g} s of starting"
+    )
 
 
 def _limits(limits: list[Mapping[str, Any]]) -> Iterator[str]:

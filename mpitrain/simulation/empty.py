@@ -232,6 +232,7 @@ class EmptyLocalReplica(_Steps):
 
     def __init__(self, strategy: LocalSGD, workload: Workload):
         super().__init__()
+        self.on_settled: Callable[[], object] = _nothing
         self.strategy, self.memory = strategy, strategy.begin()
         self.samples = self.num_averagings = self._count = 0
         self._averages_gradients = False
@@ -258,11 +259,17 @@ class EmptyLocalReplica(_Steps):
         return self._average() if self.strategy.on_step(self.memory, self._count) else None
 
     def settle(self) -> None:
-        """Nothing is written."""
+        """A checkpoint may be due."""
+        self.on_settled()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether workers hold different parameters now."""
+        return bool(self.memory["since"])
 
     def finish(self) -> EmptyReduction | None:
         """The last averaging."""
-        return self._average() if self.memory["since"] else None
+        return self._average() if self.is_apart else None
 
     def _average(self) -> EmptyReduction:
         return EmptyReduction(self._mean_bytes, self._averaged)
@@ -288,3 +295,7 @@ class EmptyLocalReplica(_Steps):
     def agree_to_end(self, ends: bool) -> Any:
         """No validation ends the run."""
         raise AssertionError("nothing is validated")
+
+
+def _nothing() -> None:
+    """Nobody waits for the end of a step."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.simulation.base import VirtualRun
+from mpitrain.simulation.checkpoints import StepCheckpoints, parts_in_lockstep
 from mpitrain.simulation.replicas_in_one_process import MeansInOneProcess, make_replicas
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.sampling.peer_partition import PeerPartition
@@ -37,6 +38,13 @@ def simulate_local_sgd(virtual: VirtualRun) -> dict[str, Any]:
             LocalSGDWorker(rank, course, replica, log, job.part_samples, virtual.cadence(rank))
             for rank, (course, replica) in enumerate(zip(courses, replicas, strict=True))
         ]
+        if virtual.checkpoints.are_due:
+            first = replicas[0]
+            saving = StepCheckpoints(
+                virtual.checkpoints, parts_in_lockstep(number, virtual.state_bytes), lambda: first.samples,
+                lambda: not first.averager.is_apart,
+            )  # fmt: skip
+            first.on_settled = saving.look
         returned = virtual.run([worker.run() for worker in workers], means.reduce)
         ended = replicas[0].ended
         measure, samples = replicas[0].set_measure, None if ended else replicas[0].samples

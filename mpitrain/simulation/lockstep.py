@@ -21,6 +21,7 @@ from mpitrain.model.codec_registry import check_optimizer
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.sparse_gradients import row_bytes, sparse_parameters
 from mpitrain.simulation.base import VirtualRun
+from mpitrain.simulation.checkpoints import StepCheckpoints, parts_in_lockstep
 from mpitrain.simulation.codecs_in_one_process import CodecsInOneProcess
 from mpitrain.simulation.collective_costs import Collectives
 from mpitrain.simulation.ranks_in_one_process import RanksInOneProcess
@@ -156,6 +157,11 @@ class LockstepRun:
             self.leases = LeaseReader(reader.batch, read_nothing_ahead, job.part_samples)
             self.stepper.train_all(self.module, self.rates)
             self.clock = Clock(virtual.number, self._schedule())
+            self.saving: StepCheckpoints | None = None
+            if virtual.checkpoints.are_due:
+                grid = self.grid if isinstance(job.strategy, Split) else None
+                parts = parts_in_lockstep(virtual.number, virtual.state_bytes, grid, self.codecs is not None)
+                self.saving = StepCheckpoints(virtual.checkpoints, parts, lambda: self.stepper.samples)
             self.apply_s = self._apply_s()
             self.measure = virtual.measure(self.module) if self.gradients else None
             virtual.validations.begin(0, 0, 0.0)
@@ -232,6 +238,9 @@ class LockstepRun:
             fields = self.codecs.statistics() if self.codecs is not None else {}
             virtual.log.progress(stepper.samples, stepper.step, leases[0].epoch + 1, value, **fields)
         self._inject(before_s + last_s)
+        if self.saving is not None:
+            for rank, held_s in self.saving.look().items():
+                clock.sleep(rank, held_s)
 
     def _num_batches(self, leases: Sequence[Lease]) -> list[int]:
         """How many times every rank draws: the ranks of one model all compute its batches."""
@@ -264,11 +273,15 @@ class LockstepRun:
             for fault in straggler.breaks(step):
                 self.broken.append((now_s + fault.after_s, straggler.worker, fault))
             self.clock.sleep(straggler.worker, seconds)
-        for at_s, rank, fault in sorted(self.broken, key=lambda row: row[:2]):
-            if at_s <= now_s:
-                self._fail(at_s, rank, fault.how)
+        due = sorted((row for row in self.broken if row[0] <= now_s), key=lambda row: row[:2])
+        self.broken = [row for row in self.broken if row[0] > now_s]
+        for at_s, rank, fault in due:
+            self._fail(at_s, rank, fault.how)
 
     def _fail(self, at_s: float, rank: int, how: str) -> None:
+        if how in DEADLY and (outages := self.virtual.world.outages) is not None:
+            outages.end(at_s)
+            return
         self.virtual.world.now_s = max(at_s, 0.0)
         if how in DEADLY:
             raise LostRankError(f"rank {rank} died ({how}) at t={at_s:.3f} s, and nobody can go on")

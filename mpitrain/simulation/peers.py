@@ -10,9 +10,7 @@ from typing import Any
 
 from mpitrain.model.flat import FlatModel
 from mpitrain.reporting.report import NullReport
-from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.simulation.base import VirtualRun
-from mpitrain.strategies.checkpoint_policy import Cadence, CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.training.averaged_model import EMA_MODEL_FILE
 from mpitrain.training.decentralized.builder import PeerBuilder
@@ -48,7 +46,9 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
                 rank,
                 replica,
                 NullReport() if rank else log,
-                _checkpoints(virtual),
+                virtual.checkpoints.of_peer(
+                    rank, number, strategy, virtual.state_bytes, virtual.validations.may_end
+                ),
                 virtual.cadence(rank),
                 measures[rank],
             )
@@ -73,13 +73,3 @@ def simulate_peers(virtual: VirtualRun) -> dict[str, Any]:
     }
     log.finish(result)
     return result
-
-
-def _checkpoints(virtual: VirtualRun) -> PeerCheckpoints | None:
-    """How peers agree to end, where a validation may end the run."""
-    writer, strategy = virtual.ends(), virtual.job.strategy
-    if writer is None:
-        return None
-    return PeerCheckpoints(
-        writer, [], Cadence(CheckpointPolicy()), isinstance(strategy, Decentralized) and strategy.asynchronous
-    )

@@ -29,14 +29,16 @@ class VirtualLog:
         self.paused_s = 0.0  # virtual seconds in which nothing was trained, as a run over MPI counts them
         self._every = max(1, num_pushes // 20)
         self._losses: list[float] = []
+        self._num_ends = 0  # of the job, that are reported
 
     def progress(self, samples: int, step: int, epoch: int, loss: float, **fields: Any) -> None:
         """One push was taken."""
-        self.report.progress(samples, step, epoch, loss, virtual_s=self.world.now_s, **fields)
+        now_s = self._now_s()
+        self.report.progress(samples, step, epoch, loss, virtual_s=now_s, **fields)
         self._losses.append(loss)
         if len(self._losses) == self._every:
             mean = sum(self._losses) / len(self._losses)
-            self.curve.append({"virtual_s": self.world.now_s, "samples": samples, "loss": mean})
+            self.curve.append({"virtual_s": now_s, "samples": samples, "loss": mean})
             self._losses.clear()
 
     def pause(self, seconds: float) -> None:
@@ -48,7 +50,18 @@ class VirtualLog:
 
     def event(self, name: str, **fields: Any) -> None:
         """A validation or another note."""
-        self.report.event(name, virtual_s=self.world.now_s, **fields)
+        self.report.event(name, virtual_s=self._now_s(), **fields)
+
+    def _now_s(self) -> float:
+        """Of the virtual clock; what has ended the job until now is reported first."""
+        now_s, outages = self.world.elapsed_s, self.world.outages
+        if outages is not None and outages.num_ends > self._num_ends:
+            self._num_ends = outages.num_ends
+            self.report.event(
+                "restart", virtual_s=now_s, restarts=outages.num_ends, repeated_s=outages.repeated_s,
+                starting_s=outages.starting_s,
+            )  # fmt: skip
+        return now_s
 
     def warn_if_short(self, num_batches: int, num_workers: int) -> None:
         """Say so where a run has too few batches for its seconds to mean what those of a long one do."""

@@ -20,6 +20,7 @@ from mpitrain.errors import UsageError
 from mpitrain.inject import SILENT
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.model import Replica, check_optimizer, flat_model
+from mpitrain.model.step_hooks import StepHooks
 from mpitrain.model.tabled_shard import TabledStore
 from mpitrain.options import settings_of
 from mpitrain.reporting.report import NullReport
@@ -28,6 +29,7 @@ from mpitrain.roles.aggregator import summary
 from mpitrain.roles.bundles import bundled
 from mpitrain.roles.replay import load_order, load_run, repeat
 from mpitrain.simulation.base import VirtualRun
+from mpitrain.simulation.checkpoints import VirtualWriter, writers_over_servers
 from mpitrain.simulation.collective_costs import all_reduces
 from mpitrain.simulation.local_sgd import simulate_local_sgd
 from mpitrain.simulation.lockstep import simulate_lockstep
@@ -188,15 +190,16 @@ class _Simulation(VirtualRun):
             # virtual seconds have no scale: nobody is too late, unless somebody is to fall silent
             floor_s = None if self.silence and not self.roles.aggregators else math.inf
             stores = [builder.store(shard, optimizer) for shard in range(len(self.roles.servers))]
+            writers = self._writers(optimizer)
             servers = [
                 builder.server(
                     shard,
                     stores[shard],
                     NullReport() if shard else self.log,
-                    self.ends(),
+                    writers.get(rank),
                     floor_s,
                 )
-                for shard in range(len(self.roles.servers))
+                for shard, rank in enumerate(self.roles.servers)
             ]
             self._servers = servers
             replicas = {rank: self._replica(builder, rank, reader) for rank in self.roles.workers}
@@ -206,7 +209,7 @@ class _Simulation(VirtualRun):
             }
             roles |= {rank: builder.aggregator(rank).run() for rank in self.roles.aggregators}
             for rank, replica in replicas.items():
-                roles[rank] = self._bundled(rank, self._worker(builder, rank, replica, measure))
+                roles[rank] = self._worker(builder, rank, replica, measure, writers.get(rank))
             together = None
             if self.strategy.reduces:
                 together = all_reduces(workers, _sum_for_all, self.network, len(roles))
@@ -248,14 +251,27 @@ class _Simulation(VirtualRun):
         optimizer = build_optimizer(self.job, builder.model.module, self.options.lr)
         return builder.replica(rank, optimizer, builder.local(optimizer), reader, shared=True)
 
-    def _worker(self, builder: RoleBuilder, rank: int, replica: Replica, measure: Measure | None) -> Role:
+    def _writers(self, optimizer: torch.optim.Optimizer) -> dict[int, VirtualWriter]:
+        """Of the ranks that write a part of a checkpoint."""
+        if not self.writes:
+            return {}
+        hooked = bool(StepHooks(optimizer, ()))
+        return writers_over_servers(
+            self.checkpoints, self.strategy, self.roles, self.parts, self.state_bytes, hooked
+        )
+
+    def _worker(
+        self, builder: RoleBuilder, rank: int, replica: Replica, measure: Measure | None,
+        writer: VirtualWriter | None,
+    ) -> Role:  # fmt: skip
         index = self.roles.workers.index(rank)
         worker = builder.worker(
             rank, replica, NullReport(), lambda: self._deliver(replica), signs=self.silence,
             validations=self.cadence(index),
             measures=measured_by_workers(replica, measure, self.number) if measure else None,
         )  # fmt: skip
-        return self.stragglers[index].wrap(worker.run())
+        worker.writer = writer
+        return self._bundled(rank, self.stragglers[index].wrap(worker.run()))
 
     def _result(self, returned: dict[int, Any], delivered: dict[str, Any]) -> dict[str, Any]:
         counts = dict(returned[self.roles.dealer])

@@ -24,6 +24,14 @@ from mpitrain.roles.bundles import bundled
 from mpitrain.roles.failure_detector.silence import SIGNS_S
 from mpitrain.roles.local_sgd_worker import LocalSGDWorker
 from mpitrain.roles.peer import Peer
+from mpitrain.simulation.checkpoints import (
+    Checkpoints,
+    StateBytes,
+    StepCheckpoints,
+    VirtualWriter,
+    parts_in_lockstep,
+    writers_over_servers,
+)
 from mpitrain.simulation.collective_costs import all_reduces
 from mpitrain.simulation.empty import (
     Bytes,
@@ -38,6 +46,7 @@ from mpitrain.simulation.empty import (
 from mpitrain.simulation.workload import Workload as Workload
 from mpitrain.simulation.workload import codec_of, updates_itself
 from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server.batch_size import PerRound, PerWorker
@@ -63,6 +72,7 @@ def time_run(
     injections: tuple[Injection, ...] = (),
     costs: Costs = Costs(),  # noqa: B008 - frozen
     trace: tuple[TraceSteps, Path] | None = None,
+    policy: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 - frozen
 ) -> dict[str, Any]:
     """Run `strategy` on so many workers, or peers, in virtual time without gradients (servers come on top).
 
@@ -71,11 +81,12 @@ def time_run(
     Args:
         costs: of what is neither a gradient nor a message.
         trace: the steps whose spans each rank writes to a file of this directory.
+        policy: when checkpoints are due.
 
     Raises:
         UsageError: a strategy that has no roles of its own, or more workers than samples.
     """
-    run = _Timing(strategy, workload, num_workers, compute, network, seed, injections, costs, trace)
+    run = _Timing(strategy, workload, num_workers, compute, network, seed, injections, costs, trace, policy)
     if isinstance(strategy, ServerStrategy):
         found = run.over_servers(strategy)
     elif isinstance(strategy, Decentralized):
@@ -99,6 +110,7 @@ class _Timing:
         injections: tuple[Injection, ...],
         costs: Costs,
         trace: tuple[TraceSteps, Path] | None,
+        policy: CheckpointPolicy,
     ):
         if number < 1 or workload.num_samples < number:
             raise UsageError(
@@ -112,11 +124,19 @@ class _Timing:
         self.stragglers = (
             [Straggler(injections, index, seed) for index in range(number)] if injections else []
         )
-        self.costs, self.trace = costs, trace
+        self.costs, self.trace, self.policy, self.injections = costs, trace, policy, injections
         self.parts: dict[int, float] = {}  # of the parameters that a rank holds, where it is not all of them
         self.codes, self.updates_itself = codec_of(strategy) is not None, updates_itself(strategy)
         peers = isinstance(strategy, Decentralized) and strategy.asynchronous
         self.world = VirtualWorld(compute, network, seed, drive_computing=range(number) if peers else ())
+        self.checkpoints = self._make_checkpoints()
+
+    def _make_checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.world, self.policy, self.costs, self.injections, self.seed)
+
+    def _state_bytes(self) -> StateBytes:
+        load = self.workload
+        return StateBytes(load.num_parameters * load.number_bytes, load.optimizer_bytes, load.buffer_bytes)
 
     def over_servers(self, strategy: ServerStrategy) -> dict[str, Any]:
         """Servers and their workers."""
@@ -140,10 +160,14 @@ class _Timing:
             drive_computing=ranks.workers if strategy.inflight > 1 else (),
         )  # fmt: skip
         self.silence = self.silence and not ranks.aggregators  # behind which nobody is given up
-        codes = not strategy.reply_codec.is_none
+        self.parts = {
+            rank: part / load.num_parameters for rank, part in zip(ranks.servers, numbers, strict=True)
+        } | dict.fromkeys(ranks.aggregators, 1 / len(numbers))
+        codes, writers = not strategy.reply_codec.is_none, self._writers(strategy, ranks)
+        stores = [EmptyStore(*payloads, codes) for payloads in zip(replies, finals, strict=True)]
         servers = [
-            self._server(strategy, ranks, shard, EmptyStore(replies[shard], finals[shard], codes))
-            for shard in range(len(numbers))
+            self._server(strategy, ranks, shard, stores[shard], writers.get(rank))
+            for shard, rank in enumerate(ranks.servers)
         ]
         roles = {
             rank: bundled(server.run(), rank, ranks.routes(rank), serves=True)
@@ -153,12 +177,11 @@ class _Timing:
             sums = EmptySums() if strategy.sums_on_nodes else None
             roles[rank] = Aggregator(rank, ranks.servers, ranks.behind(rank), sums).run()
         for index, rank in enumerate(ranks.workers):
-            role = self._straggling(index, self._worker(strategy, ranks, rank, pushes).run())
+            worker = self._worker(strategy, ranks, rank, pushes)
+            worker.writer = writers.get(rank)
+            role = self._straggling(index, worker.run())
             roles[rank] = bundled(role, rank, ranks.routes(rank), serves=False)
         together = self._all_reduces(ranks.workers, len(roles)) if strategy.reduces else None
-        self.parts = {
-            rank: part / load.num_parameters for rank, part in zip(ranks.servers, numbers, strict=True)
-        } | dict.fromkeys(ranks.aggregators, 1 / len(numbers))
         self._observe({rank: ranks.of(rank) for rank in sorted(roles)})
         returned = self.world.run(roles, together)
         shards = [returned[rank] for rank in ranks.servers]
@@ -175,8 +198,19 @@ class _Timing:
             "per_worker": [returned[rank] for rank in ranks.workers],
         }
 
+    def _writers(self, strategy: ServerStrategy, ranks: Roles) -> dict[int, VirtualWriter]:
+        self.checkpoints = self._make_checkpoints()  # of the world that runs the roles
+        if not self.checkpoints.are_due:
+            return {}
+        return writers_over_servers(self.checkpoints, strategy, ranks, self.parts, self._state_bytes())
+
     def _server(
-        self, strategy: ServerStrategy, ranks: Roles, shard: int, store: EmptyStore
+        self,
+        strategy: ServerStrategy,
+        ranks: Roles,
+        shard: int,
+        store: EmptyStore,
+        writer: VirtualWriter | None,
     ) -> FaultTolerantServer:
         load, dealer = self.workload, None
         if ranks.servers[shard] == ranks.dealer:
@@ -187,7 +221,7 @@ class _Timing:
             )  # fmt: skip
         return FaultTolerantServer(
             strategy, store, ranks.workers, Quiet(), dealer, "stop", load.num_samples, None, load.step_samples,
-            None, delivers=True, floor_s=None if self.silence else math.inf,
+            writer, delivers=True, floor_s=None if self.silence else math.inf,
         )  # fmt: skip
 
     def _worker(self, strategy: ServerStrategy, ranks: Roles, rank: int, pushes: list[Bytes]) -> Worker:
@@ -214,8 +248,8 @@ class _Timing:
         parts = [self._course(rank, strategy) for rank in range(self.number)]
         peers = [
             Peer(
-                rank, self.number, strategy, part, EmptyPeer(message, model), Quiet(),
-                part_samples=load.part_samples,
+                rank, self.number, strategy, part, EmptyPeer(message, model), Quiet(), part_samples=load.part_samples,
+                checkpoints=self.checkpoints.of_peer(rank, self.number, strategy, self._state_bytes()),
             )
             for rank, part in enumerate(parts)
         ]  # fmt: skip
@@ -240,6 +274,11 @@ class _Timing:
             LocalSGDWorker(rank, course, replica, Quiet(), self.workload.part_samples)
             for rank, (course, replica) in enumerate(zip(courses, replicas, strict=True))
         ]
+        if self.checkpoints.are_due:
+            first, parts = replicas[0], parts_in_lockstep(self.number, self._state_bytes())
+            first.on_settled = StepCheckpoints(
+                self.checkpoints, parts, lambda: first.samples, lambda: not first.is_apart
+            ).look
         everybody = range(self.number)
         rows = self._run([worker.run() for worker in workers], self._all_reduces(everybody, self.number))
         return {
@@ -292,6 +331,8 @@ class _Timing:
     def _charge(self, rank: int, effect: Compute) -> float:
         """Seconds of a task besides those of the compute law."""
         load = self.workload
+        if effect.what == "checkpoint":
+            return self.checkpoints.hold_up_s(rank)
         num_bytes = load.num_parameters * load.number_bytes * self.parts.get(rank, 1.0)
         return self.costs.seconds(
             effect.what, num_bytes, effect.num_batches, effect.size, self.codes, self.updates_itself
@@ -302,7 +343,7 @@ class _Timing:
 
     def result(self, found: dict[str, Any]) -> dict[str, Any]:
         """What was asked for, and what has come of it."""
-        virtual_s, rows = self.world.now_s, found["per_worker"]
+        virtual_s, rows = self.world.elapsed_s, found["per_worker"]
         for row in rows:
             for key in ("compute", "wait"):
                 row[f"{key}_share"] = row.get(f"{key}_s", 0.0) / virtual_s if virtual_s else 0.0
@@ -318,6 +359,7 @@ class _Timing:
             "timing_only": True,
             "virtual": True,
             **found,
+            **self.checkpoints.summary(),
             "pushes": sum(row.get("steps", 0) for row in rows),
             "virtual_s": virtual_s,
             "samples_per_second": found["samples"] / virtual_s if virtual_s else 0.0,

@@ -28,7 +28,8 @@ class Workload:
         step_samples: of a worker's step; part_samples: that it computes at once, 0 for all of them.
         epochs: passes over the data; steps: of every worker, in place of epochs.
         drop_last, window_samples: as in `BatchDealer`.
-        buffer_bytes, optimizer_bytes: of floating buffers and of optimizer state, which `localsgd` can average.
+        buffer_bytes, optimizer_bytes: of floating buffers and of the optimizer's state, which `localsgd` can average
+            and checkpoints hold.
         push_share, reply_share: bytes of a push, or of a reply, as a share of the same in full numbers; they must be
             given where a codec decides how many numbers travel, or batches do, which touch rows of tables.
         reduced_bytes: of what workers over servers all-reduce among themselves.
@@ -55,6 +56,7 @@ class Workload:
         import torch
 
         from mpitrain.model.flat import trainable
+        from mpitrain.model.optimizer import state_bytes
         from mpitrain.training.measure import build
         from mpitrain.training.roads import choose_roads, reduced_bytes
 
@@ -76,6 +78,7 @@ class Workload:
                 one.numel() * one.element_size() for one in module.buffers() if one.is_floating_point()
             ),
             "reduced_bytes": reduced_bytes(job, module, optimizer),
+            "optimizer_bytes": state_bytes(numbers, optimizer) or 0,
         }
         return cls(**{**fields, **changes})
 

@@ -124,6 +124,18 @@ class Decentralized(Strategy):
             return ""
         return "peers that never wait for one another agree to end when they meet: give resync=R, or leave patience out"
 
+    def check_checkpoints(self, every: str) -> None:
+        """Refuse checkpoints where peers never meet; `every`: as a job's `checkpoint_every`.
+
+        Raises:
+            UsageError: names the option.
+        """
+        if self.never_meets and every not in ("auto", "never", ""):
+            raise UsageError(
+                f"{self}: peers that never wait for one another write checkpoints when they meet: give resync=R, or "
+                f"leave out checkpoint_every={every!r}"
+            )
+
     def meets_after(self, step: int) -> bool:
         """Whether a resynchronisation follows this step (from 0)."""
         return self.resync > 0 and (step + 1) % self.resync == 0

@@ -6,7 +6,7 @@ Invariants: an option that would have no effect is an error, in the dry run as i
 from __future__ import annotations
 
 from mpitrain.errors import UsageError
-from mpitrain.inject import AtWorker, KillAtEnd, Nan, Torn, check_virtual, check_workers
+from mpitrain.inject import AtWorker, KillAtEnd, Nan, Torn, check_real, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import MLLOG, check_installed, read_logs
 from mpitrain.roles.server.fault_tolerant import MOST_NONFINITE
@@ -23,6 +23,7 @@ UNUSED_IN_PARTS = (
 
 def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
     """Raise `UsageError` for options and injections that the job's strategy cannot carry out."""
+    check_real(overrides.injections)
     check_workers(overrides.injections, num_workers)
     check_installed(read_logs(job.log))
     _check_pushes(job, overrides)
@@ -54,7 +55,6 @@ def validate_run(job: Job, overrides: Overrides, num_workers: int) -> None:
 
 def validate_simulation(job: Job, overrides: Overrides) -> None:
     """Raise `UsageError` for what would have no effect in virtual time."""
-    check_virtual(overrides.injections)
     check_installed(read_logs(job.log))
     if MLLOG in read_logs(job.log):
         raise UsageError(

@@ -26,9 +26,12 @@ class Costs(Value):
         codec_gb_per_s: of gradients that a worker encodes, where the strategy has a codec.
         read_s: of reading a batch, where that is not hidden behind computing.
         validate_s: of a whole validation on one rank; ranks that divide it take their parts of that.
-        checkpoint_gb_per_s: of parameters that are written, to a checkpoint or as the trained model.
+        checkpoint_gb_per_s: of what is written, to a checkpoint (in the background, when the rank has copied its part
+            through its memory) or as the trained model.
         decode_gb_per_s: of gradients that are decoded, each by itself: by a server, or by every rank where all ranks
             send what they have encoded to all others.
+        restart_s: from the end of a job to when it works again, from its newest checkpoint on. 0: a death that nobody
+            survives ends the run, and what `crash` orders takes no time beside the work that is repeated.
     """
 
     memory_gb_per_s: float = 0.0
@@ -38,6 +41,7 @@ class Costs(Value):
     validate_s: float = 0.0
     checkpoint_gb_per_s: float = 0.0
     decode_gb_per_s: float = 0.0
+    restart_s: float = 0.0
 
     def check(self) -> None:
         for key, value in vars(self).items():
@@ -73,6 +77,10 @@ class Costs(Value):
         if what == "validate":
             return size * self.validate_s
         return size * _at(num_bytes, self.checkpoint_gb_per_s)
+
+    def copy_s(self, num_bytes: float) -> float:
+        """Of a copy, which is read and written."""
+        return _at(2 * num_bytes, self.memory_gb_per_s)
 
     def _update_s(self, num_bytes: float) -> float:
         return _at(self.passes * num_bytes, self.memory_gb_per_s)

@@ -47,6 +47,7 @@ from mpitrain.virtual.all_reduces import AllReduces
 from mpitrain.virtual.compute import ComputeLaw, WorkerTimes
 from mpitrain.virtual.fair_sharing import Flows
 from mpitrain.virtual.network import Links, NetworkLaw
+from mpitrain.virtual.outages import Outages
 from mpitrain.virtual.rendezvous import Clear, Header, Rendezvous
 from mpitrain.virtual.traces import VirtualTrace
 
@@ -111,6 +112,7 @@ class VirtualWorld:
         self.ended_s: dict[int, float] = {}  # by rank
         self.broken: dict[int, str] = {}  # by rank: how it failed, as `--inject` ordered
         self.traces: dict[int, VirtualTrace] = {}  # by rank, where what it does is recorded
+        self.outages: Outages | None = None  # where the job is started again when it ends before its time
         self._may_die = frozenset(may_die)
         self._numbers = {rank: number for number, rank in enumerate(workers)}
         self._num_looks = 0  # deadlines since anything else has happened
@@ -127,6 +129,11 @@ class VirtualWorld:
         self._forgotten: set[int] = set()  # given up by somebody: nobody answers them any more
         self._num_pending = 0  # events other than deadlines
         self._processes: dict[int, _Process] = {}
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the beginning, those included that the ends of the job have cost."""
+        return self.now_s if self.outages is None else self.outages.elapsed_s(self.now_s)
 
     def run(self, roles: dict[int, Role], all_reduces: AllReduces | None = None) -> dict[int, Any]:
         """Run every role to its end; returns what each returned, by rank. `all_reduces`: those of the ranks whose
@@ -196,8 +203,12 @@ class VirtualWorld:
         heapq.heappush(self._heap, (time_s, self._serial, process, event))
 
     def _break(self, process: _Process, how: str) -> None:
-        """The rank is no more, or does nothing any more; those who can do without one that is dead are informed."""
+        """The rank is no more, or does nothing any more; those who can do without one that is dead are informed. Where
+        nobody can, and the job is started again, all goes on."""
         if process.finished:
+            return
+        if how in DEADLY and process.rank not in self._may_die and self.outages is not None:
+            self.outages.end(self.now_s)
             return
         self.broken[process.rank] = how
         process.result = {"rank": process.rank, "broken": how}
@@ -301,7 +312,8 @@ class VirtualWorld:
                     self._schedule(self.now_s + effect.after_s, process, effect)
                 else:
                     self._break(process, effect.how)
-                    return
+                    if process.rank in self.broken:
+                        return
             elif type(effect) is not Begin:
                 raise AssertionError(f"rank {process.rank} yielded {effect!r}, which is no effect")
 

@@ -21,6 +21,7 @@ import torch
 from mpitrain.checkpoint import Checkpoint, write_part
 from mpitrain.checkpoint.parts import FIRST, folder_of, prune
 from mpitrain.errors import CheckpointError, UsageError
+from mpitrain.strategies.part_names import own_part
 from mpitrain.system.folders import make_private
 from mpitrain.system.run_directory import (
     Identity,
@@ -33,7 +34,7 @@ from mpitrain.system.run_directory import (
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training.agree import attempt
 from mpitrain.training.find_checkpoint import find, identify
-from mpitrain.training.synchronous.checkpoints import copied, own_part
+from mpitrain.training.synchronous.checkpoints import copied
 
 if TYPE_CHECKING:
     from mpitrain.mpi.runtime import Runtime

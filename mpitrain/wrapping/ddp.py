@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
-from mpitrain.training.synchronous.checkpoints import own_part
+from mpitrain.strategies.part_names import own_part
 from mpitrain.wrapping.checkpoints import (
     Resumed,
     Saver,

@@ -112,10 +112,10 @@ def join_local_sgd(
     """
     from mpitrain.model.optimizer import Rates
     from mpitrain.mpi.process_group.process_group import init_default_group
+    from mpitrain.strategies.part_names import own_part
     from mpitrain.training.local_sgd.averager import Averager
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import attempt
-    from mpitrain.training.synchronous.checkpoints import own_part
     from mpitrain.training.synchronous.ddp import data_parallel
     from mpitrain.wrapping.checkpoints import (
         about_loop,

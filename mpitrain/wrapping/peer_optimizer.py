@@ -88,10 +88,10 @@ def join_peers(
     from mpitrain.messages import Kind
     from mpitrain.mpi.world import MpiWorld
     from mpitrain.reporting.report import NullReport
+    from mpitrain.strategies.part_names import own_part
     from mpitrain.training.decentralized.builder import PeerBuilder
     from mpitrain.training.measure import share_module
     from mpitrain.training.session import attempt
-    from mpitrain.training.synchronous.checkpoints import own_part
     from mpitrain.wrapping.checkpoints import about_loop, find_run, lockstep_saver, loop_state
 
     runtime.role = "peer"

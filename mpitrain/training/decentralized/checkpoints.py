@@ -12,18 +12,17 @@ from typing import Any
 import torch
 
 from mpitrain.checkpoint import Checkpoint, CheckpointWriter
-from mpitrain.errors import UsageError
 from mpitrain.model.codec_registry import merge_states
 from mpitrain.model.peer_replica import PeerReplica
 from mpitrain.roles.peer import Peer
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.decentralized import Decentralized
+from mpitrain.strategies.part_names import own_part
 from mpitrain.training import signals
 from mpitrain.training.resume import check, make_checkpoint_writer, read_own_part
 from mpitrain.training.resume_options import same_codec
 from mpitrain.training.session import Session
-from mpitrain.training.synchronous.checkpoints import own_part
 from mpitrain.values import parse
 
 
@@ -34,12 +33,7 @@ def check_checkpoints(session: Session, strategy: Decentralized, about: dict[str
         UsageError: says which.
     """
     check(session, about)
-    every = session.job.checkpoint_every
-    if strategy.never_meets and every not in ("auto", "never", ""):
-        raise UsageError(
-            f"{strategy}: peers that never wait for one another write checkpoints when they meet: give resync=R, or "
-            f"leave out checkpoint_every={every!r}"
-        )
+    strategy.check_checkpoints(session.job.checkpoint_every)
 
 
 def make_checkpoints(

@@ -51,7 +51,7 @@ class LocalReplica(Stepper):
         super().__init__(job, num_workers, epoch_samples, rank, where)
         self.averager, self.fetch, self.set_measure = averager, fetch, measure
         self.place = rank, num_workers
-        self.on_settled: Callable[[], None] = _nothing
+        self.on_settled: Callable[[], object] = _nothing
         self.local_nonfinite = self._skipped = self._count = 0
         self.ended, self._refused = False, ""
         self._computed: tuple[float, int, int] | None = None  # a gradient that is not used yet

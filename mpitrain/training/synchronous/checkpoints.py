@@ -18,6 +18,7 @@ import torch
 from mpitrain.checkpoint import Checkpoint, CheckpointWriter
 from mpitrain.strategies.checkpoint_policy import Cadence
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
+from mpitrain.strategies.part_names import own_part
 from mpitrain.training import signals
 from mpitrain.training.resume import about_run, check, make_checkpoint_writer, read_own_part
 from mpitrain.training.session import Session, attempt
@@ -170,12 +171,6 @@ class StepCheckpoints:
 def _never() -> bool:
     """Nobody validates by the clock."""
     return False
-
-
-def own_part(place: int) -> str:
-    """The part that a rank writes, by its rank or by the part of a split model that it holds: the first puts its own
-    things beside what all share."""
-    return f"own-{place}" if place else "shard-0"
 
 
 def copied(tree: Any) -> Any:
