@@ -128,7 +128,7 @@ class LockstepRun:
             )
         self.owners = [row for _, row in self._rows()]
         self.rounds, self.draws = Rounds(virtual, num_shares), Draws(virtual.compute, job.seed, number)
-        self.costs = Collectives(virtual.network, virtual.nodes)
+        self.costs, self.course = Collectives(virtual.network, virtual.nodes), virtual.compute.course
         self.module, optimizer = virtual.build()
         self.rates = Rates(optimizer)
         self.parameters = [one for one in self.module.parameters() if one.requires_grad]
@@ -298,7 +298,9 @@ class LockstepRun:
         virtual, job = self.virtual, self.virtual.job
         if isinstance(job.strategy, Split):
             with_batch = self.leases.fetch(0, 0, min(job.batch_size, virtual.catalogue.num_samples))
-            return split_schedule(job, self.module, self.grid, self.costs, with_batch)
+            return split_schedule(
+                job, self.module, self.grid, self.costs, with_batch, self.course.forward_share
+            )
         cast = self.codecs.cast if self.codecs is not None else None
         if cast is None and self.codecs is not None and not self.gradients:
             raise UsageError(
@@ -348,7 +350,7 @@ class LockstepRun:
                     self.costs.sparse_allreduce(*rows, len(together[0]), row_bytes(together[0]), everybody)
                 )
         self.step_bytes = sum(cost.sent_bytes for cost in costs)
-        return overlapped(sizes, costs)
+        return overlapped(sizes, costs, self.course)
 
     def _pass(self, seconds: float) -> None:
         """All ranks do something else."""
@@ -360,7 +362,7 @@ class LockstepRun:
         everybody = range(self.virtual.number)
         costs = [self.costs.allreduce(size, everybody) for size in sizes]
         self.step_bytes = sum(cost.sent_bytes for cost in costs)
-        return overlapped(sizes, costs, at_end)
+        return overlapped(sizes, costs, self.course, at_end)
 
     def _coded_schedule(self, codecs: CodecsInOneProcess) -> Schedule:
         """Of the step that has just been computed."""
@@ -370,7 +372,7 @@ class LockstepRun:
         sizes = [8 * len(everybody), codecs.gathered_bytes * len(everybody)]
         costs = [self.costs.allgather(size, everybody) for size in sizes]
         self.step_bytes = sum(cost.sent_bytes for cost in costs)
-        return overlapped(sizes, costs, at_end=True)
+        return overlapped(sizes, costs, self.course, at_end=True)
 
     # ---- validation
 

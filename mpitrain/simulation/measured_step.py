@@ -24,12 +24,13 @@ from mpitrain.job import Job
 from mpitrain.model.codec_registry import make_encoder, make_layout_of
 from mpitrain.model.loss import BatchLoss
 from mpitrain.model.optimizer import Rates
+from mpitrain.model.sparse_gradients import sparse_parameters
 from mpitrain.simulation.step_costs import gradient_buckets
 from mpitrain.simulation.workload import codec_of
 from mpitrain.training.measure import build
 from mpitrain.training.synchronous.stepper import Batch, Stepper
 from mpitrain.training.validation import make_measure
-from mpitrain.virtual.compute import ComputeLaw
+from mpitrain.virtual.compute import BatchCourse, ComputeLaw
 from mpitrain.virtual.compute_laws import MeasuredCompute, Resampled
 from mpitrain.virtual.costs import Costs
 
@@ -133,7 +134,7 @@ def _measure(
         )
         for number, one in enumerate(parameters)
     ]
-    buckets = gradient_buckets(parameters)
+    buckets = gradient_buckets(parameters, sparse_parameters(module))
     gradients, reads, updates = list[float](), list[float](), list[float]()
     ends: list[list[float]] = []  # of each bucket's gradients, since the backward pass began
     with job.data.reader(catalogue, job.seed) as reader:
@@ -171,7 +172,16 @@ def _measure(
         **_coding_s(codec_of(job.strategy), module),
         "validate_s": _validate_s(job, module, device, now_s, for_s),
     }
-    return Resampled(tuple(gradients[WARMUP:])), found
+    return Resampled(tuple(gradients[WARMUP:]), *_course(found)), found
+
+
+def _course(found: dict[str, Any]) -> BatchCourse:
+    """Of the batches that were timed."""
+    backward_s, gradient_s = found["backward_s"], found["gradient_s"]
+    if not 0 < backward_s < gradient_s:
+        return BatchCourse()
+    ready = tuple(min(1.0, end_s / backward_s) for end_s in found["bucket_ends_s"])
+    return BatchCourse(1.0 - backward_s / gradient_s, ready)
 
 
 def _validate_s(

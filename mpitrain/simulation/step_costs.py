@@ -26,6 +26,7 @@ from mpitrain.strategies.model_parallel.sharded import Sharded
 from mpitrain.strategies.model_parallel.tensor import TensorParallel
 from mpitrain.training.model_parallel.loss_proxy import model_inputs
 from mpitrain.virtual.collectives import Cost
+from mpitrain.virtual.compute import BatchCourse
 from mpitrain.virtual.lockstep import Bucket, Overlapped, Schedule
 from mpitrain.virtual.split_steps import PipelineSteps, ShardedSteps, Unit
 
@@ -56,21 +57,29 @@ def num_bytes_of(tensors: Sequence[torch.Tensor], cast: torch.dtype | None = Non
     return sum(tensor.numel() * (cast or tensor.dtype).itemsize for tensor in tensors)
 
 
-def overlapped(bucket_bytes: Sequence[int], costs: Sequence[Cost], at_end: bool = False) -> Overlapped:
-    """The backward pass of an allreduce; a bucket is ready after the share of the pass that its bytes, and those of the
-    buckets before it, are of all. `at_end`: nothing is exchanged before the last gradient is there."""
-    total, done, buckets = sum(bucket_bytes), 0, []
-    for num_bytes, cost in zip(bucket_bytes, costs, strict=True):
-        done += num_bytes
-        buckets.append(Bucket(1.0 if at_end else done / total, cost))
-    return Overlapped(buckets)
+def overlapped(
+    bucket_bytes: Sequence[int], costs: Sequence[Cost], course: BatchCourse, at_end: bool = False
+) -> Overlapped:
+    """The backward pass of an allreduce. A bucket is ready when the law of the batches says so, or else after the share
+    of the pass that its bytes, and those of the buckets before it, are of all. `at_end`: nothing is exchanged before
+    the last gradient is there."""
+    total, done = sum(bucket_bytes), 0
+    ready = list(course.ready)
+    if at_end:
+        ready = [1.0] * len(costs)
+    elif len(ready) != len(costs):
+        ready = [(done := done + num_bytes) / total for num_bytes in bucket_bytes]
+    return Overlapped([Bucket(*one) for one in zip(ready, costs, strict=True)], course.forward_share)
 
 
-def split_schedule(job: Job, module: nn.Module, grid: Grid, costs: Collectives, batch: Batch) -> Schedule:
+def split_schedule(
+    job: Job, module: nn.Module, grid: Grid, costs: Collectives, batch: Batch, forward_share: float
+) -> Schedule:
     """The steps of a job under a strategy that splits the model.
 
     Args:
         batch: of as many samples as a rank computes at once; for the sizes of activations.
+        forward_share: of the time of a batch.
 
     Raises:
         UsageError: the model cannot be split like this.
@@ -78,11 +87,12 @@ def split_schedule(job: Job, module: nn.Module, grid: Grid, costs: Collectives, 
     strategy = job.strategy
     assert isinstance(strategy, Split)
     if isinstance(strategy, Pipeline):
-        return _pipeline(job, strategy, module, grid, costs, batch)
+        return _pipeline(job, strategy, module, grid, costs, batch, forward_share)
     if isinstance(strategy, TensorParallel):
-        return _tensor(job, module, grid, costs, batch)
+        return _tensor(job, module, grid, costs, batch, forward_share)
     assert isinstance(strategy, Sharded)
-    return ShardedSteps(_units(module, grid.ranks[0], [row[0] for row in grid.ranks], costs))
+    units = _units(module, grid.ranks[0], [row[0] for row in grid.ranks], costs)
+    return ShardedSteps(units, forward_share=forward_share)
 
 
 def _units(
@@ -107,7 +117,9 @@ def _units(
     return found
 
 
-def _tensor(job: Job, module: nn.Module, grid: Grid, costs: Collectives, batch: Batch) -> Schedule:
+def _tensor(
+    job: Job, module: nn.Module, grid: Grid, costs: Collectives, batch: Batch, forward_share: float
+) -> Schedule:
     """Slices of layers: their collectives wait for nobody's computing, and are waited for."""
     plan = slices(module, job.tensor_plan, grid.num_parts)
     ranks = grid.ranks[0]
@@ -126,14 +138,16 @@ def _tensor(job: Job, module: nn.Module, grid: Grid, costs: Collectives, batch: 
     part = 1.0 - sliced / total + sliced / total / grid.num_parts
     column = [row[0] for row in grid.ranks]
     if grid.num_replicas == 1:
-        return ShardedSteps([Unit(part, 0.0, 0.0, stays=True)], added_s)
+        return ShardedSteps([Unit(part, 0.0, 0.0, stays=True)], added_s, forward_share)
     replicated = _units(module, column, column[:1], costs, grid.num_parts)
-    return ShardedSteps([one._replace(share=one.share * part) for one in replicated], added_s)
+    units = [one._replace(share=one.share * part) for one in replicated]
+    return ShardedSteps(units, added_s, forward_share)
 
 
 def _pipeline(
-    job: Job, strategy: Pipeline, module: nn.Module, grid: Grid, costs: Collectives, batch: Batch
-) -> Schedule:
+    job: Job, strategy: Pipeline, module: nn.Module, grid: Grid, costs: Collectives, batch: Batch,
+    forward_share: float,
+) -> Schedule:  # fmt: skip
     stages = split_stages(module, grid.num_parts, job.stages)
     total = sum(stage.num_parameters for stage in stages) or 1
     shares = [stage.num_parameters / total for stage in stages]
@@ -154,7 +168,9 @@ def _pipeline(
         buckets = gradient_buckets(trained)
         sizes = [num_bytes_of([trained[place] for place in bucket]) for bucket in buckets]
         average_s.append(sum(costs.allreduce(size, alike).seconds for size in sizes))
-    return PipelineSteps(grid.ranks, shares, strategy.microbatches, strategy.schedule, message_s, average_s)
+    return PipelineSteps(
+        grid.ranks, shares, strategy.microbatches, strategy.schedule, message_s, average_s, forward_share
+    )
 
 
 def activation_bytes(

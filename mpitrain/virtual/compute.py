@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,28 @@ BLOCK = 256  # draws at once
 Times = NDArray[np.float64]
 
 
+class BatchCourse(NamedTuple):
+    """What happens when in the time of a batch.
+
+    Attributes:
+        forward_share: of the time, that the forward pass takes; a backward pass has twice its products.
+        ready: the share of the backward pass after which each of DDP's buckets has its gradients; empty: it is not
+            known.
+    """
+
+    forward_share: float = 1 / 3
+    ready: tuple[float, ...] = ()
+
+
 @dataclass(frozen=True, repr=False)
 class ComputeLaw(Value):
     """Base of the laws of computing time."""
+
+    @property
+    def course(self) -> BatchCourse:
+        """Of a batch, as it was measured, or is assumed."""
+        inner = getattr(self, "law", None)
+        return inner.course if isinstance(inner, ComputeLaw) else BatchCourse()
 
     def seconds(self, generator: np.random.Generator, count: int) -> Times:
         """The next `count` draws."""

@@ -19,7 +19,7 @@ import numpy as np
 from mpitrain.errors import UsageError
 from mpitrain.system.trace import WAIT, file_name
 from mpitrain.values import register
-from mpitrain.virtual.compute import ComputeLaw, Constant, Times
+from mpitrain.virtual.compute import BatchCourse, ComputeLaw, Constant, Times
 
 _GRADIENT, _FORWARD = "gradient", "forward"  # names of spans
 
@@ -257,11 +257,17 @@ class MeasuredCompute(ComputeLaw):
 
 @dataclass(frozen=True, repr=False)
 class Resampled(ComputeLaw):
-    """Draws from among these times."""
+    """Draws from among these times; `forward_share`, `ready`: as of a `BatchCourse`."""
 
     kind: ClassVar[str] = "compute"
     name: ClassVar[str] = "resampled"
     times: tuple[float, ...] = ()
+    forward_share: float = BatchCourse().forward_share
+    ready: tuple[float, ...] = ()
+
+    @property
+    def course(self) -> BatchCourse:
+        return BatchCourse(self.forward_share, self.ready)
 
     def check(self) -> None:
         """Times that were taken are right."""

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpitrain.virtual.collectives import Cost
+from mpitrain.virtual.compute import BatchCourse
 
-FORWARD_SHARE = 1 / 3  # a backward pass has twice the products of a forward pass
+FORWARD_SHARE = BatchCourse().forward_share
 Times = NDArray[np.float64]  # of all ranks, in seconds
 
 

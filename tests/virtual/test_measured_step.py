@@ -70,6 +70,23 @@ def test_measured_times_may_stand_in_another_law(tmp_path):
     assert slow > 5 * fast > 0 and result["measured"]["batches"] >= 3
 
 
+def test_the_law_knows_what_of_a_batch_is_forward_and_when_gradients_come():
+    """The loss sleeps before it computes."""
+
+    def loss(model, batch):
+        time.sleep(SLOW_S)
+        return toy.square_loss(model, batch)
+
+    job = toy.make_job(loss=loss)
+    law, found = measure_step(job, None, job.data.scan(), 0.2)
+    assert law.course.forward_share == pytest.approx(found["forward_s"] / found["gradient_s"])
+    assert law.course.forward_share > 0.5
+    assert law.course.ready == tuple(
+        min(1.0, end_s / found["backward_s"]) for end_s in found["bucket_ends_s"]
+    )
+    assert 0 < law.course.ready[-1] <= 1
+
+
 def test_outside_a_simulation_there_is_nothing_to_measure():
     with pytest.raises(UsageError, match="simulation"):
         WorkerTimes(parse("measured()", "compute"), 0, 0)

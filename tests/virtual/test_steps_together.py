@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import mpitrain as mt
 from mpitrain.errors import DeadlockError, LostRankError, UsageError
@@ -19,6 +20,7 @@ from mpitrain.virtual.collectives import (
     library_allreduce,
     smp_allreduce,
 )
+from mpitrain.virtual.compute_laws import Persistent, Resampled
 from mpitrain.virtual.link_costs import link_cost
 from mpitrain.virtual.lockstep import Bucket, Clock, Overlapped
 from mpitrain.virtual.split_steps import PipelineSteps, ShardedSteps, Unit, pipeline_ends_s
@@ -105,6 +107,35 @@ def test_a_bucket_waits_for_all_ranks_and_for_the_bucket_before_it():
     assert one_step(long, [4.0, 1.0]) == 2.5 + 8 + 2
     whole = Overlapped([Bucket(1.0, Cost(0.5, 0))])
     assert one_step(whole, [4.1, 1.0]) == 4.1 + 0.5  # nothing is hidden
+
+
+@pytest.mark.parametrize("law", ["itself", "in another"])
+def test_buckets_are_ready_when_the_law_of_the_batches_has_measured_it(tmp_path, law):
+    """A batch takes 1 s, half of it forward; gradients of the first bucket are there after a fifth of the rest, and
+    those of the second after three."""
+    measured = Resampled((1.0,), 0.5, (0.2, 0.6))
+    compute = measured if law == "itself" else Persistent(measured, factors=(1.0,))
+    link = Link(gbit_per_s=0.1, latency_s=0.01)
+    changes = {"model": lambda: nn.Sequential(nn.Linear(5, 300_000), nn.Linear(300_000, 1)), "validate": None}
+    result = run(tmp_path, workers=2, compute=compute, network=link, epochs=1, **changes)
+    found = [
+        Collectives(link, (0, 1)).allreduce(4 * numbers, (0, 1)).seconds for numbers in (300_001, 6 * 300_000)
+    ]
+    first_s, second_s = sorted(found)
+    assert first_s < 0.2 < second_s
+    assert result["step_s"] == pytest.approx(0.8 + second_s)
+
+
+@pytest.mark.parametrize("strategy", [mt.Sharded(), mt.Pipeline(microbatches=2)], ids=str)
+def test_split_models_take_the_forward_share_that_was_measured(tmp_path, strategy):
+    took_s = [
+        run(
+            tmp_path / str(share), strategy, 2, Resampled((1.0,), share), SLOW_LINK, epochs=1,
+            model=lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)),
+        )["virtual_s"]
+        for share in (0.1, 1 / 3)
+    ]  # fmt: skip
+    assert took_s[0] != took_s[1]
 
 
 def test_waiting_and_computing_add_up_to_the_run():
