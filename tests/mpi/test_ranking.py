@@ -14,12 +14,39 @@ JOB = str(ROOT / "jobs" / "ranking.py")
 LINE = "\t".join(["1", "-2", "", *["7"] * 11, "68fd1e64", "", *["0b153874"] * 24])
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """Where the clicks are packed, once for all tests."""
+    folder = tmp_path_factory.mktemp("ranking")
+    with pytest.MonkeyPatch.context() as patch:
+        small_in(folder, patch)
+        assert main(["data", "pack", f"{JOB}:clicks", "data/ranking"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(packed):
+    """What one process learns of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_in(packed, patch)
+        return trained("of 1", 1)
+
+
+@pytest.fixture
+def clicks(packed, monkeypatch):
+    small_in(packed, monkeypatch)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RANKING_SAMPLES", "40000")
-    monkeypatch.setenv("RANKING_ROWS", "16384")
+    small_in(tmp_path, monkeypatch)
     return tmp_path
+
+
+def small_in(path, patch):
+    patch.chdir(path)
+    patch.setenv("RANKING_SAMPLES", "40000")
+    patch.setenv("RANKING_ROWS", "16384")
 
 
 def trained(name, workers, **changes):
@@ -31,9 +58,8 @@ def trained(name, workers, **changes):
     return result["metrics"]
 
 
-def test_several_workers_learn_what_one_learns_and_most_of_what_can_be_known(folder):
-    assert main(["data", "pack", f"{JOB}:clicks", "data/ranking"]) == 0
-    one, four = (trained(f"of {workers}", workers) for workers in (1, 4))
+def test_several_workers_learn_what_one_learns_and_most_of_what_can_be_known(clicks, one):
+    four = trained("of 4", 4)
     assert four["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-3)
     assert four["gap_closed"] > 0.8
 
@@ -63,13 +89,9 @@ def test_criteo_s_columns_are_read_and_a_line_that_is_none_is_named(folder, monk
 
 @pytest.mark.parametrize("served", ["0", "1"])
 @pytest.mark.parametrize("text", ["sync(servers=2)", "async(servers=2)"])
-def test_tables_on_servers_learn_what_one_process_learns(folder, monkeypatch, text, served):
+def test_tables_on_servers_learn_what_one_process_learns(clicks, one, monkeypatch, text, served):
     monkeypatch.setenv("RANKING_SERVED", served)
-    assert main(["data", "pack", f"{JOB}:clicks", "data/ranking"]) == 0
-    found = mt.simulate(
-        load_job(JOB), parse(text, "strategy"), workers=4, run_dir="served", quiet=True, batch_size=32
-    )
+    job, run_dir = load_job(JOB), f"{text} {served}"
+    found = mt.simulate(job, parse(text, "strategy"), workers=4, run_dir=run_dir, quiet=True, batch_size=32)
     assert not found["failure"] and found["metrics"]["gap_closed"] > 0.8
-    monkeypatch.setenv("RANKING_SERVED", "0")
-    alone = trained("alone", 1)
-    assert found["metrics"]["validation_loss"] == pytest.approx(alone["validation_loss"], rel=0.01)
+    assert found["metrics"]["validation_loss"] == pytest.approx(one["validation_loss"], rel=0.01)
