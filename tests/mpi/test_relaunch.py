@@ -16,7 +16,7 @@ from tests.ranks import ROOT, find_mpi
 
 
 @pytest.fixture
-def chaos_relaunch(monkeypatch):
+def chaos_relaunch(monkeypatch, warm_children):
     find_mpi()
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("chaos_relaunch")

@@ -13,15 +13,15 @@ from tests.ranks import ROOT
 from tests.suites.reframe import SUITES, figures, needs_reframe, reframe
 
 ENVIRONMENT = {
-    **os.environ,
     "OMP_NUM_THREADS": "1",
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "RFM_LOG_DIR": "",
 }
+pytestmark = pytest.mark.usefixtures("warm_children")
 
 
 def run(command, folder):
-    env = ENVIRONMENT | {"TMPDIR": str(folder)}
+    env = os.environ | ENVIRONMENT | {"TMPDIR": str(folder)}
     ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return ended.stdout
