@@ -74,9 +74,9 @@ def four(tmp_path_factory):
     runs = {f"{text} {how}": (text, fields) for text in NORMED_ON for how, fields in NORMED.items()}
     runs |= {f"{text} {how}": (text, CLIPPED[how]) for text, limits in SERVED.items() for how in limits}
     runs["cell normed in bfloat16"] = (NORMED_ON[0], IN_BFLOAT16)
-    return launch(
-        tmp_path_factory.mktemp("four"), 4, runs | clipped(ON_FOUR, CLIPPED) | accumulated(IN_BATCHES_ON_FOUR)
-    )
+    for text in ON_FOUR:
+        runs |= clipped((text,), (*clipped_on_four(text), "ema", "huge", "not"))
+    return launch(tmp_path_factory.mktemp("four"), 4, runs | accumulated(IN_BATCHES_ON_FOUR))
 
 
 ALIKE = ("shards", "dataset", "loader")
