@@ -179,9 +179,9 @@ class Signs(Feedback):
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the package. Called with a file, its text and a row of the table, it adds them; called with a program,
-    it runs that on the copy and returns what it prints as JSON."""
-    shutil.copytree(PACKAGE, tmp_path / "mpitrain", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the package, bytecode too. Called with a file, its text and a row of the table, it adds them; called
+    with a program, it runs that on the copy and returns what it prints as JSON."""
+    shutil.copytree(PACKAGE, tmp_path / "mpitrain")
 
     def add(path, text, public):
         (tmp_path / "mpitrain" / path).write_text(text)
