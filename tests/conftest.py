@@ -10,6 +10,7 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ from tests.ranks import OPEN_MPI, SEGMENTS_FOLDER, warm_environment
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name, _value in OPEN_MPI.items():
     os.environ.setdefault(_name, _value)
+# A shell that asks Python to write no bytecode would have every process compile the package, and pytest all the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Tests behave alike inside an allocation or under mpirun: what a launcher left in the environment is removed.
 _LEFT_BY_LAUNCHERS = (
     "OMPI_COMM_",
