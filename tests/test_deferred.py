@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import random
 
 import numpy as np
@@ -11,6 +12,12 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from mpitrain.model.deferred import SMALL, CannotDefer, Deferred, held_by
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen():
+    """As in a process of a user's: `build` freezes what is older, and thaws it."""
+    gc.unfreeze()
 
 
 class Tied(nn.Module):
