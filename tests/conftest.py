@@ -82,23 +82,42 @@ def warm_children(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
         monkeypatch.setenv(name, value)
 
 
-_SLOWEST = (
-    "tests/slurm/",
-    "tests/mpi/",
+# What mostly waits: for ranks, for a silence to be noticed, for a job to be scheduled.
+_WAITING = ("tests/slurm/", "tests/mpi/", "tests/launch/")
+# Of the others those that are long.
+_LONG = (
     "tests/test_",
     "tests/virtual/",
-    "tests/launch/",
-    "tests/cli/",
     "tests/training/",
+    "tests/threads/",
+    "tests/torch_suite/",
+    "tests/suites/",
+    "tests/search/",
+    "tests/hostile/",
+    "tests/data/",
+    "tests/doctor/",
+    "tests/model/",
+    "tests/strategies/",
 )
+_WAITING_ENDS = 0.85  # of the way through all files
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What mostly waits comes first, then what is long: where files are run side by side, the many short tests fill
-    the gaps at the end."""
-    items.sort(
-        key=lambda item: next((i for i, start in enumerate(_SLOWEST) if item.nodeid.startswith(start)), 9)
-    )
+    """Where files are run side by side, those that mostly wait are dealt out among those that compute, or the cores
+    would be idle at first, and too few after that. Of each kind what is long comes first, and the many short tests
+    fill the gaps at the end."""
+    files = list(dict.fromkeys(_file_of(item) for item in items))
+    waiting = [file for file in files if file.startswith(_WAITING)]
+    computing = [file for file in files if file not in waiting]
+    place: dict[str, float] = {}
+    for kind, starts, end in ((waiting, _WAITING, _WAITING_ENDS), (computing, _LONG, 1.0)):
+        kind.sort(key=lambda file: next((i for i, start in enumerate(starts) if file.startswith(start)), 99))
+        place |= {file: end * number / len(kind) for number, file in enumerate(kind)}
+    items.sort(key=lambda item: place[_file_of(item)])
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def skip_counts(reports: list[pytest.TestReport]) -> Counter[str]:
