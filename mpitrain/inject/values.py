@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from mpitrain.errors import UsageError
 from mpitrain.values import Value, parse, register
 
+LEAST_MTBF_S = 1e-3
+
 
 @dataclass(frozen=True, repr=False)
 class Injection(Value):
@@ -212,6 +214,8 @@ class Crash(Injection):
     def check(self) -> None:
         for key in ("mtbf_s", "at_s"):
             _check_seconds(f"{self.name}: {key}", getattr(self, key) or 0.0)
+        if 0 < self.mtbf_s < LEAST_MTBF_S:
+            raise UsageError(f"crash: mtbf_s must be at least {LEAST_MTBF_S:g}, got {self.mtbf_s}")
         if not self.mtbf_s and self.at_s is None:
             raise UsageError('crash: say when, as in "crash(mtbf_s=86400)" or "crash(at_s=3600)"')
 

@@ -112,7 +112,8 @@ class VirtualRun:
         module, optimizer = build(self.job, self.options.lr, torch.device("cpu"))
         trained = [one for one in module.parameters() if one.requires_grad]
         kept = state_bytes(trained, optimizer) or 0
-        return StateBytes(num_bytes_of(trained), kept, num_bytes_of(list(module.buffers())))
+        buffers = [one for one in module.buffers() if one.is_floating_point()]
+        return StateBytes(num_bytes_of(trained), kept, num_bytes_of(buffers))
 
     def start(self, samples_per_row: int, world: VirtualWorld, warns: bool = True) -> None:
         """Begin the report.

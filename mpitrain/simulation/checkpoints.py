@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from mpitrain.errors import UsageError
 from mpitrain.inject import Crash, FileFault, Injection
 from mpitrain.roles.peer_checkpoints import PeerCheckpoints
 from mpitrain.strategies.base import ServerStrategy
@@ -61,11 +62,10 @@ class Checkpoints:
         self._ends_s: dict[int, dict[str, float]] = {}  # by checkpoint and part: when it is written
         self._expected: dict[int, tuple[float, Collection[str]]] = {}  # when it was taken, its parts
         crashes = [one for one in injections if isinstance(one, Crash)]
-        rate = sum(1 / one.mtbf_s for one in crashes if one.mtbf_s)
         self.outages: Outages | None = None
         if crashes or costs.restart_s:
             at_s = [one.at_s for one in crashes if one.at_s is not None]
-            self.outages = Outages(costs.restart_s, 1 / rate if rate else math.inf, at_s, seed)
+            self.outages = Outages(costs.restart_s, _mtbf_s(injections), at_s, seed)
             world.outages = self.outages
 
     @property
@@ -275,16 +275,30 @@ def policy_of(
     job: Any, checkpoint_every: str | None, costs: Costs, injections: Sequence[Injection]
 ) -> CheckpointPolicy:
     """When checkpoints are due in virtual time: as the job says, where anything is asked about them; or else never,
-    because they would cost nothing and serve nobody.
+    because they would cost nothing and serve nobody. `auto` knows how often crashes are ordered.
 
     Args:
         checkpoint_every: what was asked for besides the job.
 
     Raises:
-        UsageError: the job counts something, and its peers never meet to write.
+        UsageError: the job counts something, and its peers never meet to write; or a checkpoint is to be damaged, and
+            none is written.
     """
     if isinstance(job.strategy, Decentralized):
         job.strategy.check_checkpoints(job.checkpoint_every)
     asked = checkpoint_every is not None or costs.checkpoint_gb_per_s or costs.restart_s
     asked = asked or any(isinstance(one, Crash | FileFault) for one in injections)
-    return read_policy(job.checkpoint_every, job.mtbf_s) if asked else CheckpointPolicy()
+    mtbf_s = min(_mtbf_s(injections), job.mtbf_s)
+    policy = read_policy(job.checkpoint_every, mtbf_s) if asked else CheckpointPolicy()
+    damaged = [one for one in injections if isinstance(one, FileFault)]
+    if damaged and policy == CheckpointPolicy():
+        raise UsageError(
+            f'--inject "{damaged[0]}" damages a checkpoint, and checkpoint_every={job.checkpoint_every!r} writes none'
+        )
+    return policy
+
+
+def _mtbf_s(injections: Sequence[Injection]) -> float:
+    """Mean time between two crashes, of all laws together; infinite without any."""
+    rate = sum(1 / one.mtbf_s for one in injections if isinstance(one, Crash) and one.mtbf_s)
+    return 1 / rate if rate else math.inf

@@ -62,6 +62,7 @@ def simulate_command(request: Request) -> int:
                 "--replay repeats one recorded run: leave out lists of workers and strategies, --timing-only, --json "
                 "and --html"
             )
+        _refuse_besides_replay(request)
         return int(simulate_again(Path(request.replay), request.overrides, path=request.path)["exit_code"])
     check_output(request.json, "--json")
     check_output(request.html, "--html")
@@ -102,3 +103,24 @@ def _strategy(text: str) -> Strategy:
     strategy = parse(text, "strategy")
     assert isinstance(strategy, Strategy)
     return strategy
+
+
+def _refuse_besides_replay(request: Request) -> None:
+    """A recorded run has its own options; where results go is all that can be said."""
+    given, kept = (
+        request.overrides,
+        Overrides(run_dir=request.overrides.run_dir, quiet=request.overrides.quiet),
+    )
+    others = [
+        f"--{name.replace('_', '-')}" for name, value in vars(given).items() if value != getattr(kept, name)
+    ]
+    plain = Request(None, kept)
+    others += [
+        f"--{name}"
+        for name in ("compute", "network", "costs")
+        if getattr(request, name) != getattr(plain, name)
+    ]
+    if others:
+        raise UsageError(
+            f"--replay repeats a recorded run with the options that it had: leave out {', '.join(others)}"
+        )

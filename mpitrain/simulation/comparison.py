@@ -37,6 +37,7 @@ from mpitrain.simulation.timing import quantiles, time_run
 from mpitrain.simulation.workload import PAD_BYTES, Workload, codec_of
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy, Strategy
+from mpitrain.strategies.checkpoint_policy import CheckpointPolicy
 from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.system.trace import read_steps
@@ -202,12 +203,13 @@ class Comparison:
         steps = read_steps(job.trace)
         if steps is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        load = Workload.of(job, options.steps, **self._shares(job))
         injections: tuple[Injection, ...] = options.injections
+        policy = policy_of(job, options.checkpoint_every, self.costs, injections)
+        load = Workload.of(job, options.steps, policy != CheckpointPolicy(), **self._shares(job))
         found = time_run(
             strategy, load, number, self.compute, self.network, job.seed, injections, self.costs,
             None if steps is None else (steps, folder),
-            policy_of(job, options.checkpoint_every, self.costs, injections),
+            policy,
         )  # fmt: skip
         nodes = self.network.nodes(number + found["servers"]) or (0,)
         about = {**asked_for(job, options), **NO_MEASUREMENT}

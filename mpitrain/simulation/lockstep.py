@@ -140,7 +140,7 @@ class LockstepRun:
             check_optimizer(codec, optimizer)
             self.codecs = CodecsInOneProcess(codec, number, job.seed, clipping_of(job), self.buckets)
         self.broken: list[tuple[float, int, Break]] = []
-        self.ended, self.step_bytes = False, 0
+        self.ended, self.step_bytes, self.held_until_s = False, 0, 0.0  # the last: a rank, by a checkpoint
 
     def _rows(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """(share, ranks that compute it)."""
@@ -234,6 +234,7 @@ class LockstepRun:
         self._trace_waits(computed_s, ended_s)
         virtual.world.now_s = ended_s
         virtual.world.num_events += virtual.number
+        self._break(ended_s)
         if self.gradients:
             fields = self.codecs.statistics() if self.codecs is not None else {}
             virtual.log.progress(stepper.samples, stepper.step, leases[0].epoch + 1, value, **fields)
@@ -241,6 +242,7 @@ class LockstepRun:
         if self.saving is not None:
             for rank, held_s in self.saving.look().items():
                 clock.sleep(rank, held_s)
+                self.held_until_s = max(self.held_until_s, ended_s + held_s)
 
     def _num_batches(self, leases: Sequence[Lease]) -> list[int]:
         """How many times every rank draws: the ranks of one model all compute its batches."""
@@ -273,23 +275,27 @@ class LockstepRun:
             for fault in straggler.breaks(step):
                 self.broken.append((now_s + fault.after_s, straggler.worker, fault))
             self.clock.sleep(straggler.worker, seconds)
-        due = sorted((row for row in self.broken if row[0] <= now_s), key=lambda row: row[:2])
+        self._break(now_s)
+
+    def _break(self, now_s: float) -> None:
+        """Faults that are due."""
+        due = [row for row in self.broken if row[0] <= now_s]
         self.broken = [row for row in self.broken if row[0] > now_s]
-        for at_s, rank, fault in due:
+        for at_s, rank, fault in sorted(due, key=lambda row: row[:2]):
             self._fail(at_s, rank, fault.how)
 
     def _fail(self, at_s: float, rank: int, how: str) -> None:
-        if how in DEADLY and (outages := self.virtual.world.outages) is not None:
-            outages.end(at_s)
+        world = self.virtual.world
+        if how in DEADLY and world.outages and world.outages.restart_s:
+            world.outages.die(at_s)
             return
-        self.virtual.world.now_s = max(at_s, 0.0)
+        world.now_s = at_s
         if how in DEADLY:
             raise LostRankError(f"rank {rank} died ({how}) at t={at_s:.3f} s, and nobody can go on")
         others = [other for other in range(self.virtual.number) if other != rank]
-        step = self.stepper.step
         raise DeadlockError(
-            f"deadlock at t={at_s:.3f} s: ranks {_few(others)} wait since then, in the allreduce of step {step}, for "
-            f"rank {rank}, which has fallen silent ({how})"
+            f"deadlock at t={at_s:.3f} s: ranks {_few(others)} wait since then, in the allreduce of step "
+            f"{self.stepper.step}, for rank {rank}, which has fallen silent ({how})"
         )
 
     # ---- what takes time
@@ -354,8 +360,8 @@ class LockstepRun:
 
     def _pass(self, seconds: float) -> None:
         """All ranks do something else."""
-        self.clock.began_s = self.clock.began_s + seconds
-        self.clock.now_s += seconds
+        self.clock.now_s = max(self.clock.now_s, self.held_until_s) + seconds
+        self.clock.began_s = np.maximum(self.clock.began_s + seconds, self.clock.now_s)
         self.virtual.world.now_s = self.clock.now_s
 
     def _averaged(self, sizes: Sequence[int], at_end: bool = False) -> Schedule:

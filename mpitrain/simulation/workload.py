@@ -51,8 +51,13 @@ class Workload:
     reduced_bytes: int = 0
 
     @classmethod
-    def of(cls, job: Any, steps: int | None = None, **changes: Any) -> Workload:
-        """The workload of a job (which imports torch); `changes`: fields that are to be different."""
+    def of(cls, job: Any, steps: int | None = None, checkpoints: bool = False, **changes: Any) -> Workload:
+        """The workload of a job (which imports torch).
+
+        Args:
+            checkpoints: whether any are written, for which the optimizer's state is weighed: it takes a step.
+            changes: fields that are to be different.
+        """
         import torch
 
         from mpitrain.model.flat import trainable
@@ -78,8 +83,9 @@ class Workload:
                 one.numel() * one.element_size() for one in module.buffers() if one.is_floating_point()
             ),
             "reduced_bytes": reduced_bytes(job, module, optimizer),
-            "optimizer_bytes": state_bytes(numbers, optimizer) or 0,
         }
+        if checkpoints or getattr(job.strategy, "average_optimizer", False):
+            fields["optimizer_bytes"] = state_bytes(numbers, optimizer) or 0
         return cls(**{**fields, **changes})
 
     def shard_numbers(self, servers: int) -> list[int]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from mpitrain.errors import UsageError
 from mpitrain.values import Value, register
 
+LEAST_GB_PER_S = 1e-12  # so that seconds stay finite
+
 
 @register("costs", "costs")
 @dataclass(frozen=True, repr=False)
@@ -47,6 +49,8 @@ class Costs(Value):
         for key, value in vars(self).items():
             if not 0 <= value < math.inf:
                 raise UsageError(f"costs: {key} must be finite and not negative, got {value}")
+            if key.endswith("gb_per_s") and 0 < value < LEAST_GB_PER_S:
+                raise UsageError(f"costs: {key} must be at least {LEAST_GB_PER_S:g}, or 0, got {value}")
 
     def seconds(
         self,

@@ -39,6 +39,7 @@ class Outages:
         self._ordered = sorted(at_s, reverse=True)
         self._whole: list[tuple[float, float]] = [(0.0, 0.0)]  # (when whole, when taken), useful seconds
         self._drawn_s, self._num_drawn = 0.0, 0
+        self._reached_s, self._died_s = 0.0, -1.0  # useful seconds
         self._draw()
 
     def keep(self, taken_s: float, whole_s: float) -> None:
@@ -52,27 +53,31 @@ class Outages:
         Raises:
             UsageError: it gets no further.
         """
+        self._reached_s = max(self._reached_s, useful_s)
         while useful_s + self._lost_s > self._next_s:
-            self.end(self._next_s - self._lost_s)
+            self._end(self._next_s - self._lost_s)
         return useful_s + self._lost_s
 
-    def end(self, useful_s: float) -> None:
-        """The job ends here, is started again, and repeats what it had done since the checkpoint that it goes on from.
+    def die(self, useful_s: float) -> None:
+        """A rank dies here, without which the job cannot go on; another death at the same moment changes nothing.
 
         Raises:
-            UsageError: it ends again and again, and gets no further.
+            UsageError: the job gets no further.
         """
+        if useful_s == self._died_s:
+            return
+        self._died_s = useful_s
+        self.elapsed_s(useful_s)  # what ended it before
+        self._end(self._reached_s)
+
+    def _end(self, useful_s: float) -> None:
+        """The job ends, is started again, and repeats what it had done since the checkpoint that it goes on from."""
         repeats_s = useful_s - self._newest_s(useful_s)
         now_s, in_a_row = useful_s + self._lost_s, 0
         while True:
-            self.num_ends += 1
-            in_a_row += 1
-            if in_a_row > MOST_IN_A_ROW:
-                raise UsageError(
-                    f"the job ended {in_a_row} times in a row before it had repeated the {repeats_s:.4g} s of work "
-                    f"since its last checkpoint, at {self.mtbf_s:.4g} s between two ends and {self.restart_s:.4g} s to "
-                    "start again: write checkpoints more often (--checkpoint-every)"
-                )
+            if in_a_row == MOST_IN_A_ROW:
+                raise UsageError(self._gets_no_further(repeats_s))
+            self.num_ends, in_a_row = self.num_ends + 1, in_a_row + 1
             self._go_past(now_s)
             works_s = now_s + self.restart_s
             until_s = min(works_s + repeats_s, self._next_s)
@@ -81,6 +86,16 @@ class Outages:
             now_s = until_s
             if until_s < self._next_s:
                 return
+
+    def _gets_no_further(self, repeats_s: float) -> str:
+        advice = "write checkpoints more often (--checkpoint-every)"
+        if self.restart_s > self.mtbf_s:
+            advice = "it seldom lives until it works again"
+        return (
+            f"the job ended {MOST_IN_A_ROW} times in a row before it had repeated the {repeats_s:.4g} s of work since "
+            f"its last checkpoint, at {self.mtbf_s:.4g} s between two ends and {self.restart_s:.4g} s to start again: "
+            f"{advice}"
+        )
 
     @property
     def _lost_s(self) -> float:
@@ -94,7 +109,7 @@ class Outages:
         """Draw the next end after this time."""
         while self._ordered and self._ordered[-1] <= now_s:
             self._ordered.pop()
-        while self._drawn_s <= now_s:
+        while self._drawn_s <= now_s < math.inf:
             self._draw()
 
     def _draw(self) -> None:

@@ -207,8 +207,8 @@ class VirtualWorld:
         nobody can, and the job is started again, all goes on."""
         if process.finished:
             return
-        if how in DEADLY and process.rank not in self._may_die and self.outages is not None:
-            self.outages.end(self.now_s)
+        if how in DEADLY and process.rank not in self._may_die and self.outages and self.outages.restart_s:
+            self.outages.die(self.now_s)
             return
         self.broken[process.rank] = how
         process.result = {"rank": process.rank, "broken": how}

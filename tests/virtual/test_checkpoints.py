@@ -31,6 +31,7 @@ EVERYBODY = [
     "ssp(bound=1)",
     "elastic()",
     "localsgd(period=3)",
+    "localsgd(period=3, average_optimizer=True)",
     "decentralized()",
     'decentralized(topology="ring")',
     "decentralized(asynchronous=True, resync=5)",
@@ -80,12 +81,12 @@ ALIKE = [text for text in EVERYBODY if "topk" not in text and text[:5] not in ("
 
 @pytest.mark.parametrize("text", ALIKE)
 def test_without_gradients_checkpoints_and_crashes_take_as_long(tmp_path, text):
-    orders = ("crash(mtbf_s=12)",)
+    orders = ("crash(mtbf_s=12)", "crash(at_s=10.5)", "kill(worker=1, at_step=9)")
     seen = run(tmp_path, text, 4, costs=COSTS, inject=orders)
     job = job_of(text)
     injections = read(orders)
     timed = time_run(
-        job.strategy, Workload.of(job), 4, ShiftedExponential(0.5, 1.0), NETWORK,
+        job.strategy, Workload.of(job, checkpoints=True), 4, ShiftedExponential(0.5, 1.0), NETWORK,
         job.seed, injections, COSTS, policy=policy_of(job, None, COSTS, injections),
     )  # fmt: skip
     assert timed["virtual_s"] == seen["virtual_s"] and seen["restarts"]["num_restarts"] > 0
@@ -167,6 +168,9 @@ def test_a_death_that_nobody_survives_starts_the_job_again_where_that_takes_time
             run(tmp_path / f"ends-{number}", text, **faults)
         found = run(tmp_path / f"again-{number}", text, costs=COSTS, **faults)
         assert found["status"] == "ok" and found["restarts"]["num_restarts"] == 1
+    ends = ["crash(at_s=1000)", *faults["inject"]]
+    with pytest.raises(LostRankError, match="rank . died"):
+        run(tmp_path / "no-restart", "allreduce()", inject=ends)
     survived = run(tmp_path / "async", "async()", costs=COSTS, **faults)
     assert survived["lost"] and survived["restarts"]["num_restarts"] == 0
 
@@ -182,13 +186,25 @@ def test_a_job_goes_on_from_the_checkpoint_before_one_that_is_damaged(tmp_path, 
 
 
 def test_what_makes_no_sense_is_refused(tmp_path, capsys):
-    for text in ("crash()", "crash(mtbf_s=-1)", 'crash(at_s="soon")'):
+    for text in ("crash()", "crash(mtbf_s=-1)", "crash(mtbf_s=1e-300)", 'crash(at_s="soon")'):
         with pytest.raises(UsageError, match="crash"):
             parse(text, "inject")
     with pytest.raises(UsageError, match="peers that never wait .* resync=R"):
         run(tmp_path, "decentralized(asynchronous=True)", checkpoint_every="40")
+    with pytest.raises(UsageError, match="'never' writes none"):
+        run(tmp_path, "allreduce()", checkpoint_every="never", inject=["disk_full()"])
     path = tmp_path / "job.py"
     path.write_text("from tests import toy\njob = toy.make_job()\n")
+    again = [
+        "simulate",
+        "--replay",
+        str(tmp_path),
+        "--inject",
+        "crash(at_s=1)",
+        "--costs",
+        "costs(restart_s=1)",
+    ]
+    assert cli.main(again) == 2 and "leave out --inject, --costs" in capsys.readouterr().err
     assert cli.main(["train", str(path), "--dry-run", "--inject", "crash(at_s=1)"]) == 2
     assert "virtual time" in capsys.readouterr().err
 
@@ -209,3 +225,20 @@ def test_rows_say_how_often_a_job_was_started_again(tmp_path, capsys):
     printed, said = capsys.readouterr()
     assert [line.split()[0] for line in printed.splitlines()] == ["FOM", "FOM"]
     assert "started again" in said and max(map(len, said.splitlines())) <= 80
+
+
+def test_auto_knows_how_often_crashes_are_ordered():
+    every = [policy_of(job_of(checkpoint_every="auto"), None, Costs(), read(text)) for text in (
+        ["crash(mtbf_s=300)"], ["crash(mtbf_s=300)", "crash(mtbf_s=600)"], ["crash(at_s=3)"])]  # fmt: skip
+    assert [one.mtbf_s for one in every] == pytest.approx([300.0, 200.0, 86400.0])
+
+
+def test_the_hold_up_of_the_last_checkpoint_counts(tmp_path):
+    """Six samples in lockstep and one server each write at the end of their last step."""
+    took_s = [
+        run(tmp_path / text, text, 1, costs=Costs(memory_gb_per_s=1e-5), checkpoint_every="240", epochs=2)
+        for text in ("allreduce()", "localsgd(period=1)")
+    ]
+    assert [one["checkpoints"]["num_written"] for one in took_s] == [1, 1]
+    assert took_s[0]["virtual_s"] == pytest.approx(took_s[1]["virtual_s"])
+    assert took_s[0]["checkpoints"]["copy_s"] > 0.1

@@ -60,5 +60,28 @@ def test_the_mean_is_that_of_daly(mtbf_s, every_s, restart_s):
 
 def test_a_job_that_gets_no_further_is_an_error_that_says_what_to_do():
     outages = Outages(restart_s=1.0, mtbf_s=1.0)
-    with pytest.raises(UsageError, match=r"10001 times in a row .*--checkpoint-every"):
+    with pytest.raises(UsageError, match=r"10000 times in a row .*--checkpoint-every"):
         outages.elapsed_s(50.0)
+
+
+def test_a_death_comes_after_what_ended_the_job_before_it_and_a_second_one_with_it_changes_nothing():
+    """A crash at 3 costs 3 + 5, and the death at 6 of useful time another 6 + 5."""
+    outages = Outages(5.0, at_s=(3.0,))
+    outages.die(6.0)
+    outages.die(6.0)
+    assert outages.num_ends == 2 and outages.elapsed_s(10.0) == 10.0 + (3.0 + 5.0) + (6.0 + 5.0)
+
+
+def test_a_death_that_is_told_late_counts_where_time_has_got_to():
+    outages = Outages(1.0)
+    outages.keep(4.0, 4.0)
+    outages.keep(8.0, 8.0)
+    assert outages.elapsed_s(9.0) == 9.0
+    outages.die(7.5)
+    assert outages.elapsed_s(9.0) == 9.0 + 1.0 + 1.0
+
+
+@pytest.mark.parametrize("restart_s, mtbf_s, at_s", [(1.7e308, math.inf, (1e308,)), (60.0, 0.01, ())])
+def test_a_job_that_never_gets_started_is_an_error_at_once(restart_s, mtbf_s, at_s):
+    with pytest.raises(UsageError, match="10000 times in a row|seldom lives"):
+        Outages(restart_s, mtbf_s, at_s).elapsed_s(1.5e308 if at_s else 50.0)
