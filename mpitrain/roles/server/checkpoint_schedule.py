@@ -41,13 +41,14 @@ class CheckpointSchedule:
         """Samples at which the next checkpoint is written; 0: none is due."""
         return self.request.at or 0 if self.request is not None else 0
 
-    def look(self, samples: int) -> None:
-        """Name the point of the next checkpoint where one is due (the dealing server, after every update)."""
+    def look(self, samples: int, present: Set[int]) -> None:
+        """Name the point of the next checkpoint where one is due (the dealing server, after every update), once the
+        workers that are `present` all know of the last one: each writes its part of that when it is answered."""
         if self.writer is None or not self.decides or self.final:
             return
         if self.writer.asked():
             self.request = CheckpointRequest(samples + 1, final=True)
-        elif self._next_at <= self.last:
+        elif self._next_at <= self.last and not self._to_report.keys() & present:
             at = self.writer.next_checkpoint_at(samples)
             self.request = CheckpointRequest(at) if at else None
 

@@ -101,7 +101,7 @@ class Server:
     def run(self) -> Role:
         """Serve until every worker has left; returns the shard's counts."""
         self.leases.first(sorted(self.table.active), self.table.active)
-        self.checkpoints.look(self.counts.samples_accepted)
+        self.checkpoints.look(self.counts.samples_accepted, self.table.present)
         while (arrived := (yield from self._next())) is not None:
             yield from self._take(*arrived)
         if (
@@ -245,7 +245,7 @@ class Server:
             yield from self._apply()
             self.gathering.clear()
             self.counts.update()
-            self.checkpoints.look(self.counts.samples_accepted)
+            self.checkpoints.look(self.counts.samples_accepted, self.table.present)
             if self.checkpoints.due(self.counts.samples_accepted):
                 yield from self._write_checkpoint()
         for worker in verdict.restart:

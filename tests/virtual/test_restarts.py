@@ -62,7 +62,7 @@ def test_a_job_that_crashes_ends_with_the_same_parameters_and_later_by_what_it_r
     assert plain["virtual_s"] > 40 and plain["leg"] == 1 and plain["restarts"]["num_restarts"] == 0
     assert plain["checkpoints"] == crashed["checkpoints"]
     # of 240 samples, one of two batches being dropped under backup(), and four being one push under elastic()
-    assert 3 <= plain["checkpoints"]["num_written"] <= 6
+    assert 2 <= plain["checkpoints"]["num_written"] <= 6
     restarts = crashed["restarts"]
     assert restarts["num_restarts"] == 1 and restarts["starting_s"] == 7.0 and crashed["leg"] == 2
     assert 0 < restarts["repeated_s"] < 40
@@ -242,3 +242,13 @@ def test_the_hold_up_of_the_last_checkpoint_counts(tmp_path):
     assert [one["checkpoints"]["num_written"] for one in took_s] == [1, 1]
     assert took_s[0]["virtual_s"] == pytest.approx(took_s[1]["virtual_s"])
     assert took_s[0]["checkpoints"]["copy_s"] > 0.1
+
+
+@pytest.mark.parametrize(
+    "text, least", [("elastic()", 1), ("async(push_wire=topk())", 4), ('async(optimizer="worker")', 4)]
+)
+def test_a_checkpoint_gets_whole_however_soon_the_next_one_is_due(tmp_path, text, least):
+    """One is due with every push. Every worker writes a part, and learns of it when it is answered: the next one waits
+    for that."""
+    found = run(tmp_path, text, 4, checkpoint_every="4")
+    assert found["checkpoints"]["num_written"] >= least
