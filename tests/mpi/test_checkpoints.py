@@ -8,12 +8,14 @@ import sys
 
 import pytest
 
-from mpitrain import Sync, simulate
+from mpitrain import Decay, Sync, simulate
 from mpitrain.checkpoint.parts import FOLDER, _digest, folder_of, newest, write_part
 from mpitrain.system.run_directory import Identity
 from mpitrain.system.run_lock import RunLock
 from mpitrain.training.job_file import load_job
 from mpitrain.training.measure import same_model
+from mpitrain.values import parse
+from tests import toy
 from tests.mpi.cases import PROGRAMS, call, launch_calls, launch_program
 from tests.ranks import warm_environment
 from tests.sampling import asked_for, sampled
@@ -79,6 +81,25 @@ def test_a_resumed_synchronous_run_is_the_uninterrupted_one_bit_for_bit(runs, na
     assert resumed["samples"] == whole["samples"] == 6 * 48
     assert resumed["steps"] == whole["steps"]
     assert same_model(runs / name / "model.safetensors", runs / f"{name}-resumed" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", sampled(EXACT, SAMPLE))
+def test_virtual_time_writes_the_checkpoints_of_the_run(runs, tmp_path, name):
+    """As many, by the ranks that write any."""
+    text, optimizer = EXACT[name]
+    strategy = parse(text, "strategy")
+    job = toy.make_job(
+        epochs=6, batch_size=4, optimizer=getattr(toy, optimizer), checkpoint_every="96", strategy=strategy,
+        data=toy.Memory(window_samples=4), schedule=Decay(every=2, by=0.5),
+    )  # fmt: skip
+    workers = 4 - strategy.num_servers() if "servers" in text else 4
+    seen = simulate(job, workers=workers, run_dir=str(tmp_path), quiet=True, checkpoint_every="96")
+    written = {
+        rank["checkpoints"]["num_written"]
+        for rank in result_of(runs / name)["ranks"]
+        if "checkpoints" in rank
+    }
+    assert written - {0} == {seen["checkpoints"]["num_written"]} and max(written) >= 2
 
 
 @pytest.mark.parametrize("name", PEERS)
