@@ -57,6 +57,8 @@ def _figures_of(rows: Rows, found: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     if found["target"]:
         head += ["target met after s", "and samples"]
+    if restarts := any("restarts" in row for row in rows):
+        head += ["restarts", "s repeated", "s of starting"]
     lines = []
     for row in rows:
         met = row.get("to_target") or {}
@@ -68,6 +70,9 @@ def _figures_of(rows: Rows, found: Mapping[str, Any]) -> str:
         ]  # fmt: skip
         if found["target"]:
             cells += [_digits(met["virtual_s"]) if met else "", met.get("samples", "")]
+        if restarts:
+            said = row.get("restarts", {})
+            cells += [_digits(said.get(key, "")) for key in ("num_restarts", "repeated_s", "starting_s")]
         lines.append([*cells, *(_digits((row.get("metrics") or {}).get(name, "")) for name in metrics)])
     return table([*head, *metrics], lines)
 

@@ -1,6 +1,7 @@
 """Checkpoints and restarts in virtual time: who writes what when, what it costs, and what the end of a job changes."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -210,18 +211,20 @@ def test_what_makes_no_sense_is_refused(tmp_path, capsys):
 
 
 def test_rows_say_how_often_a_job_was_started_again(tmp_path, capsys):
-    path, out = tmp_path / "job.py", tmp_path / "rows.json"
+    path, out, page = tmp_path / "job.py", tmp_path / "rows.json", tmp_path / "rows.html"
     path.write_text("from tests import toy\njob = toy.make_job(data=toy.Memory(400), validate=None)\n")
     code = cli.main(
         [
             "simulate", str(path), "--strategy", "allreduce()", "--strategy", "sync()", "--workers", "2",
             "--timing-only", "--checkpoint-every", "40", "--inject", "crash(mtbf_s=20)", "--costs",
-            "costs(restart_s=3)", "--json", str(out), "--run-dir", str(tmp_path / "runs"),
+            "costs(restart_s=3)", "--json", str(out), "--html", str(page), "--run-dir", str(tmp_path / "runs"),
         ]
     )  # fmt: skip
     assert code == 0
     rows = json.loads(out.read_text())["rows"]
     assert [row["restarts"]["num_restarts"] > 0 for row in rows] == [True, True]
+    cells = "".join(f"<td[^>]*>{row['restarts']['starting_s']:.5g}</td>.*" for row in rows)
+    assert re.search(f"s of starting.*{cells}", page.read_text(), re.DOTALL)
     printed, said = capsys.readouterr()
     assert [line.split()[0] for line in printed.splitlines()] == ["FOM", "FOM"]
     assert "started again" in said and max(map(len, said.splitlines())) <= 80
