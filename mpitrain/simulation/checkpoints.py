@@ -176,19 +176,21 @@ class VirtualWriter:
         """Of writing now: the write before it, and the copy."""
         if self._is_due is not None and not self._is_due():
             return 0.0
-        return max(0.0, self._busy_until_s - self.checkpoints.world.now_s) + self._copy_s
+        return self._waits_s() + self._copy_s
 
     def save(self, checkpoint_at: int, role_state: dict[str, Any], parts: Sequence[str]) -> None:
         """The copy is made from now on, and written after that."""
-        now_s = self.checkpoints.world.now_s
-        held_up_s = max(0.0, self._busy_until_s - now_s) + self._copy_s
-        self._busy_until_s = self._last_s = now_s + held_up_s
-        self._busy_until_s += self._write_s
-        self.copied_s, self.waited_s = self.copied_s + self._copy_s, self.waited_s + held_up_s - self._copy_s
+        now_s, waits_s = self.checkpoints.world.now_s, self._waits_s()
+        self._last_s = now_s + waits_s + self._copy_s
+        self._busy_until_s = self._last_s + self._write_s
+        self.waited_s, self.copied_s = self.waited_s + waits_s, self.copied_s + self._copy_s
         self.wrote_s += self._write_s
         number, self.num_written = self.num_written, self.num_written + 1
         ends_s = math.inf if (self.part, number) in self.checkpoints.damaged else self._busy_until_s
         self.checkpoints.written(checkpoint_at, self.part, now_s, ends_s, parts)
+
+    def _waits_s(self) -> float:
+        return max(0.0, self._busy_until_s - self.checkpoints.world.now_s)
 
 
 class StepCheckpoints:

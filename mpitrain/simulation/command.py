@@ -57,11 +57,6 @@ class Request:
 def simulate_command(request: Request) -> int:
     """Simulate; returns the exit code, which is that of the first run that did not succeed."""
     if request.replay is not None:
-        if request.compares:
-            raise UsageError(
-                "--replay repeats one recorded run: leave out lists of workers and strategies, --timing-only, --json "
-                "and --html"
-            )
         _refuse_besides_replay(request)
         return int(simulate_again(Path(request.replay), request.overrides, path=request.path)["exit_code"])
     check_output(request.json, "--json")
@@ -106,21 +101,23 @@ def _strategy(text: str) -> Strategy:
 
 
 def _refuse_besides_replay(request: Request) -> None:
-    """A recorded run has its own options; where results go is all that can be said."""
-    given, kept = (
-        request.overrides,
-        Overrides(run_dir=request.overrides.run_dir, quiet=request.overrides.quiet),
-    )
-    others = [
-        f"--{name.replace('_', '-')}" for name, value in vars(given).items() if value != getattr(kept, name)
+    """A recorded run has its own options; where results go is all that can be said.
+
+    Raises:
+        UsageError: names what else was given.
+    """
+    given = request.overrides
+    bare = Overrides(run_dir=given.run_dir, quiet=given.quiet)
+    plain = Request(request.path, bare, replay=request.replay)
+    named = {"strategies": "strategy", "settings": "set"}
+    differing = [name for name, value in vars(given).items() if value != getattr(bare, name)]
+    differing += [
+        named.get(name, name)
+        for name, value in vars(request).items()
+        if name != "overrides" and value and value != getattr(plain, name)  # nothing given is an empty list
     ]
-    plain = Request(None, kept)
-    others += [
-        f"--{name}"
-        for name in ("compute", "network", "costs")
-        if getattr(request, name) != getattr(plain, name)
-    ]
-    if others:
+    if differing:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
         raise UsageError(
-            f"--replay repeats a recorded run with the options that it had: leave out {', '.join(others)}"
+            f"--replay repeats one recorded run, with the options that it had: leave out {options}"
         )

@@ -232,7 +232,7 @@ class EmptyLocalReplica(_Steps):
 
     def __init__(self, strategy: LocalSGD, workload: Workload):
         super().__init__()
-        self.on_settled: Callable[[], object] = _nothing
+        self.on_settled: Callable[[], object] = lambda: None
         self.strategy, self.memory = strategy, strategy.begin()
         self.samples = self.num_averagings = self._count = 0
         self._averages_gradients = False
@@ -295,7 +295,3 @@ class EmptyLocalReplica(_Steps):
     def agree_to_end(self, ends: bool) -> Any:
         """No validation ends the run."""
         raise AssertionError("nothing is validated")
-
-
-def _nothing() -> None:
-    """Nobody waits for the end of a step."""

@@ -159,6 +159,7 @@ class _Timing:
             hosts=(*ranks.servers, *ranks.aggregators),
             drive_computing=ranks.workers if strategy.inflight > 1 else (),
         )  # fmt: skip
+        self.checkpoints = self._make_checkpoints()
         self.silence = self.silence and not ranks.aggregators  # behind which nobody is given up
         self.parts = {
             rank: part / load.num_parameters for rank, part in zip(ranks.servers, numbers, strict=True)
@@ -199,7 +200,6 @@ class _Timing:
         }
 
     def _writers(self, strategy: ServerStrategy, ranks: Roles) -> dict[int, VirtualWriter]:
-        self.checkpoints = self._make_checkpoints()  # of the world that runs the roles
         if not self.checkpoints.are_due:
             return {}
         return writers_over_servers(self.checkpoints, strategy, ranks, self.parts, self._state_bytes())

@@ -205,7 +205,9 @@ def test_what_makes_no_sense_is_refused(tmp_path, capsys):
         "--costs",
         "costs(restart_s=1)",
     ]
-    assert cli.main(again) == 2 and "leave out --inject, --costs" in capsys.readouterr().err
+    assert cli.main(again) == 2 and "leave out --inject, --costs\n" in capsys.readouterr().err
+    assert cli.main([*again[:3], "--strategy", "sync()", "--workers", "4", "--timing-only"]) == 2
+    assert "leave out --workers, --strategy, --timing-only\n" in capsys.readouterr().err
     assert cli.main(["train", str(path), "--dry-run", "--inject", "crash(at_s=1)"]) == 2
     assert "virtual time" in capsys.readouterr().err
 

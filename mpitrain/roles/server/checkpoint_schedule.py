@@ -48,7 +48,7 @@ class CheckpointSchedule:
             return
         if self.writer.asked():
             self.request = CheckpointRequest(samples + 1, final=True)
-        elif self._next_at <= self.last and not self._to_report.keys() & present:
+        elif self._next_at <= self.last and not any(worker in present for worker in self._to_report):
             at = self.writer.next_checkpoint_at(samples)
             self.request = CheckpointRequest(at) if at else None
 
