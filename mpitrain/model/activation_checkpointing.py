@@ -8,7 +8,6 @@ move once. A layer keeps its parameters, their names and its type, so whoever lo
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpitrain.errors import UsageError
+from mpitrain.system.outside import choose_names
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -43,7 +43,7 @@ def checkpoint_activations(module: nn.Module, which: bool | Sequence[str]) -> No
     chosen = [one for one in layers(module) if which is True]
     for pattern in [] if isinstance(which, bool) else which:
         named = dict(module.named_modules())
-        names = [name for name in fnmatch.filter(named, pattern) if name]
+        names = [name for name in choose_names(pattern, named) if name]
         if not names:
             raise UsageError(
                 f"activation_checkpointing: {pattern!r} matches none of {', '.join(filter(None, named))}"

@@ -5,7 +5,6 @@ Invariants: nothing here knows of MPI, so that a plan and a simulation cut a mod
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Mapping
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.model.activation_checkpointing import layers
+from mpitrain.system.outside import choose_names
 
 
 def units(module: nn.Module) -> list[nn.Module]:
@@ -37,7 +37,7 @@ def slices(module: nn.Module, plan: Mapping[str, str], count: int) -> dict[str, 
     named = dict(module.named_modules())
     found: dict[str, str] = {}
     for pattern, way in plan.items():
-        names = fnmatch.filter(named, pattern)
+        names = choose_names(pattern, named)
         if not names:
             raise UsageError(f"tensor_plan: {pattern!r} matches none of {', '.join(filter(None, named))}")
         for name in names:

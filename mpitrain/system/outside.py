@@ -7,6 +7,7 @@ wait for ever), and reads no more than its caller allows.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import glob
 import io
 import json
@@ -126,11 +127,52 @@ def check_inside(root: str | Path, paths: Iterable[str | Path], allow_external: 
             raise DataError(f"{path}: is a link to {where}, which lies outside of {root}; {ALLOW}")
 
 
-def root_of(pattern: str) -> str:
-    """The folder that a pattern of files names without wildcards; the file itself where there are none."""
-    while glob.has_magic(pattern):
-        pattern = os.path.dirname(pattern)
-    return pattern or "."
+class Found(NamedTuple):
+    """The files that a path or a pattern names, in the order of their names.
+
+    Args:
+        root: the folder that the text names without wildcards; None where no part of the text was a pattern.
+    """
+
+    paths: list[str]
+    root: str | None
+
+    def check_inside(self, allow_external: bool) -> None:
+        """Refuse files that a pattern matches and that are links out of its folder.
+
+        Raises:
+            DataError: names the first.
+        """
+        if self.root is not None:
+            check_inside(self.root or ".", self.paths, allow_external)
+
+
+def find_files(text: str | Path) -> Found:
+    """What a user's path or pattern means. Each part of it is a name before it is a pattern: where a file or folder is
+    called so, wildcards in its name are letters.
+
+    Raises:
+        UsageError: from `at_home`.
+    """
+    path = at_home(os.fspath(text))
+    places, root = [""], None
+    for part in path.parts:
+        named = [there for place in places if os.path.lexists(there := os.path.join(place, part))]
+        if not named and glob.has_magic(part):
+            root = places[0] if root is None and places else root
+            named = [
+                os.path.join(place, name)
+                for place in places
+                for name in glob.glob(part, root_dir=place or None)
+            ]
+        places = named
+    return Found(sorted(places) if path.parts else ["."], root)
+
+
+def choose_names(wanted: str, names: Iterable[str]) -> list[str]:
+    """Of `names` the one that is called `wanted`, else those that it matches as a pattern."""
+    names = list(names)
+    return [wanted] if wanted in names else fnmatch.filter(names, wanted)
 
 
 @contextlib.contextmanager
@@ -160,6 +202,8 @@ def expanded(text: str) -> Path:
     Raises:
         UsageError: one of them stands for nothing here; a folder of that name is not what was meant.
     """
+    if os.path.lexists(text):
+        return Path(text)
     path = os.path.expandvars(text)
     if left := _VARIABLE.search(path):
         raise UsageError(
@@ -169,12 +213,15 @@ def expanded(text: str) -> Path:
 
 
 def at_home(text: str) -> Path:
-    """A path in which ~ stands for a home directory.
+    """A path in which ~ stands for a home directory, unless what is here is called so.
 
     Raises:
         UsageError: there is no such user.
     """
     path = os.path.expanduser(text)
+    first = text.partition(os.sep)[0]
+    if (first != "~" and os.path.lexists(first)) or (os.path.lexists(text) and not os.path.lexists(path)):
+        return Path(text)
     if path.startswith("~"):
         raise UsageError(
             f"{text}: there is no user {path.partition('/')[0][1:]!r} here; name the folder itself"

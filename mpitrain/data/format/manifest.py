@@ -10,7 +10,6 @@ the directory is removed or believed.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from typing import Any
 from mpitrain.data.format.catalogue import ArraySpec
 from mpitrain.errors import DataError, UsageError
 from mpitrain.system.atomic import partial_of, replacing, sync_directory, write_all
-from mpitrain.system.outside import check_inside, open_regular, read_json
+from mpitrain.system.outside import at_home, check_inside, choose_names, open_regular, read_json
 
 NAME = "mpitrain-pack.json"
 SCHEMA = 2  # 1 had neither arrays nor splits
@@ -206,13 +205,15 @@ def check_against_manifest(pattern: str, found: Sequence[str], allow_external: b
     Raises:
         DataError: names the directory or the missing shard.
     """
-    beside = os.path.dirname(os.path.abspath(os.path.expanduser(pattern)))
+    beside = os.path.dirname(os.path.abspath(at_home(pattern)))
+    last = os.path.basename(pattern)
     for directory in sorted({beside, *(os.path.dirname(path) for path in found)}):
         manifest = Manifest.read(Path(directory), allow_external)
         if manifest is None:
             continue
-        wanted = fnmatch.filter(manifest.files, os.path.basename(pattern))
         there = [os.path.basename(path) for path in found if os.path.dirname(path) == directory]
+        wanted = choose_names(last, [*manifest.files, *there])
+        wanted = [name for name in dict.fromkeys(wanted) if name in manifest.files]
         if not manifest.complete and (wanted or any(manifest.owns(name) for name in there)):
             raise DataError(
                 f"{directory}: its pack was interrupted half-way; run `mpitrain data pack` once more"

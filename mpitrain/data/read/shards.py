@@ -26,7 +26,7 @@ from mpitrain.data.read.chunk_cache import ChunkCache, memory_needed
 from mpitrain.data.read.reader import Batch, ChunkReader, Reader
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.errors import DataError, UsageError
-from mpitrain.system.outside import MAX_GIB, Trust, check_inside, check_size, root_of
+from mpitrain.system.outside import MAX_GIB, Trust, at_home, check_size, find_files
 
 NUM_OPENED = 64
 
@@ -41,7 +41,8 @@ class Shards(Batched, IterableDataset[Batch]):
 
     Args:
         pattern: such as "data/digits/train-*.h5", relative to the current directory; files are taken in the
-            order of their names.
+            order of their names. Where a file or folder is called as a part of it, that part is no pattern:
+            "run[1]/train-*.h5" are the files in the folder `run[1]` if there is one.
         window_chunks: chunks that are mixed with each other. More mixes better and takes memory: two windows
             are held.
         arrays: names of the datasets to use; all at the files' root if empty.
@@ -79,10 +80,9 @@ class Shards(Batched, IterableDataset[Batch]):
             DataError: no shard matches; a shard is missing, unreadable, truncated, empty, not HDF5, or
                 disagrees with the first.
         """
-        pattern = os.path.abspath(os.path.expanduser(self.pattern))
-        paths = sorted(glob.glob(pattern))
-        if glob.has_magic(pattern):
-            check_inside(root_of(pattern), paths, self.allow_external)
+        files = find_files(os.path.abspath(at_home(self.pattern)))
+        files.check_inside(self.allow_external)
+        paths = files.paths
         check_against_manifest(self.pattern, paths, self.allow_external)
         if not paths:
             raise DataError(_nothing_matches(self.pattern))
@@ -158,8 +158,8 @@ def _difference(specs: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec
 
 def _nothing_matches(pattern: str) -> str:
     """Say where we looked and what is there, without wildcards in the directory part."""
-    directory = os.path.abspath(os.path.expanduser(os.path.dirname(pattern) or "."))
-    while glob.has_magic(directory):
+    directory = os.path.abspath(at_home(os.path.dirname(pattern) or "."))
+    while glob.has_magic(directory) and not os.path.lexists(directory):
         directory = os.path.dirname(directory)
     hint = "make some with `mpitrain data pack SOURCE DIRECTORY` (SOURCE: digits, or a .npz file)"
     message = f"no shard matches {pattern!r}: looked in {directory}"

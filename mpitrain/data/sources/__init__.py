@@ -5,7 +5,6 @@ Add a source: one file in this folder and one line in `open_source`.
 
 from __future__ import annotations
 
-import glob
 import os
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from mpitrain.data.sources.base import ArraySource, Selection, Source, SourceOpt
 from mpitrain.data.sources.files import load_npz, npy_source, npz_source
 from mpitrain.data.sources.python import Stream, as_source, looks_like_python, python_source
 from mpitrain.errors import UsageError
-from mpitrain.system.outside import at_home, check_inside, root_of
+from mpitrain.system.outside import find_files
 
 EXAMPLES = {"digits": examples.digits, "topics": examples.topics}
 KINDS = {".npy": "npy", ".npz": "npz", ".csv": "CSV", ".csv.gz": "CSV", ".parquet": "Parquet", ".tar": "tar"}
@@ -107,7 +106,7 @@ def _open(kind: str, text: str, paths: list[Path], options: SourceOptions) -> So
     if kind == "HDF5":
         from mpitrain.data.sources.hdf5 import Hdf5Source
 
-        return Hdf5Source(str(at_home(text)), text, options)
+        return Hdf5Source(text, text, options)
     from mpitrain.data.sources.tables import ParquetSource, csv_source
 
     return csv_source(paths, text, options) if kind == "CSV" else ParquetSource(paths, text, options)
@@ -119,16 +118,13 @@ def _there(text: str, allow_external: bool = False) -> list[Path]:
     Raises:
         UsageError: there are none. DataError: one that a pattern matches is a link out of the pattern's folder.
     """
-    path = at_home(text)
-    if path.exists():
-        return [path]
-    found = sorted(Path(match) for match in glob.glob(str(path)))
-    if not found:
+    files = find_files(text)
+    if not files.paths:
         known = text.lower().endswith(tuple(KINDS)) or os.sep in text
         why = f"no such file (looked in {Path.cwd()})" if known else f"unknown source: {EXPECTED}"
         raise UsageError(f"{text}: {why}")
-    check_inside(root_of(str(path)), found, allow_external)
-    return found
+    files.check_inside(allow_external)
+    return [Path(path) for path in files.paths]
 
 
 __all__ = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +180,8 @@ def file_fingerprint(paths: Iterable[str | os.PathLike[str]]) -> str:
 
 class Selection:
     """Which arrays to pack under which names: `x=a+b,y=label` makes `x` of the columns a and b side by side and `y`
-    of label; `x=*` takes all numbers that nothing else takes; a name alone is kept. Without text all are kept.
+    of label; `x=*` takes all numbers that nothing else takes; a name alone is kept. Without text all are kept. A
+    column that is called "a+b" or "a, b" is that column before the signs in it mean anything.
 
     Raises:
         UsageError: text of another form; when applied, a column that is not there.
@@ -188,21 +190,39 @@ class Selection:
     def __init__(self, text: str | None):
         self.text = text
         self.parts: dict[str, list[str]] = {}
-        for part in (text or "").split(",") if text else []:
+        self._fault: UsageError | None = (
+            None  # of a text that makes no sense unless columns have signs in their names
+        )
+        try:
+            self.parts = self._read(())
+        except UsageError as error:
+            self._fault = error
+
+    def _read(self, there: Sequence[str]) -> dict[str, list[str]]:
+        text, parts = self.text or "", {}
+        odd = sorted((name for name in there if set(name) & set("+,=")), key=len, reverse=True)
+        for number, name in enumerate(odd):
+            text = text.replace(name, f"\0{number}\0")
+        for part in text.split(",") if text else []:
             new, renamed, old = part.strip().partition("=")
-            self.parts[new] = [word.strip() for word in (old if renamed else new).split("+")]
-            if not new.isidentifier() or new in list(self.parts)[:-1] or "" in self.parts[new]:
+            words = [word.strip() for word in (old if renamed else new).split("+")]
+            if not new.isidentifier() or new in parts or "" in words:
                 raise UsageError(
-                    f"--arrays {text!r}: expected NAME=COLUMN[+COLUMN...],..., such as x=a+b,y=label"
+                    f"--arrays {self.text!r}: expected NAME=COLUMN[+COLUMN...],..., such as x=a+b,y=label"
                 )
+            parts[new] = [re.sub("\0([0-9]+)\0", lambda found: odd[int(found[1])], word) for word in words]
+        return parts
 
     @property
     def named(self) -> list[str]:
         """The columns it names, "*" among them."""
+        if self._fault is not None:
+            raise self._fault
         return list(dict.fromkeys(old for olds in self.parts.values() for old in olds))
 
     def wanted(self, there: Sequence[str]) -> list[str]:
         """The columns to read among those that are there."""
+        self.parts, self._fault = self._read(there), None
         if not self.parts:
             return list(there)
         named = [old for old in self.named if old != "*"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ class Hdf5Source(Source):
 
     def __init__(self, pattern: str, name: str, options: SourceOptions):
         self.name, self._selection = name, Selection(options.arrays)
-        pattern = pattern if glob.has_magic(pattern) else glob.escape(pattern)
         named = tuple(self._selection.named) if "*" not in self._selection.named else ()
         catalogue = Shards(pattern, 8, named, *options.trust).scan()
         names = tuple(self._selection.wanted(list(catalogue.arrays)))

@@ -28,6 +28,7 @@ from mpitrain.data.format.columns import (
 from mpitrain.data.read.order import IntArray
 from mpitrain.data.sources.base import ArraySource, Source, content_digest
 from mpitrain.errors import DataError, UsageError
+from mpitrain.system.outside import at_home
 
 PROBES = 64  # samples looked at to learn what they are like
 STREAM_BATCH = 64
@@ -161,7 +162,7 @@ def _load(place: str) -> Any:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             raise UsageError(f"{place}: cannot be imported ({error})") from error
-    path = Path(place).expanduser()
+    path = at_home(place)
     if not path.is_file():
         raise UsageError(f"{path}: no such file (looked in {Path.cwd()})")
     spec = importlib.util.spec_from_file_location(path.stem, path)

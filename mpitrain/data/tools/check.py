@@ -6,7 +6,6 @@ and sample. A problem would stop a job; an advice is about what would only make 
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from mpitrain.data.format.manifest import NAME, Manifest, file_sha256, specs_to_
 from mpitrain.data.read.shard_files import ShardFiles
 from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.errors import DataError
-from mpitrain.system.outside import CAREFUL, Trust, at_home, check_inside, check_size, root_of
+from mpitrain.system.outside import CAREFUL, Trust, at_home, check_inside, check_size, find_files
 
 CHUNK_RANGE = (
     256 << 10,
@@ -95,12 +94,11 @@ def check(
 def _files(target: str, trust: Trust) -> tuple[Manifest | None, list[str]]:
     folder = at_home(target)
     if not folder.is_dir():
-        paths = sorted(os.path.abspath(path) for path in glob.glob(str(folder)))
-        if not paths:
+        files = find_files(target)
+        if not files.paths:
             raise DataError(f"{target}: no such folder or file; give a pack, or a pattern in quotes")
-        if glob.has_magic(str(folder)):
-            check_inside(root_of(str(folder)), paths, trust.allow_external)
-        return None, paths
+        files.check_inside(trust.allow_external)
+        return None, [os.path.abspath(path) for path in files.paths]
     manifest = Manifest.read(folder, trust.allow_external)
     if manifest is None or not manifest.complete:
         state = "no pack" if manifest is None else "an unfinished pack"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from mpitrain.data.format.layout import open_shard
 from mpitrain.data.format.manifest import Manifest
 from mpitrain.data.read.chunk_cache import slots_for
 from mpitrain.data.read.shards import Shards
-from mpitrain.system.outside import CAREFUL, Trust
+from mpitrain.system.outside import CAREFUL, Trust, at_home
 
 MAX_FILES = 20
 
@@ -24,8 +23,8 @@ def info(pattern: str, trust: Trust = CAREFUL) -> Iterator[str]:
     Raises:
         DataError: what `Shards.scan` says is wrong with them.
     """
-    if os.path.isdir(os.path.expanduser(pattern)):
-        pattern = os.path.join(glob.escape(pattern), "*.h5")
+    if at_home(pattern).is_dir():
+        pattern = os.path.join(pattern, "*.h5")
     catalogue = Shards(pattern, allow_external=trust.allow_external, max_gib=trust.max_gib).scan()
     sizes = [os.path.getsize(file.path) for file in catalogue.files]
     for file, size in list(zip(catalogue.files, sizes))[:MAX_FILES]:
