@@ -8,6 +8,8 @@ from typing import Any
 
 from mpitrain.cli.parser import positive, positives
 from mpitrain.cli.train import overrides
+from mpitrain.errors import UsageError
+from mpitrain.system.launch_variables import why_no_launching
 
 _DESCRIPTION = """\
 Measure a job under several strategies and numbers of workers: runs under MPI,
@@ -97,6 +99,8 @@ def add_parser(commands: Any) -> None:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Measure, and print the table."""
+    if why_not := why_no_launching("bench"):
+        raise UsageError(why_not)
     from mpitrain.search.bench.command import bench_command
     from mpitrain.search.bench.settings import Request
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.parser import did_you_mean, natural, positive, rate
 from mpitrain.errors import EXIT_OK, UsageError, printable
-from mpitrain.system.launch_variables import is_rank, launched_size, usable_cores
+from mpitrain.system.launch_variables import launched_size, usable_cores, why_no_launching
 
 if TYPE_CHECKING:
     from mpitrain.launch.supervision import Outcome, Requests
@@ -111,10 +111,8 @@ def run_launch(arguments: argparse.Namespace) -> int:
     """Find the launcher, build the command, run it, and return its exit code, or what the result says."""
     from mpitrain.launch.supervision import Requests
 
-    if is_rank():
-        raise UsageError(
-            "mpitrain launch starts ranks and cannot itself be one: run it without mpirun or srun"
-        )
+    if why_not := why_no_launching("launch"):
+        raise UsageError(why_not)
     num_ranks = _num_ranks(arguments)
     words = arguments.program[1:] if arguments.program[:1] == ["mpitrain"] else arguments.program
     inner = _parsed(arguments, words)

@@ -15,7 +15,7 @@ from mpitrain.cli.ranks import on_ranks
 from mpitrain.cli.slurm import script_setting
 from mpitrain.cli.train import add_job_options, overrides
 from mpitrain.errors import UsageError
-from mpitrain.system.launch_variables import is_rank
+from mpitrain.system.launch_variables import is_rank, launched_task
 
 if TYPE_CHECKING:
     from mpitrain.search.sweep.check import Read
@@ -186,7 +186,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         slurm=_slurm(arguments),
         runs_per_node=arguments.runs_per_node or 1,
     )
-    if not is_rank():
+    task = launched_task()
+    if not is_rank() and not (task and task.is_one_of_several()):
         return sweep_command(request)
     if arguments.slurm:
         raise UsageError("--slurm submits a sweep: run it without mpirun, srun and mpitrain launch")

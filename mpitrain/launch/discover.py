@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.errors import UsageError
-from mpitrain.system.launch_variables import batch_system
+from mpitrain.system.launch_variables import batch_system, in_slurm_step
 
 FLAVOURS = ("openmpi", "mpich", "srun", "flux", "pals")
 _NATIVE = {"srun": "srun", "flux": "flux", "pals": "mpiexec"}  # programs of batch systems
-_INTERACTIVE_STEP = str(0xFFFFFFFA)  # what salloc's shell runs in; steps may be started from it
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ def _native_launcher(environ: Mapping[str, str]) -> str:
     system = batch_system(environ)
     if system == "flux":
         return "" if "FLUX_TASK_RANK" in environ else "flux"
-    in_step = environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP) != _INTERACTIVE_STEP
-    return "srun" if system == "slurm" and not in_step else ""
+    return "srun" if system == "slurm" and not in_slurm_step(environ) else ""
 
 
 def _no_launcher(wanted: str, library: str | None, strangers: list[str]) -> str:

@@ -28,7 +28,7 @@ from mpitrain.mpi.faults.level import asks_for_heartbeat, asks_for_ulfm, why_no_
 from mpitrain.mpi.faults.self_destruct import self_destruct
 from mpitrain.mpi.thread_level import check_second_thread, thread_level, warn_of_multiple
 from mpitrain.system import processes, rank_status
-from mpitrain.system.launch_variables import node_key
+from mpitrain.system.launch_variables import node_key, why_another_job
 from mpitrain.system.node_map import node_indices
 from mpitrain.system.ranks import Ranks
 
@@ -42,9 +42,14 @@ def start() -> Runtime:
     """This process's runtime, made and connected on the first call, which is collective over all ranks.
 
     Sets exception hooks that end the whole job and an orderly end at exit.
+
+    Raises:
+        UsageError: the launcher has started other ranks than MPI knows of.
     """
     global _runtime
     if _runtime is None:
+        if why_not := why_another_job(MPI.COMM_WORLD.size):
+            raise UsageError(why_not)
         runtime = Runtime()
         runtime.connect()
         _runtime = runtime

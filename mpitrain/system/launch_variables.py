@@ -6,9 +6,13 @@ Invariants: standard library only; what no variable holds is `None`, or the answ
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
 from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 # In this order: mpirun inside a Slurm job leaves Slurm's own variables, which then describe the daemons and
 # not the ranks.
@@ -24,6 +28,22 @@ _SIZE_VARIABLES = (
     *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     *("JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 )
+# How each launcher numbers its tasks, and how it says how many there are; the innermost of nested ones comes first.
+# PMIx and PALS do not say how many. torchrun's names are its own only beside TORCHELASTIC_RUN_ID.
+_TASK_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("PALS_RANKID", ""),
+    ("PMIX_RANK", ""),
+    ("RANK", "WORLD_SIZE"),
+)
+# Steps of Slurm that are no tasks of srun: a batch script, what stays beside a job, and the shell of salloc.
+_NO_STEPS = tuple(str(number) for number in (0xFFFFFFFB, 0xFFFFFFFC, 0xFFFFFFFA))
 _NODE_VARIABLES = ("FLUX_JOB_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 # Files with the hosts of an allocation, a line a slot. Their batch systems start no ranks: mpirun reads them.
 _HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
@@ -51,8 +71,84 @@ def launched_local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Number of ranks the launcher (or the Slurm allocation) speaks of; `None` without one."""
+    """Number of ranks the launcher (or the Slurm allocation) speaks of; `None` without one. Whether this process is one
+    of them, `launched_task` says."""
     return _first_int(_SIZE_VARIABLES, environ)
+
+
+class Task(NamedTuple):
+    """This process by what its launcher has set for it: its number, how many there are (0 where the launcher does not
+    say), and the variable that says so."""
+
+    rank: int
+    size: int
+    variable: str
+
+    def is_one_of_several(self) -> bool:
+        """Whether the launcher has started others like this one."""
+        return self.size > 1 or self.rank > 0
+
+
+def launched_task(environ: Mapping[str, str] = os.environ) -> Task | None:
+    """What the launcher says that has started this very process, or the program that it belongs to; `None` where none
+    has, as in a batch script, whose allocation may be of many tasks."""
+    for rank_name, size_name in _TASK_VARIABLES:
+        if rank_name == "SLURM_PROCID" and not in_slurm_step(environ):
+            continue
+        if rank_name == "RANK" and "TORCHELASTIC_RUN_ID" not in environ:
+            continue
+        if (rank := _first_int((rank_name,), environ)) is not None:
+            size = _first_int((size_name,), environ) or 0
+            return Task(rank, size, size_name if size else rank_name)
+    return None
+
+
+def in_slurm_step(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process belongs to a task that srun has started. A batch script keeps the variables of a step that
+    it was submitted from, and a shell on a terminal (`srun --pty`) those of its own, for whatever is typed there."""
+    if environ.get("SLURM_STEP_ID", _NO_STEPS[0]) in _NO_STEPS:
+        return False
+    task = environ.get("SLURM_TASK_PID", "")
+    if "SLURM_PTY_PORT" in environ and task != str(os.getpid()):
+        return False
+    return not re.search(r"\.(batch|extern|interactive)\]", _parents_command(task))
+
+
+def _parents_command(pid: str) -> str:
+    """The command line of a process's parent; empty where that cannot be seen. Slurm's names the step."""
+    with contextlib.suppress(OSError, IndexError):
+        parent = Path("/proc", pid, "stat").read_text().rsplit(")", 1)[1].split()[1]
+        return Path("/proc", parent, "cmdline").read_text(errors="replace")
+    return ""
+
+
+def why_another_job(mpi_size: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Why what MPI has started is not what the launcher has: each part of it would train a model of its own, and say
+    that it went well. Empty where both agree, and where MPI knows of more: a step of several components."""
+    task = launched_task(environ)
+    if task is None or (task.size <= mpi_size and task.rank < mpi_size):
+        return ""
+    knows = "MPI knows one rank" if mpi_size == 1 else f"MPI knows {mpi_size} ranks"
+    of_many = task.size or f"at least {task.rank + 1}"
+    of_srun = in_slurm_step(environ) and not any(name in environ for name in HYDRA_VARIABLES)
+    reason = (
+        "srun has handed this MPI no wiring, or that of another MPI; srun --mpi=pmix is for Open MPI, --mpi=pmi2 for "
+        "MPICH and its kin"
+        if of_srun
+        else "it belongs to another MPI"
+    )
+    return (
+        f"{knows} and the launcher {of_many} ({task.variable}), so each would train alone: {reason}; use "
+        "`mpitrain launch`, which finds the right one"
+    )
+
+
+def why_no_launching(command: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Why this process cannot start ranks by `mpitrain COMMAND`; empty where it can."""
+    task = launched_task(environ)
+    if not is_rank(environ) and (task is None or not task.is_one_of_several()):
+        return ""
+    return f"mpitrain {command} starts ranks and cannot itself be one: run it without mpirun or srun"
 
 
 def launched_nodes(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from mpitrain.errors import UsageError
 from mpitrain.job import Job, Overrides
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.model_parallel.base import Split
-from mpitrain.system.launch_variables import is_rank, launched_size
+from mpitrain.system.launch_variables import launched_task
 from mpitrain.threads.ranks import check_injections
 
 
@@ -20,8 +18,9 @@ def check_launch(num_threads: int) -> None:
     """
     if num_threads < 1:
         raise UsageError(f"--threads must be at least 1, got {num_threads}")
-    ranks = (launched_size() or 1) if is_rank() else int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if ranks > 1:
+    task = launched_task()
+    if task is not None and task.is_one_of_several():
+        ranks = task.size or f"at least {task.rank + 1}"
         raise UsageError(
             f"--threads {num_threads} trains in one process, and this launch has {ranks} ranks: start it without a "
             "launcher, or leave --threads out and train over MPI"
