@@ -18,6 +18,7 @@ from mpitrain.data.read.ragged import num_samples_in
 from mpitrain.errors import UsageError
 from mpitrain.model.compiling import unwrap_compiled
 from mpitrain.model.loss import read_loss
+from mpitrain.model.loss_pass import naming_itself
 from mpitrain.model.precision import autocast
 
 BatchFunction = Callable[[Any, dict[str, torch.Tensor]], Any]
@@ -40,7 +41,7 @@ class Checked:
 
     def __call__(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
         try:
-            with autocast(self.precision, next(iter(batch.values())).device.type):
+            with autocast(self.precision, next(iter(batch.values())).device.type), naming_itself(model):
                 value = self.function(model, batch)
         except KeyError as error:
             raise _explained(error, self.name, batch) from None

@@ -26,6 +26,11 @@ class _ModelCalled(Exception):
 
 
 class _LossProxy:
+    @property
+    def module(self) -> Any:
+        """The model itself, as `naming_itself` has it."""
+        return self
+
     def __getattr__(self, name: str) -> NoReturn:
         raise UsageError(
             f"the loss or the metrics ask for model.{name}: under pipeline() no rank holds the whole model, so they "

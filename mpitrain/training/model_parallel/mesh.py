@@ -7,17 +7,20 @@ it; a rank that has no batch left calls it with one that does not count.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mpitrain.checkpoint.tensor_file import Described, describe
+from mpitrain.errors import UsageError
+from mpitrain.model.loss import BatchLoss, read_loss
+from mpitrain.model.loss_pass import LossPass
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.model_parallel.base import SplitRun
 from mpitrain.training.model_parallel.state_shards import local, whole_tensor
@@ -29,7 +32,7 @@ from mpitrain.training.validation_parts import buffers_of_first
 
 
 class MeshRun(SplitRun):
-    """One rank of a run over a device mesh; `module` has been sharded already."""
+    """One rank of a run over a device mesh; what is in `root` has been sharded already."""
 
     def __init__(
         self,
@@ -38,10 +41,10 @@ class MeshRun(SplitRun):
         share: int,
         reports_loss: bool,
         device: torch.device,
-        module: nn.Module,
+        root: LossPass,
     ):
         super().__init__(session, grid, share, reports_loss, device)
-        self.module = module
+        self.root, self.module = root, root.module
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """As `SplitRun.use`.
@@ -55,9 +58,35 @@ class MeshRun(SplitRun):
     rescales_first = False  # FSDP2 keeps whole gradients to itself until they are exchanged
 
     def exchange(self, whether: bool) -> None:
-        for part in self.module.modules():
+        for part in self.root.modules():
             if isinstance(part, FSDPModule):
                 part.set_requires_gradient_sync(whether, recurse=False)
+
+    def forward(self, batch: Batch) -> BatchLoss:
+        returned = read_loss(self._pass(self.job.loss, batch))
+        if isinstance(returned.total, DTensor):
+            raise self._of_shards()
+        return returned
+
+    def _pass(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
+        """`function(model, batch)`, in which layers talk.
+
+        Raises:
+            UsageError: it computes with parameters of which this rank has a shard.
+        """
+        try:
+            return self.root(function, batch)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise self._of_shards() from error
+
+    def _of_shards(self) -> UsageError:
+        return UsageError(
+            f"{self.session.strategy}: the loss or the metrics compute with parameters of a layer outside its forward "
+            "pass, where a rank holds a shard of them: do it in the layer's forward(), or take allreduce(); a penalty "
+            "on the weights can be the optimizer's weight_decay"
+        )
 
     def step_optimizer(self) -> None:
         with whole_matrices(self.optimizer):
@@ -82,7 +111,7 @@ class MeshRun(SplitRun):
             own = ((number if self.reports_loss else None, batch) for number, batch in batches)
             part = observe(
                 self.module, own, self.device,
-                lambda batch: losses_of(job, self.metrics, self.module, batch), prefix=prefix,
+                lambda batch: self._pass(functools.partial(losses_of, job, self.metrics), batch), prefix=prefix,
             )  # fmt: skip
         if prefix:
             self._reshard()
@@ -90,7 +119,7 @@ class MeshRun(SplitRun):
 
     def _reshard(self) -> None:
         """Forward passes have left parameters together, as they were then."""
-        for part in self.module.modules():
+        for part in self.root.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
 

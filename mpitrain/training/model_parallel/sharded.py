@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from mpitrain.model.layer_cuts import units
+from mpitrain.model.loss_pass import LossPass
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.training.measure import build_optimizer, pick_device
 from mpitrain.training.model_parallel.base import compare_parameters, device_mesh, grid_of
@@ -32,21 +33,23 @@ def run_sharded(session: Session) -> dict[str, Any]:
     parameters = compare_parameters(runtime, module)
     with default_group(runtime):
         mesh = device_mesh(grid, device)
-        shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"], builder.fill)
+        root = shard_module(module, mesh if grid.num_replicas > 1 else mesh["part"], builder.fill)
         del builder  # with its records
-        run = MeshRun(session, grid, runtime.rank, True, device, module)
+        run = MeshRun(session, grid, runtime.rank, True, device, root)
         run.use(build_optimizer(job, module, session.overrides.lr))
         return run.run(parameters, describe_optimizer(module, run.optimizer))
 
 
 def shard_module(
     module: nn.Module, mesh: Any, make: Callable[[nn.Module], None], leave: Collection[nn.Module] = ()
-) -> None:
+) -> LossPass:
     """`fully_shard` on the module's layers but for those to `leave`, then on the rest; each is handed to `make` just
-    before."""
+    before. Returns the pass by which all of it is called: the rest is whole within it, whatever the loss calls."""
     for unit in units(module):
         if unit not in leave:
             make(unit)
             fully_shard(unit, mesh=mesh)
     make(module)
-    fully_shard(module, mesh=mesh)
+    root = LossPass(module)
+    fully_shard(root, mesh=mesh)
+    return root

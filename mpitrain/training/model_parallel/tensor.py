@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mpitrain.model.layer_cuts import slices
+from mpitrain.model.loss_pass import LossPass
 from mpitrain.mpi.process_group.process_group import default_group
 from mpitrain.strategies.model_parallel.mesh_layout import Grid
 from mpitrain.training.measure import build_optimizer, pick_device
@@ -42,14 +43,15 @@ def run_tensor(session: Session) -> dict[str, Any]:
             layers.fill(layer)
             parallelize_module(layer, mesh["part"], _style(way), src_data_rank=None)
             _let_whole_go(layer)
+        root = LossPass(module)
         if grid.num_replicas > 1:
             # a sliced layer returns a view, on which a later in-place function would undo FSDP2's hook
             sliced_layers = [module.get_submodule(name) for name in plan]
-            shard_module(module, mesh["replica"], layers.fill, sliced_layers)
+            root = shard_module(module, mesh["replica"], layers.fill, sliced_layers)
         else:
             layers.fill(module)
         del layers  # with its records
-        run = MeshRun(session, grid, replica, part == 0, device, module)
+        run = MeshRun(session, grid, replica, part == 0, device, root)
         run.random_key = grid.ranks[replica][0]
         if grid.num_replicas > 1:  # FSDP2 shards the slices once more: every rank holds something else
             run.checkpoint_grid = Grid((tuple(rank for row in grid.ranks for rank in row),))

@@ -28,6 +28,7 @@ from mpitrain.errors import UsageError
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.codec_registry import make_encoder, merge_states
 from mpitrain.model.flat import all_finite
+from mpitrain.model.loss_pass import passed
 from mpitrain.system import trace
 
 # torch 2.13 renamed it and warns at the old name
@@ -211,7 +212,7 @@ def attach_codec(
     Raises:
         UsageError: gradients that are not float32, where the codec is more than a cast.
     """
-    named = [(name, p) for name, p in parallel.module.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in passed(parallel.module).named_parameters() if p.requires_grad]
     odd = [name for name, parameter in named if parameter.dtype != torch.float32]
     if odd and not codec.cast:
         raise UsageError(

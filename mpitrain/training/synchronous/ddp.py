@@ -21,6 +21,7 @@ from mpitrain.errors import UsageError
 from mpitrain.job import Job
 from mpitrain.model.clipping import NO_CLIPPING, Clipping
 from mpitrain.model.loss import BatchLoss, read_loss
+from mpitrain.model.loss_pass import LossPass
 from mpitrain.model.user_code import unused_parameters
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
@@ -85,7 +86,7 @@ class ParallelModule:
         self.hook = attach(self.ddp, codec, seed, clipping)
 
     def _make(self) -> DistributedDataParallel:
-        return data_parallel(self.module, find_unused=bool(self.find_unused))
+        return data_parallel(LossPass(self.module), find_unused=bool(self.find_unused))
 
     @property
     def reduces(self) -> bool:
@@ -101,9 +102,9 @@ class ParallelModule:
         """The loss of a batch. At the first step all ranks look whether it leaves out parameters; if it does on any of
         them, DDP is made anew, which then looks at every step, and this step is done again, from a new `seed()`."""
         if self.find_unused is not None or not self.reduces:
-            return read_loss(job.loss(self.ddp, batch))
+            return self._pass(job, batch)
         before = KeptBuffers(self.module)
-        loss = read_loss(job.loss(self.ddp, batch))
+        loss = self._pass(job, batch)
         left_out = torch.tensor([len(unused_parameters(self.module, loss.total))])
         if dist.get_world_size() > 1:
             dist.all_reduce(left_out, op=dist.ReduceOp.MAX)
@@ -120,7 +121,12 @@ class ParallelModule:
         if self.hook is not None:
             reattach(self.ddp, self.hook)
         seed()
-        return read_loss(job.loss(self.ddp, batch))
+        return self._pass(job, batch)
+
+    def _pass(self, job: Job, batch: dict[str, torch.Tensor]) -> BatchLoss:
+        """The loss as a forward pass of DDP, which gets ready there to exchange the gradients of this step."""
+        assert self.ddp is not None
+        return read_loss(self.ddp(job.loss, batch))
 
     def check_all_used(self, added_up: Mapping[int, int]) -> None:
         """After the backward pass. DDP waits for ever for gradients that do not come, and reports it at the next step

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from mpitrain.errors import UsageError
 from mpitrain.model.flat import all_finite
+from mpitrain.model.loss_pass import naming_itself
 from mpitrain.model.optimizer import Rates
 from mpitrain.model.several_optimizers import SeveralOptimizers
 from mpitrain.model.sparse_gradients import numbers_of_gradients, sparse_parameters
@@ -79,7 +80,7 @@ class JointStepper(Stepper):
         began_s, waited_s = time.monotonic(), self._waited_s
         self.before_forward()
         self.module.train()
-        with trace.span("step function", trace.COMPUTE):
+        with trace.span("step function", trace.COMPUTE), naming_itself(self.module):
             value, self.losses = _read_losses(self.job.step(self.module, self.optimizers, batch))
         if not self._num_prepared:
             raise UsageError(
