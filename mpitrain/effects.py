@@ -84,7 +84,8 @@ class Sleep(NamedTuple):
 
 class Break(NamedTuple):
     """Ordered by `--inject` only: this rank fails, `how` is the injection's name, `after_s` from now; never answered
-    where it fails at once. "torn": it goes on, and its next payload is torn."""
+    where it fails at once. "torn": it goes on, and its next payload is torn. "slow_reader": it goes on, and from now on
+    reads what comes for it `after_s` late; its sender holds the payload meanwhile."""
 
     how: str
     after_s: float = 0.0

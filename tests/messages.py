@@ -58,6 +58,9 @@ class Bytes:
     def statistics(self) -> dict[str, float]:
         return {}
 
+    def stamp(self) -> int:
+        return 0
+
     def release(self) -> None:
         """Nothing is held."""
 

@@ -13,6 +13,7 @@ gradients are hit is a function of (seed, worker, step), never of timing. Off un
     kill_at_end           its servers learn of it
     exit, stop, wedge     code 3 without a word; SIGSTOP; it      it never does anything again
                           never computes again: nobody is informed
+    slow_reader           receives of its messages begin late     it is handed each message late
     nan                   its next push says that it is not finite: refused, and the run ends or goes on
     torn                  the stamps of its next payload differ: the server that gets it ends the run
     disk_full, corrupt_file    of checkpoints: a run goes on from one before it
@@ -39,6 +40,7 @@ from mpitrain.inject.values import (
     Raise,
     Segv,
     Slow,
+    SlowReader,
     Stall,
     Stop,
     Torn,
@@ -66,6 +68,7 @@ __all__ = [
     "SILENT",
     "Segv",
     "Slow",
+    "SlowReader",
     "Stall",
     "Stop",
     "Straggler",

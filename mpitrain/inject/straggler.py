@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from mpitrain.effects import Break, Compute, Effect, Interrupted, Now, Role, Sleep, replaced
-from mpitrain.inject.values import AtWorker, Fault, Injection, Kill, KillAtEnd, Nan
+from mpitrain.inject.values import AtWorker, Fault, Injection, Kill, KillAtEnd, Nan, SlowReader
 
 
 class Straggler:
@@ -45,7 +45,13 @@ class Straggler:
 
     def wrap(self, role: Role) -> Role:
         """The role, its gradients followed by the sleeps and faults; the role itself if nothing is ordered."""
-        return replaced(role, self._answer_to) if self.injections else role
+        return self._wrapped(role) if self.injections else role
+
+    def _wrapped(self, role: Role) -> Role:
+        late_s = sum(one.seconds for one in self.injections if isinstance(one, SlowReader))
+        if late_s:
+            yield Break("slow_reader", late_s)
+        return (yield from replaced(role, self._answer_to))
 
     def _answer_to(self, effect: Effect) -> Role:
         if isinstance(effect, Compute) and effect.what == "deliver" and self.last_order:

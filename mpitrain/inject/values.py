@@ -74,6 +74,18 @@ class Pause(AtWorker):
         return self.seconds if step == self.at_step else 0.0
 
 
+@register("inject", "slow_reader")
+@dataclass(frozen=True, repr=False)
+class SlowReader(AtWorker):
+    """Whatever is sent to the worker is received `seconds` late; it is under way meanwhile, and its sender holds it."""
+
+    seconds: float
+
+    def check(self) -> None:
+        super().check()
+        _check_seconds(self.name, self.seconds)
+
+
 @register("inject", "stall")
 @dataclass(frozen=True, repr=False)
 class Stall(AtWorker):

@@ -51,6 +51,10 @@ class NotSent:
         """There is nothing to hold."""
         return self
 
+    def stamp(self) -> int:
+        """There is nothing to bear one."""
+        return 0
+
     def release(self) -> None:
         """There is nothing to release."""
 

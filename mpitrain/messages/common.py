@@ -61,6 +61,9 @@ class Payload(Protocol):
     def statistics(self) -> dict[str, float]:
         """What the run's progress reports of them."""
 
+    def stamp(self) -> int:
+        """The number that the bytes bear at both ends, for as long as they stay what they are."""
+
     def release(self) -> None:
         """The holder no longer needs the bytes."""
 

@@ -1,13 +1,15 @@
 """A shard's numbers in a buffer that can travel: 64 bytes, the numbers, 64 bytes.
 
 Invariants: a wire buffer is used by whoever holds it and goes back to its pool when the last holder lets go;
-nobody writes into a wire buffer that somebody else holds. The 64 bytes at each end carry a sequence stamp, so a
-buffer that was half overwritten, or only half arrived, is noticed for the price of two stores.
-64 bytes keep the numbers on a cache line.
+nobody writes into a wire buffer that somebody else holds, not even a stamp. The 64 bytes at each end carry the stamp of
+what is in it: it is written when the contents are sent for the first time and stays with them, however often they are
+sent; the header of each message names it. So a buffer that was half overwritten, or only half arrived, is noticed for
+the price of two stores. 64 bytes keep the numbers on a cache line.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -17,6 +19,8 @@ from mpitrain.codecs import message_statistics
 from mpitrain.errors import WireError
 
 PAD_BYTES = 64
+_STAMP_VALUES = 1 << 32  # what a header has room for
+_stamps = itertools.count(1)  # of all contents that this process has sent
 
 
 class FixedBuffer:
@@ -32,6 +36,7 @@ class FixedBuffer:
         self._stamps = (self.raw[:8].view(torch.int64), self.raw[-8:].view(torch.int64))
         self._pool = pool
         self.users = 1
+        self._stamp = 0  # of the contents, once they have been sent
         self._count = threading.Lock()  # holders may be threads
 
     @property
@@ -62,10 +67,18 @@ class FixedBuffer:
         if left == 0 and self._pool is not None:
             self._pool.give_back(self)
 
-    def stamp(self, sequence: int) -> None:
-        """Mark both ends before sending."""
-        for end in self._stamps:
-            end.fill_(sequence)
+    def rewrite(self, num_holders: int = 1) -> None:
+        """Other contents begin, which nobody has been sent; so many holders know of it."""
+        assert self.users <= num_holders, "a wire buffer is written into that somebody else holds"
+        self._stamp = 0
+
+    def stamp(self) -> int:
+        """The stamp of the contents, at both ends from here on: nothing is written where they have one."""
+        if not self._stamp:
+            self._stamp = next(_stamps) % (_STAMP_VALUES - 1) + 1
+            for end in self._stamps:
+                end.fill_(self._stamp)
+        return self._stamp
 
     def stamps(self) -> tuple[int, int]:
         """What stands at the two ends."""
@@ -122,9 +135,9 @@ class VariableBuffer:
         """What the message says of itself: density, bytes, and tau where there is one."""
         return message_statistics(self.body)
 
-    def stamp(self, sequence: int) -> None:
+    def stamp(self) -> int:
         """As a wire buffer's."""
-        self.wire_buffer.stamp(sequence)
+        return self.wire_buffer.stamp()
 
     def stamps(self) -> tuple[int, int]:
         """As a wire buffer's."""
@@ -164,6 +177,7 @@ class BufferPool:
         if self._free:
             wire_buffer = self._free.pop()
             wire_buffer.users = 1
+            wire_buffer.rewrite()
             return wire_buffer
         self.num_frames += 1
         return FixedBuffer(self.numel, self.dtype, self, self.pin)

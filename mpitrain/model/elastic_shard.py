@@ -76,6 +76,7 @@ class ElasticStore:
             fresh.body.copy_(self.centre.body)
             self.centre.release()
             self.centre = fresh
+        self.centre.rewrite()
         for worker, payload in self._gathered:
             difference = self._replies.take()
             difference.body.copy_((payload.body.to(self.pool.dtype) - self.centre.body).mul_(self.share))
@@ -122,6 +123,7 @@ class ElasticStore:
         if self.centre.users > 1:
             self.centre.release()
             self.centre = self.pool.take()
+        self.centre.rewrite()
         self.centre.body.copy_(state["parameters"])
         if self.ema is not None:
             self.ema.restore(state.get("ema"))

@@ -233,7 +233,9 @@ class FlatModel:
         """Where the next parameters of a shard are to be received; the final ones come unrounded."""
         if (self.replies_coded or self.lookups is not None) and not final:
             return VariableBuffer()
-        return (self.wire_buffers if final else self._replies)[shard].hold()
+        buffer = (self.wire_buffers if final else self._replies)[shard]
+        buffer.rewrite()
+        return buffer.hold()
 
     @torch.no_grad()
     def refresh(self) -> None:

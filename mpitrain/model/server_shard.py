@@ -196,6 +196,7 @@ class ShardStore:
         watching = self.correction is not None and self.correction.watches_updates
         if self.live.users > 2 or watching:
             self._move_to(self.pool.take())
+        self.live.rewrite(num_holders=2)
         self._options.apply(len(self._weights))
         if self._factor is not None:  # the job's own schedule has the last word, as it has without servers
             self._rates.set(self._factor)
@@ -336,6 +337,7 @@ class ShardStore:
         self._reads.clear()
         if self.live.users > 1:
             self._move_to(self.pool.take())
+        self.live.rewrite()
         self.live.body.copy_(state["parameters"])
         self._rates.restore(state["optimizer"])
         if self.ema is not None:

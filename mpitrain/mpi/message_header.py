@@ -7,8 +7,8 @@ carry those of which kind, and the others have the values of `_UNUSED`. A bundle
 one its ranks, its own header and text, and the number of its payload among those that follow.
 
     magic 4s | kind u8 | finite, stop, pull, final, promoted, standby u8 | leases u8 | - |
-    sequence, version, step, samples i64 | checkpoint_at, checkpoint, batches i64 | loss, share f64 | payload bytes,
-    text bytes i64 | 3 x (epoch u32, start i64, count u32, batch size u32) | crc32 u32 | zeros
+    sequence, version, step, samples i64 | checkpoint_at, checkpoint, batches i64 | loss, share f64 | payload bytes i64,
+    text bytes, stamp of the payload u32 | 3 x (epoch u32, start i64, count u32, batch size u32) | crc32 u32 | zeros
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from mpitrain.messages import (
 HEADER_BYTES = 160
 MAX_TEXT_BYTES = 1 << 20
 _MAGIC = b"mpt4"
-_FIELDS = struct.Struct("<4sBBBxqqqqqqqddqq" + 3 * "IqII")
+_FIELDS = struct.Struct("<4sBBBxqqqqqqqddqII" + 3 * "IqII")
 _CHECKSUM = struct.Struct("<I")
 _MAX_LEASES = 3
 _UNNAMED = -1  # `checkpoint_at` of a request that leaves the point to the dealing server
@@ -161,7 +161,7 @@ _NEED_PAYLOAD = (Push, PullRows, Rows, Update, Mean, Divide, Measured, Average)
 
 
 class OutgoingPayload(NamedTuple):
-    """One payload, which is sent with `stamp` at both ends, and then released by so many holders."""
+    """One payload, which has `stamp` at both ends, and is released by so many holders when it has left."""
 
     payload: Payload
     stamp: int
@@ -212,14 +212,15 @@ def encode(message: Message, sequence: int) -> Outgoing:
     flags = finite | stop << 1 | pull << 2 | final << 3 | promoted << 4 | standby << 5
     encoded = text.encode()
     payloads: list[OutgoingPayload] = []
+    stamp = 0 if payload is None else payload.stamp()
     if payload is not None:
-        payloads.append(OutgoingPayload(payload, _stamp(message.kind, version, step), 1))
+        payloads.append(OutgoingPayload(payload, stamp, 1))
     elif entries:
         encoded, payloads = _pack_entries(entries)
     header = bytearray(HEADER_BYTES)
     _FIELDS.pack_into(
         header, 0, _MAGIC, message.kind, flags, len(leases), sequence, version, step, samples, checkpoint_at,
-        checkpoint or flag, batches, loss, share, payload.num_bytes if payload is not None else 0, len(encoded),
+        checkpoint or flag, batches, loss, share, payload.num_bytes if payload is not None else 0, len(encoded), stamp,
         *numbers, *[0] * (4 * _MAX_LEASES - len(numbers)),
     )  # fmt: skip
     _CHECKSUM.pack_into(header, _FIELDS.size, zlib.crc32(memoryview(header)[: _FIELDS.size]))
@@ -287,7 +288,8 @@ def unpack_entries(packed: bytearray, source: int) -> tuple[list[IncomingEntry],
             raise WireError(f"rank {source} sent a bundle whose entry for rank {to} does not fit its header")
         if number >= 0:
             holders[number].append(entry)
-            if incoming.payload_bytes != holders[number][0].incoming.payload_bytes:
+            first = holders[number][0].incoming
+            if (incoming.payload_bytes, incoming.stamp) != (first.payload_bytes, first.stamp):
                 raise WireError(f"rank {source} sent a bundle whose entries differ on a payload")
     return entries, holders
 
@@ -301,7 +303,7 @@ def decode(header: bytearray, sequence: int, source: int, is_not_sent: bool = Fa
     """
     view = memoryview(header)[: _FIELDS.size]
     (magic, number, flags, num_leases, got, version, step, samples, *rest) = _FIELDS.unpack(view)
-    checkpoint_at, checkpoint, batches, loss, share, payload_bytes, text_bytes, *rest = rest
+    checkpoint_at, checkpoint, batches, loss, share, payload_bytes, text_bytes, stamp, *rest = rest
     (checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
     if magic != _MAGIC or checksum != zlib.crc32(view):
         raise WireError(
@@ -334,10 +336,4 @@ def decode(header: bytearray, sequence: int, source: int, is_not_sent: bool = Fa
         bool(flags & 4), final, bool(flags & 16), bool(flags & 32), leases, "", None, request,
         leases[0] if leases else None, bool(checkpoint), (),
     ]  # fmt: skip
-    stamp = _stamp(row.kind, version, step)
     return Incoming(row.kind, payload_bytes, text_bytes, stamp, row, values)
-
-
-def _stamp(kind: Kind, version: int, step: int) -> int:
-    """What a payload bears at both ends, so that a torn one is known."""
-    return step if kind == Kind.PUSH else version

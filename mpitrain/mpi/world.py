@@ -41,6 +41,7 @@ from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.backoff import LONG_SLEEP_S, SHORT_SLEEP_S, yield_core
 from mpitrain.mpi.engine.engine import Engine
 from mpitrain.mpi.faults.errors import is_dead_peer
+from mpitrain.mpi.faults.late_reads import LateReads
 from mpitrain.mpi.faults.self_destruct import self_destruct
 from mpitrain.mpi.message_header import (
     HEADER_BYTES,
@@ -106,6 +107,7 @@ class MpiWorld:
         self._begun: tuple[Generator[Any, Any, Any], Callable[[], Any]] | None = None
         self._error: BaseException | None = None
         self._tear_next = False  # as injected: the stamps of the next payload are to differ
+        self._late = LateReads()
         self._start_s = time.monotonic()
         self._started = self._is_over = False
         self._to_any: Op | None = None  # the receive that listens to all peers
@@ -141,7 +143,7 @@ class MpiWorld:
         future = self._computer.submit(effect.task)
         while not future.done():
             self._raise_error()
-            if not self.engine.poll():
+            if not self._poll():
                 wait((future,), SHORT_SLEEP_S)
         return future.result()
 
@@ -166,12 +168,11 @@ class MpiWorld:
             return None
         if isinstance(effect, Recv):
             if not self._inbox:
-                self.engine.poll()
+                self._poll()
             if effect.timeout_s == 0:
                 return self._take_ready()
             if not self._inbox:
-                with contextlib.suppress(TimeoutError):
-                    self.engine.wait_any(lambda: self._inbox or self._error, effect.timeout_s)
+                self._wait(lambda: self._inbox, effect.timeout_s)
             self._raise_error()
             return self._inbox.popleft() if self._inbox else None
         if isinstance(effect, Sleep):
@@ -201,12 +202,35 @@ class MpiWorld:
     def _break(self, order: Break) -> None:
         if order.how == "torn":
             self._tear_next = True
+        elif order.how == "slow_reader":
+            self._late.seconds = order.after_s
         else:
             self_destruct(order.how, order.after_s)
 
+    def _poll(self) -> int:
+        """Let MPI move what is under way, and receive what has waited long enough."""
+        while (late := self._late.take()) is not None:
+            self._receive_announced(*late)
+        return self.engine.poll()
+
+    def _wait(self, predicate: Callable[[], Any], timeout_s: float | None) -> None:
+        """Until `predicate()` holds, something is wrong or the time is up."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not (self._wait_once(predicate, end_s) or (end_s is not None and time.monotonic() >= end_s)):
+            self._poll()
+
+    def _wait_once(self, predicate: Callable[[], Any], end_s: float | None) -> bool:
+        """Also until something is announced that is to be read late, or until it is time to."""
+        num_late = len(self._late)
+        with contextlib.suppress(TimeoutError):
+            self.engine.wait_any(
+                lambda: predicate() or self._error or len(self._late) > num_late, self._late.left_s(end_s)
+            )
+        return bool(predicate() or self._error)
+
     def _take_ready(self) -> Any:
         """What has arrived; a peer's next message is asked for when the one before is here, so poll while it helps."""
-        while not self._inbox and self.engine.poll():
+        while not self._inbox and self._poll():
             pass
         self._raise_error()
         return self._inbox.popleft() if self._inbox else None
@@ -216,7 +240,7 @@ class MpiWorld:
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
             self._raise_error()
-            if self.engine.poll() or any(not op.passive for op in self.engine.outstanding):
+            if self._poll() or any(not op.passive for op in self.engine.outstanding):
                 yield_core()
             else:
                 time.sleep(min(left_s, LONG_SLEEP_S))
@@ -238,16 +262,17 @@ class MpiWorld:
 
     def _send_payload(self, peer: _Peer, outgoing: OutgoingPayload) -> None:
         payload: Any = outgoing.payload
-        payload.stamp(outgoing.stamp)
+        raw = payload.raw
         if self._tear_next:
-            payload.raw[:8].zero_().sub_(1)
+            raw = raw.clone()  # others may hold the payload
+            raw[:8].zero_().sub_(1)
             self._tear_next = False
 
         def sent() -> None:
             for _ in range(outgoing.num_holders):
                 payload.release()
 
-        self._isend(payload.raw, peer.rank, PAYLOAD_TAG, sent)
+        self._isend(raw, peer.rank, PAYLOAD_TAG, sent)
 
     def _isend(self, buffer: Any, rank: int, tag: int, sent: Callable[[], None] = lambda: None) -> Op:
         peer = self._peers[rank]
@@ -301,6 +326,14 @@ class MpiWorld:
     def _on_message(self, peer: _Peer, header: bytearray) -> None:
         """Receive what the header announces."""
         peer.receives = True
+        if self._late.seconds:
+            self._late.put(peer, header)
+        else:
+            self._receive_announced(peer, header)
+
+    def _receive_announced(self, peer: _Peer, header: bytearray) -> None:
+        if peer.lost:
+            return
         try:
             incoming = decode(header, peer.num_received, peer.rank)
             peer.num_received += 1
@@ -427,10 +460,9 @@ class MpiWorld:
         """Wait until everything that was sent has left, then withdraw the receives. One that a message has come for
         meanwhile is not posted again: it would take the messages of the next world in this process."""
         peers = self._peers.values()
-        with contextlib.suppress(TimeoutError):
-            self.engine.wait_any(
-                lambda: self._error or not any(one.num_unsent for one in peers if not one.lost), self._leave_s
-            )
+        self._wait(
+            lambda: not self._late and not any(one.num_unsent for one in peers if not one.lost), self._leave_s
+        )
         self._raise_error()
         self._is_over = True
         listening = [peer.listening for peer in peers if peer.listening is not None and not peer.lost]

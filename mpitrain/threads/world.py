@@ -65,6 +65,7 @@ class ThreadWorld:
         # the rounds of an all-reduce, and what waits for the end of the first
         self._begun: tuple[Generator[Any, Any, Any], Callable[[], Any]] | None = None
         self._forgotten: set[int] = set()
+        self._reads_late_s = 0.0  # as injected
         self._start_s = time.monotonic()
         self._step = 0  # of the role, by the messages that it has sent
 
@@ -91,6 +92,9 @@ class ThreadWorld:
                 self._forgotten.add(effect.rank)
             return None
         if isinstance(effect, Break):
+            if effect.how == "slow_reader":
+                self._reads_late_s = effect.after_s
+                return None
             return self.fails(effect.how, effect.after_s)
         if isinstance(effect, Begin):
             assert self._begin is not None, "this world has no group to reduce over in the background"
@@ -129,6 +133,9 @@ class ThreadWorld:
             self.hub.check()
             if found is None:
                 return None
+            if self._reads_late_s:
+                self.hub.failed.wait(self._reads_late_s)
+                self.hub.check()
             if found[0] not in self._forgotten:
                 return found
             release(found[1])

@@ -6,12 +6,13 @@ Invariants: an option that would have no effect is an error, in the dry run as i
 from __future__ import annotations
 
 from mpitrain.errors import UsageError
-from mpitrain.inject import AtWorker, KillAtEnd, Nan, Torn, check_real, check_workers
+from mpitrain.inject import AtWorker, KillAtEnd, Nan, SlowReader, Torn, check_real, check_workers
 from mpitrain.job import Job, Overrides
 from mpitrain.reporting.listeners import MLLOG, check_installed, read_logs
 from mpitrain.roles.server.fault_tolerant import MOST_NONFINITE
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import ServerStrategy
+from mpitrain.strategies.decentralized import Decentralized
 from mpitrain.strategies.model_parallel.base import Split
 from mpitrain.strategies.validation_policy import read_validation_policy
 
@@ -138,3 +139,8 @@ def _check_pushes(job: Job, overrides: Overrides) -> None:
     for one in overrides.injections:
         if isinstance(one, KillAtEnd | Nan | Torn) and not isinstance(job.strategy, ServerStrategy):
             raise UsageError(f'--inject "{one}": this needs a server, and {job.strategy} has none')
+        if isinstance(one, SlowReader) and not isinstance(job.strategy, ServerStrategy | Decentralized):
+            raise UsageError(
+                f'--inject "{one}": workers of {job.strategy} meet in collectives, and are sent no messages that '
+                "could be read late: order slow(...) or pause(...)"
+            )

@@ -62,8 +62,8 @@ HEADER_BYTES = (
 
 class _Process:
     __slots__ = (
-        "awaited", "computing", "finished", "inbox", "last_sent", "num_waits", "rank", "result", "role", "tears",
-        "times", "trace", "waiting", "waits_since_s",
+        "awaited", "computing", "finished", "inbox", "last_sent", "late_s", "num_waits", "rank", "result", "role",
+        "tears", "times", "trace", "waiting", "waits_since_s",
     )  # fmt: skip
 
     def __init__(self, rank: int, role: Role):
@@ -76,6 +76,7 @@ class _Process:
         self.awaited, self.waits_since_s = Recv(), 0.0
         self.last_sent: Send | None = None
         self.finished = self.tears = False
+        self.late_s = 0.0  # after a message is there it is read, as injected
         self.result: Any = None
         self.trace: VirtualTrace | None = None
 
@@ -308,6 +309,8 @@ class VirtualWorld:
             elif type(effect) is Break:
                 if effect.how == "torn":
                     process.tears = True
+                elif effect.how == "slow_reader":
+                    process.late_s = effect.after_s
                 elif effect.after_s:
                     self._schedule(self.now_s + effect.after_s, process, effect)
                 else:
@@ -387,7 +390,7 @@ class VirtualWorld:
         arrival_s = self.network.arrival_s(self._links, self.now_s, source, to, num_bytes)
         if sent is not None and (trace := self._processes[source].trace) is not None:
             trace.send(to, sent, self.now_s, arrival_s)
-        self._schedule(arrival_s, self._processes[to], event)
+        self._schedule(arrival_s + self._processes[to].late_s, self._processes[to], event)
 
     def _drive(self, process: _Process) -> None:
         """What has waited for this rank to call MPI goes on."""
@@ -401,7 +404,7 @@ class VirtualWorld:
         for arrival_s, to, (source, event, sent, sent_s) in arrivals:
             if sent is not None and (trace := self._processes[source].trace) is not None:
                 trace.send(to, sent, sent_s, arrival_s)
-            self._schedule(arrival_s, self._processes[to], event)
+            self._schedule(arrival_s + self._processes[to].late_s, self._processes[to], event)
         if arrivals and self._flows.next_s < math.inf:
             self._schedule(self._flows.next_s, None, _FlowEnds())
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.model import FixedBuffer, FlatModel, ShardStore
+from mpitrain.model.buffers import BufferPool
+from mpitrain.model.elastic_shard import ElasticStore
 from mpitrain.model.flat import all_finite, make_layout
 from mpitrain.model.optimizer import ELEMENTWISE, check_elementwise
 
@@ -192,8 +194,54 @@ def test_frames_carry_stamps_at_both_ends_outside_the_numbers():
     for numel in (1, 7, 16, 33):
         wire_buffer = FixedBuffer(numel, torch.float32)
         wire_buffer.body.fill_(5.0)
-        wire_buffer.stamp(123456789)
-        assert wire_buffer.stamps() == (123456789, 123456789)
+        stamp = wire_buffer.stamp()
+        assert stamp and wire_buffer.stamps() == (stamp, stamp)
         assert torch.equal(wire_buffer.body, torch.full((numel,), 5.0))
         wire_buffer.raw[-4] ^= 1
         assert wire_buffer.stamps()[0] != wire_buffer.stamps()[1]
+
+
+def test_contents_keep_the_stamp_that_they_were_sent_with_first():
+    """However often they are sent; other contents have another one."""
+    pool = BufferPool(4, torch.float32)
+    wire_buffer = pool.take()
+    first = wire_buffer.stamp()
+    assert wire_buffer.hold().stamp() == first and wire_buffer.stamps() == (first, first)
+    with pytest.raises(AssertionError, match="somebody else holds"):
+        wire_buffer.rewrite()
+    wire_buffer.release()
+    wire_buffer.rewrite()
+    second = wire_buffer.stamp()
+    wire_buffer.release()
+    assert pool.take() is wire_buffer and len({first, second, wire_buffer.stamp()}) == 3
+
+
+@pytest.mark.parametrize("make", ["shard", "elastic"])
+def test_an_update_changes_the_stamp_of_what_is_sent_and_of_nothing_that_was(make):
+    module = make_model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    layout = make_layout(module, optimizer, 1)
+    initial = torch.zeros(layout.size(0))
+    store = (
+        ShardStore(layout, 0, initial, optimizer)
+        if make == "shard"
+        else ElasticStore(layout, 0, initial, 0.5)
+    )
+    stamps = []
+    for _ in range(3):
+        held = store.read(1)
+        stamps.append(held.stamp())
+        gradient = store.wire_buffer()
+        gradient.body.fill_(1.0)
+        store.add(2, gradient, 1.0)
+        store.apply()
+        assert held.stamps() == (stamps[-1], stamps[-1])
+        held.release()
+        again = store.read(1, full=True)
+        stamps.append(again.stamp())
+        again.release()
+        gradient = store.wire_buffer()
+        gradient.body.fill_(1.0)
+        store.add(2, gradient, 1.0)
+        store.apply()  # in place, for nobody holds it
+    assert len(set(stamps)) == len(stamps)

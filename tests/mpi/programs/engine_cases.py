@@ -1,5 +1,6 @@
 """The progress engine on real ranks: the same cases inline and with the communication thread."""
 
+import functools
 import sys
 import threading
 from concurrent.futures import CancelledError
@@ -8,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from mpitrain.effects import Recv, Send
-from mpitrain.messages import Join, Push, payload_of
+from mpitrain.effects import Break, Now, Recv, Send
+from mpitrain.messages import Join, Push, Reply, payload_of
 from mpitrain.model.buffers import FixedBuffer
 from mpitrain.mpi.bindings import MPI
 from mpitrain.mpi.engine.collective_queue import CollectiveQueue
@@ -386,6 +387,42 @@ def case_one_receive_listens_to_all_peers_and_messages_of_each_keep_their_order(
     each.start()
     assert len(each.engine.outstanding) == rt.size - 1
     each.engine.stop()
+
+
+LATE_S = 0.2
+
+
+def answers_twice(rank, frame):
+    """The same contents as two versions: nothing of an update that nobody had anything for."""
+    for version in (1, 2):
+        yield Send(rank, Reply(version, 0, payload=frame.hold()))
+
+
+def reads_late(heard):
+    yield Break("slow_reader", LATE_S)
+    began_s = yield Now()
+    while len(heard) < 2:
+        _, reply = yield Recv()
+        heard.append((reply.version, float(reply.payload.body[-1])))
+        reply.payload.release()
+    assert (yield Now()) - began_s >= LATE_S
+
+
+def case_contents_that_are_under_way_are_sent_again_as_they_are(rt):
+    """The stamps of what a slow reader has not received yet are those that its header names."""
+    for tolerant in (False, True):  # one receive for all peers, or one for each
+        engine, heard = Engine(rt.comm, tolerant=tolerant), []
+        frame = FixedBuffer(400_000, torch.float32)
+        into = functools.partial(lambda frame, source, kind: frame.hold(), frame)
+        if rt.rank == 0:
+            frame.body.fill_(7.0)
+            MpiWorld(engine, (1,), into).run(answers_twice(1, frame))
+            assert frame.users == 1
+        elif rt.rank == 1:
+            MpiWorld(engine, (0,), into).run(reads_late(heard))
+            assert heard == [(1, 7.0), (2, 7.0)]
+        engine.stop(DEADLINE_S)
+        rt.barrier()
 
 
 def one_message(rank, step):
