@@ -3,7 +3,7 @@
 Invariants: text is parsed into registered frozen dataclasses and literals; nothing is ever evaluated.
 `str(value)` is command-line text without blanks (`async(servers=2)`), `repr(value)` the Python that makes it
 (`Async(servers=2)`); both round-trip, and both leave out fields that have their default. A name or argument
-that does not exist is answered with the nearest one and the list.
+that does not exist is answered with the nearest one and the list. Threads may read texts, and look names up, at once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from mpitrain.errors import UsageError
+from mpitrain.one_at_a_time import FILLING, parse_expression
 
 _TABLE = "mpitrain.strategies"  # it provides the values of the package's table
 _registry: dict[tuple[str, str], type[Value]] = {}  # by kind and name
@@ -79,10 +80,12 @@ def provide(load: Callable[[], None]) -> None:
 
 def _registered() -> dict[tuple[str, str], type[Value]]:
     importlib.import_module(_TABLE)
-    while _providers:
-        _providers[0]()
-        _providers.pop(0)
-    return _registry
+    if _providers:
+        with FILLING:  # a provider is on the list until it has done its part
+            while _providers:
+                _providers[0]()
+                _providers.pop(0)
+    return dict(_registry)  # another thread may register more meanwhile
 
 
 def names(kind: str) -> list[str]:
@@ -92,7 +95,8 @@ def names(kind: str) -> list[str]:
 
 def registered(kind: str) -> list[type[Value]]:
     """Classes registered for `kind`, by name."""
-    return [_registry[kind, name] for name in names(kind)]
+    known = _registered()
+    return [known[kind, name] for name in names(kind)]
 
 
 def nearest(word: str, choices: list[str]) -> str:
@@ -113,7 +117,7 @@ def parse(text: str, kind: str) -> Value:
         UsageError: the text does not parse, or names something that is not registered as a `kind`.
     """
     try:
-        tree = ast.parse(_free_keywords(text.strip()), mode="eval").body
+        tree = parse_expression(_free_keywords(text.strip()))
     except (SyntaxError, ValueError, tokenize.TokenError) as error:
         example = f"{names(kind)[0]}(...)" if names(kind) else "name(...)"
         raise UsageError(f"cannot read {kind} text {text!r}: expected something like {example}") from error

@@ -24,7 +24,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 # The floors, the lowest first. A place (a folder or a module directly under `mpitrain/`) imports from lower floors
 # only, never from another place of its own floor; what third parties it may import stands beside it.
 FLOORS: tuple[dict[str, set[str]], ...] = (
-    {"errors": set(), "messages": set(), "torch_backend": {"torch"}},
+    {"errors": set(), "messages": set(), "one_at_a_time": set(), "torch_backend": {"torch"}},
     {"values": set(), "effects": set(), "system": set()},
     {"codecs": {"torch", "numpy"}},
     {
@@ -65,7 +65,7 @@ IN_PART = {("strategies", "codecs"): {"codecs.base", "codecs.none"}}
 # through a neighbour.
 LIGHT = {
     *("__init__", "__main__", "cli", "errors", "system", "launch"),
-    *("torch_backend", "strategies.registry", "values", "codecs"),
+    *("torch_backend", "strategies.registry", "values", "one_at_a_time", "codecs"),
 }
 # Strategies and roles own neither a clock nor a thread nor a socket: the worlds do.
 WORLDLY = {

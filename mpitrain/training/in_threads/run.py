@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 import inspect
 import os
 import queue
@@ -25,6 +26,7 @@ from torch import nn
 from mpitrain.errors import AgreedError, MpitrainError, printable
 from mpitrain.job import Job, Overrides, apply_overrides
 from mpitrain.mpi.allreduce_plan import Plan
+from mpitrain.one_at_a_time import parse_in_turn
 from mpitrain.strategies.allreduce import AllReduce
 from mpitrain.strategies.base import Strategy
 from mpitrain.strategies.decentralized import Decentralized
@@ -101,6 +103,10 @@ class ThreadRun:
             AgreedError: the input is wrong; it was said which and why.
             BaseException: the first failure of a rank, or the interrupt.
         """
+        # Its modules import one another in circles, which several threads at once would enter from several sides. Every
+        # optimizer needs it to step.
+        importlib.import_module("torch._dynamo")
+        parse_in_turn()
         before = torch.get_num_threads()
         self.threads_each = max(1, before // self.num_threads)
         torch.set_num_threads(self.threads_each)  # of threads that start from here on
