@@ -10,7 +10,8 @@ torch calls `register_backend_lazily` by itself at the end of `import torch` (th
     new_group                   of another backend beside ours gets a store that all ranks see
     "cpu:mpi4py,cuda:nccl"      each device has its backend; torch would let ours have them all
     monitored_barrier           takes our groups too, where torch asks for gloo
-    MPITRAIN_REPLACES=gloo      in the environment: a script's "gloo" means "mpi4py"
+    MPITRAIN_REPLACES=gloo      in the environment: a script's "gloo" means "mpi4py", and who asks for a group's backend
+                                is told "gloo", for programs that compare the name with those that they know
 
 Invariants: this file imports only the standard library at first, because `import torch`, `import mpitrain` and
 `mpitrain --help` run it. If torch.distributed is loaded already, the backend is registered at once; otherwise a finder
@@ -58,18 +59,24 @@ def register() -> None:
 
     if not dist.is_available() or BACKEND in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    import torch
+
+    has_cuda = (
+        torch._C._has_cuda
+    )  # as torch.backends.cuda.is_built(), which is yet to come while torch is imported
+    devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices)
     dist.register_rendezvous_handler(SCHEME, _rendezvous)
     for name, wrap in (
         ("init_process_group", _ask_mpi),
-        ("new_group", _replace),
+        ("new_group", _with_a_store),
         ("monitored_barrier", _with_ours),
     ):
         wrapped = wrap(getattr(dist, name))
         setattr(dist, name, wrapped)
         setattr(dist.distributed_c10d, name, wrapped)
     helper: Any = dist.distributed_c10d._new_process_group_helper
-    dist.distributed_c10d._new_process_group_helper = _mix(helper)  # what makes every group
+    dist.distributed_c10d._new_process_group_helper = _replace(_mix(helper))  # what makes every group
 
 
 def _group() -> Any:
@@ -91,32 +98,61 @@ def _ask_mpi(original: Any) -> Any:
     def init_process_group(
         backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        backend = _replaced(backend)
+        asked, backend = backend, _replaced(backend)
         ours = _is_ours(backend)
         by_us = init_method is None or (init_method == "env://" and "RANK" not in os.environ)
         names_ranks = len(args) > 1 or kwargs.get("store") is not None  # the first is the timeout
         if by_us and not names_ranks and _is_mixed(backend):
             init_method = f"{SCHEME}://"
-        elif ours and by_us and not names_ranks:
+        if ours and by_us and not names_ranks:
             original(BACKEND, None, *args, **{**kwargs, **_group().rendezvous()})
-            return
-        original(BACKEND if ours else backend, init_method, *args, **kwargs)
+        else:
+            original(BACKEND if ours else backend, init_method, *args, **kwargs)
+        if asked != backend:
+            _tell(None, asked)
 
     return init_process_group
 
 
-def _replace(original: Any) -> Any:
+def _with_a_store(original: Any) -> Any:
     @functools.wraps(original)
     def new_group(
         ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        backend = _replaced(backend)
+        meant = _replaced(backend)
         all_call = not kwargs.get("use_local_synchronization")
-        if backend is not None and not _is_ours(backend) and _GROUP in sys.modules and all_call:
+        if meant is not None and not _is_ours(meant) and _GROUP in sys.modules and all_call:
             _group().share_store()
         return original(ranks, timeout, backend, *args, **kwargs)
 
     return new_group
+
+
+def _replace(original: Any) -> Any:
+    """Also of groups that are made like the default one, whose name is what was asked for."""
+
+    @functools.wraps(original)
+    def new_process_group_helper(
+        size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        meant = _replaced(backend)
+        made = original(size, rank, ranks, meant, *args, **kwargs)
+        if meant != backend:
+            _tell(made[0], backend)
+        return made
+
+    return new_process_group_helper
+
+
+def _tell(group: Any, asked: Any) -> None:
+    """Have a group (the default one: None) answer to the backend that was asked for."""
+    import torch.distributed as dist
+
+    world, group = dist.distributed_c10d._world, group or dist.group.WORLD
+    if group in world.pg_map:  # this rank is in it
+        backend = dist.Backend(str(asked))
+        world.pg_map[group] = backend, world.pg_map[group][1]
+        world.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(backend))
 
 
 def _replaced(backend: str | None) -> str | None:
@@ -168,12 +204,11 @@ def _with_ours(original: Any) -> Any:
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         import torch.distributed as dist
 
-        outside = group is dist.GroupMember.NON_GROUP_MEMBER
-        if not dist.is_initialized() or outside or BACKEND not in _names(dist.get_backend(group)):
+        ours: Any = group or (dist.group.WORLD if dist.is_initialized() else None)
+        if _GROUP in sys.modules and isinstance(ours, _group().MpiProcessGroup):
+            ours.monitored_barrier(timeout, wait_all_ranks)
+        else:
             original(group, timeout, wait_all_ranks)
-            return
-        ours: Any = group or dist.group.WORLD
-        ours.monitored_barrier(timeout, wait_all_ranks)
 
     return monitored_barrier
 

@@ -75,7 +75,7 @@ def test_what_the_environment_replaces(monkeypatch, asked, given, meant):
 
 def test_a_script_that_does_not_know_of_us():
     result = run_ranks(2, [sys.executable, str(PROGRAMS / "zero_lines.py")], warm=False).check()
-    told = "mpi4py 2; gloo 2; mpi4py 2; mpi4py 2; mpi4py 2; "
+    told = "mpi4py 2; gloo 2; mpi4py 2; mpi4py 2; gloo 2; mpi 2; "
     told += (
         "cpu:mpi4py,cuda:gloo 2; cpu:gloo,cuda:mpi4py 2; cpu:mpi4py,cuda:gloo 2; cpu:gloo,cuda:gloo 2; gloo 2"
     )

@@ -40,9 +40,29 @@ dist.destroy_process_group()
 os.environ["MPITRAIN_REPLACES"] = "gloo"
 meet("gloo")
 assert type(dist.group.WORLD).__name__ == "MpiProcessGroup"
-assert dist.get_backend(dist.new_group(backend="cpu:gloo")) == "mpi4py"
+assert dist.get_backend_config() == str(dist.distributed_c10d.BackendConfig(dist.Backend("gloo")))
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))  # which knows nothing of us, and makes groups by itself
+for replaced, told in (
+    (dist.new_group(backend="cpu:gloo"), "cpu:gloo"),
+    (dist.new_group(), "gloo"),
+    (dist.new_group([0, 1], backend="GLOO"), "gloo"),
+    (mesh.get_group(), "gloo"),
+):
+    assert (type(replaced).__name__, dist.get_backend(replaced)) == ("MpiProcessGroup", told), told
+    dist.monitored_barrier(group=replaced)
+alone = dist.new_group([0], backend="gloo")
+assert alone is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(alone) == "gloo"
+tensor = torch.ones(1)
+dist.all_reduce(tensor, group=mesh.get_group())
+assert tensor == 2
+dist.destroy_process_group()
+os.environ["MPITRAIN_REPLACES"] = "gloo,mpi"
+meet("mpi")
+assert type(dist.new_group()).__name__ == "MpiProcessGroup"
 dist.destroy_process_group()
 del os.environ["MPITRAIN_REPLACES"]
+capability = dist.Backend.backend_capability["mpi4py"]
+assert capability == ["cpu", "cuda"][: 1 + torch.backends.cuda.is_built()], capability
 
 gloo_groups = []  # are never destroyed: torch 2.13's may hang
 for backend, carrier in (("cpu:mpi4py,cuda:gloo", "mpi4py"), ("cpu:gloo,cuda:mpi4py", "gloo")):
