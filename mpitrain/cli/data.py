@@ -29,7 +29,9 @@ sources (several files: a pattern in quotes):
   FILE.npz FILE.npy                arrays with one entry per sample, as
                                    numpy.savez(FILE, x=..., y=...) writes them
   FOLDER                           images in one subfolder per class: x uint8
-                                   (3, height, width), y int64  [images]
+                                   (3, height, width), of 16 bits and floats
+                                   (1, height, width) as they are, y int64
+                                   [images]
   FILE.csv FILE.parquet            columns, or arrays made of them  [table]
   FILE.tar                         WebDataset: an array per ending
   FILE.h5                          datasets of any HDF5 file
@@ -139,6 +141,14 @@ def _add_source_options(group: Any) -> None:
     )
     group.add_argument("--image-size", type=_size, metavar="HxW", help="scale and crop images to this size")
     group.add_argument("--encoded", action="store_true", help="keep images as the bytes of their files")
+    group.add_argument(
+        "--accept-loss",
+        type=_losses,
+        default=(),
+        metavar="WHAT,...",
+        help="what images may lose, otherwise they are refused: frames, transparency, depth (all but 8 bits), "
+        "channels (all but the colours), colors (of CMYK and the like)",
+    )
     _add_trust(group)
 
 
@@ -210,6 +220,10 @@ def _gib(text: str) -> float:
     return value
 
 
+def _losses(text: str) -> tuple[str, ...]:
+    return tuple(one.strip() for one in text.split(",") if one.strip())
+
+
 def _size(text: str) -> tuple[int, int]:
     """Height and width in pixels."""
     height, _, width = text.partition("x")
@@ -242,16 +256,30 @@ def _pack(arguments: argparse.Namespace, ranks: Any) -> int:
             arguments.seed,
             arguments.compression,
         )
-        chosen = (arguments.arrays, tuple(arguments.variable), arguments.image_size, arguments.encoded)
-        trust = (arguments.allow_external, arguments.max_gib)
-        source = open_source(arguments.source, SourceOptions(*chosen, *trust))
+        source = open_source(
+            arguments.source,
+            SourceOptions(
+                arguments.arrays,
+                tuple(arguments.variable),
+                arguments.image_size,
+                arguments.encoded,
+                arguments.accept_loss,
+                arguments.allow_external,
+                arguments.max_gib,
+            ),
+        )
     except Exception as error:
         ranks.agree(error)
         raise
     ranks.agree(None)
+
+    def say(line: str) -> None:
+        console.clear()
+        print(printable(f"note: {line}"))
+
     pace = Pace(console, f"packing into {directory}", "samples", ranks.size)
     try:
-        manifest, written = pack(source, directory, options, ranks=ranks, progress=pace)
+        manifest, written = pack(source, directory, options, ranks=ranks, progress=pace, say=say)
     finally:
         console.clear()
     if ranks.rank == 0:

@@ -24,8 +24,8 @@ TAKES: dict[str, tuple[str, ...]] = dict.fromkeys(KINDS.values(), ("arrays", "al
 TAKES |= {
     "example": ("arrays",),
     "Python": ("variable",),
-    "images": ("image_size", "encoded", "allow_external", "max_gib"),
-    "tar": ("arrays", "variable", "image_size", "encoded", "allow_external", "max_gib"),
+    "images": ("image_size", "encoded", "accept_loss", "allow_external", "max_gib"),
+    "tar": ("arrays", "variable", "image_size", "encoded", "accept_loss", "allow_external", "max_gib"),
 }
 EXPECTED = (
     "give `digits`, `topics`, a file that ends in .npy, .npz, .csv, .parquet, .tar or .h5 (several: a pattern in"

@@ -7,6 +7,7 @@ and of its own layout, never of which rank reads which part.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -28,11 +29,20 @@ from mpitrain.data.format.columns import (
     take,
 )
 from mpitrain.data.read.order import SPLIT, IntArray, Order, permutation
+from mpitrain.data.sources.noted import Noted
 from mpitrain.errors import DataError, UsageError
 from mpitrain.system.outside import MAX_GIB, Trust
 
 MIXED_BYTES = 4 << 30  # a source up to this size is permuted as a whole, a larger one in blocks
 BLOCK_BYTES, WINDOW_BYTES = 1 << 20, 1 << 30
+# What images may lose where somebody accepts it.
+LOSSES = {
+    "frames": "all frames or pages but the first",
+    "transparency": "which pixels are transparent",
+    "depth": "all bits of a channel but the first 8, of floats but 32",
+    "channels": "all channels but those of its colours",
+    "colors": "other colours than RGB's, such as CMYK, are rounded",
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,7 @@ class SourceOptions:
         variable: names of arrays whose samples differ in length (Python sources; files say so themselves).
         image_size: (height, width) that images are scaled and cropped to; None: all have the same already.
         encoded: keep images as the bytes of their files.
+        accept_loss: what images may lose, names of `LOSSES`; otherwise one that would lose it is refused.
         allow_external: read also what lies elsewhere: links out of the folder, datasets in other HDF5 files.
         max_gib: memory that a file may take by what it merely declares.
     """
@@ -52,12 +63,15 @@ class SourceOptions:
     variable: tuple[str, ...] = ()
     image_size: tuple[int, int] | None = None
     encoded: bool = False
+    accept_loss: tuple[str, ...] = ()
     allow_external: bool = False
     max_gib: float = MAX_GIB
 
     def __post_init__(self) -> None:
         if not self.max_gib > 0:
             raise UsageError(f"--max-gib must be above 0, got {self.max_gib}")
+        if unknown := sorted({*self.accept_loss} - {*LOSSES}):
+            raise UsageError(f"--accept-loss {unknown[0]!r}: is none of {', '.join(LOSSES)}")
 
     @property
     def trust(self) -> Trust:
@@ -70,6 +84,7 @@ class SourceOptions:
         recipe |= {
             "image_size": self.image_size,
             "encoded": self.encoded,
+            "accept_loss": sorted(self.accept_loss),
             "allow_external": self.allow_external,
         }
         return {name: value for name, value in recipe.items() if value}
@@ -97,6 +112,15 @@ class Source:
     chosen: Mapping[str, Any] = MappingProxyType({})
     _permutation: IntArray | None = None
     _order: Order | None = None
+
+    @functools.cached_property
+    def noted(self) -> Noted:
+        """What has happened to the samples that were taken."""
+        return Noted()
+
+    def remarks(self) -> list[str]:
+        """What people should know before the samples are packed, such as files that are left out."""
+        return []
 
     def shuffle(self, seed: int) -> None:
         """Fix the order: a permutation of everything, or blockwise where that would be read many times over."""

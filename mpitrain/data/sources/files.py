@@ -18,6 +18,7 @@ from numpy.lib import format as npy_format
 
 from mpitrain.data.format.columns import Array
 from mpitrain.data.sources.base import ArraySource, Selection, SourceOptions
+from mpitrain.errors import UsageError
 from mpitrain.system.outside import CAREFUL, Trust, check_regular, check_size, open_regular, reading
 
 MAX_HEADER_BYTES = 10_000  # numpy's own limit
@@ -29,7 +30,12 @@ SAVEZ = "write it with numpy.savez(path, x=..., y=...)"
 
 def npy_source(paths: list[Path], name: str, options: SourceOptions) -> ArraySource:
     """One array `x`, or one of the file's name for several files."""
-    arrays = {"x" if len(paths) == 1 else path.stem: _npy(path) for path in paths}
+    arrays: dict[str, Array] = {}
+    for path in paths:
+        array_name = "x" if len(paths) == 1 else path.stem
+        if array_name in arrays:
+            raise UsageError(f"{path}: another file that {name!r} matches is called so, too; narrow it")
+        arrays[array_name] = _npy(path)
     return ArraySource(Selection(options.arrays).of(dict(arrays)), name, paths)
 
 
@@ -63,6 +69,8 @@ def load_npz(path: Path, trust: Trust = CAREFUL) -> dict[str, Array]:
             name, npy, rest = member.filename.rpartition(".npy")
             if not npy or rest:
                 raise ValueError(f"it holds {member.filename!r}, which is no .npy")
+            if name in arrays:
+                raise ValueError(f"{member.filename!r} stands twice, and which one is meant cannot be known")
             mapped = _mapped(path, member)
             arrays[name] = _unpacked(path, archive, member, trust) if mapped is None else mapped
         return arrays

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -31,6 +32,7 @@ from mpitrain.data.format.manifest import (
 )
 from mpitrain.data.read.order import SPLIT, keyed_bits
 from mpitrain.data.sources import Source, SourceOptions, Stream, as_source, open_source
+from mpitrain.data.sources.noted import Noted
 from mpitrain.data.write.plan import PackOptions, Plan
 from mpitrain.data.write.ranks import ALONE, Ranks
 from mpitrain.data.write.shard_file import ShardFile
@@ -39,7 +41,12 @@ from mpitrain.errors import DataError, UsageError
 from mpitrain.system.atomic import replacing, write_all
 from mpitrain.system.outside import at_home, read_json
 
+Say = Callable[[str], None]
 Progress = Callable[[int, int | None], None]  # samples done and to do, of this rank
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, stacklevel=3)
 
 
 def pack(
@@ -50,6 +57,7 @@ def pack(
     *,
     ranks: Ranks = ALONE,
     progress: Progress = lambda *_: None,
+    say: Say = _warn,
     **settings: Any,
 ) -> tuple[Manifest, bool]:
     """Write samples as shards into `directory`; under several ranks all of them call it.
@@ -63,6 +71,7 @@ def pack(
         source: what the index calls them.
         ranks: who else packs; `mpitrain.mpi.runtime.start()` under MPI.
         progress: called now and then with how far this rank is.
+        say: called on rank 0 with each line about what was left out, turned or lost; without it they are warnings.
     Returns:
         The index, and whether anything was written (False: the same pack was already there).
     Raises:
@@ -82,7 +91,14 @@ def pack(
         raise
     ranks.agree(None)
     if plan is not None:
-        return _pack_source(plan, directory, ranks, progress)
+        for line in plan.source.remarks() if ranks.rank == 0 else ():
+            say(line)
+        plan.source.noted.counts.clear()  # of the samples that were looked at, which are read again
+        found = _pack_source(plan, directory, ranks, progress)
+        noted = Noted.merged(ranks.allgather(plan.source.noted.counts))
+        for line in noted.lines() if ranks.rank == 0 else ():
+            say(line)
+        return found
     assert isinstance(origin, Stream)
     return _pack_stream(origin, directory, options, ranks, progress)
 
