@@ -176,7 +176,8 @@ class _Launch:
 
     def _once(self, folder: Path | None, more: list[str]) -> Outcome:
         from mpitrain.launch.command import completed, result_mark
-        from mpitrain.launch.supervision import Supervisor, Watch, reported_by_ranks
+        from mpitrain.launch.supervision import Supervisor, reported_by_ranks
+        from mpitrain.launch.watch import Watch
         from mpitrain.system import rank_status
 
         arguments, run_dir = self.arguments, self.run_dir

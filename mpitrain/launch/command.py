@@ -24,7 +24,7 @@ from mpitrain.errors import (
     EXIT_USAGE,
     UsageError,
 )  # fmt: skip
-from mpitrain.launch.discover import Launcher
+from mpitrain.launch.discover import Launcher, own_python
 from mpitrain.launch.supervision import Outcome, Requests
 from mpitrain.system.launch_variables import allocated_hosts, launched_nodes
 from mpitrain.system.run_directory import NO_PROGRESS, progress, read_json, why_no_room
@@ -144,10 +144,8 @@ def launch_command(
 
 
 def own_program(words: Sequence[str]) -> list[str]:
-    """The words that run a command of this package in this python. `-P`, as the console script has it: a folder
-    `mpitrain` in the working directory is not the package."""
-    safe_path = [] if Path(__file__).parents[2] == Path.cwd() else ["-P"]
-    return [sys.executable, *safe_path, "-m", "mpitrain", *words]
+    """The words that run a command of this package in this python."""
+    return [*own_python(), "-m", "mpitrain", *words]
 
 
 def _check_level(launcher: Launcher, fault_tolerance: str) -> None:

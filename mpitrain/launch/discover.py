@@ -41,6 +41,12 @@ class Launcher:
     wheel_prefix: str | None = None
 
 
+def own_python() -> list[str]:
+    """The words that start this python. `-P`, as the console script has it: a folder `mpitrain` in the working
+    directory is not the package."""
+    return [sys.executable, *([] if Path(__file__).parents[2] == Path.cwd() else ["-P"])]
+
+
 def find_launcher(wanted: str = "auto", environ: Mapping[str, str] = os.environ) -> Launcher:
     """srun inside an allocation of Slurm, flux inside one of Flux, else the mpirun beside this python, else the first
     one on the PATH. PALS, the mpiexec of HPE Cray, does not tell whose it is and has to be asked for.

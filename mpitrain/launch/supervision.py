@@ -4,7 +4,7 @@ Invariants: INT ends the job, TERM and USR1 ask it to write a checkpoint and to 
 once, and after any of them nothing is started again. The request travels through the launch's folder
 (`rank_status.py`), because every MPI launcher handles a signal in its own way: Open MPI's kills its ranks at INT and
 TERM, Hydra and srun hand them on, and a rank that still imports dies of USR1. When to give a launch up is a rule
-without clock or process (`Watch`).
+without clock or process (`watch.py`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import EXIT_ENDED_AT_ONCE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_REQUEUE, MpitrainError
+from mpitrain.launch.exit_codes import code_of
+from mpitrain.launch.guard import guarded
+from mpitrain.launch.left_behind import remove_left_behind
+from mpitrain.launch.watch import Watch, named, stage_of
 from mpitrain.system import rank_status
-from mpitrain.system.processes import is_gone, runs, send_signal
-from mpitrain.system.rank_status import ENDED, READY, STARTED, STARTING_MPI, RankStatus
+from mpitrain.system.processes import is_gone, send_signal
+from mpitrain.system.rank_status import ENDED, READY, RankStatus
 
 LOOK_EVERY_S = 1.0
 _FOLDER = ".launch-"
 RESULT_GRACE_S = 30.0  # from a complete result to the end of the launcher
-GONE_GRACE_S = 5.0  # from the death of a rank that has not begun to train to the end of the launcher
-NEVER_HEARD_S = 60.0  # longest wait of all the others, in MPI's start, for a rank that has never reported
 UNHEARD_S = 3.0  # from a request to the end of ranks of which none trains yet
 END_GRACE_S = 10.0  # from asking the launcher to end to killing it
 KILLED_S = 10.0  # longest time for what was killed to be gone
-PAUSE_S = 10.0  # a launch that has not looked for so long was suspended itself
 
 
 class Requests:
@@ -79,158 +80,17 @@ class Requests:
         return self.abort or code
 
 
-@dataclass
-class Watch:
-    """When ranks that neither end nor get on are given up. `died`, `silent`: whether that was because one has died
-    before it trained, or nothing was heard of a host.
-
-    Args:
-        num_ranks: how many were started; owed: the state that they must come to.
-        start_timeout_s, host_timeout_s: see `mpitrain launch --help`; 0 is never.
-    """
-
-    num_ranks: int
-    owed: str
-    start_timeout_s: float
-    host_timeout_s: float
-    died: bool = False
-    silent: bool = False
-    _began_s: float | None = None
-    _last_s: float = 0.0
-    _progress_s: float = 0.0
-    _seen_s: dict[int, float] = field(default_factory=dict)
-    _gone_s: dict[int, float] = field(default_factory=dict)
-    _all_wait_s: float | None = None
-    _before: dict[int, RankStatus] = field(default_factory=dict)
-
-    def look(self, now_s: float, statuses: Mapping[int, RankStatus]) -> str:
-        """Why the launch is to be ended; empty as long as it is not. `statuses` may lack a rank that was there
-        before: its file could not be read for a moment."""
-        statuses = {**self._before, **statuses}
-        if self._began_s is None:
-            self._began_s = self._last_s = self._progress_s = now_s
-        if (pause_s := now_s - self._last_s) > PAUSE_S:
-            self._begin_anew(now_s, self._began_s + pause_s)
-        self._last_s = now_s
-        for rank, status in statuses.items():
-            before = self._before.get(rank)
-            if before is None or before.beat != status.beat:
-                self._seen_s[rank] = now_s
-            if before is None or before.progress != status.progress or before.state != status.state:
-                self._progress_s = now_s
-        self._before = statuses
-        return self._why_not_started(now_s, statuses) or self._why_silent(now_s, statuses)
-
-    def forgive(self, now_s: float) -> None:
-        """No rank could report: all of them have all of the time again."""
-        self._begin_anew(now_s, now_s)
-
-    def _begin_anew(self, now_s: float, began_s: float) -> None:
-        self._began_s, self._progress_s = began_s, now_s
-        self._seen_s = dict.fromkeys(self._seen_s, now_s)
-        self._gone_s.clear()
-        self._all_wait_s = None
-        self.died = self.silent = False
-
-    def _why_not_started(self, now_s: float, statuses: Mapping[int, RankStatus]) -> str:
-        owed = _stage_of(self.owed)
-        late = [rank for rank in range(self.num_ranks) if rank not in statuses or statuses[rank].stage < owed]
-        if self.owed != READY and not any(one.stage >= _stage_of(STARTING_MPI) for one in statuses.values()):
-            self._began_s = now_s  # a script owes nothing before one of its ranks waits in MPI for the others
-            return ""
-        if not late:
-            return ""
-        gone = {rank for rank in late if rank in statuses and is_gone(statuses[rank].process)}
-        self._gone_s = {rank: self._gone_s.get(rank, now_s) for rank in gone}
-        if gone and now_s - min(self._gone_s.values()) > GONE_GRACE_S:
-            self.died = True
-            return f"{_named(sorted(gone), statuses)} died before it began to train"
-        assert self._began_s is not None
-        if self.start_timeout_s <= 0:
-            return ""
-        if now_s - self._began_s <= self.start_timeout_s:
-            never_heard = self._never_heard(now_s, statuses)
-            self.died = bool(never_heard)
-            return f"{_named(never_heard, statuses)} died before it began to train" if never_heard else ""
-        holds_up = [rank for rank in late if rank not in statuses or not _waits(statuses[rank])] or late
-        return (
-            f"{_named(holds_up, statuses)} did not begin to train within {self.start_timeout_s:g} s"
-            " (--start-timeout-s); "
-            f"{self.num_ranks - len(late)} of {self.num_ranks} ranks did"
-        )
-
-    def _never_heard(self, now_s: float, statuses: Mapping[int, RankStatus]) -> list[int]:
-        """Ranks of `mpitrain train` that must have died before their first report, which they write before they import
-        torch: all the others have waited for them for long, by what they themselves have needed."""
-        missing = [rank for rank in range(self.num_ranks) if rank not in statuses]
-        if self.owed != READY or not statuses or not missing or not all(map(_waits, statuses.values())):
-            self._all_wait_s = None
-            return []
-        if self._all_wait_s is None:
-            self._all_wait_s = now_s
-        assert self._began_s is not None
-        patience_s = max(NEVER_HEARD_S, 3 * (self._all_wait_s - self._began_s))
-        return missing if now_s - self._all_wait_s > patience_s else []
-
-    def _why_silent(self, now_s: float, statuses: Mapping[int, RankStatus]) -> str:
-        """A host of which nothing is heard any more, while nobody gets on either: a run that has lost ranks and goes on
-        without them is left alone."""
-        if self.host_timeout_s <= 0 or now_s - self._progress_s <= self.host_timeout_s:
-            return ""
-        hosts: dict[str, list[int]] = {}
-        for rank, status in statuses.items():
-            if status.state == READY:
-                hosts.setdefault(status.host, []).append(rank)
-        for host, ranks in hosts.items():
-            silent_s = now_s - max(self._seen_s[rank] for rank in ranks)
-            if silent_s > self.host_timeout_s and not any(runs(statuses[rank].process) for rank in ranks):
-                names = ", ".join(map(str, sorted(ranks)))
-                self.silent = True
-                return (
-                    f"host {host} (rank {names}) has been silent for {silent_s:.0f} s (--host-timeout-s), and no other "
-                    "rank gets on"
-                )
-        return ""
-
-
-def _stage_of(state: str) -> int:
-    return RankStatus(-1, "", "", state).stage
-
-
-def _waits(status: RankStatus) -> bool:
-    return status.state == STARTING_MPI or (status.state == STARTED and status.waits)
-
-
-def _named(ranks: Sequence[int], statuses: Mapping[int, RankStatus]) -> str:
-    """ "rank 2 on host n7 (preparing)", at most eight of them."""
-    names = [
-        f"rank {rank} on host {statuses[rank].host} ({_phase(statuses[rank])})"
-        if rank in statuses
-        else f"rank {rank} (nothing was heard of it; {_hosts(statuses)})"
-        for rank in ranks[:8]
-    ]
-    return ", ".join(names) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def _phase(status: RankStatus) -> str:
-    return "about to train" if status.state == READY and status.step < 0 else status.state
-
-
-def _hosts(statuses: Mapping[int, RankStatus]) -> str:
-    known = sorted({status.host for status in statuses.values()})
-    return f"the others are on {', '.join(known[:8])}" if known else f"started from {os.uname().nodename}"
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How one start has ended. `code` is the MPI launcher's, unless it was ended here: then `reason` says why, and
     `final` whether another start would make no sense. `early`: a rank has died, without an error of its own, before
-    the first step."""
+    the first step. `ended_here`: this process has ended it, and what ranks report is no more than that."""
 
     code: int
     reason: str = ""
     final: bool = False
     early: bool = False
+    ended_here: bool = False
 
 
 def died_early(
@@ -250,9 +110,9 @@ def died_early(
         early = 0 < len(wordless) < len(statuses)
         # the launcher kills who is left as soon as one has ended with a code, so these may be wordless too
         known = sorted({dead for status in statuses.values() for dead in status.dead})
-        return early, f"{_named(known or wordless, statuses)} died before the first step" if early else ""
+        return early, f"{named(known or wordless, statuses)} died before the first step" if early else ""
     begun = len(statuses) == num_ranks and all(
-        status.stage >= _stage_of(READY) for status in statuses.values()
+        status.stage >= stage_of(READY) for status in statuses.values()
     )
     died = code > 128 and code - 128 not in (
         signal.SIGINT,
@@ -289,20 +149,40 @@ class Supervisor:
         as in a shell."""
         if self.requests.stop:
             return Outcome(self.requests.exit_code(EXIT_REQUEUE), final=True)
+        remove_left_behind()
         try:
             child = subprocess.Popen(list(command), env={**os.environ, **env})
         except OSError as error:
             raise MpitrainError(f"{command[0]} cannot be started: {error}") from error
         try:
-            outcome = self._watch_over(child)
+            with guarded(child.pid, **self._facts()):
+                outcome = self._watch_over(child)
         except BaseException:
             self._end(child, EXIT_ERROR, "", True)
             raise
         self._kill_left_behind()
+        remove_left_behind()
         if outcome.code and self.trains and not (outcome.reason or self.requests.stop):
             early, reason = died_early(self._statuses, self._num_ranks(), outcome.code, self.survives_deaths)
             outcome = replace(outcome, reason=reason, early=early)
         return outcome
+
+    def _facts(self) -> dict[str, Any]:
+        """What another process needs to watch over the same launch, in JSON."""
+        watch = self.watch
+        owed = [watch.num_ranks, watch.owed, watch.start_timeout_s, watch.host_timeout_s] if watch else None
+        return {
+            "flavour": self.flavour,
+            "folder": str(self.folder) if self.folder else None,
+            "watch": owed,
+            "trains": self.trains,
+            "survives_deaths": self.survives_deaths,
+        }
+
+    def take_over(self, launcher: subprocess.Popen[bytes]) -> None:
+        """Watch over what another launch, which is gone, has started, until it has ended."""
+        self._watch_over(launcher)
+        self._kill_left_behind()
 
     def _watch_over(self, child: subprocess.Popen[bytes]) -> Outcome:
         asked_s = result_s = left_s = None
@@ -348,7 +228,7 @@ class Supervisor:
                 reason = f"{RESULT_GRACE_S:g} s after its last rank its launcher had not ended"
                 return self._end(child, worst, reason, False)
         self._look()
-        return Outcome(code if code >= 0 else 128 - code)
+        return Outcome(code_of(self.flavour, code, self._statuses))
 
     def _look(self) -> dict[int, RankStatus]:
         """What every rank has reported last; it is remembered while its file cannot be read."""
@@ -409,7 +289,7 @@ class Supervisor:
                 child.wait(2.0)
             _send(child, signal.SIGKILL)
         child.wait()
-        return Outcome(self.requests.exit_code(code), reason, final)
+        return Outcome(self.requests.exit_code(code), reason, final, ended_here=True)
 
 
 @contextlib.contextmanager
@@ -440,7 +320,10 @@ def launch_folder(run_dir: Path | None, local: bool) -> Iterator[Path | None]:
 
 
 def reported_by_ranks(folder: Path | None, outcome: Outcome) -> Outcome:
-    """The outcome with what a rank that was interrupted has reported, which not every launcher passes on."""
+    """The outcome with what a rank that was interrupted has reported, which not every launcher passes on; one that
+    Hydra has interrupted because the launch is ended here reports the same."""
+    if outcome.ended_here:
+        return outcome
     statuses = rank_status.read_all(folder) if folder else {}
     interrupted = any(status.code == EXIT_INTERRUPTED for status in statuses.values())
     return replace(outcome, code=EXIT_INTERRUPTED, final=True) if interrupted else outcome

@@ -28,7 +28,9 @@ LAUNCHERS = {
         "LAUNCH=(srun --mpi=cray_shasta); export MPICH_GPU_SUPPORT_ENABLED=1", "Cray MPICH", "srun"
     ),
     "intel-mpi": Launcher(
-        "LAUNCH=(srun --mpi=pmi2); export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so", "Intel MPI", "srun"
+        "LAUNCH=(srun --mpi=pmi2); export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so I_MPI_CBWR=1",
+        "Intel MPI",
+        "srun",
     ),
     "mpirun": Launcher("LAUNCH=(mpirun)", "Open MPI's own launcher", "mpirun"),
     "mpiexec": Launcher("LAUNCH=(mpiexec)", "MPICH's and Intel's Hydra", "mpiexec"),

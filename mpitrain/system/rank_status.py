@@ -43,6 +43,7 @@ class RankStatus:
         beat, progress: change while it lives, and while it gets on.
         step: the last one that it has begun, -1 before the first.
         listens: whether it ends in order when it is asked to.
+        asked: whether a signal has asked it to.
         code: what it has ended with, once it has.
         dead: ranks of which it knows that they have died.
     """
@@ -56,6 +57,7 @@ class RankStatus:
     progress: float = 0.0
     step: int = -1
     listens: bool = True
+    asked: bool = False
     code: int | None = None
     dead: list[int] = field(default_factory=list)
 
@@ -72,6 +74,7 @@ class Reporter:
         self.folder = folder
         self.status = RankStatus(rank, socket.gethostname(), identity())
         self.stop_requested = threading.Event()
+        self.was_asked = False  # set by a signal's handler, which must not wait for the lock
         self.looks = not launched_local_rank()  # for requests
         self.observe: Callable[[], tuple[bool, float, int]] = lambda: (
             False,
@@ -105,7 +108,7 @@ class Reporter:
             silent_s += min(LOOK_EVERY_S, self._beat_s)
             if self.looks and not self.stop_requested.is_set():
                 self.look()
-            if silent_s >= self._beat_s:
+            if silent_s >= self._beat_s or self.was_asked != self.status.asked:
                 silent_s = 0.0
                 self._write()
                 self.look()
@@ -115,6 +118,7 @@ class Reporter:
             return
         with self._lock, contextlib.suppress(OSError):
             self.status.beat += 1
+            self.status.asked = self.was_asked
             self.status.waits, self.status.progress, self.status.step = self.observe()
             path = self.folder / f"rank-{self.status.rank}.json"
             write_whole(path, json.dumps(asdict(self.status)))
@@ -143,6 +147,12 @@ def know_dead(ranks: list[int]) -> None:
     if _reporter is not None:
         _reporter.status.dead = ranks
         _reporter.reach(_reporter.status.state, _reporter.status.code)
+
+
+def note_asked() -> None:
+    """Report to the launch, soon, that a signal has asked this rank to end."""
+    if _reporter is not None:
+        _reporter.was_asked = True
 
 
 def listen(listens: bool) -> None:

@@ -20,6 +20,7 @@ _before: dict[int, Any] = {}
 
 def _ask(number: int, _frame: Any) -> None:
     _asked.set()
+    rank_status.note_asked()
     if number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from mpitrain.launch.command import relaunch
-from mpitrain.launch.supervision import Outcome, Requests, Supervisor, Watch, died_early, launch_folder
+from mpitrain.launch.supervision import Outcome, Requests, Supervisor, died_early, launch_folder
+from mpitrain.launch.watch import Watch
 from mpitrain.system import rank_status
 from mpitrain.system.processes import identity
 from mpitrain.system.rank_status import ENDED, IMPORTING, READY, STARTED, STARTING_MPI, RankStatus

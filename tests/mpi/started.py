@@ -37,12 +37,14 @@ class Started:
         deaf: bool = False,
         by_mpirun: bool = False,
         path: Path = ROOT,
+        mpi: str = "openmpi",
     ):
         self.folder, self.run_dir = folder, folder / "run"
         self.ranks = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
         self.ranks.mkdir(parents=True)
         train = ["train", str(JOB), "--quiet", "--run-dir", str(self.run_dir), *words]
-        command = [sys.executable, "-m", "mpitrain", "launch", *options, *train]
+        python, _ = find_mpi(mpi)
+        command = [str(python), "-m", "mpitrain", "launch", *options, *train]
         if by_mpirun:
             _, mpirun = find_mpi()
             command = [str(mpirun), "--oversubscribe", "-n", "2", sys.executable, "-m", "mpitrain", *train]
@@ -50,7 +52,7 @@ class Started:
         env = {**os.environ, **root, "PYTHONPATH": f"{path}:{ROOT}", "SIGNALLED": str(folder), "PHASE": phase}
         env |= {"DEAF": "1"} if deaf else {}
         if path == ROOT:
-            env = warm_environment(env, self.ranks)
+            env = warm_environment(env, self.ranks, mpi)
         with open(folder / "out", "ab") as out:
             self.process = subprocess.Popen(
                 command,

@@ -59,10 +59,22 @@ def result_of(path):
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """Every strategy that is asked for, trained whole, and again from a copy of its first checkpoint."""
-    path, asked = tmp_path_factory.mktemp("runs"), asked_for(request, "name")
+    asked = asked_for(request, "name")
     rows = {name: row for name, row in (EXACT | ASYNC | PEERS).items() if name in asked}
+    return train_and_resume(tmp_path_factory.mktemp("runs"), rows)
+
+
+@pytest.fixture(scope="module")
+def mpich_runs(request, tmp_path_factory):
+    """The same under MPICH, of those whose bits are a theorem."""
+    asked = asked_for(request, "of_mpich")
+    rows = {name: row for name, row in EXACT.items() if name in asked}
+    return train_and_resume(tmp_path_factory.mktemp("mpich"), rows, "mpich")
+
+
+def train_and_resume(path, rows, mpi="openmpi"):
     whole = [call("train", name, *row) for name, row in rows.items()]
-    launch_calls(4, "checkpointed_runs", path, whole).check()
+    launch_calls(4, "checkpointed_runs", path, whole, mpi=mpi).check()
     again = []
     for name, (text, optimizer) in rows.items():
         first = sorted((path / name / FOLDER).iterdir())[0]
@@ -70,12 +82,21 @@ def runs(request, tmp_path_factory):
         copy.mkdir(parents=True)
         os.rename(first, copy / first.name)
         again.append(call("train", f"{name}-resumed", text, optimizer, "auto"))
-    launch_calls(4, "checkpointed_runs", path, again).check()
+    launch_calls(4, "checkpointed_runs", path, again, mpi=mpi).check()
     return path
 
 
 @pytest.mark.parametrize("name", sampled(EXACT, SAMPLE))
 def test_a_resumed_synchronous_run_is_the_uninterrupted_one_bit_for_bit(runs, name):
+    assert_same_bits(runs, name)
+
+
+@pytest.mark.parametrize("of_mpich", sampled(EXACT, ("allreduce", "localsgd")))
+def test_under_mpich_it_is_too(mpich_runs, of_mpich):
+    assert_same_bits(mpich_runs, of_mpich)
+
+
+def assert_same_bits(runs, name):
     whole, resumed = result_of(runs / name), result_of(runs / f"{name}-resumed")
     assert 96 <= resumed["resumed_from"] < 192
     assert resumed["samples"] == whole["samples"] == 6 * 48
