@@ -20,9 +20,12 @@ was found and the way out.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
+import re
 from collections.abc import Mapping
+from typing import Any
 
 import h5py
 import numpy as np
@@ -51,24 +54,25 @@ RUN_BYTES = 1 << 20
 MAX_RATIO = (
     1 << 17
 )  # zeros compress to a 2^15th at most; what is left is room for chunks that were never written
+WAY_OUT = "store it as numbers, or name the arrays to use: Shards(..., arrays={})"
 CACHE_SLOTS = 521
+BUSY = (errno.EAGAIN, errno.EACCES)  # of a lock that somebody else has
 MAX_CACHE_BYTES = 64 << 20
 PACK_AGAIN = "pack it again with `mpitrain data pack`, or copy it again from where it is whole"
 
 
 def open_shard(path: str, cache_bytes: int = 0) -> h5py.File:
-    """Open read-only, without file locks (many parallel file systems have none).
+    """Open read-only, with the locks that HDF5 itself takes, so that others in this process may have it open as well;
+    with others where somebody here has it open so, and with none where the file system has none.
 
     Args:
         cache_bytes: of HDF5's own chunk cache, per array.
     Raises:
-        DataError: missing, unreadable, truncated, or not HDF5.
+        DataError: missing, unreadable, truncated, not HDF5, or open for writing elsewhere.
     """
     check_regular(path)
     try:
-        return h5py.File(
-            path, "r", locking=False, rdcc_nbytes=cache_bytes, rdcc_nslots=CACHE_SLOTS, rdcc_w0=1.0
-        )
+        return _open_with_locks(path, cache_bytes)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; it was removed, or is a link that leads nowhere") from None
     except PermissionError:
@@ -87,7 +91,37 @@ def open_shard(path: str, cache_bytes: int = 0) -> h5py.File:
             raise DataError(
                 f"{path}: is not an HDF5 file; give a pattern that matches shards only, or {PACK_AGAIN}"
             ) from None
+        if _lock_errno(error) in BUSY:
+            raise DataError(
+                f"{path}: another process has it open for writing, and what is in it may change; close it there, or "
+                "set HDF5_USE_FILE_LOCKING=FALSE if nothing is written"
+            ) from None
         raise DataError(f"{path}: cannot be opened: {_reason(error)}; {PACK_AGAIN}") from error
+
+
+def _open_with_locks(path: str, cache_bytes: int) -> h5py.File:
+    """Tries HDF5's default first."""
+    flags: list[Any] = [None, False, "best-effort", True]
+    while True:
+        try:
+            return h5py.File(
+                path,
+                "r",
+                locking=flags.pop(0),
+                rdcc_nbytes=cache_bytes,
+                rdcc_nslots=CACHE_SLOTS,
+                rdcc_w0=1.0,
+            )
+        except OSError as error:
+            no_locks = _lock_errno(error) not in (None, *BUSY)
+            if not flags or not (no_locks or "flag values don't match" in str(error)):
+                raise
+
+
+def _lock_errno(error: OSError) -> int | None:
+    """Why a file could not be locked; None where something else failed."""
+    found = re.search(r"unable to lock file, errno = (\d+)", str(error))
+    return int(found[1]) if found else None
 
 
 def describe_shard(
@@ -131,8 +165,11 @@ def _describe(
         )
     datasets = _datasets(path, file, wanted, trust.allow_external)
     decodings: dict[str, Decoding] = {}
-    if schema is None and is_netcdf(file):
-        datasets = datasets if wanted else with_common_dimension(path, datasets)
+    is_foreign = schema is None and is_netcdf(file)
+    if is_foreign and not wanted:
+        datasets = with_common_dimension(path, datasets)
+    _check_types(path, datasets)
+    if is_foreign:
         decodings = decodings_of(path, datasets)
     specs = {name: _spec(path, name, dataset) for name, dataset in datasets.items()}
     for name, decoding in decodings.items():
@@ -238,9 +275,26 @@ def _datasets(
     return {name: item for name, item in chosen.items() if name not in own_offsets}
 
 
+def _check_types(path: str, datasets: Mapping[str, h5py.Dataset]) -> None:
+    """Refuse a dataset of a type that h5py and NumPy have no name for, such as HDF5's times and bit fields; the others
+    of its file can be read.
+
+    Raises:
+        DataError: names it.
+    """
+    for name, dataset in datasets.items():
+        try:
+            _ = dataset.dtype
+        except TypeError as error:
+            others = tuple(other for other in datasets if other != name)
+            raise DataError(
+                f"{path}: dataset {name!r} is of a type that NumPy lacks ({_reason(error)}); {WAY_OUT.format(others)}"
+            ) from error
+
+
 def _spec(path: str, name: str, dataset: h5py.Dataset) -> ArraySpec:
     """Shape and dtype of an array's samples, refusing what no tensor can hold."""
-    way_out = "store it as numbers, or name the arrays to use: Shards(..., arrays=('x', 'y'))"
+    way_out = WAY_OUT.format(("x", "y"))
     if dataset.dtype.name not in ITEM_BYTES:
         kind = "text or objects" if dataset.dtype.kind in "OSU" else f"dtype {dataset.dtype}"
         raise DataError(f"{path}: dataset {name!r} holds {kind}, which no tensor can hold; {way_out}")

@@ -8,7 +8,10 @@ spawned, so that it knows of no ranks, gets its part from the process that sent 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import atexit
+import contextlib
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -278,9 +281,27 @@ def iterate_samples(source: Source, seed: int, epoch: int, sent_by: Share | None
 def read_runs(
     source: Source, catalogue: Catalogue, seed: int, epoch: int, runs: list[Run]
 ) -> Iterator[Batch]:
-    """One batch for every run, the next one being read meanwhile."""
-    with source.reader(catalogue, seed) as reader:
-        yield from reader.batches(epoch, runs)
+    """One batch for every run, the next one being read meanwhile. A pass that is never finished is ended with the
+    program, while the modules that closing its files needs are still there.
+    """
+
+    def read() -> Generator[Batch, None, None]:
+        with source.reader(catalogue, seed) as reader:
+            yield from reader.batches(epoch, runs)
+
+    reading = read()
+    _unfinished.add(reading)
+    return reading
+
+
+_unfinished: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_unfinished() -> None:
+    for reading in list(_unfinished):
+        with contextlib.suppress(ValueError):  # a thread is in it, and will not come back
+            reading.close()
 
 
 def worker_part(runs: list[list[Run]], worker: int, num_workers: int) -> list[list[Run]]:

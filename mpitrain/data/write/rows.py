@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 
 from mpitrain.data.format.columns import Array
+from mpitrain.data.format.layout import open_shard
 from mpitrain.data.write.shard_file import ShardFile
 
 CHUNK_SAMPLES = 1024
@@ -53,7 +54,7 @@ def join_rows(parts: Sequence[Path], path: Path, num_samples: int) -> None:
     with ShardFile(path, min(CHUNK_SAMPLES, num_samples), num_samples) as shard:
         for part in parts:
             if part.exists():
-                with h5py.File(part) as file:
+                with open_shard(str(part)) as file:
                     arrays = [dataset for dataset in file.values() if isinstance(dataset, h5py.Dataset)]
                     for first in range(0, len(arrays[0]), COPIED_SAMPLES):
                         rows = slice(first, first + COPIED_SAMPLES)
